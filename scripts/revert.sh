@@ -1,0 +1,8 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# Take the series off TARGET again, byte for byte; `--help` lists the options.
+set -eu
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+python=${PYTHON:-$(command -v python3 || echo python)}
+exec "$python" "$here/series.py" revert "$@"

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Each lint rule against a series that keeps it and one that breaks it.
+
+A fixture `<rule>.pass` or `<rule>.fail` is a series of one patch, or a `.tree`: the
+files of a series one after the other, each below a line `==> path <==`.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import trees
+from turbo_series import lint
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ALL_RULES = {*lint.RULES, *lint.BASE_RULES, *lint.READ_RULES}
+GUARD = "def test_it():\n    pass\n"
+
+
+def _unpack(text: str) -> dict[str, str]:
+    parts = re.split(r"^==> (.+) <==\n", text, flags=re.MULTILINE)
+    assert parts[0] == ""
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def _project(root: Path, files: dict[str, str]) -> Path:
+    trees.write_tree(root, {"tests/test_guard.py": GUARD, **files})
+    shutil.copy(Path(__file__).parents[2] / "UPSTREAM.toml", root)
+    return root
+
+
+def _of_patch(text: str) -> dict[str, str]:
+    name = "cache-dtype.patch"
+    return {"patches/series": f"{name}\n", f"patches/{name}": text}
+
+
+def _fixture(rule: str, verdict: str) -> dict[str, str]:
+    (path,) = FIXTURES.glob(f"{rule}.{verdict}.*")
+    text = path.read_bytes().decode()
+    return _unpack(text) if path.suffix == ".tree" else _of_patch(text)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    root = trees.make_checkout(tmp_path / "base")
+    (root / "docs").mkdir()
+    (root / "docs/base.md").write_text("# Base\n")
+    return root
+
+
+def test_every_rule_has_fixtures() -> None:
+    names = sorted(path.name.rsplit(".", 1)[0] for path in FIXTURES.iterdir())
+    wanted = [f"{rule}.{verdict}" for rule in ALL_RULES for verdict in ("fail", "pass")]
+    assert names == sorted(wanted)
+
+
+@pytest.mark.parametrize("rule", sorted(ALL_RULES))
+def test_rule(rule: str, tmp_path: Path, base: Path) -> None:
+    """What keeps the rule has no finding at all; what breaks it, that rule's only."""
+    tree = base if rule in lint.BASE_RULES else None
+    good = _project(tmp_path / "good", _fixture(rule, "pass"))
+    assert [str(finding) for finding in lint.lint(good, tree)] == []
+    bad = _project(tmp_path / "bad", _fixture(rule, "fail"))
+    assert {finding.rule for finding in lint.lint(bad, tree)} == {rule}
+
+
+def _findings(tmp_path: Path, files: dict[str, str]) -> set[str]:
+    return {finding.rule for finding in lint.lint(_project(tmp_path / "p", files))}
+
+
+CANONICAL_BREACHES = {
+    "commit id": (r"\AFrom 0", "From 1"),
+    "mail prefix": (r"Subject: ", "Subject: [PATCH] "),
+    "numbered": (r"Subject: ", "Subject: [PATCH 1/2] "),
+    "unfolded subject": (r"(Subject: .*)\n ", r"\1 "),
+    "stat": (r"\n\ndiff --git", r"\n---\n x | 1 +\n\ndiff --git"),
+    "short ids": (r"index (.{9}).*\.\.(.{9}).* ", r"index \1..\2 "),
+    "encoded name": ("Zoë", "=?UTF-8?q?Zo=C3=AB?="),
+    "other prefixes": (r"--- a/(.*)\n\+\+\+ b/", r"--- i/\1\n+++ w/"),
+    "extra header": (r"Subject: ", r"X-Mailer: x\nSubject: "),
+    "blank line at the end": (r"\Z", r"\n"),
+}
+
+
+@pytest.mark.parametrize("breach", CANONICAL_BREACHES)
+def test_canonical_breaches(breach: str, tmp_path: Path) -> None:
+    text = (FIXTURES / "canonical.pass.patch").read_text()
+    broken = re.sub(*CANONICAL_BREACHES[breach], text, count=1)
+    assert broken != text
+    assert "canonical" in _findings(tmp_path, _of_patch(broken))
+
+
+@pytest.mark.parametrize(
+    ("value", "legal"),
+    [
+        ("Pending", True),
+        ("Submitted https://example.com/pull/1", True),
+        ("Backport 0123abc", True),
+        ("Denied https://example.com/pull/1", True),
+        ("Inappropriate for this project only", True),
+        ("Submitted", False),
+        ("Backport later", False),
+        ("Inappropriate", False),
+        ("pending", False),
+    ],
+)
+def test_upstream_status(value: str, legal: bool, tmp_path: Path) -> None:
+    text = (FIXTURES / "size.pass.patch").read_text()
+    text = text.replace("Upstream-Status: Pending", f"Upstream-Status: {value}")
+    assert ("trailers" in _findings(tmp_path, _of_patch(text))) is not legal
+
+
+@pytest.mark.parametrize("key", lint.REQUIRED)
+def test_required_trailers(key: str, tmp_path: Path) -> None:
+    text = (FIXTURES / "size.pass.patch").read_text()
+    text = re.sub(rf"(?m)^{key}: .*\n", "", text)
+    project = _project(tmp_path / "p", _of_patch(text))
+    assert f"trailers: cache-dtype.patch has no {key}" in map(str, lint.lint(project))
+
+
+@pytest.mark.parametrize(
+    ("subject", "legal"),
+    [
+        ("[Core] Add a dtype", True),
+        ("[V1/Attention] Embed a dtype", True),
+        ("Add a dtype", False),
+        ("[core] Add a dtype", False),
+        ("[Core] add a dtype", False),
+        ("[Core] Added a dtype", False),
+        ("[Core] Adding a dtype", False),
+        ("[Core] Add a dtype.", False),
+        ("[Core] Add " + "x" * 61, True),
+        ("[Core] Add " + "x" * 62, False),
+    ],
+)
+def test_subjects(subject: str, legal: bool, tmp_path: Path) -> None:
+    text = (FIXTURES / "size.pass.patch").read_text()
+    text = re.sub(r"(?m)^Subject: .*$", f"Subject: {subject}", text)
+    assert ("subject" in _findings(tmp_path, _of_patch(text))) is not legal
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "vllm/v1/core/kv_cache_manager.py",
+        "vllm/v1/core/sched/scheduler.py",
+        "vllm/v1/worker/gpu_model_runner.py",
+        "vllm/v1/worker/cpu_model_runner.py",
+        "vllm/v1/worker/gpu/model_runner.py",
+    ],
+)
+def test_paths_to_keep_off(path: str, tmp_path: Path) -> None:
+    text = (FIXTURES / "hands-off.pass.patch").read_text()
+    text = text.replace("vllm/v1/worker/gpu_worker.py", path)
+    assert "hands-off" in _findings(tmp_path, _of_patch(text))
+
+
+def test_two_owners(tmp_path: Path) -> None:
+    files = _fixture("series-complete", "pass")
+    for name, text in files.items():
+        if name.endswith(".patch"):
+            sign = "Signed-off-by"
+            files[name] = text.replace(sign, f"Overlay: docs/**\n{sign}", 1)
+    files["vllm_overlay/docs/a.md"] = "a\n"
+    assert _findings(tmp_path, files) == {"overlay-owned"}
+
+
+def test_unlisted_and_repeated_patches(tmp_path: Path) -> None:
+    files = _fixture("series-complete", "pass")
+    files["patches/series"] = "cache-dtype.patch\ncache-dtype.patch\n"
+    findings = lint.lint(_project(tmp_path / "p", files))
+    texts = {f.text for f in findings if f.rule == "series-complete"}
+    assert texts == {
+        "cache-dtype.patch is listed 2 times",
+        "pages.patch is not listed in series",
+    }
