@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The stored format of the turbo KV cache dtypes.
+
+Every constant of the format is defined here and nowhere else. The module
+imports nothing but the standard library, so configuration code can use it.
+
+The method is TurboQuant (Zandieh et al., arXiv:2504.19874), its MSE variant:
+rotate a vector at random, then quantise each coordinate with a fixed scalar
+codebook. Two things differ from the paper. There is no vector norm; instead
+each group of 32 rotated coordinates has an 8-bit scale, which costs the same
+bytes and follows the local energy. And there is no QJL residual: its unbiased
+estimate has a variance that the softmax amplifies.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+# Tokens a tile. A page is a whole number of tiles.
+TILE_TOKENS = 16
+# Rotated coordinates that share one scale.
+SCALE_GROUP = 32
+# Codes a unit: the unit of packing, see TurboFormat.
+UNIT_CODES = 8
+
+# Scales are unsigned E5M3: byte << 7 is the bit pattern of the fp16 number of
+# that value. 0xF8 and above would be Inf and NaN and are never written.
+SCALE_SHIFT = 7
+SCALE_CODE_MAX = 0xF7
+SCALE_MAX = 61440.0
+
+# A vector is rotated as integers: it is scaled by the power of two that brings
+# its largest magnitude to [2**10, 2**11) and rounded, so every product is +-1
+# times an integer that fp16 holds and every sum is exact in fp32, whatever the
+# order. The encoder's bytes are then the same on every device. The rounding is
+# 1/2048 of the largest input at most, below bf16's own.
+ROTATION_EXPONENT = 10
+# Below this exponent a vector is rounded to zero (its scales would be zero).
+MIN_INPUT_EXPONENT = -100
+
+# Squared errors of the scale search, relative to the group's largest magnitude,
+# are rounded to this many fractional bits and to at most ERROR_MAX: their sums
+# then are exact in fp32 and do not depend on the order either.
+ERROR_FRACTION_BITS = 16
+ERROR_MAX = 4.0
+ERROR_MAX_EXPONENT = 20
+
+# Candidates of the scale search, by bits a code: steps on the E5M3 grid from the
+# group's largest magnitude, rounded down.
+SCALE_OFFSETS = {4: (-1, 0, 1, 2), 3: (-2, -1, 0, 1)}
+
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Scalar codebook of one side (K or V) at one width.
+
+    A code is offset binary: ``u = code - (2**bits - 1) / 2`` is the signed
+    half-integer position and the level is odd in ``u``. The largest is
+    about 1; a coordinate is ``scale * level``.
+
+    Attributes:
+        bits: Bits a code.
+        magnitudes: Levels of the upper half, ascending.
+        cubic: Coefficients (a, b) of ``a * u + b * u**3``. For a value codebook
+            this is the level. For a key codebook it lies within 1/4 of
+            ``128 * level``, also when evaluated in fp16, so rounding it to a
+            multiple of 1/2 gives that exactly.
+        gain: What decoded coordinates are multiplied by so that
+            ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
+            through the softmax scale; values do not (least squares).
+
+    """
+
+    bits: int
+    magnitudes: tuple[float, ...]
+    cubic: tuple[float, float]
+    gain: float = 1.0
+
+    @property
+    def scale_offsets(self) -> tuple[int, ...]:
+        """Candidates of the scale search."""
+        return SCALE_OFFSETS[self.bits]
+
+    @cached_property
+    def thresholds(self) -> tuple[float, ...]:
+        """Decision thresholds between neighbouring magnitudes."""
+        pairs = zip(self.magnitudes, self.magnitudes[1:])
+        return tuple((low + high) / 2 for low, high in pairs)
+
+    @cached_property
+    def levels(self) -> tuple[float, ...]:
+        """All ``2**bits`` levels, by code."""
+        return tuple(-m for m in reversed(self.magnitudes)) + self.magnitudes
+
+
+def _half_integers(bits: int) -> list[float]:
+    return [index + 0.5 for index in range(1 << (bits - 1))]
+
+
+def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
+    a, b = cubic
+    integers = [round(a * u + b * u**3 - 0.5) for u in _half_integers(bits)]
+    magnitudes = tuple((m + 0.5) / 128 for m in integers)
+    return Codebook(bits, magnitudes, cubic, gain)
+
+
+def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
+    a, b = cubic
+    magnitudes = tuple(a * u + b * u**3 for u in _half_integers(bits))
+    return Codebook(bits, magnitudes, cubic)
+
+
+# Key levels are (m + 1/2) / 128 with m a 7-bit integer, so that a code becomes
+# an int8 operand (-m - 1 is ~m) as well as an fp16 one.
+KEY_CODEBOOKS = {
+    4: _key_codebook(4, (10.8671875, 0.083), 1.00663),
+    3: _key_codebook(3, (26.375, 0.816), 1.0256),
+}
+VALUE_CODEBOOKS = {
+    4: _value_codebook(4, (0.092, 0.000735)),
+    3: _value_codebook(3, (0.2024, 0.0068)),
+}
+
+# cache dtype -> (key bits, value bits)
+TURBO_PRESETS: dict[str, tuple[int, int]] = {
+    "turbo4": (4, 4),
+    "k4v3": (4, 3),
+    "turbo3": (3, 3),
+}
+
+
+def is_turbo_cache_dtype(cache_dtype: str | None) -> bool:
+    """Whether ``cache_dtype`` is stored in this format."""
+    return cache_dtype in TURBO_PRESETS
+
+
+def low_plane_units(num_units: int) -> list[int]:
+    """Units in the order of the 16-bit words of a 3-bit code's low plane."""
+    half = num_units // 2
+    return [word + part * half for word in range(half) for part in range(2)]
+
+
+def high_plane_units(num_units: int) -> list[int]:
+    """Units in the order of the bytes of a 3-bit code's high plane."""
+    if num_units % 4 != 0:  # no whole words
+        return list(range(num_units))
+    quarter = num_units // 4
+    return [word + part * quarter for word in range(quarter) for part in range(4)]
+
+
+@dataclass(frozen=True)
+class TurboFormat:
+    """Layout of one turbo cache dtype at one head size.
+
+    For one (block, KV head) the tokens' bytes are one contiguous region: a
+    sequence of tiles of 16 tokens, each of ``tile_bytes`` bytes, so a cut at a
+    multiple of 16 tokens is a cut in bytes. With D the head size, S =
+    ceil(D / 32) scales a vector and n the token's index in its tile, a tile is
+
+    ==================  =========================  ==========================
+    plane               bytes                      address within the plane
+    ==================  =========================  ==========================
+    K codes             16 * D * key_bits / 8      see below
+    V codes             16 * D * value_bits / 8    see below
+    K scales            16 * S                     n * S + group
+    V scales            16 * S                     n * S + group
+    ==================  =========================  ==========================
+
+    Coordinate r of a rotated vector is code ``r // U`` of unit ``r % U``, with
+    U = D / 8 units of eight codes, and belongs to scale group
+    ``(r % U) % S``. The coordinates are rotated, so any assignment to groups
+    is as good as another; this one gives a unit a single scale.
+
+    * 4 bits: unit u of token n is the little-endian 32-bit word at
+      ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``.
+    * 3 bits: two planes, one after the other. The first, D / 4 bytes a token,
+      has 16-bit words with the low two bits of the codes, code i in bits
+      ``2 * i`` and ``2 * i + 1``; the second, D / 8 bytes a token, has bytes
+      with the high bits, code i in bit i. ``low_plane_units`` and
+      ``high_plane_units`` give the order of units in them: the parts of a
+      32-bit word belong to units far apart, so a thread that loads words has
+      one unit of each.
+
+    Every byte belongs to one token, so tokens of a page are written
+    independently. Bytes a token and head at D = 128: turbo4 136, k4v3 120,
+    turbo3 104, of 512 in bf16.
+
+    Attributes:
+        name: The ``--kv-cache-dtype`` value.
+        key_bits: Bits a key code.
+        value_bits: Bits a value code.
+        head_size: Size of a K and of a V vector.
+
+    """
+
+    name: str
+    key_bits: int
+    value_bits: int
+    head_size: int
+
+    @staticmethod
+    def from_cache_dtype(cache_dtype: str, head_size: int) -> "TurboFormat":
+        """The layout of a preset.
+
+        Raises:
+            ValueError: If the dtype is no turbo preset or the head size has
+                no rotation.
+
+        """
+        if cache_dtype not in TURBO_PRESETS:
+            raise ValueError(
+                f"Unknown turbo cache dtype {cache_dtype!r}; the presets are "
+                f"{', '.join(TURBO_PRESETS)}."
+            )
+        if head_size not in HEAD_SIZES:
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            raise ValueError(
+                f"--kv-cache-dtype {cache_dtype} supports head sizes {sizes}, "
+                f"not {head_size}. Use --kv-cache-dtype fp8 for this model."
+            )
+        key_bits, value_bits = TURBO_PRESETS[cache_dtype]
+        return TurboFormat(cache_dtype, key_bits, value_bits, head_size)
+
+    @property
+    def key_codebook(self) -> Codebook:
+        return KEY_CODEBOOKS[self.key_bits]
+
+    @property
+    def value_codebook(self) -> Codebook:
+        return VALUE_CODEBOOKS[self.value_bits]
+
+    @property
+    def num_units(self) -> int:
+        """Units (groups of eight codes) a vector."""
+        return self.head_size // UNIT_CODES
+
+    @property
+    def num_scales(self) -> int:
+        """Scale bytes a vector."""
+        return math.ceil(self.head_size / SCALE_GROUP)
+
+    @property
+    def key_code_bytes(self) -> int:
+        """Bytes of a key's codes."""
+        return self.head_size * self.key_bits // 8
+
+    @property
+    def value_code_bytes(self) -> int:
+        """Bytes of a value's codes."""
+        return self.head_size * self.value_bits // 8
+
+    @property
+    def key_packed_size(self) -> int:
+        """Bytes of a key, scales included."""
+        return self.key_code_bytes + self.num_scales
+
+    @property
+    def value_packed_size(self) -> int:
+        """Bytes of a value, scales included."""
+        return self.value_code_bytes + self.num_scales
+
+    @property
+    def slot_size(self) -> int:
+        """Bytes a token and KV head: C of the page shape [B, H, N, C]."""
+        return self.key_packed_size + self.value_packed_size
+
+    @property
+    def slot_size_aligned(self) -> int:
+        """``slot_size``: tiles of 16 tokens keep every plane aligned."""
+        return self.slot_size
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_TOKENS * self.slot_size
+
+    @property
+    def value_codes_offset(self) -> int:
+        """Byte offset of the V codes in a tile."""
+        return TILE_TOKENS * self.key_code_bytes
+
+    @property
+    def key_scales_offset(self) -> int:
+        """Byte offset of the K scales in a tile."""
+        return self.value_codes_offset + TILE_TOKENS * self.value_code_bytes
+
+    @property
+    def value_scales_offset(self) -> int:
+        """Byte offset of the V scales in a tile."""
+        return self.key_scales_offset + TILE_TOKENS * self.num_scales

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The turbo KV cache in PyTorch: the executable form of ``format``.
+
+The kernels are tested against this module, bit for bit where bytes are
+written, and CPU tensors are served by it. Shapes: T tokens, H KV heads, D the
+head size, S scales a vector. Rotated vectors are in the order of coordinates r
+that ``TurboFormat`` defines.
+"""
+
+import math
+from functools import cache
+
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2**exponent as fp32, exact, for int32 exponents in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _exponent(x: torch.Tensor) -> torch.Tensor:
+    """floor(log2(x)) as int32 for positive normal fp32 x; -127 at zero."""
+    return (x.view(torch.int32) >> 23) - 127
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotate vectors as the store kernels do: in block fixed point.
+
+    NaN counts as zero, infinities as the largest fp32 number.
+
+    Args:
+        x: (..., D), any floating dtype.
+
+    Returns:
+        (..., D) fp32, ``H (s * x) / sqrt(D)`` with x rounded to 1/2048 of the
+        vector's largest magnitude.
+
+    """
+    head_size = x.shape[-1]
+    x = torch.nan_to_num(x.float(), 0.0, _FP32_MAX, -_FP32_MAX)
+    largest = x.abs().amax(-1, keepdim=True)
+    exponent = _exponent(largest).clamp(min=fmt.MIN_INPUT_EXPONENT)
+    integers = torch.floor(x * _power_of_two(fmt.ROTATION_EXPONENT - exponent) + 0.5)
+    matrix = rotation_matrix(head_size, x.device, torch.float32)
+    unit = _power_of_two(exponent - fmt.ROTATION_EXPONENT)
+    return integers @ matrix * (unit * inverse_sqrt(head_size))
+
+
+def inverse_rotate(y: torch.Tensor) -> torch.Tensor:
+    """Rotate back: (..., D) to (..., D), both fp32."""
+    head_size = y.shape[-1]
+    matrix = rotation_matrix(head_size, y.device, torch.float32)
+    return y.float() @ matrix.T * inverse_sqrt(head_size)
+
+
+def inverse_sqrt(head_size: int) -> float:
+    """1 / sqrt(D), rounded to fp32."""
+    return torch.tensor(1 / math.sqrt(head_size), dtype=torch.float32).item()
+
+
+def scale_values(scale_codes: torch.Tensor) -> torch.Tensor:
+    """Values of E5M3 scale codes: uint8 to fp32, any shape."""
+    bits = scale_codes.to(torch.int16) << fmt.SCALE_SHIFT
+    return bits.view(torch.float16).float()
+
+
+def scale_floor(largest: torch.Tensor) -> torch.Tensor:
+    """Code (int32) of the largest E5M3 number not above fp32 ``largest``."""
+    shift = 20  # leaves the exponent and three mantissa bits
+    bias = (127 - 15) << 3
+    normal = (largest.view(torch.int32) >> shift) - bias
+    subnormal = (largest * 2.0**17).to(torch.int32)
+    return torch.where(largest < 2.0**-14, subnormal, normal)
+
+
+@cache
+def group_of_coordinate(head_size: int) -> torch.Tensor:
+    """Scale group of each coordinate: int64 (D,)."""
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    return torch.arange(head_size) % layout.num_units % layout.num_scales
+
+
+@cache
+def _group_sum_matrix(head_size: int) -> torch.Tensor:
+    groups = group_of_coordinate(head_size)
+    return torch.nn.functional.one_hot(groups).to(torch.float32)
+
+
+def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rotated vectors.
+
+    Each group tries ``codebook.scale_offsets`` and keeps the first scale of
+    least squared error.
+
+    Args:
+        y: (..., D) fp32, finite.
+        codebook: Of the side that y belongs to.
+
+    Returns:
+        codes: (..., D) uint8, offset binary.
+        scale_codes: (..., S) uint8, E5M3.
+
+    """
+    head_size = y.shape[-1]
+    groups = group_of_coordinate(head_size).to(y.device)
+    members = _group_sum_matrix(head_size).to(y.device)
+    magnitude = y.abs().clamp(max=fmt.SCALE_MAX)
+    largest = torch.stack(
+        [magnitude[..., groups == g].amax(-1) for g in range(members.shape[1])], -1
+    )
+    base = scale_floor(largest)
+    exponent = _exponent(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
+    normaliser = _power_of_two(-exponent)[..., groups]
+    thresholds = torch.tensor(codebook.thresholds, device=y.device)
+    levels = torch.tensor(codebook.magnitudes, device=y.device)
+
+    best_error = best_code = best_index = None
+    for offset in codebook.scale_offsets:
+        code = (base + offset).clamp(0, fmt.SCALE_CODE_MAX)
+        scale = scale_values(code)[..., groups]
+        index = (magnitude[..., None] > thresholds * scale[..., None]).sum(-1)
+        error = (magnitude - levels[index] * scale) * normaliser
+        error = (error * error).clamp(max=fmt.ERROR_MAX)
+        error = torch.round(error * 2.0**fmt.ERROR_FRACTION_BITS) @ members
+        if best_error is None:
+            best_error, best_code, best_index = error, code, index
+        else:
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_code = torch.where(better, code, best_code)
+            best_index = torch.where(better[..., groups], index, best_index)
+    half = 1 << (codebook.bits - 1)
+    codes = torch.where(y < 0, half - 1 - best_index, half + best_index)
+    return codes.to(torch.uint8), best_code.to(torch.uint8)
+
+
+def dequantize(
+    codes: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
+) -> torch.Tensor:
+    """Rotated vectors, (..., D) fp32, of codes (..., D) and scales (..., S)."""
+    levels = torch.tensor(codebook.levels, device=codes.device)
+    groups = group_of_coordinate(codes.shape[-1]).to(codes.device)
+    return levels[codes.long()] * scale_values(scale_codes)[..., groups]
+
+
+def _combine(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack the last axis of small integers into bytes, lowest bits first."""
+    per_byte = 8 // bits
+    codes = codes.unflatten(-1, (-1, per_byte)).to(torch.int32)
+    shifts = torch.arange(per_byte, device=codes.device) * bits
+    return (codes << shifts).sum(-1).to(torch.uint8)
+
+
+def _split(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of ``_combine``."""
+    shifts = torch.arange(8 // bits, device=packed.device) * bits
+    codes = packed[..., None].to(torch.int32) >> shifts & (1 << bits) - 1
+    return codes.flatten(-2).to(torch.uint8)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes of one vector's codes, in plane order: (..., D) to (..., D*bits/8)."""
+    by_unit = codes.unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)
+    if bits == 4:
+        return _combine(by_unit, 4).flatten(-2)
+    units = by_unit.shape[-2]
+    low = _combine(by_unit[..., fmt.low_plane_units(units), :] & 3, 2)
+    high = _combine(by_unit[..., fmt.high_plane_units(units), :] >> 2, 1)
+    return torch.cat([low.flatten(-2), high.flatten(-2)], -1)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of ``pack_codes``."""
+    units = packed.shape[-1] // bits
+    if bits == 4:
+        by_unit = _split(packed.unflatten(-1, (units, 4)), 4)
+    else:
+        low, high = packed.split([2 * units, units], -1)
+        by_unit = torch.empty(*packed.shape[:-1], units, 8, dtype=torch.uint8)
+        by_unit = by_unit.to(packed.device)
+        low_codes = _split(low.unflatten(-1, (units, 2)), 2)
+        by_unit[..., fmt.low_plane_units(units), :] = low_codes
+        high_codes = _split(high.unflatten(-1, (units, 1)), 1)
+        by_unit[..., fmt.high_plane_units(units), :] |= high_codes << 2
+    return by_unit.transpose(-1, -2).flatten(-2)
+
+
+@cache
+def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a token's bytes lie in its tile.
+
+    Returns:
+        For K and for V, int64 (16, packed size): row n holds the addresses of
+        the codes, in the order of ``pack_codes``, then of the scales.
+
+    """
+    tokens = torch.arange(fmt.TILE_TOKENS)[:, None]
+
+    def rows(start: int, width: int) -> torch.Tensor:
+        return start + tokens * width + torch.arange(width)
+
+    def side(codes_start: int, bits: int, scales_start: int) -> torch.Tensor:
+        low_bits = 4 if bits == 4 else 2
+        low_width = layout.head_size * low_bits // 8
+        parts = [rows(codes_start, low_width)]
+        if bits == 3:
+            high_start = codes_start + fmt.TILE_TOKENS * low_width
+            parts.append(rows(high_start, layout.num_units))
+        parts.append(rows(scales_start, layout.num_scales))
+        return torch.cat(parts, 1)
+
+    return (
+        side(0, layout.key_bits, layout.key_scales_offset),
+        side(layout.value_codes_offset, layout.value_bits, layout.value_scales_offset),
+    )
+
+
+def _region(kv_cache: torch.Tensor) -> torch.Tensor:
+    """(num_blocks, H, N, C) as (num_blocks, H, N * C), sharing memory."""
+    num_blocks, num_kv_heads, block_size, slot_size = kv_cache.shape
+    return kv_cache.view(num_blocks, num_kv_heads, block_size * slot_size)
+
+
+def store(
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+) -> None:
+    """Quantise tokens and write them to their slots.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8, a (block, head) contiguous.
+        slot_mapping: (T,) block * N + position, or -1 to skip the token.
+        key: (T', H, D), T' >= T.
+        value: (T', H, D).
+        layout: The cache's format.
+
+    """
+    region = _region(kv_cache)
+    block_size = kv_cache.shape[2]
+    num_tokens = slot_mapping.shape[0]
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    slots = slot_mapping[kept]
+    position = slots % block_size
+    tile = position // fmt.TILE_TOKENS * layout.tile_bytes
+    blocks = (slots // block_size)[:, None, None]
+    heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
+    sides = ((key, layout.key_codebook), (value, layout.value_codebook))
+    for (tensor, codebook), addresses in zip(sides, tile_addresses(layout)):
+        codes, scales = quantize(rotate(tensor[:num_tokens][kept]), codebook)
+        packed = torch.cat([pack_codes(codes, codebook.bits), scales], -1)
+        rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
+        region[blocks, heads, (tile[:, None] + rows)[:, None, :]] = packed
+
+
+def load(
+    kv_cache: torch.Tensor, slots: torch.Tensor, layout: TurboFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dequantise the tokens at ``slots``, in rotated space.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8.
+        slots: (T,) non-negative slots.
+        layout: The cache's format.
+
+    Returns:
+        Rotated keys and values, each (T, H, D) fp32. Keys are not multiplied
+        by the codebook's gain.
+
+    """
+    region = _region(kv_cache)
+    block_size = kv_cache.shape[2]
+    position = slots % block_size
+    tile = position // fmt.TILE_TOKENS * layout.tile_bytes
+    blocks = (slots // block_size)[:, None, None]
+    heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
+    sides = []
+    codebooks = (layout.key_codebook, layout.value_codebook)
+    for codebook, addresses in zip(codebooks, tile_addresses(layout)):
+        rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
+        packed = region[blocks, heads, (tile[:, None] + rows)[:, None, :]]
+        code_bytes = layout.head_size * codebook.bits // 8
+        codes = unpack_codes(packed[..., :code_bytes], codebook.bits)
+        sides.append(dequantize(codes, packed[..., code_bytes:], codebook))
+    return sides[0], sides[1]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one sequence, in the dtype of its arguments.
+
+    Args:
+        query: (Q, Hq, D), the last Q positions of the sequence.
+        key: (T, H, D).
+        value: (T, H, D).
+        scale: Factor of the scores.
+        causal: Whether query i sees only the first T - Q + i + 1 tokens.
+
+    Returns:
+        Output (Q, Hq, D) and natural log-sum-exp (Q, Hq).
+
+    """
+    num_queries, num_heads, _ = query.shape
+    num_tokens, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    key = key.repeat_interleave(group, 1)
+    value = value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,thd->hqt", query, key) * scale
+    if causal:
+        last = torch.arange(num_queries, device=query.device) + num_tokens - num_queries
+        hidden = torch.arange(num_tokens, device=query.device) > last[:, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(scores.float(), -1)
+    weights = torch.softmax(scores, -1)
+    return torch.einsum("hqt,thd->qhd", weights, value), lse.T

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Addresses, unpacking and levels of the turbo format, for Triton kernels.
+
+A kernel sees a vector of D coordinates as D / 8 units of eight codes (see
+``format.TurboFormat``) and works on columns: column c of step i is coordinate
+``i * COLUMNS + c``. COLUMNS is a multiple of the number of units, so that one
+load of a unit serves every step; it is at least 16, the least depth of a dot.
+"""
+
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+MIN_DOT_SIZE = 16
+# Least number of columns of a dot's result: NVIDIA's tensor cores have 8.
+MIN_OUTPUT_COLUMNS = 8 if current_platform.is_cuda() else MIN_DOT_SIZE
+
+
+def num_columns(layout: TurboFormat) -> int:
+    """COLUMNS: coordinates a step, before padding to a power of two."""
+    units = layout.num_units
+    return units * max(1, MIN_DOT_SIZE // units)
+
+
+_TILE = tl.constexpr(fmt.TILE_TOKENS)
+_SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
+
+
+@triton.jit
+def tile_pointers(
+    page_ptr,  # [N] uint8 pointers to the (block, head) regions
+    position,  # [N] position in the block
+    TILE_BYTES: tl.constexpr,
+):
+    """Pointers to the tokens' tiles, and the tokens' places in them."""
+    return page_ptr + position // _TILE * TILE_BYTES, position % _TILE
+
+
+@triton.jit
+def load_units(
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
+    token,  # of that shape, place in the tile
+    column,  # [1, C] or [C, 1]
+    mask,  # [N, C] or [C, N]
+    HEAD_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Load each column's unit as int32.
+
+    Eight 4-bit codes fill it; of 3-bit codes the low two bits are bits 0 to 15
+    and the high bits are bits 16 to 23.
+    """
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    unit = column % NUM_UNITS
+    if BITS == 4:
+        row_ptr = codes_ptr + token * (HEAD_SIZE // 2)
+        p_word = row_ptr.to(tl.pointer_type(tl.int32)) + unit
+        return tl.load(p_word, mask=mask, other=0)
+    else:
+        # 32-bit loads, though columns then share words: Triton neither
+        # pipelines narrower ones nor loads them in the layout of a dot operand.
+        HALF: tl.constexpr = NUM_UNITS // 2
+        row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
+        p_low = row_ptr.to(tl.pointer_type(tl.int32)) + unit % HALF
+        low = tl.load(p_low, mask=mask, other=0) >> unit // HALF * 16
+        row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * NUM_UNITS
+        if NUM_UNITS % 4 == 0:
+            QUARTER: tl.constexpr = NUM_UNITS // 4
+            p_high = row_ptr.to(tl.pointer_type(tl.int32)) + unit % QUARTER
+            high = tl.load(p_high, mask=mask, other=0) >> unit // QUARTER * 8
+        else:
+            high = tl.load(row_ptr + unit, mask=mask, other=0).to(tl.int32)
+        return low & 0xFFFF | (high & 0xFF) << 16
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's scale plane
+    token,  # of that shape
+    column,  # [1, C] or [C, 1]
+    mask,  # [N, C] or [C, N]
+    HEAD_SIZE: tl.constexpr,
+):
+    """Load the scale of each column's unit, fp16; zero where masked."""
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    NUM_SCALES: tl.constexpr = (HEAD_SIZE + 31) // 32
+    group = column % NUM_UNITS % NUM_SCALES
+    p_scale = scales_ptr + token * NUM_SCALES + group
+    return scale_value(tl.load(p_scale, mask=mask, other=0))
+
+
+@triton.jit
+def scale_value(scale_code):
+    """Value of E5M3 codes as fp16."""
+    bits = scale_code.to(tl.int16) << _SCALE_SHIFT
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def step_positions(
+    word,  # [N, C] or [C, N] int32, from load_units
+    column,  # [1, C] or [C, 1]
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Positions u of one step's codes in the codebook, fp16, exact.
+
+    The code is put into bits 4 to 7 of the fp16 number 64.
+    """
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    FOLD: tl.constexpr = COLUMNS // NUM_UNITS
+    # The constant first: a shift by it folds into the masking.
+    if FOLD == 1:  # noqa: SIM108
+        index = STEP
+    else:
+        index = STEP * FOLD + column // NUM_UNITS
+    if BITS == 4:
+        if FOLD == 1 and STEP > 0:
+            bits = (word >> (STEP * 4 - 4)) & 0xF0
+        else:
+            bits = ((word >> index * 4) << 4) & 0xF0
+    else:
+        bits = ((word << 4) >> index * 2) & 0x30 | (word >> (index + 10)) & 0x40
+    CENTER: tl.constexpr = 64 + ((1 << BITS) - 1) / 2
+    return (bits | 0x5400).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
+
+
+@triton.jit
+def key_coordinates(
+    u,  # [N, C] fp16
+    scale,  # [N, C] fp16, scale / 128
+    CUBIC: tl.constexpr,
+):
+    """Key coordinates, fp16: ``(m + 1/2) * scale``.
+
+    Between 512 and 1024 fp16 has a step of 1/2, so adding 768 rounds the cubic
+    to the half-integer of the codebook, multiply-adds fused or not.
+    """
+    slope = u * u * CUBIC[1] + CUBIC[0]
+    return (u * slope + 768.0 - 768.0) * scale
+
+
+@triton.jit
+def value_coordinates(
+    u,  # [C, N] fp16
+    linear,  # [C, N] fp16, scale * CUBIC[0]
+    cubic,  # [C, N] fp16, scale * CUBIC[1]
+):
+    """Value coordinates, fp16: ``scale * (a * u + b * u**3)``."""
+    return u * (linear + cubic * (u * u))

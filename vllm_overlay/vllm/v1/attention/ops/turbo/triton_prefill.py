@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Prefill: rotate queries and outputs, and dequantise cached context."""
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.attention.ops.turbo.triton_codec import (
+    key_coordinates,
+    load_scales,
+    load_units,
+    num_columns,
+    step_positions,
+    tile_pointers,
+    value_coordinates,
+)
+from vllm.v1.attention.ops.turbo.triton_store import load_integers, rotate_integers
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rotate_rows_kernel(
+    x_ptr,  # [T, H, D]
+    output_ptr,  # [T, H, D]
+    matrix_ptr,  # [D, D] fp16
+    num_rows,
+    inverse_sqrt_d,
+    stride_x_token,
+    stride_x_head,
+    stride_output_token,
+    stride_output_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program i: rows [i * BLOCK_T, ...) of the (token, head) pairs."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_mask = row < num_rows
+    token = row // NUM_HEADS
+    head = row % NUM_HEADS
+    x_ptrs = x_ptr + token * stride_x_token + head * stride_x_head
+    integers, unit_size = load_integers(x_ptrs, row_mask, HEAD_SIZE, BLOCK_D, True)
+    factor = (unit_size * inverse_sqrt_d)[:, None]
+    offset = token * stride_output_token + head * stride_output_head
+    for start in tl.static_range(0, HEAD_SIZE, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        inside = c < HEAD_SIZE
+        rotated = rotate_integers(integers, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
+        rotated = (rotated * factor).to(output_ptr.dtype.element_ty)
+        mask = row_mask[:, None] & inside[None, :]
+        tl.store(output_ptr + offset[:, None] + c[None, :], rotated, mask=mask)
+
+
+def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) -> None:
+    """Rotate vectors to or, with ``inverse``, from rotated space.
+
+    Args:
+        x: (T, H, D), last axis contiguous.
+        output: (T, H, D) of any floating dtype, written; may be ``x``.
+        inverse: Whether to rotate back.
+
+    """
+    num_tokens, num_heads, head_size = x.shape
+    assert x.stride(2) == output.stride(2) == 1
+    if num_tokens == 0:
+        return
+    block_d = triton.next_power_of_2(head_size)
+    block_t = 64 if head_size <= 256 else 16  # fits into shared memory
+    num_rows = num_tokens * num_heads
+    _rotate_rows_kernel[(triton.cdiv(num_rows, block_t),)](
+        x,
+        output,
+        rotation_matrix(head_size, x.device, inverse=inverse),
+        num_rows,
+        inverse_sqrt(head_size),
+        x.stride(0),
+        x.stride(1),
+        output.stride(0),
+        output.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        BLOCK_C=min(block_d, 64),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _gather_kernel(
+    kv_cache_ptr,  # [num_blocks, H, N, C] uint8
+    block_table_ptr,  # [R, max_blocks]
+    starts_ptr,  # [R] first position of each request's piece
+    cu_lens_ptr,  # [R + 1] where the pieces lie in the output
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    stride_cache_block,
+    stride_cache_head,
+    stride_block_table,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    VALUE_CODES_OFFSET: tl.constexpr,
+    KEY_SCALES_OFFSET: tl.constexpr,
+    VALUE_SCALES_OFFSET: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    KEY_CUBIC: tl.constexpr,
+    VALUE_CUBIC: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program (i, r, h): tokens [i * BLOCK_N, ...) of request r's piece."""
+    request = tl.program_id(1)
+    head = tl.program_id(2)
+    begin = tl.load(cu_lens_ptr + request)
+    length = tl.load(cu_lens_ptr + request + 1) - begin
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.program_id(0) * BLOCK_N >= length:
+        return
+    inside = n < length
+    position = tl.load(starts_ptr + request) + n
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0)
+    page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
+    page_ptr += head.to(tl.int64) * stride_cache_head
+    tile_ptr, token = tile_pointers(page_ptr, position % BLOCK_SIZE, TILE_BYTES)
+    tile_ptr = tile_ptr[:, None]
+    token = token[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    mask = inside[:, None] & (column < COLUMNS)
+    row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
+    offset = row[:, None] + column
+
+    word = load_units(tile_ptr, token, column, mask, HEAD_SIZE, KEY_BITS)
+    scale = load_scales(tile_ptr + KEY_SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    scale = scale * 0.0078125
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, KEY_BITS)
+        key = key_coordinates(u, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
+        tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
+
+    codes_ptr = tile_ptr + VALUE_CODES_OFFSET
+    word = load_units(codes_ptr, token, column, mask, HEAD_SIZE, VALUE_BITS)
+    scale = load_scales(tile_ptr + VALUE_SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    linear = scale * VALUE_CUBIC[0]
+    cubic = scale * VALUE_CUBIC[1]
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, VALUE_BITS)
+        value = value_coordinates(u, linear, cubic).to(value_ptr.dtype.element_ty)
+        tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
+
+
+def gather_context(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    cu_lens: torch.Tensor,
+    max_len: int,
+    layout: TurboFormat,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Dequantise one piece of each request's cached tokens, in rotated space.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
+        block_table: (R, max_blocks) int32.
+        starts: (R,) int32, first position of each request's piece.
+        cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
+        max_len: Length of the longest piece.
+        layout: The cache's format.
+        key: (T, H, D) contiguous, rows up to ``cu_lens[-1]`` are written. Not
+            multiplied by the codebook's gain.
+        value: (T, H, D), likewise.
+
+    """
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_requests = starts.shape[0]
+    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    assert key.is_contiguous() and value.is_contiguous()
+    if num_requests == 0 or max_len == 0:
+        return
+    columns = num_columns(layout)
+    block_n = 32
+    _gather_kernel[(triton.cdiv(max_len, block_n), num_requests, num_kv_heads)](
+        kv_cache,
+        block_table,
+        starts,
+        cu_lens,
+        key,
+        value,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        VALUE_CODES_OFFSET=layout.value_codes_offset,
+        KEY_SCALES_OFFSET=layout.key_scales_offset,
+        VALUE_SCALES_OFFSET=layout.value_scales_offset,
+        TILE_BYTES=layout.tile_bytes,
+        KEY_CUBIC=layout.key_codebook.cubic,
+        VALUE_CUBIC=layout.value_codebook.cubic,
+        KEY_BITS=layout.key_bits,
+        VALUE_BITS=layout.value_bits,
+        HEAD_SIZE=layout.head_size,
+        COLUMNS=columns,
+        BLOCK_N=block_n,
+        BLOCK_C=triton.next_power_of_2(columns),
+        num_warps=2,
+    )
