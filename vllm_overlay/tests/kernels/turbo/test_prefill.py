@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Prefill: plan of the pieces, its kernels, and attention as a whole."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.turbo_attn import get_flash_attn
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.prefill import (
+    PIECE_BYTES,
+    PrefillBuffers,
+    build_prefill_metadata,
+    piece_tokens,
+    plan_context,
+    prefill_attention,
+)
+
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    all_pages,
+    all_presets,
+    assert_by_2x_rule,
+    fill_cache,
+    flash_attn_stand_in,
+    gaussian,
+    kernel_cases,
+    kernel_head_sizes,
+    load_context,
+    make_block_table,
+    model_dtypes,
+    new_cache,
+    num_blocks_for,
+    random_pages,
+    requires_triton,
+    slots_of,
+)
+
+CONTEXTS = {
+    "no request has context": [0, 0, 0],
+    "one request": [37],
+    "one token": [0, 1, 0],
+    "between empty ones": [0, 100, 0, 0, 31, 0],
+    "whole pieces": [16, 32, 16],
+    "long": [1000, 1, 999],
+}
+
+
+@pytest.mark.parametrize("tokens_per_piece", [1, 16, 48, 10**6])
+@pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
+def test_plan_covers_each_token_once(contexts, tokens_per_piece):
+    """In order, in pieces that are full but for the last."""
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    pieces = plan_context(lens, tokens_per_piece)
+    assert len(pieces) == math.ceil(sum(contexts) / tokens_per_piece)
+    covered = [0] * len(contexts)
+    for index, (starts, cu_lens) in enumerate(pieces):
+        assert starts.dtype == cu_lens.dtype == torch.int32
+        assert cu_lens[0] == 0 and len(cu_lens) == len(starts) + 1
+        total = int(cu_lens[-1])
+        assert 0 < total <= tokens_per_piece
+        assert total == tokens_per_piece or index == len(pieces) - 1
+        for row, length in enumerate(cu_lens.diff().tolist()):
+            assert length >= 0
+            if length > 0:
+                # It continues where the last piece stopped, the earlier
+                # requests' contexts being complete.
+                assert starts[row] == covered[row]
+                assert covered[:row] == contexts[:row]
+            covered[row] += length
+    assert covered == contexts
+
+
+def test_random_plans():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        count = int(torch.randint(1, 9, (), generator=generator))
+        lens = torch.randint(0, 90, (count,), generator=generator, dtype=torch.int32)
+        size = int(torch.randint(1, 200, (), generator=generator))
+        test_plan_covers_each_token_once(lens.tolist(), size)
+
+
+def test_piece_holds_a_batch_of_queries():
+    """With stored K and V, a batch's own tokens are one piece."""
+    assert piece_tokens(100, 8, 128, BF16) == PIECE_BYTES // (2 * 8 * 128 * 2)
+    assert piece_tokens(10**6, 8, 128, BF16) == 10**6
+
+
+@requires_triton
+@pytest.mark.parametrize("inverse", [False, True])
+@kernel_cases
+def test_rotate_rows(head_size, dtype, inverse):
+    """Views of a fused projection, to another tensor and in place."""
+    from vllm.v1.attention.ops.turbo.triton_prefill import rotate_rows
+
+    qkv = gaussian(13, 5, head_size, dtype=dtype)
+    x = qkv[:, 1:4]
+    if inverse:
+        rows = x.float()
+        expected = reference.inverse_rotate(rows)
+        # As for queries, by as much as the vector is rounded.
+        atol = 2.0**-11 * rows.abs().amax() * head_size**0.5
+    else:
+        expected = reference.rotate(x)
+        atol = 0.0
+    output = torch.empty(13, 3, head_size, device=DEVICE)
+    rotate_rows(x, output, inverse)
+    assert ((output - expected).abs() <= atol).all()
+    rotate_rows(x, x, inverse)
+    rounding = torch.finfo(dtype).eps * (1.0 if ON_GPU else 2.0)
+    error = (x.float() - output).abs()
+    assert (error <= rounding * output.abs() + 2.0**-24).all()
+    untouched = gaussian(13, 5, head_size, dtype=dtype)[:, [0, 4]]
+    assert torch.equal(qkv[:, [0, 4]], untouched)
+
+
+def gather(
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    starts: list[int],
+    lens: list[int],
+    layout: TurboFormat,
+    dtype: torch.dtype = FP16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather into buffers of NaN, two rows longer than necessary."""
+    from vllm.v1.attention.ops.turbo.triton_prefill import gather_context
+
+    shape = (sum(lens) + 2, cache.shape[1], layout.head_size)
+    key = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
+    value = torch.full_like(key, math.nan)
+    gather_context(
+        cache,
+        table,
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.tensor([0, *lens], device=DEVICE).cumsum(0).int(),
+        max(lens),
+        layout,
+        key,
+        value,
+    )
+    return key, value
+
+
+@requires_triton
+@all_presets
+@kernel_head_sizes
+def test_gather_decodes_every_token(name, head_size):
+    """K is exact in fp16; V is off by the fp16 evaluation of the cubic."""
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    cache = random_pages(layout, 4, 2, 32)
+    table = torch.tensor([[2, 0, 7], [3, 7, 7], [1, 7, 7]], device=DEVICE).int()
+    starts, lens = [5, 0, 31], [59, 0, 1]
+    key, value = gather(cache, table, starts, lens, layout)
+    slots = torch.cat(
+        [
+            slots_of(table[row], start, start + length, 32)
+            for row, (start, length) in enumerate(zip(starts, lens))
+        ]
+    )
+    expected_key, expected_value = reference.load(cache, slots, layout)
+    assert torch.equal(key[:60].float(), expected_key.half().float())
+    allowed = 2.0**-9 * expected_value.abs() + 2.0**-25 * 7.5**3
+    assert ((value[:60].float() - expected_value).abs() <= allowed).all()
+    assert key[60:].isnan().all() and value[60:].isnan().all()
+
+
+@requires_triton
+@all_presets
+@all_pages
+def test_gather_strides(name, cache_layout, block_size):
+    layout = TurboFormat.from_cache_dtype(name, 64)
+    seq_lens = [block_size + 5, block_size]
+    num_blocks = num_blocks_for(seq_lens, block_size)
+    cache = new_cache(layout, num_blocks, 2, block_size, cache_layout)
+    table = make_block_table(seq_lens, block_size)
+    fill_cache(cache, table, seq_lens, layout)
+    key, _ = gather(cache, table, [block_size - 2, 3], [7, 4], layout)
+    slots = torch.cat(
+        [
+            slots_of(table[0], block_size - 2, block_size + 5, block_size),
+            slots_of(table[1], 3, 7, block_size),
+        ]
+    )
+    expected, _ = reference.load(cache, slots, layout)
+    assert torch.equal(key[:11].float(), expected.half().float())
+
+
+def flash_attns(head_size: int) -> list:
+    """FlashAttention, where there is one, and its stand-ins.
+
+    For a request without keys, versions of FlashAttention return an LSE of
+    either infinity.
+    """
+    functions = [partial(flash_attn_stand_in, lse_of_none=math.inf)]
+    functions.append(partial(flash_attn_stand_in, lse_of_none=-math.inf))
+    real = get_flash_attn(head_size) if ON_GPU else None
+    return functions if real is None else [*functions, real]
+
+
+def check_prefill(
+    layout: TurboFormat,
+    query_lens: list[int],
+    context_lens: list[int],
+    tokens_per_piece: int,
+    stored: bool,
+    dtype: torch.dtype,
+    group: int = 2,
+) -> None:
+    """Prefill a batch whose tokens are stored and compare each request."""
+    block_size, num_kv_heads, size = 32, 2, layout.head_size
+    seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
+    cache = new_cache(
+        layout, num_blocks_for(seq_lens, block_size), num_kv_heads, block_size
+    )
+    table = make_block_table(seq_lens, block_size)
+    fill_cache(cache, table, context_lens, layout, dtype)
+    num_tokens = sum(query_lens)
+    query = gaussian(num_tokens, num_kv_heads * group, size, dtype=dtype, seed=1)
+    key = gaussian(num_tokens, num_kv_heads, size, dtype=dtype, seed=2)
+    value = gaussian(num_tokens, num_kv_heads, size, dtype=dtype, seed=3)
+    rows = [
+        slots_of(table[row], context, length, block_size)
+        for row, (context, length) in enumerate(zip(context_lens, seq_lens))
+    ]
+    reference.store(cache, torch.cat(rows), key, value, layout)
+
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
+    metadata = build_prefill_metadata(
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        table,
+        stored,
+        tokens_per_piece,
+        DEVICE,
+    )
+    shapes = PrefillBuffers.shapes(
+        num_tokens, tokens_per_piece, num_kv_heads * group, num_kv_heads, size
+    )
+    for flash_attn in flash_attns(size):
+        buffers = [
+            torch.full(shape, math.nan, dtype=dtype, device=DEVICE) for shape in shapes
+        ]
+        # FlashAttention may load rows past a piece, times zero.
+        for buffer in buffers[3:]:
+            buffer.zero_()
+        needed = stored or sum(context_lens) > 0
+        output = torch.full_like(query, math.nan)
+        prefill_attention(
+            query,
+            key,
+            value,
+            cache,
+            metadata,
+            size**-0.5,
+            layout,
+            PrefillBuffers(*buffers) if needed else None,
+            output,
+            flash_attn,
+        )
+        for row, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
+            length = seq_lens[row] if stored else context_lens[row]
+            keys, values = load_context(cache, table[row], length, layout)
+            if not stored:
+                keys = torch.cat([keys, key[begin:end].float()])
+                values = torch.cat([values, value[begin:end].float()])
+            part = slice(begin, end)
+            assert_by_2x_rule(
+                output[part], query[part], keys, values, size**-0.5, dtype, True
+            )
+
+
+PREFILLS = {
+    "first chunks": ([20, 3], [0, 0], 32),
+    "prefix hits": ([5, 9], [40, 17], 128),
+    "pieces": ([4, 20, 2, 6], [70, 0, 100, 1], 48),
+    "more than a piece each": ([3, 2], [65, 130], 32),
+}
+
+
+@requires_triton
+@all_presets
+@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
+@pytest.mark.parametrize(
+    "query_lens, context_lens, tokens_per_piece", PREFILLS.values(), ids=PREFILLS
+)
+def test_prefill(name, stored, query_lens, context_lens, tokens_per_piece):
+    layout = TurboFormat.from_cache_dtype(name, 64)
+    check_prefill(layout, query_lens, context_lens, tokens_per_piece, stored, FP16)
+
+
+@requires_triton
+@kernel_head_sizes
+@model_dtypes
+@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
+def test_prefill_head_sizes(head_size, dtype, stored):
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    check_prefill(layout, [5, 4], [33, 0], 32, stored, dtype)

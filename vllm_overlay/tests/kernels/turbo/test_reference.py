@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The encoder of the format: its error, its limits and its golden bytes."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.format import (
+    HEAD_SIZES,
+    KEY_CODEBOOKS,
+    TURBO_PRESETS,
+    VALUE_CODEBOOKS,
+    Codebook,
+    TurboFormat,
+)
+
+from .utils import (
+    ON_GPU,
+    all_codebooks,
+    all_head_sizes,
+    all_presets,
+    gaussian,
+    layer_caches,
+)
+
+# SHA-256 of ``golden_cache``, shortened. The bytes are an ABI: a cache dtype
+# whose digest changes needs a new name.
+GOLDEN = {
+    ("turbo4", 64): "69dfd4b21aa7edd1",
+    ("turbo4", 80): "4022b74dfb3e65ff",
+    ("turbo4", 96): "ffe1a3bf64588dc3",
+    ("turbo4", 112): "873802166e5c1fe1",
+    ("turbo4", 128): "b632a8dbf6c7c3f3",
+    ("turbo4", 192): "af66b86190a4d636",
+    ("turbo4", 256): "b51e4a6160e7d074",
+    ("turbo4", 512): "a5bd718bbf96e5b1",
+    ("k4v3", 64): "7303f2d4e7048cda",
+    ("k4v3", 80): "8150541586b3685d",
+    ("k4v3", 96): "4a32d0a038a31e82",
+    ("k4v3", 112): "2f08fbbd914231bf",
+    ("k4v3", 128): "f2791be9322841a4",
+    ("k4v3", 192): "afb22beb48de3767",
+    ("k4v3", 256): "3acac06494a1bb4c",
+    ("k4v3", 512): "11df7c68d125a006",
+    ("turbo3", 64): "9eb82718f9590ba5",
+    ("turbo3", 80): "ab74a310e823a7cc",
+    ("turbo3", 96): "af8177688ee0a7e4",
+    ("turbo3", 112): "e6c02ecd51df336d",
+    ("turbo3", 128): "19e30d8cd5c37616",
+    ("turbo3", 192): "7fce331cb6532c5a",
+    ("turbo3", 256): "dac59af701709f78",
+    ("turbo3", 512): "526618945359d6ef",
+}
+
+
+def quantize_gaussian(
+    codebook: Codebook, num_vectors: int, head_size: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gaussian vectors, also when rotated, and what is decoded of them."""
+    x = gaussian(num_vectors, head_size, seed=seed)
+    return x, reference.dequantize(*reference.quantize(x, codebook), codebook)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_gain_makes_keys_unbiased(bits):
+    """2000 vectors already give the slope to 0.0004."""
+    codebook = KEY_CODEBOOKS[bits]
+    product = norm = 0.0
+    for seed in range(50 if ON_GPU else 2):
+        x, decoded = quantize_gaussian(codebook, 2000, 128, seed)
+        product += (decoded * x).sum().item()
+        norm += (x * x).sum().item()
+    slope = codebook.gain * product / norm
+    assert abs(slope - 1) <= 0.002, f"slope {slope:.5f}"
+
+
+@all_codebooks
+@all_head_sizes
+def test_mean_squared_error(codebook, head_size):
+    """Relative error on Gaussian vectors."""
+    bound = {4: 0.0065, 3: 0.0275}[codebook.bits]
+    x, decoded = quantize_gaussian(codebook, 40_000 // head_size, head_size)
+    error = ((decoded - x) ** 2).mean().item() / (x * x).mean().item()
+    assert error <= bound, f"relative squared error {error:.5f}"
+
+
+@all_codebooks
+def test_scale_and_codes_have_least_error(codebook):
+    """No candidate scale with its nearest levels has a smaller error, except by
+    the rounding of the errors that are compared.
+    """
+    x = gaussian(200, 128, seed=3)
+    x *= torch.logspace(-3, 3, 200, device=x.device)[:, None]
+    codes, scales = reference.quantize(x, codebook)
+    decoded = reference.dequantize(codes, scales, codebook)
+    levels = torch.tensor(codebook.levels, dtype=torch.float64, device=x.device)
+    groups = reference.group_of_coordinate(128).to(x.device)
+    for group in range(4):
+        members = x[:, groups == group].double()
+        errors = ((decoded[:, groups == group] - members) ** 2).sum(-1)
+        largest = members.abs().amax(-1)
+        rounding = largest**2 * fmt.SCALE_GROUP * 2.0**-fmt.ERROR_FRACTION_BITS
+        floor = reference.scale_floor(largest.float())
+        for offset in codebook.scale_offsets:
+            scale = reference.scale_values((floor + offset).to(torch.uint8))
+            grid = levels * scale[:, None, None]
+            best = ((members[..., None] - grid) ** 2).amin(-1).sum(-1)
+            assert (errors <= best + rounding).all()
+
+
+def special_vectors(head_size: int) -> dict[str, torch.Tensor]:
+    """Vectors an encoder must survive, fp32, by what they are."""
+    x = gaussian(head_size, seed=5)
+    spike = torch.zeros_like(x)
+    spike[head_size // 3] = 1
+    nan, infinite = x.clone(), x.clone()
+    nan[7] = float("nan")
+    infinite[9] = float("inf")
+    return {
+        "zero": x * 0,
+        "nan": nan,
+        "all nan": x * float("nan"),
+        "inf": infinite,
+        "-inf": -infinite,
+        "huge": x * 1e30,
+        "largest": x.sign() * torch.finfo(torch.float32).max,
+        "tiny": x * 1e-30,
+        "denormal": x * 1e-41,
+        "spike": spike,
+    }
+
+
+@all_presets
+@all_head_sizes
+def test_special_inputs_are_defined(name, head_size):
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    for codebook in (layout.key_codebook, layout.value_codebook):
+        for case, x in special_vectors(head_size).items():
+            codes, scales = reference.quantize(reference.rotate(x), codebook)
+            assert (scales <= fmt.SCALE_CODE_MAX).all(), case
+            decoded = reference.dequantize(codes, scales, codebook)
+            assert decoded.isfinite().all(), case
+            is_zero = case in ("zero", "all nan", "tiny", "denormal")
+            assert (decoded == 0).all() == is_zero, case
+
+
+def test_nan_counts_as_zero():
+    vectors = special_vectors(128)
+    nan = vectors["nan"]
+    assert torch.equal(reference.rotate(nan), reference.rotate(nan.nan_to_num(0.0)))
+
+
+def test_huge_inputs_saturate_with_their_sign():
+    codebook = VALUE_CODEBOOKS[4]
+    y = reference.rotate(special_vectors(128)["huge"])
+    decoded = reference.dequantize(*reference.quantize(y, codebook), codebook)
+    assert torch.equal(decoded.sign(), y.sign())
+    assert (decoded.abs() >= 0.99 * fmt.SCALE_MAX).all()
+
+
+def test_smallest_vectors():
+    """About 1e-6 is the least magnitude that is not stored as zero."""
+    codebook = VALUE_CODEBOOKS[4]
+    for magnitude, is_zero in ((1e-4, False), (4e-6, False), (1e-7, True)):
+        y = gaussian(100, 128) * magnitude
+        decoded = reference.dequantize(*reference.quantize(y, codebook), codebook)
+        assert (decoded == 0).all(-1).all() == is_zero, magnitude
+        assert (decoded == 0).all(-1).any() == is_zero, magnitude
+
+
+@all_presets
+@all_head_sizes
+def test_store_touches_its_bytes_only(name, head_size):
+    """Tokens of one page in one call; slot -1 and padding store nothing."""
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    buffer, caches = layer_caches(layout, 4, 2, 32)
+    cache = caches[1]
+    key, value = gaussian(6, 2, head_size), gaussian(6, 2, head_size, seed=1)
+    slots = torch.tensor([3 * 32 + 17, 0, -1, 3 * 32 + 15], device=cache.device)
+    reference.store(cache, slots, key, value, layout)
+    untouched = torch.ones_like(buffer, dtype=torch.bool).cpu()
+    region = cache.shape[2] * cache.shape[3]
+    rows = torch.cat(reference.tile_addresses(layout), 1)
+    page = cache.storage_offset()
+    for block, token in ((3, 17), (0, 0), (3, 15)):
+        for head in range(2):
+            start = page + (2 * block + head) * region
+            start += token // 16 * layout.tile_bytes
+            untouched[start + rows[token % 16]] = False
+    assert (~untouched).sum() == 3 * 2 * layout.slot_size
+    assert (buffer.cpu()[untouched] == 0xFF).all()
+    # Every other byte was written: an all-ones page would say otherwise.
+    buffer.fill_(0)
+    reference.store(cache, slots, key, value, layout)
+    assert (buffer.cpu()[untouched] == 0).all()
+
+
+def golden_cache(layout: TurboFormat) -> torch.Tensor:
+    """A page of vectors that depend on no random number generator."""
+    shape = (2, 24, 2, layout.head_size)
+    index = torch.arange(2 * 24 * 2 * layout.head_size)
+    x = ((index * 2654435761) % 2**32).double() / 2**31 - 1
+    x = (x.view(shape) * 2.0 ** (torch.arange(24) % 9 - 4)[:, None, None]).bfloat16()
+    cache = torch.zeros(1, 2, 32, layout.slot_size, dtype=torch.uint8)
+    reference.store(cache, torch.arange(24), x[0], x[1], layout)
+    return cache
+
+
+def test_every_layout_has_golden_bytes():
+    assert set(GOLDEN) == set(itertools.product(TURBO_PRESETS, HEAD_SIZES))
+
+
+@all_presets
+@all_head_sizes
+def test_golden_bytes(name, head_size):
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    cache = golden_cache(layout)
+    digest = hashlib.sha256(bytes(cache.flatten().tolist())).hexdigest()
+    assert digest[:16] == GOLDEN[name, head_size]

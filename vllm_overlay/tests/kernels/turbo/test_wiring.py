@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What vLLM must know of the turbo cache dtypes outside the backend."""
+
+import __future__
+
+import ast
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import vllm.platforms
+from vllm.config import AttentionConfig, CacheConfig
+from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.turboquant.config import (
+    TQ_PRESETS,
+    TurboQuantConfig,
+)
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo.format import (
+    TURBO_PRESETS,
+    TurboFormat,
+    is_turbo_cache_dtype,
+)
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    get_kv_quant_mode,
+    is_quantized_kv_cache,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from .utils import all_head_sizes, all_presets, cache_spec
+
+BACKEND_PATH = "vllm.v1.attention.backends.turbo_attn.TurboAttentionBackend"
+OTHER_DTYPES = sorted(set(get_args(CacheDType)) - set(TURBO_PRESETS))
+
+
+@all_presets
+def test_cache_dtype(name):
+    assert name in get_args(CacheDType)
+    assert CacheConfig(cache_dtype=name).cache_dtype == name
+    assert STR_DTYPE_TO_TORCH_DTYPE[name] == torch.uint8
+    assert is_quantized_kv_cache(name)
+    assert name in TurboAttentionBackend.supported_kv_cache_dtypes
+    assert TurboAttentionBackend.supports_kv_cache_dtype(name)
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_other_cache_dtypes_are_not_ours(name):
+    """Their names and modes overlap with ours nowhere."""
+    assert not is_turbo_cache_dtype(name)
+    assert not get_kv_quant_mode(name).is_turbo
+    assert not TurboAttentionBackend.supports_kv_cache_dtype(name)
+
+
+def test_quant_modes_are_distinct():
+    modes = [get_kv_quant_mode(name) for name in TURBO_PRESETS]
+    assert [mode.name.lower() for mode in modes] == list(TURBO_PRESETS)
+    others = {get_kv_quant_mode(name) for name in OTHER_DTYPES}
+    assert len(set(modes)) == len(TURBO_PRESETS)
+    assert not others & set(modes)
+    for mode in modes:
+        # An alias has the value of another member.
+        assert [n for n, m in KVQuantMode.__members__.items() if m == mode] == [
+            mode.name
+        ]
+        assert mode.is_turbo
+        assert not mode.is_turboquant
+        assert not mode.is_per_token_head and not mode.is_nvfp4
+
+
+def test_values_of_other_quant_modes_stay():
+    assert KVQuantMode.OCTAVE_K3V4 == 12
+    assert KVQuantMode.OCTAVE_K3V3_COMPACT == 14
+    assert [mode for mode in KVQuantMode if mode.is_turbo] == [
+        KVQuantMode.TURBO4,
+        KVQuantMode.K4V3,
+        KVQuantMode.TURBO3,
+    ]
+
+
+@all_presets
+@all_head_sizes
+def test_turboquant_config_delegates(name, head_size):
+    layout = TurboQuantConfig.from_cache_dtype(name, head_size)
+    assert layout == TurboFormat.from_cache_dtype(name, head_size)
+
+
+def test_turboquant_config_keeps_its_presets():
+    assert TurboQuantConfig.from_cache_dtype("turbo4", 128).slot_size_aligned == 136
+    for name in TQ_PRESETS:
+        assert type(TurboQuantConfig.from_cache_dtype(name, 128)) is TurboQuantConfig
+
+
+@all_presets
+@all_head_sizes
+@pytest.mark.parametrize("block_size", [16, 48, 528])
+def test_page_size(name, head_size, block_size):
+    spec = cache_spec(TurboFormat.from_cache_dtype(name, head_size), 8, block_size)
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    assert spec.page_size_bytes == block_size * 8 * layout.slot_size
+    assert TurboAttentionBackend.customize_spec(spec) == spec
+
+
+def test_specs_of_other_dtypes_stay():
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    assert TurboAttentionBackend.customize_spec(spec) is spec
+
+
+def test_backend_interface():
+    assert AttentionBackendEnum.TURBO.get_path() == BACKEND_PATH
+    assert AttentionBackendEnum.TURBO.get_class() is TurboAttentionBackend
+    assert TurboAttentionBackend.get_name() == "TURBO"
+    assert TurboAttentionBackend.forward_includes_kv_cache_update
+    # Those that keep the tokens of a (block, head) contiguous.
+    contiguous = {layout for layout in KVCacheLayout if layout.value[-2:] == (3, 4)}
+    declared = set(TurboAttentionBackend.supported_kv_cache_layouts())
+    assert declared == contiguous - {KVCacheLayout.LHBNC}
+    assert TurboAttentionBackend.supports_block_size(528)
+    assert not TurboAttentionBackend.supports_block_size(24)
+
+
+def test_least_compute_capability(monkeypatch):
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True, raising=False)
+    supports = TurboAttentionBackend.supports_compute_capability
+    assert not supports(DeviceCapability(7, 5))
+    assert supports(DeviceCapability(8, 0))
+    assert supports(DeviceCapability(12, 0))
+
+
+def test_prefill_mode_is_validated():
+    assert AttentionConfig().turbo_prefill == "raw"
+    assert AttentionConfig(turbo_prefill="stored").turbo_prefill == "stored"
+    with pytest.raises(ValidationError, match="turbo_prefill"):
+        AttentionConfig(turbo_prefill="bogus")
+
+
+def test_prefill_mode_recompiles_nothing():
+    raw, stored = AttentionConfig(), AttentionConfig(turbo_prefill="stored")
+    assert raw.compute_hash() == stored.compute_hash()
+    other = AttentionConfig(use_non_causal=True)
+    assert raw.compute_hash() != other.compute_hash()
+
+
+def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:
+    """An attention layer with the scales of an FP8 checkpoint loaded."""
+    layer = torch.nn.Module()
+    layer.kv_cache_dtype = cache_dtype
+    layer.calculate_kv_scales = False
+    for scale in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+        setattr(layer, scale, torch.ones(()))
+    method = BaseKVCacheMethod(None)
+    method.create_weights(layer)
+    for scale in (layer.q_scale, layer.k_scale, layer.v_scale, layer.prob_scale):
+        scale.data.fill_(0.5)
+    method.process_weights_after_loading(layer)
+    return layer
+
+
+@all_presets
+def test_scales_of_fp8_checkpoints_are_dropped(name):
+    layer = fp8_checkpoint_layer(name)
+    assert layer._k_scale == layer._v_scale == 1
+    assert layer._k_scale_float == layer._v_scale_float == 1
+    for scale in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+        assert not hasattr(layer, scale)
+
+
+def selector_config(name: str, **changes) -> AttentionSelectorConfig:
+    config = AttentionSelectorConfig(
+        head_size=128, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
+    )
+    return config._replace(**changes)
+
+
+@all_presets
+@pytest.mark.parametrize("selected", [None, AttentionBackendEnum.TURBO])
+def test_this_platform_selects_the_backend(name, selected):
+    path = current_platform.get_attn_backend_cls(selected, selector_config(name), 32)
+    assert path == BACKEND_PATH
+
+
+def load_selector(platform: str):
+    """``get_attn_backend_cls`` of a platform whose module cannot be imported.
+
+    It is compiled from the source with no globals but what the turbo branch
+    needs: anything that ran before the branch would raise a NameError.
+    """
+    path = Path(inspect.getfile(vllm.platforms)).with_name(f"{platform}.py")
+    tree = ast.parse(path.read_text())
+    (function,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "get_attn_backend_cls"
+    ]
+    function.decorator_list = []
+    module = ast.Module([function], [])
+    annotations = __future__.annotations.compiler_flag
+    scope = {"is_turbo_cache_dtype": is_turbo_cache_dtype}
+    exec(compile(module, path, "exec", flags=annotations), scope)
+    return scope["get_attn_backend_cls"]
+
+
+@all_presets
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu", "cpu"])
+def test_every_platform_asks_first(name, platform, monkeypatch):
+    calls = []
+
+    def record(*args):
+        calls.append(args)
+        return "path"
+
+    monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", record)
+    capability = DeviceCapability(9, 0)
+    cls = SimpleNamespace(get_device_capability=lambda: capability)
+    select = load_selector(platform)
+    config = selector_config(name)
+    assert select(cls, AttentionBackendEnum.FLASH_ATTN, config, 32) == "path"
+    assert calls == [
+        (
+            AttentionBackendEnum.FLASH_ATTN,
+            config,
+            None if platform == "cpu" else capability,
+        )
+    ]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu", "cpu"])
+def test_other_dtypes_go_on_as_before(platform, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("turbo was asked")
+
+    monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", refuse)
+    cls = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    with pytest.raises((NameError, AttributeError)):
+        load_selector(platform)(cls, None, selector_config("fp8"), 32)

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Cases, caches and references shared by the tests of the turbo KV cache.
+
+The kernels run on a GPU or, with TRITON_INTERPRET=1 and no GPU visible, in
+Triton's interpreter, where a case must stay at a few hundred tokens.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.format import (
+    HEAD_SIZES,
+    KEY_CODEBOOKS,
+    TURBO_PRESETS,
+    VALUE_CODEBOOKS,
+    TurboFormat,
+)
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+DEVICE = torch.device(current_platform.device_type)
+ON_GPU = DEVICE.type != "cpu"
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CACHE_LAYOUTS = TurboAttentionBackend.supported_kv_cache_layouts()
+# 48 is no power of two; hybrid models have pages of hundreds of tokens.
+if ON_GPU:
+    KERNEL_CASES = [(size, dtype) for size in HEAD_SIZES for dtype in (BF16, FP16)]
+    PAGES = [(p, n) for p in CACHE_LAYOUTS for n in (16, 32, 48, 528)]
+else:
+    KERNEL_CASES = [(64, BF16), (80, FP16), (128, BF16), (128, FP16), (256, BF16)]
+    PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))
+# Of block-table entries past a sequence's end, which no kernel may follow.
+INVALID_BLOCK = 2**30
+
+CAN_RUN_KERNELS = HAS_TRITON and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1")
+requires_triton = pytest.mark.skipif(
+    not CAN_RUN_KERNELS, reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+all_presets = pytest.mark.parametrize("name", TURBO_PRESETS)
+all_head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
+all_codebooks = pytest.mark.parametrize(
+    "codebook",
+    [*KEY_CODEBOOKS.values(), *VALUE_CODEBOOKS.values()],
+    ids=["key4", "key3", "value4", "value3"],
+)
+model_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+kernel_cases = pytest.mark.parametrize(
+    "head_size, dtype",
+    KERNEL_CASES,
+    ids=[
+        f"{size}-{'bf16' if dtype == BF16 else 'fp16'}" for size, dtype in KERNEL_CASES
+    ],
+)
+kernel_head_sizes = pytest.mark.parametrize(
+    "head_size", sorted({size for size, _ in KERNEL_CASES})
+)
+all_pages = pytest.mark.parametrize(
+    "cache_layout, block_size", PAGES, ids=[f"{p.name}-{n}" for p, n in PAGES]
+)
+
+
+def gaussian(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    """Standard normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=dtype)
+
+
+def random_bytes(*shape: int, below: int = 256, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(below, shape, generator=generator).to(DEVICE, torch.uint8)
+
+
+def cache_spec(
+    layout: TurboFormat, num_kv_heads: int, block_size: int
+) -> AttentionSpec:
+    """The spec vLLM sizes and views the cache by."""
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=layout.head_size,
+        dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode(layout.name),
+    )
+    return TurboAttentionBackend.customize_spec(spec)
+
+
+def layer_caches(
+    layout: TurboFormat,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    cache_layout: KVCacheLayout = KVCacheLayout.LBHNC,
+    num_layers: int = 3,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Caches of some layers in one buffer, viewed as vLLM does.
+
+    Returns:
+        The buffer, every byte 0xFF (codes and scales that no encoder writes),
+        and for each layer its (num_blocks, H, N, C) view.
+
+    """
+    spec = cache_spec(layout, num_kv_heads, block_size)
+    strides = compute_layout_strides(spec, num_blocks, num_layers, cache_layout)
+    size = num_layers * num_blocks * spec.page_size_bytes
+    buffer = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    placement = KVCacheTensor(
+        size=size,
+        layers=[f"layers.{index}" for index in range(num_layers)],
+        layer_stride=strides[0],
+        block_stride=strides[1],
+    )
+    views = create_kv_cache_views(buffer, spec, num_blocks, cache_layout, placement)
+    return buffer, views
+
+
+def new_cache(
+    layout: TurboFormat,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    cache_layout: KVCacheLayout = KVCacheLayout.LBHNC,
+) -> torch.Tensor:
+    """One layer's cache, neither the first nor the last of its buffer."""
+    return layer_caches(layout, num_blocks, num_kv_heads, block_size, cache_layout)[1][
+        1
+    ]
+
+
+def random_pages(
+    layout: TurboFormat, num_blocks: int, num_kv_heads: int, block_size: int
+) -> torch.Tensor:
+    """A cache of random codes and scales; every scale is finite."""
+    tiles = block_size // 16
+    shape = (num_blocks, num_kv_heads, tiles)
+    codes = random_bytes(*shape, layout.key_scales_offset, seed=1)
+    scale_bytes = layout.tile_bytes - layout.key_scales_offset
+    scales = random_bytes(*shape, scale_bytes, below=0xF8, seed=2)
+    pages = torch.cat([codes, scales], -1)
+    return pages.view(num_blocks, num_kv_heads, block_size, layout.slot_size)
+
+
+def num_blocks_for(seq_lens: list[int], block_size: int) -> int:
+    """Blocks of a cache for the sequences, with some to spare."""
+    return sum(math.ceil(length / block_size) for length in seq_lens) + 3
+
+
+def make_block_table(seq_lens: list[int], block_size: int) -> torch.Tensor:
+    """Distinct random blocks of ``num_blocks_for`` blocks, (R, max_blocks) int32.
+
+    Entries past a sequence's end are INVALID_BLOCK, also in the last column.
+    """
+    counts = [math.ceil(length / block_size) for length in seq_lens]
+    generator = torch.Generator().manual_seed(len(seq_lens))
+    blocks = torch.randperm(num_blocks_for(seq_lens, block_size), generator=generator)
+    table = torch.full((len(seq_lens), max(counts) + 1), INVALID_BLOCK)
+    for row, part in enumerate(blocks[: sum(counts)].split(counts)):
+        table[row, : counts[row]] = part
+    return table.to(DEVICE, torch.int32)
+
+
+def slots_of(
+    block_table_row: torch.Tensor, first: int, last: int, block_size: int
+) -> torch.Tensor:
+    """Slots of a sequence's positions first to last - 1, int64."""
+    positions = torch.arange(first, last, device=block_table_row.device)
+    blocks = block_table_row[positions // block_size].long()
+    return blocks * block_size + positions % block_size
+
+
+def fill_cache(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: list[int],
+    layout: TurboFormat,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Store Gaussian K and V of every sequence by the reference."""
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    for row, length in enumerate(seq_lens):
+        shape = (length, num_kv_heads, layout.head_size)
+        key = gaussian(*shape, dtype=dtype, seed=2 * row + 100)
+        value = gaussian(*shape, dtype=dtype, seed=2 * row + 101)
+        slots = slots_of(block_table[row], 0, length, block_size)
+        reference.store(kv_cache, slots, key, value, layout)
+
+
+def load_context(
+    kv_cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    length: int,
+    layout: TurboFormat,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, fp32 and not rotated, that attention to the cache is to see."""
+    slots = slots_of(block_table_row, 0, length, kv_cache.shape[2])
+    keys, values = reference.load(kv_cache, slots, layout)
+    keys = reference.inverse_rotate(keys) * layout.key_codebook.gain
+    return keys, reference.inverse_rotate(values)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """Attention by PyTorch in ``dtype``, if so asked in rotated space."""
+    if not rotated:
+        q, k, v = (x.to(dtype) for x in (query, key, value))
+        return reference.attention(q, k, v, scale)[0]
+    size = query.shape[2]
+    matrix = rotation_matrix(size, query.device, torch.float32) * size**-0.5
+    q, k, v = ((x.float() @ matrix).to(dtype) for x in (query, key, value))
+    output, _ = reference.attention(q, k, v, scale)
+    return (output.float() @ matrix.T).to(dtype)
+
+
+def assert_by_2x_rule(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    rotated: bool = False,
+) -> None:
+    """Compare one sequence's output to attention in PyTorch.
+
+    The error, against attention in fp32, may be twice that of attention in the
+    model's dtype, in rotated space if that is where the dtype is used. Besides,
+    2**-11 of the largest output is allowed for values decoded in fp16, whatever
+    the dtype, and as much for outputs rotated back in fixed point.
+
+    Args:
+        output: (Q, Hq, D), of the last Q positions.
+        query: (Q, Hq, D).
+        key: (T, H, D) fp32, what the cache holds.
+        value: (T, H, D), likewise.
+        scale: Softmax scale.
+        dtype: The model's.
+        rotated: Whether rotated q, K, V and output are rounded to it.
+
+    """
+    expected, _ = reference.attention(query.float(), key, value, scale)
+    plain = plain_attention(query, key, value, scale, dtype, rotated)
+    largest = expected.abs().max().item()
+    allowed = 2 * (plain.float() - expected).abs().max().item()
+    allowed += (2 if rotated else 1) * 2**-11 * largest
+    if not ON_GPU and output.dtype == BF16:
+        # The interpreter truncates to bf16 where GPUs round to nearest: the
+        # output, and in rotated space q and the output before it.
+        allowed += (3 if rotated else 1) * 2**-8 * largest
+    error = (output.float() - expected).abs().max().item()
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: list[int],
+    layout: TurboFormat,
+    num_splits: int = 2,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rotate q and run the decode kernels, scratch and output NaN before.
+
+    The softmax scale is 1 / sqrt(D).
+    """
+    from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+    from vllm.v1.attention.ops.turbo.triton_store import store
+
+    num_seqs, num_heads, head_size = query.shape
+    unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)
+    nan = torch.full((num_seqs * num_splits, num_heads, head_size), math.nan)
+    partial = nan.to(DEVICE)
+    rotated_query = partial[:num_seqs].half()
+    query_scale = partial[:num_seqs, :, 0].clone()
+    store(
+        kv_cache,
+        torch.full((num_seqs,), -1, device=DEVICE),
+        unused,
+        unused,
+        layout,
+        query,
+        rotated_query,
+        query_scale,
+        head_size**-0.5,
+    )
+    output = torch.full_like(query, math.nan, dtype=out_dtype)
+    decode_attention(
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        layout,
+        partial,
+        partial[:, :, 0].clone(),
+        output,
+    )
+    return output
+
+
+def flash_attn_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool,
+    lse_of_none: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention's varlen function in PyTorch, with what turbo passes it.
+
+    Args:
+        lse_of_none: LSE of a sequence without keys, whose output is zero.
+
+    Returns:
+        ``out`` and the LSE, (Hq, T) fp32.
+
+    """
+    assert return_softmax_lse
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
+    lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for row in range(len(bounds_q) - 1):
+        queries = slice(bounds_q[row], bounds_q[row + 1])
+        keys = slice(bounds_k[row], bounds_k[row + 1])
+        if keys.start == keys.stop:
+            out[queries] = 0
+            continue
+        result, row_lse = reference.attention(
+            q[queries].float(), k[keys].float(), v[keys].float(), softmax_scale, causal
+        )
+        out[queries] = result.to(out.dtype)
+        lse[:, queries] = row_lse.T
+    return out, lse
+
+
+def make_vllm_config(
+    folder: Path,
+    cache_dtype: str = "turbo4",
+    dtype: torch.dtype = BF16,
+    turbo_prefill: str = "raw",
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 128,
+) -> VllmConfig:
+    """The configuration of a one-layer Llama, described in ``folder``."""
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "max_position_embeddings": 2048,
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048
+        ),
+        cache_config=CacheConfig(cache_dtype=cache_dtype, block_size=32),
+        attention_config=AttentionConfig(turbo_prefill=turbo_prefill),
+        scheduler_config=SchedulerConfig.default_factory(
+            max_model_len=2048,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+    )
