@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""PyTorch stand-ins for the native CPU ops that vLLM's GPU wheel lacks."""
+
+
+def register() -> list[str]:
+    """Registers the missing ops, if vLLM runs on its CPU platform.
+
+    vLLM calls this once in every process; a second call finds nothing missing.
+
+    Returns:
+        The names registered by this call.
+
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from vllm_turbo_cpu_standins.registry import register_missing
+
+    # A native CPU build registers its ops on this import; look only after it.
+    current_platform.import_kernels()
+    return register_missing()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Registration of the ops that are missing, and of no others."""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_turbo_cpu_standins import attention, linear, paging, sampling
+
+# Schemas as csrc/cpu/torch_bindings.cpp declares them: callers pass by position.
+STANDINS: dict[str, tuple[str, Callable]] = {
+    "init_cpu_memory_env": ("(SymInt[] node_ids) -> ()", paging.init_cpu_memory_env),
+    "compute_slot_mapping_kernel_impl": (
+        "(Tensor query_start_loc, Tensor positions, Tensor block_table, "
+        "Tensor(a3!) slot_mapping, SymInt block_size) -> ()",
+        paging.compute_slot_mapping,
+    ),
+    "greedy_argmax": ("(Tensor logits) -> Tensor", sampling.greedy_argmax),
+    "fused_gumbel_argmax": (
+        "(Tensor logits, Tensor seeds) -> Tensor",
+        sampling.fused_gumbel_argmax,
+    ),
+    "rejection_greedy_sample_kernel_impl": (
+        "(Tensor(a0!) output_token_ids, Tensor cu_num_draft_tokens, "
+        "Tensor draft_token_ids, Tensor target_argmax, Tensor bonus_token_ids, "
+        "Tensor? is_greedy, SymInt max_spec_len) -> ()",
+        sampling.rejection_greedy_sample,
+    ),
+    "convert_weight_packed": (
+        "(Tensor! weight) -> Tensor",
+        linear.convert_weight_packed,
+    ),
+    "weight_packed_linear": (
+        "(Tensor(a0!) out, Tensor(a1) mat1, Tensor(a2) mat2, Tensor(a3)? bias, "
+        "bool is_vnni) -> ()",
+        linear.weight_packed_linear,
+    ),
+    "get_scheduler_metadata": (
+        "(int num_req, int num_heads_q, int num_heads_kv, int head_dim, "
+        "Tensor seq_lens, ScalarType dtype, Tensor query_start_loc, bool casual, "
+        "int window_size, str isa_hint, bool enable_kv_split, "
+        'Tensor? dynamic_causal, str kv_cache_dtype="auto") -> Tensor',
+        attention.get_scheduler_metadata,
+    ),
+    "cpu_attn_reshape_and_cache": (
+        "(Tensor key, Tensor value, Tensor(a2!) key_cache, Tensor(a3!) value_cache, "
+        "Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, "
+        'str kv_cache_dtype="auto") -> ()',
+        attention.reshape_and_cache,
+    ),
+    "cpu_attention_with_kv_cache": (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a3!) output, "
+        "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, "
+        "Tensor? alibi_slopes, SymInt sliding_window_size, Tensor block_table, "
+        "float softcap, Tensor scheduler_metadata, Tensor? s_aux, "
+        "Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, "
+        'str kv_cache_dtype="auto") -> ()',
+        attention.attention_with_kv_cache,
+    ),
+}
+
+# A Library takes its ops with it when it is collected.
+_libraries: list[torch.library.Library] = []
+
+
+def register_missing(namespace: str = "_C") -> list[str]:
+    """Registers each stand-in whose op is absent from `torch.ops.<namespace>`.
+
+    Returns:
+        The names registered by this call.
+
+    """
+    ops = getattr(torch.ops, namespace)
+    missing = [name for name in STANDINS if not hasattr(ops, name)]
+    if not missing:
+        return []
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
+    for name in missing:
+        schema, implementation = STANDINS[name]
+        library.define(name + schema)
+        # Several ops take no tensor to dispatch on.
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+    return missing

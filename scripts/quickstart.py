@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""From a fresh machine to an answer from a model with a quantised KV cache.
+
+Makes the environment, applies the series, serves a model, asks it something,
+prints how much each cache dtype holds, and stops the server. Without --model the
+model is a small one with seeded weights, whose answer is gibberish.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(ROOT / "cpu_standins"))
+
+from env import STAMPS  # noqa: E402
+from vllm_turbo_cpu_standins.settings import (  # noqa: E402
+    ENGINE_ARGS,
+    SERVE_ARGS,
+    engine_environment,
+)
+
+NUM_STEPS = 5
+QUESTION = "What does a KV cache hold?"
+# A GPU's cache gets what its memory leaves; a CPU's is told.
+CPU_CACHE_BYTES = 256 << 20
+START_TIMEOUT_S = 1800
+STOP_TIMEOUT_S = 10
+
+
+class QuickstartError(Exception):
+    """A step failed; the message says what to read."""
+
+
+def announce(number: int, text: str) -> None:
+    print(f"[{number}/{NUM_STEPS}] {text}", flush=True)
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path], log: Path | None, **variables: str
+) -> Iterator[subprocess.Popen]:
+    """Runs a command in a process group that never outlives the block.
+
+    Args:
+        command: Program and arguments.
+        log: Where its output goes; None for ours.
+        variables: Added to the environment.
+
+    Yields:
+        The process.
+
+    """
+    output = log.open("w") if log else None
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with uninterrupted():
+            stop_group(process)
+        if output:
+            output.close()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Lets a second Ctrl-C wait until the first has been dealt with."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, former):
+            signal.signal(number, handler)
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """Ends a process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        try:
+            os.killpg(process.pid, number)
+            while time.monotonic() < deadline:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+        except ProcessLookupError:
+            return
+
+
+def run(
+    command: Sequence[str | Path], log: Path | None = None, **variables: str
+) -> None:
+    """Runs a command to its end, and raises if it fails."""
+    with running(command, log, **variables) as process:
+        status = process.wait()
+    if status:
+        advice = f"; read {log}" if log else ""
+        raise QuickstartError(f"{Path(command[0]).name} failed ({status}){advice}")
+
+
+def request(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sends one HTTP request to the server, and returns its JSON answer.
+
+    Raises:
+        OSError: If nothing listens.
+        QuickstartError: If the server answers with an error.
+
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise QuickstartError(f"{path} answered {response.status}: {text}")
+    return json.loads(text) if text else {}
+
+
+def wait_until_up(server: subprocess.Popen, port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise QuickstartError(f"the server ended ({server.returncode}); read {log}")
+        try:
+            request(port, "/health")
+            return
+        except (OSError, QuickstartError):
+            time.sleep(0.3)
+    raise QuickstartError(f"no server after {START_TIMEOUT_S} s; read {log}")
+
+
+def ask(port: int, model: str) -> str:
+    """Returns the model's answer to the question."""
+    common: dict[str, Any] = {"model": model, "max_tokens": 48, "temperature": 0}
+    messages = [{"role": "user", "content": QUESTION}]
+    try:
+        body = common | {"messages": messages}
+        answer = request(port, "/v1/chat/completions", body)
+        return answer["choices"][0]["message"]["content"]
+    except QuickstartError:
+        # A base model has no chat template.
+        answer = request(port, "/v1/completions", common | {"prompt": QUESTION})
+        return answer["choices"][0]["text"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def startup_lines(log: Path) -> list[str]:
+    """Returns what the server logged on its cache and attention backend."""
+    wanted = re.compile(r"KV cache size|Using \S+ (attention )?backend|[Tt]urbo.*KV")
+    lines = (line for line in log.read_text().splitlines() if "INFO" in line)
+    found = [line.split("] ", 1)[-1] for line in lines if wanted.search(line)]
+    return list(dict.fromkeys(found))
+
+
+def cache_bytes(log: Path, on_cpu: bool) -> int:
+    """Returns the memory that the server has for its cache."""
+    if on_cpu:
+        return CPU_CACHE_BYTES
+    found = re.search(r"Available KV cache memory: ([\d.]+) GiB", log.read_text())
+    if found is None:
+        raise QuickstartError(f"the server does not tell its cache's size; read {log}")
+    return int(float(found[1]) * 2**30)
+
+
+def quickstart(args: argparse.Namespace) -> None:
+    venv = Path(os.environ.get("VENV", ROOT / ".venv")).absolute()
+    python, logs = venv / "bin" / "python", venv / "log"
+
+    announce(1, f"environment: {venv}")
+    run([sys.executable, SCRIPTS / "env.py", "--venv", venv])
+    on_cpu = "standins" in json.loads((venv / STAMPS).read_text())
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu:
+        variables |= engine_environment()
+
+    announce(2, "series: applying")
+    run([SCRIPTS / "apply.sh"], PYTHON=str(python))
+
+    model = args.model
+    if model is None:
+        model = str(venv / "models" / "seeded-qwen3")
+        announce(3, f"model: {model}")
+        if not Path(model, "model.safetensors").exists():
+            run([python, SCRIPTS / "seeded_model.py", model], logs / "model.log")
+    else:
+        announce(3, f"model: {model}")
+
+    port, log = free_port(), logs / "server.log"
+    command: list[str | Path] = [
+        venv / "bin" / "vllm", "serve", model, "--kv-cache-dtype", args.kv_cache_dtype,
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    if on_cpu:
+        command += [*SERVE_ARGS, "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+    announce(4, f"serving with --kv-cache-dtype {args.kv_cache_dtype}; log: {log}")
+    with running(command, log, **variables) as server:
+        wait_until_up(server, port, log)
+        for line in startup_lines(log):
+            print(f"      {line}")
+        announce(5, QUESTION)
+        print(f"      {ask(port, model)!r}", flush=True)
+        memory = cache_bytes(log, on_cpu)
+    show_capacities(python, model, memory, variables, ENGINE_ARGS if on_cpu else {})
+
+
+def show_capacities(
+    python: Path,
+    model: str,
+    memory: int,
+    variables: dict[str, str],
+    engine_args: dict[str, Any],
+) -> None:
+    """Prints the tokens each dtype holds in the memory that the server had."""
+    log = python.parent.parent / "log" / "capacity.log"
+    command: list[str | Path] = [
+        python, SCRIPTS / "kv_capacity.py", model, "--memory", str(memory),
+        "--engine-args", json.dumps(engine_args),
+    ]  # fmt: skip
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    run(command, log, **variables, **quiet)
+    table = log.read_text()
+    print(table[table.index("KV cache in") :], end="")
+
+
+def raise_exit(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="name or folder (default: a small seeded one)")
+    parser.add_argument("--kv-cache-dtype", default="turbo4")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, raise_exit)
+    signal.signal(signal.SIGHUP, raise_exit)
+    try:
+        quickstart(args)
+    except QuickstartError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+    print("done; nothing is left running")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# Install, apply, serve a model, ask it something; `--help` lists the options.
+set -eu
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+python=$("$here/find_python.sh")
+exec "$python" "$here/quickstart.py" "$@"

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Writes a small Qwen3 with seeded weights and a byte tokenizer into a folder.
+
+Its tokens say nothing, but attention decides them: with vLLM's dummy weights
+(at most 1e-3) a zeroed attention would change no greedy token. The same arguments
+always write the same bytes.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Greedy text is then printable: the head's other rows are zero.
+PRINTABLE = (10, *range(32, 127))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_alphabet() -> list[str]:
+    """Returns the character that stands for each byte in a byte-level vocabulary.
+
+    Printable Latin-1 stands for itself; the rest follows from code point 256 on.
+    """
+    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Writes a tokenizer of one token a byte, and returns its vocabulary's size."""
+    vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
+    special = [
+        {
+            "id": len(vocab) + index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, token in enumerate(SPECIAL_TOKENS)
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": [],
+        },
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer.json", tokenizer)
+    write_json(folder / "tokenizer_config.json", settings)
+    return len(vocab) + len(SPECIAL_TOKENS)
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
+    """Returns config.json's content."""
+    eos = vocab_size - 1
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": args.initializer_range,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def seeded_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
+    """Returns the checkpoint's tensors, in bfloat16.
+
+    Norm weights are one, except the query norm's: a larger one sharpens the softmax,
+    so that single tokens far back still decide the output.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim, vocab = config["head_dim"], config["vocab_size"]
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+
+    def normal(*shape: int) -> torch.Tensor:
+        values = generator.standard_normal(shape) * config["initializer_range"]
+        return torch.from_numpy(values).to(torch.bfloat16)
+
+    def constant(size: int, value: float = 1.0) -> torch.Tensor:
+        return torch.full((size,), value, dtype=torch.bfloat16)
+
+    weights = {"model.embed_tokens.weight": normal(vocab, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        weights |= {
+            name + "input_layernorm.weight": constant(hidden),
+            name + "self_attn.q_proj.weight": normal(q_size, hidden),
+            name + "self_attn.k_proj.weight": normal(kv_size, hidden),
+            name + "self_attn.v_proj.weight": normal(kv_size, hidden),
+            name + "self_attn.o_proj.weight": normal(hidden, q_size),
+            name + "self_attn.q_norm.weight": constant(head_dim, 2.0),
+            name + "self_attn.k_norm.weight": constant(head_dim),
+            name + "post_attention_layernorm.weight": constant(hidden),
+            name + "mlp.gate_proj.weight": normal(inner, hidden),
+            name + "mlp.up_proj.weight": normal(inner, hidden),
+            name + "mlp.down_proj.weight": normal(hidden, inner),
+        }
+    weights["model.norm.weight"] = constant(hidden)
+    head = torch.zeros(vocab, hidden, dtype=torch.bfloat16)
+    head[list(PRINTABLE)] = normal(len(PRINTABLE), hidden)
+    weights["lm_head.weight"] = head
+    return weights
+
+
+def write_model(folder: Path, args: argparse.Namespace) -> None:
+    """Writes config, weights and tokenizer into `folder`, which it makes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(args, write_tokenizer(folder))
+    write_json(folder / "config.json", config)
+    write_json(
+        folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]}
+    )
+    weights = seeded_weights(config, args.seed)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the model is written")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--initializer-range", type=float, default=0.3)
+    return parser
+
+
+if __name__ == "__main__":
+    arguments = build_parser().parse_args()
+    write_model(arguments.folder, arguments)

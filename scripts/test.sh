@@ -1,0 +1,77 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# Run the tests, cheap to dear: test.sh [lint|series|tooling|kernels|engine]...
+set -eu
+cd "$(dirname -- "$0")/.."
+python=$(scripts/find_python.sh)
+VENV=${VENV:-$PWD/.venv}
+export VENV VLLM_NO_USAGE_STATS=1
+[ $# -gt 0 ] || set -- lint series tooling kernels engine
+for step; do
+  case $step in
+    lint | series | tooling | kernels | engine) ;;
+    *) echo "test.sh: no step '$step'" >&2 && exit 2 ;;
+  esac
+done
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+lint() {
+  pre-commit run --all-files
+}
+
+# The series applies to the pinned source without fuzz, and comes back byte for byte.
+series() {
+  "$python" scripts/series.py index --check
+  "$python" scripts/series.py sdist --git "$scratch/vllm"
+  "$python" scripts/series.py lint --base "$scratch/vllm"
+  "$python" scripts/series.py import "$scratch/vllm"
+  "$python" scripts/series.py export --check "$scratch/vllm"
+}
+
+tooling() {
+  python -m pytest -q --import-mode=prepend tests/tooling
+}
+
+apply() {
+  PYTHON="$VENV/bin/python" scripts/apply.sh
+  PYTHON="$VENV/bin/python" scripts/verify.sh
+}
+
+# Has the environment no GPU? Then Triton's interpreter runs the kernels.
+without_gpu() {
+  python -c 'import vllm_turbo_cpu_standins' 2>/dev/null
+}
+
+kernels() {
+  apply
+  if without_gpu; then
+    export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
+  fi
+  python -m pytest -q vllm_overlay/tests/kernels/turbo
+}
+
+engine() {
+  if ! without_gpu; then
+    echo "left out: these tests are for the CPU platform, and $VENV is for a GPU"
+    return
+  fi
+  apply
+  python -m pytest -q --durations=5 tests/engine
+}
+
+total=$(($# + 1)) number=1
+echo "[1/$total] environment"
+"$python" scripts/env.py --venv "$VENV" --tools test lint
+PATH=$VENV/bin:$PATH
+for step; do
+  number=$((number + 1)) start=$(date +%s)
+  echo "[$number/$total] $step"
+  # A subshell keeps a step's variables; errexit ends it, and us, at a failure.
+  (set -e && "$step")
+  echo "[$number/$total] $step passed in $(($(date +%s) - start)) s"
+done
+echo "all passed"

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The modules beside this one, whatever pytest's import mode.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Jobs  # noqa: E402
+
+WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The seeded model's folder."""
+    folder = tmp_path_factory.mktemp("model") / "seeded-qwen3"
+    subprocess.run([sys.executable, WRITE_MODEL, folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def jobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    runs = Jobs(tmp_path_factory.mktemp("jobs"), model)
+    yield runs
+    runs.pool.shutdown(cancel_futures=True)

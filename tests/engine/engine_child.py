@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Runs engines described as JSON, in a process of its own.
+
+Usage: python engine_child.py JOB RESULT. Triton's interpreter and much of vLLM's
+state belong to a process, so `harness.run_job` starts one for each configuration;
+the engines of one job follow each other within it.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention import Attention
+from vllm.outputs import RequestOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class StepRecorder:
+    """Notes what the scheduler does while it does it.
+
+    Attributes:
+        steps: For each step that ran tokens, (new, already computed) a request.
+        num_preemptions: Requests put back into the queue.
+
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[int, int]]] = []
+        self.num_preemptions = 0
+
+    @contextmanager
+    def watching(self) -> Iterator["StepRecorder"]:
+        schedule, preempt = Scheduler.schedule, Scheduler._preempt_request
+
+        def watched_schedule(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+            output = schedule(scheduler, *args, **kwargs)
+            cached = output.scheduled_cached_reqs
+            computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
+            for request in output.scheduled_new_reqs:
+                computed[request.req_id] = request.num_computed_tokens
+            if output.num_scheduled_tokens:
+                self.steps.append(
+                    [
+                        (new, computed[request_id])
+                        for request_id, new in output.num_scheduled_tokens.items()
+                    ]
+                )
+            return output
+
+        def watched_preempt(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+            self.num_preemptions += 1
+            return preempt(scheduler, *args, **kwargs)
+
+        Scheduler.schedule = watched_schedule
+        Scheduler._preempt_request = watched_preempt
+        try:
+            yield self
+        finally:
+            Scheduler.schedule = schedule
+            Scheduler._preempt_request = preempt
+
+
+@contextmanager
+def zeroed_attention() -> Iterator[None]:
+    """Lets every attention layer return zeros, after it has run."""
+    forward = Attention.forward
+
+    def zeroed_forward(layer: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros_like(forward(layer, *args, **kwargs))
+
+    Attention.forward = zeroed_forward
+    try:
+        yield
+    finally:
+        Attention.forward = forward
+
+
+def summarise(output: RequestOutput) -> dict[str, Any]:
+    """Returns a request's tokens, and the log-probabilities of all at each."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [
+            [position[token].logprob for token in sorted(position)]
+            for position in completion.logprobs
+        ],
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+
+
+def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
+    """Generates greedily for a call's prompts, all at once or one by one."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=call["max_tokens"], ignore_eos=True, logprobs=-1
+    )
+    prompts = [{"prompt_token_ids": tokens} for tokens in call["prompts"]]
+    batches = [[prompt] for prompt in prompts] if call["one_by_one"] else [prompts]
+    outputs = []
+    with StepRecorder().watching() as recorder:
+        for batch in batches:
+            outputs += llm.generate(batch, params, use_tqdm=False)
+    return {
+        "requests": [summarise(output) for output in outputs],
+        "steps": recorder.steps,
+        "num_preemptions": recorder.num_preemptions,
+    }
+
+
+def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
+    """Starts one engine, runs its calls in order, and takes it down.
+
+    An engine that does not start gives its error instead, if the job expects one.
+    """
+    try:
+        llm = LLM(engine["model"], max_logprobs=-1, **engine["args"])
+    except Exception as error:
+        if not engine["may_fail"]:
+            raise
+        return {"error": f"{type(error).__name__}: {error}"}
+    config = llm.llm_engine.vllm_config
+    core = llm.llm_engine.engine_core.engine_core
+    result = {
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "num_kv_cache_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+        "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},
+    }
+    del llm, core
+    gc.collect()
+    return result
+
+
+def main() -> None:
+    job_path, result_path = map(Path, sys.argv[1:])
+    job = json.loads(job_path.read_text())
+    results = {}
+    for name, engine in job.items():
+        print(f"engine {name}", flush=True)
+        if engine["zero_attention"]:
+            with zeroed_attention():
+                results[name] = run_engine(engine)
+        else:
+            results[name] = run_engine(engine)
+    result_path.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

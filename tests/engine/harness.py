@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Starts engines and servers in processes of their own, for the tests here."""
+
+import heapq
+import http.client
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_turbo_cpu_standins.settings import (
+    ENGINE_ARGS,
+    SERVE_ARGS,
+    Runner,
+    engine_environment,
+)
+
+CHILD = Path(__file__).with_name("engine_child.py")
+CHILD_TIMEOUT_S = 400
+# Of a token that sampling might choose; below, rounding is all there is.
+LIKELY_LOGPROB = math.log(1e-3)
+
+
+@dataclass
+class Call:
+    """One generate() of an engine.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        max_tokens: Tokens to generate for each.
+        one_by_one: Whether each prompt is a generate() of its own.
+
+    """
+
+    prompts: list[list[int]]
+    max_tokens: int = 16
+    one_by_one: bool = False
+
+
+@dataclass
+class Engine:
+    """One engine of a job.
+
+    Attributes:
+        args: Arguments of `LLM` beyond those every test has.
+        calls: What it generates, by name and in order.
+        zero_attention: Whether attention returns zeros.
+        model: Model folder, if not the job's.
+        may_fail: Whether an error at the start is a result.
+
+    """
+
+    args: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    zero_attention: bool = False
+    model: str | None = None
+    may_fail: bool = False
+
+
+BASE_ARGS: dict[str, Any] = {
+    **ENGINE_ARGS,
+    "dtype": "float16",
+    "block_size": 32,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 4096,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "disable_log_stats": True,
+}
+
+
+def child_environment(runner: Runner) -> dict[str, str]:
+    """Returns the environment of an engine's process."""
+    return {
+        **os.environ,
+        **engine_environment(runner),
+        # Jobs run side by side, one a core.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def run_job(
+    folder: Path, model: Path, runner: Runner, engines: dict[str, Engine]
+) -> dict[str, Any]:
+    """Runs engines one after the other in one new process.
+
+    Args:
+        folder: Where job, result and log are left.
+        model: Model folder.
+        runner: Model runner.
+        engines: By name.
+
+    Returns:
+        By engine: `runner`, `num_blocks`, `block_size` and `calls`, or `error`. A
+        call has `requests` (`tokens`, `logprobs`, `num_cached_tokens`), `steps` and
+        `num_preemptions`.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job, result, log = (folder / name for name in ("job.json", "result.json", "log"))
+    entries = {
+        name: asdict(engine)
+        | {"args": BASE_ARGS | engine.args, "model": engine.model or str(model)}
+        for name, engine in engines.items()
+    }
+    job.write_text(json.dumps(entries))
+    # In one process the scheduler can be watched, and starts are cheaper.
+    environment = child_environment(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            [sys.executable, CHILD, job, result],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(CHILD_TIMEOUT_S)
+        finally:
+            stop_group(child)
+    if status:
+        raise RuntimeError(f"engines failed ({status}):\n{tail(log)}")
+    return json.loads(result.read_text())
+
+
+class Jobs:
+    """Runs each job once a session, as many at a time as there are cores."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.results: dict[str, Future[dict[str, Any]]] = {}
+
+    def start(
+        self, name: str, runner: Runner, engines: dict[str, Engine]
+    ) -> Future[dict[str, Any]]:
+        """Starts a job unless it was, and returns what will be `run_job`'s result."""
+        if name not in self.results:
+            folder = self.folder / name
+            self.results[name] = self.pool.submit(
+                run_job, folder, self.model, runner, engines
+            )
+        return self.results[name]
+
+
+@contextmanager
+def serving(
+    folder: Path, model: Path, runner: Runner, *args: str
+) -> Iterator["Server"]:
+    """Runs `vllm serve` as a user would, and yields it once it answers.
+
+    Args:
+        folder: Where its log is left.
+        model: Model folder.
+        runner: Model runner.
+        args: Further arguments of the command line.
+
+    Raises:
+        RuntimeError: If it ends or does not answer in time.
+
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("vllm"), "serve", model, *SERVE_ARGS, *args]
+            + ["--host", "127.0.0.1", "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child_environment(runner) | {"VLLM_LOGGING_LEVEL": "INFO"},
+            start_new_session=True,
+        )
+    try:
+        server = Server(process, port, log)
+        server.wait_until_up()
+        yield server
+    finally:
+        stop_group(process)
+
+
+@dataclass
+class Server:
+    """A running `vllm serve`."""
+
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + CHILD_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with self.open("/health"):
+                    return
+            except OSError:
+                time.sleep(0.3)
+        raise RuntimeError(f"no server:\n{tail(self.log)}")
+
+    @contextmanager
+    def open(
+        self, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yields the response to a GET, or to a POST of JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        try:
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), headers)
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the JSON answer to a POST, and its status as `status`."""
+        with self.open(path, body) as response:
+            return json.loads(response.read()) | {"status": response.status}
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the events of a streamed answer."""
+        with self.open(path, body | {"stream": True}) as response:
+            lines = response.read().decode().splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+
+def group_is_gone(process: subprocess.Popen, timeout_s: float = 20) -> bool:
+    """Whether nothing of a process's group runs, now or within the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """Kills what is left of a process that leads its own group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def common_positions(first: dict[str, Any], second: dict[str, Any]) -> int:
+    """Returns how many leading distributions of two runs have the same context.
+
+    A token's distribution depends on the tokens before it, so the first position
+    where the runs disagree still counts.
+    """
+    pairs = zip(first["tokens"], second["tokens"])
+    agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    return len(first["tokens"]) if agreed is None else agreed + 1
+
+
+def decided_tokens(request: dict[str, Any], tie: float) -> list[int]:
+    """Returns a run's tokens before the first that won by no more than `tie`."""
+    for i, logprobs in enumerate(request["logprobs"]):
+        best, second = heapq.nlargest(2, logprobs)
+        if best - second <= tie:
+            return request["tokens"][:i]
+    return request["tokens"]
+
+
+def max_logprob_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Returns the largest difference of a log-probability of any likely token."""
+    return max(
+        abs(a - b)
+        for i in range(common_positions(first, second))
+        for a, b in zip(first["logprobs"][i], second["logprobs"][i])
+        if a > LIKELY_LOGPROB
+    )
+
+
+def kl_divergences(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
+    """Returns KL(first || second) in nats at each position of equal context."""
+    return [
+        math.fsum(
+            math.exp(a) * (a - b)
+            for a, b in zip(first["logprobs"][i], second["logprobs"][i])
+        )
+        for i in range(common_positions(first, second))
+    ]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The prompts and the engines that a cache dtype is put through."""
+
+import random
+from typing import Any
+
+from harness import BASE_ARGS, Call, Engine
+
+BLOCK = BASE_ARGS["block_size"]
+MAX_LEN = BASE_ARGS["max_model_len"]
+# Bytes of a bf16 K and V of 128 coordinates, over the format's.
+GAIN = {"turbo4": 512 / 136, "k4v3": 512 / 120, "turbo3": 512 / 104}
+TURBO_DTYPES = tuple(GAIN)
+NUM_GENERATED = 6
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Returns seeded printable bytes, which are the model's token ids."""
+    return random.Random(seed).choices(range(32, 127), k=length)
+
+
+# Around a block, several blocks, and one token alone.
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 1, 9 * BLOCK + 12)
+PROMPTS = [text(length, seed) for seed, length in enumerate(LENGTHS)]
+
+# A prefix of whole blocks; its followers hit it and bring a few tokens each.
+PREFIX = text(4 * BLOCK, 100)
+FOLLOWERS = [PREFIX + text(length, 101 + length) for length in (3, 7)]
+# Longer than the followers, so that it is the batch's longest query and context.
+LONG = text(6 * BLOCK + 5, 200)
+MIXED = [LONG, *FOLLOWERS]
+
+# Four of these outgrow the blocks below while they generate.
+NUM_SCARCE_BLOCKS = 15
+SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
+
+REFERENCE = [*PROMPTS, *MIXED, *SCARCE]
+
+
+def engines(kv_cache_dtype: str, prefill: str | None) -> dict[str, Engine]:
+    """Returns the engines of one dtype, with all they shall answer alike.
+
+    Args:
+        kv_cache_dtype: As on vLLM's command line.
+        prefill: `turbo_prefill`, or None where there is no such setting.
+
+    """
+    common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    if kv_cache_dtype == "auto":
+        common["dtype"] = "float32"
+    if prefill is not None:
+        common["attention_config"] = {"turbo_prefill": prefill}
+
+    def call(prompts: list[list[int]], **options: Any) -> Call:
+        return Call(prompts, NUM_GENERATED, **options)
+
+    return {
+        "plain": Engine(
+            common,
+            {
+                "one_by_one": call(REFERENCE, one_by_one=True),
+                "batched": call(PROMPTS),
+            },
+        ),
+        "prefix": Engine(
+            common | {"enable_prefix_caching": True},
+            {
+                "cold": call(PROMPTS),
+                "warm": call(PROMPTS),
+                "fill": call([PREFIX]),
+                "mixed": call(MIXED),
+            },
+        ),
+        "chunked": Engine(
+            common | {"enable_chunked_prefill": True, "max_num_batched_tokens": 48},
+            {"chunked": call(PROMPTS)},
+        ),
+        "scarce": Engine(
+            common
+            | {
+                "num_gpu_blocks_override": NUM_SCARCE_BLOCKS,
+                "max_model_len": 8 * BLOCK,
+            },
+            {"scarce": call(SCARCE)},
+        ),
+        "zeroed": Engine(common, {"batched": call(PROMPTS)}, zero_attention=True),
+    }

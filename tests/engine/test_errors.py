@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a user's mistake says."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Engine, Jobs, child_environment
+from scenarios import TURBO_DTYPES
+
+NO_SUCH_MODEL = "/no/such/model"
+# Some blocks, but not a whole sequence's in any format.
+TOO_LITTLE = {
+    "kv_cache_memory_bytes": 512 << 10,
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(jobs: Jobs) -> dict[str, Any]:
+    def engine(dtype: str, **args: Any) -> Engine:
+        return Engine({"kv_cache_dtype": dtype, **args}, may_fail=True)
+
+    job = {
+        "dtype": engine("turbo5"),
+        "model": Engine(model=NO_SUCH_MODEL, may_fail=True),
+    }
+    for dtype in ("auto", *TURBO_DTYPES):
+        job[f"memory-{dtype}"] = engine(dtype, **TOO_LITTLE)
+    return jobs.start("errors", "v1", job).result()
+
+
+def test_unknown_dtype_lists_the_known(outcome: dict[str, Any]):
+    error = outcome["dtype"]["error"]
+    assert "turbo5" in error
+    for dtype in TURBO_DTYPES:
+        assert f"'{dtype}'" in error
+
+
+def test_missing_model_is_named(outcome: dict[str, Any]):
+    assert NO_SUCH_MODEL in outcome["model"]["error"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", *TURBO_DTYPES])
+def test_too_little_memory_says_what_to_change(outcome: dict[str, Any], dtype: str):
+    error = outcome[f"memory-{dtype}"]["error"]
+    assert "KV cache" in error
+    assert "max_model_len" in error
+
+
+def test_command_line_refuses_an_unknown_dtype(model: Path):
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    outcome = subprocess.run(
+        [*command, "--kv-cache-dtype", "turbo5"],
+        env=child_environment("v1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert outcome.returncode
+    (reason,) = (line for line in outcome.stderr.splitlines() if "turbo5'." in line)
+    assert "kv_cache_dtype" in reason
+    for dtype in TURBO_DTYPES:
+        assert f"'{dtype}'" in reason

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The quickstart as a user runs it, in the environment of these tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scenarios import GAIN
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.sh"
+TIMEOUT_S = 240
+
+
+class Run:
+    """A quickstart whose processes carry a mark in their environment."""
+
+    def __init__(self, log: Path, *args: str) -> None:
+        self.mark = f"QUICKSTART_TEST={uuid.uuid4()}"
+        self.log = log
+        name, value = self.mark.split("=")
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [QUICKSTART, *args],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "VENV": sys.prefix, name: value},
+            )
+
+    def wait_for(self, happened: Callable[[], bool]) -> None:
+        """Waits until something has happened, while the quickstart goes on."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not happened():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.2)
+
+    def num_processes(self) -> int:
+        """Counts the living processes that carry the mark."""
+        count = 0
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                # A zombie's is empty.
+                count += self.mark.encode() in environment.read_bytes()
+            except OSError:
+                continue
+        return count
+
+    def end(self) -> int:
+        status = self.process.wait(TIMEOUT_S)
+        deadline = time.monotonic() + 5
+        while self.num_processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return status
+
+
+def test_serves_answers_and_compares(tmp_path: Path):
+    run = Run(tmp_path / "log")
+    assert run.end() == 0, run.log.read_text()
+    output = run.log.read_text()
+    # The environment is there already.
+    assert "up to date" in output and " ..." not in output
+    assert re.search(r"KV cache size: [\d,]+ tokens", output)
+    # The question's step, then the answer in quotes.
+    assert re.search(r"\[5/5\] .*\n +(['\"]).+\1\n", output)
+    gains = dict(re.findall(r"^(\w+) +[\d,]+ +([\d.]+)x$", output, re.MULTILINE))
+    assert float(gains.pop("bfloat16")) == 1
+    assert {dtype: float(gain) for dtype, gain in gains.items()} == {
+        dtype: pytest.approx(gain, rel=0.01) for dtype, gain in GAIN.items()
+    }
+    assert run.num_processes() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_leaves_nothing_running_when_stopped(tmp_path: Path, number: signal.Signals):
+    run = Run(tmp_path / "log", "--kv-cache-dtype", "auto")
+    run.wait_for(lambda: "[4/5]" in run.log.read_text())
+    # The quickstart, its server, and what the server starts.
+    run.wait_for(lambda: run.num_processes() > 2)
+    run.process.send_signal(number)
+    assert run.end() == 128 + number
+    assert run.num_processes() == 0
+
+
+def test_names_the_log_of_a_server_that_fails(tmp_path: Path):
+    run = Run(tmp_path / "log", "--kv-cache-dtype", "turbo5")
+    assert run.end() == 1
+    (log,) = re.findall(r"^quickstart: .*; read (\S+)$", run.log.read_text(), re.M)
+    assert "turbo5" in Path(log).read_text()
+    assert run.num_processes() == 0

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The stand-ins against plain definitions of what the native ops do."""
+
+import pytest
+import torch
+from vllm_turbo_cpu_standins import attention, linear, paging, registry, sampling
+
+NAMESPACE = "turbo_standins_test"
+
+
+def test_registers_only_what_is_missing():
+    own = torch.library.Library(NAMESPACE, "FRAGMENT")
+    own.define("greedy_argmax(Tensor logits) -> Tensor")
+    own.impl("greedy_argmax", lambda logits: logits.new_zeros(1), "CPU")
+    registered = registry.register_missing(NAMESPACE)
+    assert set(registered) == set(registry.STANDINS) - {"greedy_argmax"}
+    ops = getattr(torch.ops, NAMESPACE)
+    # The one that was there has stayed as it was.
+    assert ops.greedy_argmax(torch.tensor([[0.0, 1.0]])).tolist() == [0.0]
+    assert registry.register_missing(NAMESPACE) == []
+    ops.init_cpu_memory_env([0])
+
+
+def test_slot_mapping_follows_each_sequences_blocks():
+    block_size = 4
+    block_table = torch.tensor([[7, 2, 9], [5, 1, 0]], dtype=torch.int32)
+    positions = torch.tensor([3, 4, 5, 0, 1, 99, 99])
+    query_start_loc = torch.tensor([0, 3, 5], dtype=torch.int32)
+    slots = torch.full((7,), -1)
+    paging.compute_slot_mapping(
+        query_start_loc, positions, block_table, slots, block_size
+    )
+    # The last two are padding and stay untouched.
+    assert slots.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 5 * 4 + 1, -1, -1]
+
+
+def test_gumbel_follows_the_distribution_and_the_seed():
+    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    num_draws = 4000
+    logits = probabilities.log().expand(num_draws, -1).contiguous()
+    seeds = torch.arange(num_draws)
+    tokens = sampling.fused_gumbel_argmax(logits, seeds)
+    shares = torch.bincount(tokens, minlength=4) / num_draws
+    assert torch.allclose(shares, probabilities, atol=0.04)
+    assert shares[3] == 0
+    # A row's draw depends on its own seed, not on its neighbours.
+    alone = sampling.fused_gumbel_argmax(logits[17:18], seeds[17:18])
+    assert alone.item() == tokens[17]
+
+
+def test_rejection_stops_at_the_first_mismatch():
+    # Drafts of 2 (all right), 3 (second wrong), 0 and 1 (not greedy) tokens.
+    output = torch.full((4, 4), -1)
+    sampling.rejection_greedy_sample(
+        output,
+        torch.tensor([2, 5, 5, 6]),
+        torch.tensor([10, 11, 20, 99, 22, 30]),
+        torch.tensor([10, 11, 20, 21, 22, 30]),
+        torch.tensor([[12], [23], [42], [31]]),
+        torch.tensor([True, True, True, False]),
+        3,
+    )
+    assert output.tolist() == [
+        [10, 11, 12, -1],
+        [20, 21, -1, -1],
+        [42, -1, -1, -1],
+        [-1, -1, -1, -1],
+    ]
+
+
+def test_packed_linear_is_the_plain_product():
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(3, 8, generator=generator), torch.randn(5, 8)
+    bias, out = torch.randn(5), torch.empty(3, 5)
+    packed = linear.convert_weight_packed(weight)
+    linear.weight_packed_linear(out, rows, packed, bias, True)
+    assert torch.allclose(out, rows @ weight.T + bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_over_scattered_pages(window: int, softcap: float, with_sinks: bool):
+    """Two sequences, one of them with cached context, against a loop over tokens."""
+    generator = torch.Generator().manual_seed(1)
+    num_heads, num_kv_heads, head_size, block_size = 4, 2, 8, 4
+    seq_lens, query_lens = [9, 5], [3, 5]
+    block_table = torch.tensor([[6, 0, 3], [2, 5, 0]], dtype=torch.int32)
+    key_cache = torch.full((8, num_kv_heads, block_size, head_size), float("nan"))
+    value_cache = key_cache.clone()
+    keys = [
+        torch.randn(n, num_kv_heads, head_size, generator=generator) for n in seq_lens
+    ]
+    values = [torch.randn(k.shape, generator=generator) for k in keys]
+    for row, seq_len in enumerate(seq_lens):
+        positions = torch.arange(seq_len)
+        slots = block_table[row, positions // block_size] * block_size
+        slots = slots.long() + positions % block_size
+        slots[0] = -1 if row else slots[0]
+        attention.reshape_and_cache(
+            keys[row], values[row], key_cache, value_cache, slots, "vec"
+        )
+        if row:
+            # Slot -1 wrote nothing; put the token there by hand.
+            assert key_cache[2, :, 0].isnan().all()
+            key_cache[2, :, 0], value_cache[2, :, 0] = keys[row][0], values[row][0]
+    query = torch.randn(sum(query_lens), num_heads, head_size, generator=generator)
+    sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
+    output = torch.empty_like(query)
+    attention.attention_with_kv_cache(
+        query, key_cache, value_cache, output,
+        torch.tensor([0, 3, 8], dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        0.5, True, None, window, block_table, softcap, torch.empty(0), sinks, None,
+    )  # fmt: skip
+    token = 0
+    for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens)):
+        for position in range(seq_len - query_len, seq_len):
+            start = max(0, position - window + 1) if window > 0 else 0
+            for head in range(num_heads):
+                kv_head = head * num_kv_heads // num_heads
+                seen = slice(start, position + 1)
+                logits = 0.5 * keys[row][seen, kv_head] @ query[token, head]
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                weights = logits.exp()
+                total = weights.sum() + (sinks[head].exp() if with_sinks else 0)
+                expected = weights @ values[row][seen, kv_head] / total
+                assert torch.allclose(output[token, head], expected, atol=1e-5)
+            token += 1
+
+
+def test_attention_refuses_what_it_has_not():
+    page = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(NotImplementedError, match="fp8"):
+        attention.reshape_and_cache(
+            page[0, :, :1], page[0, :, :1], page, page, torch.zeros(1), "vec",
+            kv_cache_dtype="fp8",
+        )  # fmt: skip
