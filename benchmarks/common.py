@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the engine benchmarks share: facts of a run, and rows of results."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "benchmarks" / "configs"
+
+
+def first_line(*command: str) -> str | None:
+    """Returns the first line that a command prints; None if it fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    except OSError:
+        return None
+    lines = result.stdout.splitlines()
+    return lines[0].strip() if result.returncode == 0 and lines else None
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def run_facts() -> dict[str, Any]:
+    """Returns what every row says of the run."""
+    commit = os.environ.get("COMMIT") or first_line("git", "rev-parse", "HEAD")
+    gpu = first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    packages = ("vllm", "torch", "triton")
+    return {
+        "gpu": gpu,
+        "commit": commit,
+        "command": shlex.join(["python", *sys.argv]),
+        **{name: package_version(name) for name in packages},
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Returns a row with its floats rounded: timings have no more digits."""
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return value
+
+
+class Report:
+    """Writes rows as JSON lines, at once, to the standard output and a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a") if path else None
+        self.facts = run_facts()
+
+    def row(self, **fields: Any) -> None:
+        line = json.dumps(rounded(fields) | self.facts)
+        for stream in (sys.stdout, self.file):
+            if stream:
+                print(line, file=stream, flush=True)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Capacity, prefill and decode time of vLLM's engine, for several cache dtypes.
+
+Each arm is an engine in a process of its own, with dummy weights and CUDA graphs.
+One JSON object a line:
+
+* `startup`: time to build the engine, and how many tokens its cache holds.
+* `prefill`: time to one token for a batch of random prompts; `cached_tokens` says
+  how much of it an earlier, larger batch had left in the prefix cache.
+* `prefix_hit`: the same once more, when all of it is cached.
+* `decode`: time a token and sequence (TPOT): the difference between many tokens and
+  one, over the steps between.
+
+An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill. vLLM forces
+FlashAttention 2 on its own turboquant dtypes; where that is not installed,
+--site-copy makes them run with FlashAttention 3, in a copy of vLLM.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from common import CONFIGS, ROOT, Report
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from quickstart import raise_exit, stop_group  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+ROW = "RESULT "
+FORCED_VERSION = "attention_config.flash_attn_version = 2\n"
+WARM_UP_PROMPTS = 2
+WARM_UP_TOKENS = 12288
+# Small ids may be special.
+FIRST_TOKEN = 1000
+
+
+def emit(**fields: Any) -> None:
+    """Sends a row from an arm's process to the one that reports."""
+    print(f"\n{ROW}{json.dumps(fields)}", flush=True)
+
+
+def random_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
+    first = min(FIRST_TOKEN, vocab_size // 2)
+    return random.Random(seed).choices(range(first, vocab_size), k=length)
+
+
+class Engine:
+    """One arm's engine."""
+
+    def __init__(self, arm: str, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        cache_dtype, _, turbo_prefill = arm.partition(":")
+        self.args = args
+        self.longest = max(context for _, context in args.shapes)
+        options: dict[str, Any] = {
+            "kv_cache_dtype": cache_dtype,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": True,
+            "max_model_len": self.longest + args.steps + 1,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "max_num_seqs": args.max_num_seqs,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+        }
+        if turbo_prefill:
+            options["attention_config"] = {"turbo_prefill": turbo_prefill}
+        start = time.perf_counter()
+        self.llm = LLM(str(args.model), **(options | args.engine_args))
+        self.startup_s = time.perf_counter() - start
+        config = self.llm.llm_engine.vllm_config
+        self.cache_config = config.cache_config
+        self.vocab_size = config.model_config.get_vocab_size()
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int
+    ) -> tuple[float, list["RequestOutput"]]:
+        """Returns the seconds that a batch takes, and its outputs."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        batch = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self.llm.generate(batch, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        for output in outputs:
+            assert len(output.outputs[0].token_ids) == max_tokens
+        return seconds, outputs
+
+    def prompts(self, count: int, length: int, first_seed: int = 0) -> list[list[int]]:
+        """Returns random prompts; shorter ones are prefixes of longer ones."""
+        return [
+            random_prompt(first_seed + i, self.longest, self.vocab_size)[:length]
+            for i in range(count)
+        ]
+
+    def warm_up(self) -> None:
+        """Compiles what is compiled at first use: chunks, prefix hits, decoding."""
+        length = min(self.longest, WARM_UP_TOKENS)
+        prompts = self.prompts(WARM_UP_PROMPTS, length, first_seed=1_000_000)
+        for _ in range(2):
+            self.generate(prompts, 4)
+
+    def measure(self, batch: int, context: int) -> Iterator[dict[str, Any]]:
+        """Yields the rows of one shape."""
+        needed = batch * (context + self.args.steps + 1)
+        held = self.cache_config.kv_cache_size_tokens
+        if held is not None and needed > held:
+            yield {"skipped": f"{needed} tokens do not fit: the cache holds {held}"}
+            return
+        prompts = self.prompts(batch, context)
+        seconds, outputs = self.generate(prompts, 1)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        yield {"part": "prefill", "seconds": seconds, "cached_tokens": cached}
+        hits, tpots = [], []
+        for _ in range(self.args.repeats):
+            hit, outputs = self.generate(prompts, 1)
+            whole, _ = self.generate(prompts, 1 + self.args.steps)
+            hits.append(hit)
+            tpots.append((whole - hit) / self.args.steps * 1e3)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        yield {
+            "part": "prefix_hit",
+            "seconds": statistics.median(hits),
+            "all_seconds": hits,
+            "cached_tokens": cached,
+        }
+        yield {
+            "part": "decode",
+            "tpot_ms": statistics.median(tpots),
+            "all_tpot_ms": tpots,
+            "steps": self.args.steps,
+        }
+
+
+def run_child(arm: str, args: argparse.Namespace) -> None:
+    """Measures one arm; the rows go to the standard output."""
+    engine = Engine(arm, args)
+    cache_config = engine.cache_config
+    emit(
+        part="startup",
+        seconds=engine.startup_s,
+        kv_cache_tokens=cache_config.kv_cache_size_tokens,
+        block_size=cache_config.block_size,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+    )
+    engine.warm_up()
+    for batch, context in args.shapes:
+        shape = f"{batch}x{context}"
+        try:
+            for row in engine.measure(batch, context):
+                emit(shape=shape, **row)
+        except Exception as error:
+            emit(shape=shape, error=f"{type(error).__name__}: {error}"[:500])
+            raise
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy_site(target: Path) -> None:
+    """Copies the installed vLLM, and takes FlashAttention 3 for turboquant dtypes."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("vLLM is not installed")
+    package = Path(spec.origin).parent
+    shutil.rmtree(target, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(
+        package, target / "vllm", ignore=ignored, copy_function=link_or_copy
+    )
+    path = target / "vllm" / "engine" / "arg_utils.py"
+    text = path.read_text()
+    if text.count(FORCED_VERSION) != 1:
+        raise RuntimeError(f"{path} does not hold {FORCED_VERSION!r} once")
+    # A hard link: writing through it would change the original.
+    path.unlink()
+    path.write_text(text.replace(FORCED_VERSION, FORCED_VERSION.replace("2", "3")))
+
+
+def child_environment(arm: str, args: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment of an arm's process."""
+    defaults = {
+        "VLLM_CACHE_ROOT": "/tmp/vllm_cache",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    variables = defaults | dict(os.environ)
+    if arm.startswith("turboquant_") and args.site_copy:
+        copy_site(args.site_copy)
+        path = (str(args.site_copy), variables.get("PYTHONPATH"))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return variables
+
+
+def run_arm(arm: str, args: argparse.Namespace, report: Report, log: TextIO) -> bool:
+    """Runs one arm in a process, and reports its rows; whether all went well."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--child", arm],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=child_environment(arm, args),
+    )
+    timer = threading.Timer(args.arm_timeout, stop_group, [process])
+    timer.start()
+    deadline = time.monotonic() + args.arm_timeout
+    found: dict[str, Any] = {}
+    failed = last_error = None
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            memory = re.search(r"Available KV cache memory: ([\d.]+) GiB", line)
+            if memory:
+                found["kv_cache_gib"] = float(memory[1])
+            if re.search(r"\w+(Error|Exception): ", line):
+                last_error = line.strip()[-500:]
+            if line.startswith(ROW):
+                row = json.loads(line.removeprefix(ROW))
+                failed = failed or "error" in row
+                report.row(arm=arm, **row, **found)
+        status = process.wait()
+    finally:
+        timer.cancel()
+        stop_group(process)
+    if status:
+        reason = last_error or "see the log"
+        if time.monotonic() >= deadline:
+            reason = f"stopped after {args.arm_timeout:g} s"
+        report.row(arm=arm, error=reason, status=status)
+    return not status and not failed
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    batch, context = map(int, text.split("x"))
+    return batch, context
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
+    parser.add_argument("--arms", nargs="+", default=["auto", "fp8", "turbo4"])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parse_shape,
+        default=[(16, 32768), (8, 32768)],
+        metavar="BATCHxCONTEXT",
+        help="the largest first: the others then find it in the prefix cache",
+    )
+    parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, help="more of LLM's, as JSON"
+    )
+    parser.add_argument("--site-copy", type=Path, help="folder, made anew")
+    parser.add_argument("--arm-timeout", type=float, default=280.0, help="seconds")
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument("--log", type=Path, default=Path("/tmp/turbo_engine.log"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    if args.child:
+        run_child(args.child, args)
+        return 0
+    signal.signal(signal.SIGTERM, raise_exit)
+    signal.signal(signal.SIGHUP, raise_exit)
+    report = Report(args.output)
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    well = True
+    with args.log.open("a") as log:
+        for arm in args.arms:
+            try:
+                well = run_arm(arm, args, report, log) and well
+            except Exception as error:
+                report.row(arm=arm, error=f"{type(error).__name__}: {error}"[:500])
+                well = False
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

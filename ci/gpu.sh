@@ -1,0 +1,65 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# What needs a GPU: gpu.sh [kernels|bench|engine|serve]...
+#
+# It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
+# it. Results go to $OUT (benchmarks/results). These variables add arguments:
+# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, SERVE_ARGS.
+set -u
+cd "$(dirname -- "$0")/.." || exit
+python=${PYTHON:-python3}
+out=${OUT:-$PWD/benchmarks/results}
+: "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
+export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
+[ $# -gt 0 ] || set -- kernels bench engine serve
+for section; do
+  case $section in
+    kernels | bench | engine | serve) ;;
+    *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
+  esac
+done
+mkdir -p "$out" || exit
+if ! "$python" -c 'import vllm.v1.attention.ops.turbo'; then
+  echo "gpu.sh: apply the series to $python's vLLM first: scripts/apply.sh" >&2
+  exit 1
+fi
+
+kernels() {
+  "$python" -m pytest -q -p no:cacheprovider "$@" \
+    vllm_overlay/tests/kernels/turbo >"$out/kernels.txt" 2>&1
+  set -- $?
+  tail -n 40 "$out/kernels.txt"
+  return "$1"
+}
+
+bench() {
+  "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py \
+    --output "$out/decode.jsonl" "$@"
+}
+
+engine() {
+  "$python" benchmarks/turbo_engine.py \
+    --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
+}
+
+serve() {
+  "$python" benchmarks/turbo_serve.py \
+    --output "$out/serve.jsonl" --log "$out/serve.log" "$@"
+}
+
+failed=
+for section; do
+  case $section in
+    kernels) arguments=${KERNELS_ARGS:-} ;;
+    bench) arguments=${BENCH_ARGS:-} ;;
+    engine) arguments=${ENGINE_ARGS:-} ;;
+    serve) arguments=${SERVE_ARGS:-} ;;
+  esac
+  start=$(date +%s)
+  echo "[$section]"
+  # shellcheck disable=SC2086 # words are arguments
+  "$section" $arguments || failed="$failed $section"
+  echo "[$section] took $(($(date +%s) - start)) s"
+done
+[ -z "$failed" ] || { echo "failed:$failed" >&2 && exit 1; }

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode attention over the turbo KV cache, against bf16, fp8 and TurboQuant.
+
+Each arm first has to attend correctly on a small batch. Then its parts of a
+decode step are captured in CUDA graphs and replayed with a cold L2 cache, the
+arms in turn. One JSON object a line, for each arm and part:
+
+* ``attention``: from the query to the output, merge of the splits included.
+  FlashAttention is handed its schedule, which vLLM computes once a step; the
+  ``_unplanned`` arms let it choose the splits by itself.
+* ``store``: the step's K and V into the cache. turbo rotates q there, too; the
+  quantisation of the fp8 arm's q is not counted.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from turbo_decode_arms import (
+    DTYPE,
+    Arm,
+    Batch,
+    FlashAttentionArm,
+    Shape,
+    TurboArm,
+    TurboQuantArm,
+)
+
+TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+ARMS: dict[str, Callable[..., Arm]] = {
+    "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
+    "bf16_unplanned": partial(FlashAttentionArm, fp8=False, planned=False),
+    "fp8": partial(FlashAttentionArm, fp8=True, planned=True),
+    "fp8_unplanned": partial(FlashAttentionArm, fp8=True, planned=False),
+    "turboquant_4bit_nc": partial(
+        TurboQuantArm, cache_dtype="turboquant_4bit_nc"
+    ),
+    **{dtype: partial(TurboArm, cache_dtype=dtype) for dtype in TURBO_DTYPES},
+}  # fmt: skip
+DEFAULT_SHAPES = (
+    "32x32768x32x8x128",
+    "128x4096x32x8x128",
+    "1x131072x32x8x128",
+    "32x32768x16x2x256",
+)
+# Sequences of the correctness gate: short, around a block's end, several splits.
+GATE_LENS = (1, 63, 16, 17, 700, 1029)
+SEED_TOKENS = 4096
+FLUSH_BYTES = 256 << 20
+COPY_BYTES = 2 * 2**30
+WARM_UP_CALLS = 3
+
+
+def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -> None:
+    """Check an arm against fp32 attention.
+
+    Raises:
+        AssertionError: If it is wrong; its timing would mean nothing.
+
+    """
+    from vllm.v1.attention.ops.turbo.reference import attention
+
+    batch = Batch(shape, list(GATE_LENS), args.block_size, args.device)
+    arm = make_arm(batch)
+    slots = [batch.slots(i) for i in range(len(GATE_LENS))]
+    heads = (shape.num_kv_heads, shape.head_size)
+    keys = [batch.random(length, *heads) for length in GATE_LENS]
+    values = [batch.random(length, *heads) for length in GATE_LENS]
+    arm.write(torch.cat(keys), torch.cat(values), torch.cat(slots))
+    batch.key.copy_(torch.stack([key[-1] for key in keys]))
+    batch.value.copy_(torch.stack([value[-1] for value in values]))
+    arm.store()
+    arm.attention()
+    for i, length in enumerate(GATE_LENS):
+        query, output = batch.query[i : i + 1].cpu(), batch.output[i].cpu().float()
+        key, value = arm.held(keys[i], values[i], slots[i])
+        expected = attention(query.float(), key, value, arm.scale)[0][0]
+        if arm.relative_error is not None:
+            error = (output - expected).norm()
+            bound = arm.relative_error * expected.norm()
+        else:
+            same_dtype = attention(query, key.to(DTYPE), value.to(DTYPE), arm.scale)
+            error = (output - expected).abs().max()
+            bound = 2 * (same_dtype[0][0].float() - expected).abs().max() + 1e-4
+        # Written so that NaN fails.
+        assert error <= bound, f"{length} tokens: error {error:.3g} > {bound:.3g}"
+
+
+def fill(arm: Arm) -> None:
+    """Fill the whole cache: random tokens, the same in every SEED_TOKENS."""
+    batch, num_blocks = arm.batch, arm.cache.shape[0]
+    seed_blocks = min(num_blocks, SEED_TOKENS // batch.block_size)
+    num_tokens = seed_blocks * batch.block_size
+    heads = (batch.shape.num_kv_heads, batch.shape.head_size)
+    key, value = batch.random(num_tokens, *heads), batch.random(num_tokens, *heads)
+    arm.write(key, value, torch.arange(num_tokens, device=batch.device))
+    for first in range(seed_blocks, num_blocks, seed_blocks):
+        blocks = arm.cache[first : first + seed_blocks]
+        blocks.copy_(arm.cache[: blocks.shape[0]])
+
+
+def capture(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Compile, warm up and capture a function."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.accelerator.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def measure(
+    graphs: dict[Any, torch.cuda.CUDAGraph], rounds: int
+) -> dict[Any, list[float]]:
+    """Replay the graphs in turn, each with a cold L2 cache.
+
+    Returns:
+        Sorted microseconds of each graph's replays.
+
+    """
+    # Read, not written: dirty lines would be written back on the clock.
+    flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+    sink = torch.empty((), device="cuda")
+    order = random.Random(0)
+    times: dict[Any, list[float]] = {name: [] for name in graphs}
+    for number in range(rounds + 1):
+        events = {}
+        for name in order.sample(list(graphs), len(graphs)):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.sum(flushed, 0, out=sink)
+            start.record()
+            graphs[name].replay()
+            end.record()
+            events[name] = start, end
+        torch.accelerator.synchronize()
+        # The first round is a warm-up.
+        for name, (start, end) in events.items() if number else ():
+            times[name].append(start.elapsed_time(end) * 1e3)
+    return {name: sorted(values) for name, values in times.items()}
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median and spread of sorted microseconds."""
+    points = {"median_us": 0.5, "p10_us": 0.1, "p90_us": 0.9}
+    last = len(times) - 1
+    return {name: round(times[round(at * last)], 2) for name, at in points.items()}
+
+
+def measure_device(args: argparse.Namespace) -> dict[str, float]:
+    """Rate of a device-to-device copy, and what an empty graph seems to take."""
+    source = torch.ones(COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    tiny = torch.zeros(1, device="cuda")
+    graphs = {
+        # A kernel: a graph's copy node may go to a copy engine, which is slower.
+        "copy": capture(partial(torch.neg, source, out=target)),
+        "floor": capture(tiny.zero_),
+    }
+    times = measure(graphs, args.rounds)
+    del source, target
+    torch.accelerator.empty_cache()
+    copy_us, floor_us = (spread(times[name])["median_us"] for name in graphs)
+    rate = 2 * COPY_BYTES / copy_us * 1e-3
+    return {"copy_gb_per_s": round(rate, 1), "floor_us": floor_us}
+
+
+def run_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What every row says of the run."""
+    import triton
+
+    import vllm
+    from vllm.platforms import current_platform
+
+    commit = os.environ.get("COMMIT")
+    if not commit:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True)
+        commit = "unknown" if found.returncode else found.stdout.strip()
+    return {
+        "gpu": current_platform.get_device_name(),
+        "commit": commit,
+        "command": shlex.join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "vllm": vllm.__version__,
+        "block_size": args.block_size,
+        "rounds": args.rounds,
+    }
+
+
+class Report:
+    """Writes rows as JSON lines, at once, to the standard output and a file."""
+
+    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a") if path else None
+        self.facts = facts
+
+    def row(self, **fields: Any) -> None:
+        line = json.dumps(fields | self.facts)
+        for stream in (sys.stdout, self.file):
+            if stream:
+                print(line, file=stream, flush=True)
+
+    def error(self, **fields: Any) -> None:
+        """Report the exception being handled."""
+        traceback.print_exc()
+        lines = traceback.format_exc().strip().splitlines()
+        self.row(**fields, error=lines[-1][:500])
+
+
+def choose_arms(args: argparse.Namespace) -> dict[str, Callable[..., Arm]]:
+    """The arms by name: those asked for, and the variants of turbo's."""
+    arms = {name: ARMS[name] for name in args.arms}
+    for dtype in [name for name in args.arms if name in TURBO_DTYPES]:
+        for variant in args.variants:
+            name = f"{dtype}[{','.join(map(str, variant))}]"
+            arms[name] = partial(TurboArm, cache_dtype=dtype, variant=variant)
+    return arms
+
+
+def make_filled(
+    name: str, make_arm: Callable[..., Arm], batch: Batch, others: dict[str, Arm]
+) -> Arm:
+    """An arm with a full cache: that of its dtype, if it is a variant."""
+    base = others.get(name.partition("[")[0])
+    if base is not None:
+        return make_arm(batch, cache=base.cache)
+    arm = make_arm(batch)
+    fill(arm)
+    return arm
+
+
+def time_shape(
+    shape: Shape,
+    makers: dict[str, Callable[..., Arm]],
+    device_facts: dict[str, float],
+    args: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Time the arms on one shape, and report a row for each of their parts."""
+    seq_lens = [shape.context] * shape.batch
+    batch = Batch(shape, seq_lens, args.block_size, args.device)
+    arms: dict[str, Arm] = {}
+    graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
+    for name, make_arm in makers.items():
+        try:
+            arm = make_filled(name, make_arm, batch, arms)
+            store, attention = capture(arm.store), capture(arm.attention)
+        except Exception:
+            report.error(shape=str(shape), arm=name)
+            continue
+        arms[name] = arm
+        graphs |= {(name, "store"): store, (name, "attention"): attention}
+    for (name, part), times in measure(graphs, args.rounds).items():
+        row: dict[str, Any] = {"shape": str(shape), "arm": name, "part": part}
+        row |= spread(times)
+        if part == "attention":
+            num_bytes = shape.batch * shape.context * shape.num_kv_heads
+            num_bytes *= arms[name].token_bytes
+            rate = num_bytes / row["median_us"] * 1e-3
+            row |= {
+                "bytes": num_bytes,
+                "gb_per_s": round(rate, 1),
+                "percent_of_copy": round(100 * rate / device_facts["copy_gb_per_s"], 1),
+                "num_splits": getattr(arms[name], "num_splits", None),
+            }
+        report.row(**row, **device_facts)
+
+
+def run_shape(
+    shape: Shape,
+    device_facts: dict[str, float],
+    args: argparse.Namespace,
+    report: Report,
+) -> bool:
+    """Gate and time the arms on one shape; whether all arms were right."""
+    correct: dict[str, Callable[..., Arm]] = {}
+    makers = choose_arms(args)
+    for name, make_arm in makers.items():
+        try:
+            gate(make_arm, shape, args)
+        except Exception:
+            report.error(shape=str(shape), arm=name, part="gate")
+        else:
+            correct[name] = make_arm
+    if args.check_only:
+        report.row(shape=str(shape), part="gate", correct=list(correct))
+    else:
+        time_shape(shape, correct, device_facts, args, report)
+        torch.accelerator.empty_cache()
+    return len(correct) == len(makers)
+
+
+def parse_variant(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, text.split(",")))
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,WARPS,STAGES,SPLITS")
+    return numbers
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=Shape.parse,
+        default=[Shape.parse(text) for text in DEFAULT_SHAPES],
+        metavar="SHAPE",
+        help="batch x context x heads x KV heads x head size: 32x32768x32x8x128",
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        type=parse_variant,
+        default=[],
+        metavar="N,WARPS,STAGES,SPLITS",
+        help="launches of the turbo attention kernel to try besides the one "
+        "served; SPLITS 0: as served",
+    )
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument(
+        "--check-only", action="store_true", help="run the correctness gates alone"
+    )
+    return parser
+
+
+@torch.inference_mode()
+def main() -> int:
+    args = build_parser().parse_args()
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_random_seed
+
+    args.device = current_platform.device_type
+    set_random_seed(0)
+    report = Report(args.output, run_facts(args))
+    device_facts = {} if args.check_only else measure_device(args)
+    correct = [run_shape(shape, device_facts, args, report) for shape in args.shapes]
+    return 0 if all(correct) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
