@@ -59,7 +59,7 @@ class Codebook:
 
     A code is offset binary: ``u = code - (2**bits - 1) / 2`` is the signed
     half-integer position and the level is odd in ``u``. The largest is
-    about 1; a coordinate is ``scale * level``.
+    0.9 to 1; a coordinate is ``scale * level``.
 
     Attributes:
         bits: Bits a code.

@@ -8,6 +8,8 @@ A kernel sees a vector of D coordinates as D / 8 units of eight codes (see
 load of a unit serves every step; it is at least 16, the least depth of a dot.
 """
 
+from functools import cache
+
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
@@ -22,6 +24,25 @@ def num_columns(layout: TurboFormat) -> int:
     """COLUMNS: coordinates a step, before padding to a power of two."""
     units = layout.num_units
     return units * max(1, MIN_DOT_SIZE // units)
+
+
+@cache
+def layout_constants(layout: TurboFormat) -> dict[str, object]:
+    """Constants of a kernel that reads pages, by the names of its parameters."""
+    columns = num_columns(layout)
+    return {
+        "VALUE_CODES_OFFSET": layout.value_codes_offset,
+        "KEY_SCALES_OFFSET": layout.key_scales_offset,
+        "VALUE_SCALES_OFFSET": layout.value_scales_offset,
+        "TILE_BYTES": layout.tile_bytes,
+        "KEY_CUBIC": layout.key_codebook.cubic,
+        "VALUE_CUBIC": layout.value_codebook.cubic,
+        "KEY_BITS": layout.key_bits,
+        "VALUE_BITS": layout.value_bits,
+        "HEAD_SIZE": layout.head_size,
+        "COLUMNS": columns,
+        "BLOCK_C": triton.next_power_of_2(columns),
+    }
 
 
 _TILE = tl.constexpr(fmt.TILE_TOKENS)

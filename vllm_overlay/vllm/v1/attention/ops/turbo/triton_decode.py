@@ -19,9 +19,9 @@ from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     MIN_OUTPUT_COLUMNS,
     key_coordinates,
+    layout_constants,
     load_scales,
     load_units,
-    num_columns,
     step_positions,
     tile_pointers,
     value_coordinates,
@@ -358,7 +358,6 @@ def decode_attention(
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
     if tuning is None:
         tuning = default_tuning(layout)
-    columns = num_columns(layout)
     group = num_heads // num_kv_heads
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         rotated_query,
@@ -375,19 +374,9 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        VALUE_CODES_OFFSET=layout.value_codes_offset,
-        KEY_SCALES_OFFSET=layout.key_scales_offset,
-        VALUE_SCALES_OFFSET=layout.value_scales_offset,
-        TILE_BYTES=layout.tile_bytes,
-        KEY_CUBIC=layout.key_codebook.cubic,
-        VALUE_CUBIC=layout.value_codebook.cubic,
-        KEY_BITS=layout.key_bits,
-        VALUE_BITS=layout.value_bits,
-        HEAD_SIZE=head_size,
-        COLUMNS=columns,
+        **layout_constants(layout),
         BLOCK_H=max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(group)),
         BLOCK_N=tuning.block_n,
-        BLOCK_C=triton.next_power_of_2(columns),
         NUM_STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
     )

@@ -10,9 +10,9 @@ from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     key_coordinates,
+    layout_constants,
     load_scales,
     load_units,
-    num_columns,
     step_positions,
     tile_pointers,
     value_coordinates,
@@ -187,7 +187,6 @@ def gather_context(
     assert key.is_contiguous() and value.is_contiguous()
     if num_requests == 0 or max_len == 0:
         return
-    columns = num_columns(layout)
     block_n = 32
     _gather_kernel[(triton.cdiv(max_len, block_n), num_requests, num_kv_heads)](
         kv_cache,
@@ -201,17 +200,7 @@ def gather_context(
         block_table.stride(0),
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
-        VALUE_CODES_OFFSET=layout.value_codes_offset,
-        KEY_SCALES_OFFSET=layout.key_scales_offset,
-        VALUE_SCALES_OFFSET=layout.value_scales_offset,
-        TILE_BYTES=layout.tile_bytes,
-        KEY_CUBIC=layout.key_codebook.cubic,
-        VALUE_CUBIC=layout.value_codebook.cubic,
-        KEY_BITS=layout.key_bits,
-        VALUE_BITS=layout.value_bits,
-        HEAD_SIZE=layout.head_size,
-        COLUMNS=columns,
+        **layout_constants(layout),
         BLOCK_N=block_n,
-        BLOCK_C=triton.next_power_of_2(columns),
         num_warps=2,
     )

@@ -506,6 +506,7 @@ def store(
     num_kv_heads, head_size = key.shape[1], layout.head_size
     num_queries = num_heads = 0
     if query is not None:
+        assert query.shape[0] <= num_tokens, (query.shape, num_tokens)
         assert rotated_query is not None and query_scale is not None
         num_queries, num_heads = query.shape[:2]
         assert rotated_query.is_contiguous() and query_scale.is_contiguous()
