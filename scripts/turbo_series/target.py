@@ -114,7 +114,8 @@ def _assigned_version(path: Path) -> str | None:
 def user_python() -> str:
     """The Python whose vLLM is meant when no target is named."""
     if named := os.environ.get("PYTHON"):
-        return named
+        # It is run from another folder, so a path must not depend on this one.
+        return os.path.abspath(named) if os.path.dirname(named) else named
     if folder := os.environ.get("VIRTUAL_ENV"):
         return str(Path(folder) / "bin" / "python")
     return shutil.which("python") or sys.executable

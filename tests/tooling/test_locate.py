@@ -56,6 +56,14 @@ def test_python_is_honoured(
     assert locate() == installed
 
 
+def test_python_may_be_a_relative_path(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, environment: Path
+) -> None:
+    monkeypatch.chdir(environment)
+    monkeypatch.setenv("PYTHON", "bin/python")
+    assert locate() == installed
+
+
 def test_current_folder_does_not_shadow(
     installed: Path,
     tmp_path: Path,
