@@ -48,12 +48,11 @@ class DecodeTuning(NamedTuple):
 
 
 def default_tuning(layout: TurboFormat) -> DecodeTuning:
-    """Launch parameters, measured on an H200 at head size 128, GQA 4.
+    """Launch parameters, chosen on an H200 at head size 128, GQA 4.
 
-    16 sequences of 32768 tokens: turbo4 takes 365 us with 32 tokens a step, 418
-    with 64; turbo3 takes 602 with 32 and 522 with 16. Fewer registers (more
-    warps a multiprocessor) or more stages do not help: the time goes into
-    issuing instructions (``benchmark_turbo_decode.py --variants``).
+    ``benchmark_turbo_decode.py --variants`` compares them with others. The time
+    goes into issuing instructions, so what keeps registers (fewer tokens a step
+    for 3-bit keys) matters more than what hides latency.
     """
     return DecodeTuning(block_n=16 if layout.key_bits == 3 else 32)
 

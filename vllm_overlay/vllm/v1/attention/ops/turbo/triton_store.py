@@ -39,12 +39,12 @@ SMALL_BATCH = 1024
 
 
 def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
-    """Launch parameters, measured on an H200 at head size 128.
+    """Launch parameters, chosen on an H200 at head size 128.
 
-    One step of 16 tokens by eight warps takes 16 us for up to 64 tokens, where
-    eight steps by one warp take 80; for 8192 tokens 64 a program take 291 us,
-    16 take 322 (``benchmark_turbo_decode.py``). Larger heads take more steps,
-    for a part of the rotation has to fit into shared memory.
+    A program is a chain of steps, so few tokens take few steps by many warps;
+    many tokens fill the GPU anyway, and then a step for each code repeats
+    least. Larger heads take more steps, for a step's part of the rotation has
+    to fit into shared memory.
     """
     if num_tokens > SMALL_BATCH or head_size > 256:
         return StoreTuning(block_t=64 if head_size <= 256 else 16, fold=1, num_warps=4)
