@@ -49,6 +49,7 @@ from vllm.v1.attention.ops.turbo.prefill import (
     piece_tokens,
     prefill_attention,
 )
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.torch_attention import paged_attention
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -389,7 +390,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 refusal(self.kv_cache_dtype, "fused output quantization")
             )
         if attn_metadata is None:
-            self._reserve_workspace()
+            self._reserve_workspace(query.device)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         tokens = (query[:num_tokens], key[:num_tokens], value[:num_tokens])
@@ -570,8 +571,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             return current_workspace_manager().get_simultaneous(*wanted)
         return [torch.empty(s, dtype=dtype, device=device) for s, dtype in wanted]
 
-    def _reserve_workspace(self) -> None:
-        """Take the workspace of the largest batch, in the profile run."""
+    def _reserve_workspace(self, device: torch.device) -> None:
+        """Take all memory of the largest batch, in the profile run."""
         if not is_workspace_manager_initialized():
             return
         num_partials = max(
@@ -582,5 +583,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.max_num_seqs,
             num_partials,
             self.max_num_tokens,
-            torch.device(current_platform.device_type),
+            device,
         )
+        # Kept for good by a cache: not to be made in a CUDA graph's pool.
+        for inverse in (False, True):
+            rotation_matrix(self.head_size, device, inverse=inverse)
