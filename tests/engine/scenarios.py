@@ -46,9 +46,7 @@ def engines(kv_cache_dtype: str, prefill: str | None) -> dict[str, Engine]:
         prefill: `turbo_prefill`, or None where there is no such setting.
 
     """
-    common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
-    if kv_cache_dtype == "auto":
-        common["dtype"] = "float32"
+    common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "dtype": "float32"}
     if prefill is not None:
         common["attention_config"] = {"turbo_prefill": prefill}
 

@@ -33,12 +33,11 @@ from scenarios import (
     engines,
 )
 
-# What rounding may change: sums in another order, and a quantised code that flips in
-# consequence. vLLM's own cache is fp32 here, the turbo dtypes' models are fp16, whose
-# logits are 1/64 apart at this scale.
-KL_TOLERANCE = {"auto": 1e-6, "turbo": 2e-3}
-LOGPROB_TOLERANCE = {"auto": 1e-3, "turbo": 0.4}
-TIE = {"auto": 1e-3, "turbo": 0.04}
+# What rounding may change: sums in another order, and under a turbo dtype a code that
+# flips in consequence. Models are fp32, so that nothing else rounds.
+KL_TOLERANCE = {"auto": 1e-6, "turbo": 1e-3}
+LOGPROB_TOLERANCE = {"auto": 1e-3, "turbo": 0.1}
+TIE = {"auto": 1e-3, "turbo": 1e-3}
 # Mean KL in nats between runs that see the same tokens quantised or raw; the
 # model's attention is sharp, and so its noise large.
 KL_BOUND = {"turbo4": 0.06, "k4v3": 0.12, "turbo3": 0.3}

@@ -70,7 +70,6 @@ def select(
 SELECTIONS = {
     "head size 72": (dict(head_size=72), "head_size"),
     "head size 160": (dict(head_size=160), "head_size"),
-    "fp32": (dict(dtype=torch.float32), "dtype"),
     "block size 24": (dict(block_size=24), "block_size"),
     "MLA": (dict(use_mla=True), "MLA"),
     "sparse": (dict(use_sparse=True), "sparse"),
@@ -98,6 +97,15 @@ SELECTIONS = {
 def test_selection(name, changes, feature):
     with refused(feature, name):
         select(name=name, **changes)
+
+
+@all_presets
+def test_fp32_needs_a_cpu(name, monkeypatch):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    assert "turbo" in select(name=name, dtype=torch.float32)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    with refused("dtype", name):
+        select(name=name, dtype=torch.float32)
 
 
 def test_all_reasons_are_named():

@@ -169,6 +169,13 @@ class TurboAttentionBackend(AttentionBackend):
     def get_impl_cls() -> type["TurboAttentionImpl"]:
         return TurboAttentionImpl
 
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        # The kernels' operands are 16-bit; PyTorch's attention on a CPU takes any.
+        if dtype == torch.float32:
+            return current_platform.is_cpu()
+        return super().supports_dtype(dtype)
+
     @staticmethod
     def get_builder_cls() -> type["TurboMetadataBuilder"]:
         return TurboMetadataBuilder
