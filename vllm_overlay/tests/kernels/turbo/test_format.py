@@ -11,11 +11,23 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     KEY_CODEBOOKS,
+    SCALE_MAX,
+    SCALE_OFFSETS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
     TurboFormat,
 )
 
+from .fit_codebooks import (
+    NUM_GROUPS,
+    as_half,
+    fit_cubic,
+    fit_key,
+    gaussian_groups,
+    quality,
+    rounded_in_half,
+    table_levels,
+)
 from .utils import all_codebooks, all_head_sizes, all_presets, random_pages
 
 SIZES = {
@@ -163,14 +175,14 @@ def test_levels_and_thresholds(codebook):
     assert list(levels) == sorted(levels)
     assert [-level for level in reversed(levels)] == list(levels)
     assert magnitudes[0] > 0
-    assert 0.9 < magnitudes[-1] < 1.01
+    assert 0.9 < magnitudes[-1] < 65504 / SCALE_MAX
     for low, threshold, high in zip(magnitudes, codebook.thresholds, magnitudes[1:]):
         assert threshold - low == pytest.approx(high - threshold, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "bits, integers",
-    [(4, (5, 16, 28, 41, 56, 73, 93, 116)), (3, (13, 42, 78, 127))],
+    [(4, (5, 17, 29, 43, 59, 77, 98, 123)), (3, (13, 42, 78, 127))],
 )
 def test_key_levels_are_int8(bits, integers):
     """A key level is (m + 1/2) / 128 with m of seven bits."""
@@ -178,31 +190,41 @@ def test_key_levels_are_int8(bits, integers):
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("fused_slope", [False, True])
-@pytest.mark.parametrize("fused_sum", [False, True])
-def test_key_cubic_gives_levels_in_fp16(bits, fused_slope, fused_sum):
+def test_key_cubic_gives_levels_in_fp16(bits):
     """A kernel's fp16 multiply-adds, fused or not, give 128 * level exactly."""
     codebook = KEY_CODEBOOKS[bits]
-    half = np.float16
-    a, b = map(half, codebook.cubic)
-    for code, level in enumerate(codebook.levels):
-        u = half(code - ((1 << bits) - 1) / 2)
-        square = u * u
-        if fused_slope:
-            slope = half(float(square) * float(b) + float(a))
-        else:
-            slope = square * b + a
-        if fused_sum:
-            rounded = half(float(u) * float(slope) + 768.0)
-        else:
-            rounded = u * slope + half(768)
-        assert float(rounded - half(768)) == 128 * level, f"code {code}"
+    a, b = np.array(codebook.kernel_cubic)[:, None, None]
+    ways = rounded_in_half(bits, a.astype(np.float16), b.astype(np.float16))
+    assert len(ways) == 4
+    for levels in ways:
+        assert tuple(levels[0] / 128) == codebook.magnitudes
+
+
+@all_codebooks
+def test_kernel_cubics_are_fp16(codebook):
+    for coefficient in codebook.kernel_cubic:
+        assert float(np.float16(coefficient)) == coefficient
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_value_cubic_is_the_levels(bits):
     codebook = VALUE_CODEBOOKS[bits]
-    a, b = codebook.cubic
+    a, b = codebook.kernel_cubic
     for code, level in enumerate(codebook.levels):
-        u = code - ((1 << bits) - 1) / 2
-        assert level == pytest.approx(a * u + b * u**3, rel=1e-12)
+        v = (code - ((1 << bits) - 1) / 2) / (1 << (bits - 2))
+        assert level == pytest.approx(a * v + b * v**3, rel=1e-12)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_codebooks_are_the_fit(bits):
+    """The constants come out of their fit again."""
+    offsets = SCALE_OFFSETS[bits]
+    groups = gaussian_groups(NUM_GROUPS)
+    cubic = fit_cubic(groups, bits, offsets)
+    assert as_half(cubic) == VALUE_CODEBOOKS[bits].kernel_cubic
+    table, key_cubic = fit_key(groups, bits, offsets, cubic)
+    key = KEY_CODEBOOKS[bits]
+    assert tuple((m + 0.5) / 128 for m in table) == key.magnitudes
+    assert key_cubic == key.kernel_cubic
+    found = quality(gaussian_groups(NUM_GROUPS, seed=1), table_levels(table), offsets)
+    assert 1 / found.slope == pytest.approx(key.gain, abs=2e-4)

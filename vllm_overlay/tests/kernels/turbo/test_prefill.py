@@ -166,7 +166,7 @@ def test_gather_decodes_every_token(name, head_size):
     )
     expected_key, expected_value = reference.load(cache, slots, layout)
     assert torch.equal(key[:60].float(), expected_key.half().float())
-    allowed = 2.0**-9 * expected_value.abs() + 2.0**-25 * 7.5**3
+    allowed = 2.0**-9 * expected_value.abs() + 2.0**-25 * 8
     assert ((value[:60].float() - expected_value).abs() <= allowed).all()
     assert key[60:].isnan().all() and value[60:].isnan().all()
 

@@ -48,7 +48,7 @@ ERROR_MAX_EXPONENT = 20
 
 # Candidates of the scale search, by bits a code: steps on the E5M3 grid from the
 # group's largest magnitude, rounded down.
-SCALE_OFFSETS = {4: (-1, 0, 1, 2), 3: (-2, -1, 0, 1)}
+SCALE_OFFSETS = {4: (-1, 0, 1, 2, 3), 3: (-3, -2, -1, 0, 1)}
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 
@@ -59,15 +59,17 @@ class Codebook:
 
     A code is offset binary: ``u = code - (2**bits - 1) / 2`` is the signed
     half-integer position and the level is odd in ``u``. The largest is
-    0.9 to 1; a coordinate is ``scale * level``.
+    about 1; a coordinate is ``scale * level``.
 
     Attributes:
         bits: Bits a code.
         magnitudes: Levels of the upper half, ascending.
-        cubic: Coefficients (a, b) of ``a * u + b * u**3``. For a value codebook
-            this is the level. For a key codebook it lies within 1/4 of
-            ``128 * level``, also when evaluated in fp16, so rounding it to a
-            multiple of 1/2 gives that exactly.
+        kernel_cubic: Coefficients (a, b) of ``a * v + b * v**3``, fp16 numbers, with
+            v = u / 2**(bits - 2), less than 2. For a value codebook this is the
+            level. For a key codebook it lies within 1/4 of ``128 * level``, also
+            when evaluated in fp16, so rounding it to a multiple of 1/2 gives that
+            exactly. In v neither coefficient, times a scale, overflows fp16, nor
+            is it subnormal before the coordinate is.
         gain: What decoded coordinates are multiplied by so that
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
@@ -76,7 +78,7 @@ class Codebook:
 
     bits: int
     magnitudes: tuple[float, ...]
-    cubic: tuple[float, float]
+    kernel_cubic: tuple[float, float]
     gain: float = 1.0
 
     @property
@@ -96,32 +98,33 @@ class Codebook:
         return tuple(-m for m in reversed(self.magnitudes)) + self.magnitudes
 
 
-def _half_integers(bits: int) -> list[float]:
-    return [index + 0.5 for index in range(1 << (bits - 1))]
+def _cubic_at_levels(bits: int, cubic: tuple[float, float]) -> list[float]:
+    a, b = cubic
+    positions = [(u + 0.5) / (1 << (bits - 2)) for u in range(1 << (bits - 1))]
+    return [a * v + b * v**3 for v in positions]
 
 
 def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
-    a, b = cubic
-    integers = [round(a * u + b * u**3 - 0.5) for u in _half_integers(bits)]
+    integers = [round(x - 0.5) for x in _cubic_at_levels(bits, cubic)]
     magnitudes = tuple((m + 0.5) / 128 for m in integers)
     return Codebook(bits, magnitudes, cubic, gain)
 
 
 def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
-    a, b = cubic
-    magnitudes = tuple(a * u + b * u**3 for u in _half_integers(bits))
-    return Codebook(bits, magnitudes, cubic)
+    return Codebook(bits, tuple(_cubic_at_levels(bits, cubic)), cubic)
 
 
-# Key levels are (m + 1/2) / 128 with m a 7-bit integer, so that a code becomes
-# an int8 operand (-m - 1 is ~m) as well as an fp16 one.
+# Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the
+# scale search. Key levels are (m + 1/2) / 128 with m a 7-bit integer, so that a
+# code becomes an int8 operand (-m - 1 is ~m) as well as an fp16 one:
+# 5 17 29 43 59 77 98 123 and 13 42 78 127.
 KEY_CODEBOOKS = {
-    4: _key_codebook(4, (10.8671875, 0.083), 1.00663),
-    3: _key_codebook(3, (26.375, 0.816), 1.0256),
+    4: _key_codebook(4, (45.28125, 5.84765625), 1.00641),
+    3: _key_codebook(3, (52.75, 6.52734375), 1.02704),
 }
 VALUE_CODEBOOKS = {
-    4: _value_codebook(4, (0.092, 0.000735)),
-    3: _value_codebook(3, (0.2024, 0.0068)),
+    4: _value_codebook(4, (0.368408203125, 0.047210693359375)),
+    3: _value_codebook(3, (0.419921875, 0.054595947265625)),
 }
 
 # cache dtype -> (key bits, value bits)

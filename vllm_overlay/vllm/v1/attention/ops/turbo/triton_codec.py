@@ -35,8 +35,8 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
         "VALUE_SCALES_OFFSET": layout.value_scales_offset,
         "TILE_BYTES": layout.tile_bytes,
-        "KEY_CUBIC": layout.key_codebook.cubic,
-        "VALUE_CUBIC": layout.value_codebook.cubic,
+        "KEY_CUBIC": layout.key_codebook.kernel_cubic,
+        "VALUE_CUBIC": layout.value_codebook.kernel_cubic,
         "KEY_BITS": layout.key_bits,
         "VALUE_BITS": layout.value_bits,
         "HEAD_SIZE": layout.head_size,
@@ -128,9 +128,10 @@ def step_positions(
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Positions u of one step's codes in the codebook, fp16, exact.
+    """Positions v = u / 2**(bits - 2) of one step's codes, fp16, exact.
 
-    The code is put into bits 4 to 7 of the fp16 number 64.
+    The code is put into bits 4 to 7 of an fp16 number: 16 for 4 bits, so that
+    it counts quarters, and 32 for 3 bits.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
@@ -146,13 +147,14 @@ def step_positions(
             bits = ((word >> index * 4) << 4) & 0xF0
     else:
         bits = ((word << 4) >> index * 2) & 0x30 | (word >> (index + 10)) & 0x40
-    CENTER: tl.constexpr = 64 + ((1 << BITS) - 1) / 2
-    return (bits | 0x5400).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
+    BASE: tl.constexpr = 0x4C00 if BITS == 4 else 0x5000
+    CENTER: tl.constexpr = (256 >> BITS) + ((1 << BITS) - 1) / (1 << (BITS - 1))
+    return (bits | BASE).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
 
 
 @triton.jit
 def key_coordinates(
-    u,  # [N, C] fp16
+    v,  # [N, C] fp16
     scale,  # [N, C] fp16, scale / 128
     CUBIC: tl.constexpr,
 ):
@@ -161,15 +163,15 @@ def key_coordinates(
     Between 512 and 1024 fp16 has a step of 1/2, so adding 768 rounds the cubic
     to the half-integer of the codebook, multiply-adds fused or not.
     """
-    slope = u * u * CUBIC[1] + CUBIC[0]
-    return (u * slope + 768.0 - 768.0) * scale
+    slope = v * v * CUBIC[1] + CUBIC[0]
+    return (v * slope + 768.0 - 768.0) * scale
 
 
 @triton.jit
 def value_coordinates(
-    u,  # [C, N] fp16
+    v,  # [C, N] fp16
     linear,  # [C, N] fp16, scale * CUBIC[0]
     cubic,  # [C, N] fp16, scale * CUBIC[1]
 ):
-    """Value coordinates, fp16: ``scale * (a * u + b * u**3)``."""
-    return u * (linear + cubic * (u * u))
+    """Value coordinates, fp16: ``scale * (a * v + b * v**3)``."""
+    return v * (linear + cubic * (v * v))

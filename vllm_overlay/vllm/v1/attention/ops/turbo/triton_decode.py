@@ -80,8 +80,8 @@ def _scores(
     scale = scale * 0.0078125
     scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
-        key = key_coordinates(u, scale, CUBIC)  # [N, C]
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
+        key = key_coordinates(v, scale, CUBIC)  # [N, C]
         scores = tl.dot(key, query[i], scores)
     return scores
 
@@ -114,8 +114,8 @@ def _accumulate_values(
     cubic = scale * CUBIC[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
-        value = value_coordinates(u, linear, cubic)  # [C, N]
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
+        value = value_coordinates(v, linear, cubic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)
     return result

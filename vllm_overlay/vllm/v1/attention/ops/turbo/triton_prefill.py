@@ -142,8 +142,8 @@ def _gather_kernel(
     scale = load_scales(tile_ptr + KEY_SCALES_OFFSET, token, column, mask, HEAD_SIZE)
     scale = scale * 0.0078125
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, KEY_BITS)
-        key = key_coordinates(u, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, KEY_BITS)
+        key = key_coordinates(v, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
     codes_ptr = tile_ptr + VALUE_CODES_OFFSET
@@ -152,8 +152,8 @@ def _gather_kernel(
     linear = scale * VALUE_CUBIC[0]
     cubic = scale * VALUE_CUBIC[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        u = step_positions(word, column, i, COLUMNS, HEAD_SIZE, VALUE_BITS)
-        value = value_coordinates(u, linear, cubic).to(value_ptr.dtype.element_ty)
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, VALUE_BITS)
+        value = value_coordinates(v, linear, cubic).to(value_ptr.dtype.element_ty)
         tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
 
 
