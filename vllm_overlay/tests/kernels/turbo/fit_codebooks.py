@@ -96,9 +96,7 @@ def encode(
     return best[1], best[2]
 
 
-def quality(
-    groups: Groups, levels: torch.Tensor, offsets: tuple[int, ...]
-) -> Quality:
+def quality(groups: Groups, levels: torch.Tensor, offsets: tuple[int, ...]) -> Quality:
     index, scale = encode(groups, levels, offsets)
     x = groups.magnitude.double()
     decoded = (levels[index] * scale).double()

@@ -46,6 +46,14 @@ ERROR_FRACTION_BITS = 16
 ERROR_MAX = 4.0
 ERROR_MAX_EXPONENT = 20
 
+# Keys' codes are chosen such that a decoded key's product with the key itself is the
+# key's square: the error along the key is what attention feels most. Rounds of the
+# search for a factor that does it, how far it may go from 1, and the fractional bits
+# that the products' terms are rounded to, so that their sums, too, are exact.
+UNBIAS_ROUNDS = 3
+UNBIAS_LIMIT = 0.0625
+PRODUCT_FRACTION_BITS = 12
+
 # Candidates of the scale search, by bits a code: steps on the E5M3 grid from the
 # group's largest magnitude, rounded down.
 SCALE_OFFSETS = {4: (-1, 0, 1, 2, 3), 3: (-3, -2, -1, 0, 1)}
@@ -73,6 +81,7 @@ class Codebook:
         gain: What decoded coordinates are multiplied by so that
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
+        unbiased: Whether the encoder makes that hold for each vector.
 
     """
 
@@ -80,6 +89,7 @@ class Codebook:
     magnitudes: tuple[float, ...]
     kernel_cubic: tuple[float, float]
     gain: float = 1.0
+    unbiased: bool = False
 
     @property
     def scale_offsets(self) -> tuple[int, ...]:
@@ -107,7 +117,7 @@ def _cubic_at_levels(bits: int, cubic: tuple[float, float]) -> list[float]:
 def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
     integers = [round(x - 0.5) for x in _cubic_at_levels(bits, cubic)]
     magnitudes = tuple((m + 0.5) / 128 for m in integers)
-    return Codebook(bits, magnitudes, cubic, gain)
+    return Codebook(bits, magnitudes, cubic, gain, unbiased=True)
 
 
 def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:

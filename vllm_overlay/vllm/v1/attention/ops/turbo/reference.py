@@ -60,9 +60,14 @@ def inverse_rotate(y: torch.Tensor) -> torch.Tensor:
     return y.float() @ matrix.T * inverse_sqrt(head_size)
 
 
+def fp32(value: float) -> float:
+    """The nearest fp32 number."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
 def inverse_sqrt(head_size: int) -> float:
     """1 / sqrt(D), rounded to fp32."""
-    return torch.tensor(1 / math.sqrt(head_size), dtype=torch.float32).item()
+    return fp32(1 / math.sqrt(head_size))
 
 
 def scale_values(scale_codes: torch.Tensor) -> torch.Tensor:
@@ -93,11 +98,97 @@ def _group_sum_matrix(head_size: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(groups).to(torch.float32)
 
 
-def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of rotated vectors.
+def _nearest(
+    magnitude: torch.Tensor, scale: torch.Tensor, codebook: Codebook
+) -> torch.Tensor:
+    """Index of the nearest of the upper half's levels, int64, any shape."""
+    thresholds = torch.tensor(codebook.thresholds, device=magnitude.device)
+    return (magnitude[..., None] > thresholds * scale[..., None]).sum(-1)
+
+
+def choose_scales(magnitude: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Codes of the scales: uint8 (..., S).
 
     Each group tries ``codebook.scale_offsets`` and keeps the first scale of
     least squared error.
+
+    Args:
+        magnitude: (..., D) fp32, at most SCALE_MAX.
+        codebook: Of the side that the vectors belong to.
+
+    """
+    head_size = magnitude.shape[-1]
+    groups = group_of_coordinate(head_size).to(magnitude.device)
+    members = _group_sum_matrix(head_size).to(magnitude.device)
+    largest = torch.stack(
+        [magnitude[..., groups == g].amax(-1) for g in range(members.shape[1])], -1
+    )
+    base = scale_floor(largest)
+    exponent = _exponent(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
+    normaliser = _power_of_two(-exponent)[..., groups]
+    levels = torch.tensor(codebook.magnitudes, device=magnitude.device)
+
+    best_error = best_code = None
+    for offset in codebook.scale_offsets:
+        code = (base + offset).clamp(0, fmt.SCALE_CODE_MAX)
+        scale = scale_values(code)[..., groups]
+        level = levels[_nearest(magnitude, scale, codebook)]
+        error = (magnitude - level * scale) * normaliser
+        error = (error * error).clamp(max=fmt.ERROR_MAX)
+        error = torch.round(error * 2.0**fmt.ERROR_FRACTION_BITS) @ members
+        if best_error is None:
+            best_error, best_code = error, code
+        else:
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_code = torch.where(better, code, best_code)
+    return best_code.to(torch.uint8)
+
+
+def unbiasing_factor(
+    magnitude: torch.Tensor, scale: torch.Tensor, codebook: Codebook
+) -> torch.Tensor:
+    """What to multiply vectors by before their codes are chosen, fp32 (..., 1).
+
+    With x the vector and q(f) what is decoded of the codes of f * x, times the
+    gain, the factor f is stepped by (<x, x> - <q(f), x>) / <x, x>, as if the
+    product were linear in it; of the steps the one that leaves the smallest
+    difference is kept.
+
+    Args:
+        magnitude: (..., D) fp32, at most SCALE_MAX.
+        scale: (..., D) fp32, each coordinate's scale.
+        codebook: Of the keys.
+
+    """
+    levels = torch.tensor(codebook.magnitudes, device=magnitude.device)
+    largest = magnitude.amax(-1, keepdim=True)
+    exponent = _exponent(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
+    normaliser = _power_of_two(-exponent)
+    unit = 2.0**fmt.PRODUCT_FRACTION_BITS
+    x = magnitude * normaliser
+    square = torch.round(x * x * unit).sum(-1, keepdim=True)
+
+    def difference(factor: torch.Tensor) -> torch.Tensor:
+        level = levels[_nearest(magnitude * factor, scale, codebook)]
+        product = x * (level * scale * normaliser)
+        product = torch.round(product * fp32(codebook.gain * unit))
+        return square - product.sum(-1, keepdim=True)
+
+    factor = best_factor = torch.ones_like(square)
+    rest = best_rest = difference(factor)
+    for _ in range(fmt.UNBIAS_ROUNDS):
+        factor = factor + rest / square.clamp(min=1)
+        factor = factor.clamp(1 - fmt.UNBIAS_LIMIT, 1 + fmt.UNBIAS_LIMIT)
+        rest = difference(factor)
+        better = rest.abs() < best_rest.abs()
+        best_factor = torch.where(better, factor, best_factor)
+        best_rest = torch.where(better, rest, best_rest)
+    return best_factor
+
+
+def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rotated vectors.
 
     Args:
         y: (..., D) fp32, finite.
@@ -108,37 +199,16 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
         scale_codes: (..., S) uint8, E5M3.
 
     """
-    head_size = y.shape[-1]
-    groups = group_of_coordinate(head_size).to(y.device)
-    members = _group_sum_matrix(head_size).to(y.device)
     magnitude = y.abs().clamp(max=fmt.SCALE_MAX)
-    largest = torch.stack(
-        [magnitude[..., groups == g].amax(-1) for g in range(members.shape[1])], -1
-    )
-    base = scale_floor(largest)
-    exponent = _exponent(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
-    normaliser = _power_of_two(-exponent)[..., groups]
-    thresholds = torch.tensor(codebook.thresholds, device=y.device)
-    levels = torch.tensor(codebook.magnitudes, device=y.device)
-
-    best_error = best_code = best_index = None
-    for offset in codebook.scale_offsets:
-        code = (base + offset).clamp(0, fmt.SCALE_CODE_MAX)
-        scale = scale_values(code)[..., groups]
-        index = (magnitude[..., None] > thresholds * scale[..., None]).sum(-1)
-        error = (magnitude - levels[index] * scale) * normaliser
-        error = (error * error).clamp(max=fmt.ERROR_MAX)
-        error = torch.round(error * 2.0**fmt.ERROR_FRACTION_BITS) @ members
-        if best_error is None:
-            best_error, best_code, best_index = error, code, index
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_code = torch.where(better, code, best_code)
-            best_index = torch.where(better[..., groups], index, best_index)
+    scale_codes = choose_scales(magnitude, codebook)
+    groups = group_of_coordinate(y.shape[-1]).to(y.device)
+    scale = scale_values(scale_codes)[..., groups]
+    if codebook.unbiased:
+        magnitude = magnitude * unbiasing_factor(magnitude, scale, codebook)
+    index = _nearest(magnitude, scale, codebook)
     half = 1 << (codebook.bits - 1)
-    codes = torch.where(y < 0, half - 1 - best_index, half + best_index)
-    return codes.to(torch.uint8), best_code.to(torch.uint8)
+    codes = torch.where(y < 0, half - 1 - index, half + index)
+    return codes.to(torch.uint8), scale_codes
 
 
 def dequantize(

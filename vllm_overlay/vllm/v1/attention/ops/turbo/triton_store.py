@@ -9,7 +9,7 @@ import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
+from vllm.v1.attention.ops.turbo.reference import fp32, inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     MIN_OUTPUT_COLUMNS,
@@ -60,6 +60,10 @@ _MIN_INPUT_EXPONENT = tl.constexpr(fmt.MIN_INPUT_EXPONENT)
 _ERROR_UNIT = tl.constexpr(float(1 << fmt.ERROR_FRACTION_BITS))
 _ERROR_MAX = tl.constexpr(fmt.ERROR_MAX)
 _ERROR_MAX_EXPONENT = tl.constexpr(fmt.ERROR_MAX_EXPONENT)
+_PRODUCT_UNIT = float(1 << fmt.PRODUCT_FRACTION_BITS)
+_SQUARE_FACTOR = tl.constexpr(_PRODUCT_UNIT)
+_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
+_UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 # Not arguments: a launch takes time for each of those.
 _KEY_THRESHOLDS_4 = tl.constexpr(fmt.KEY_CODEBOOKS[4].thresholds)
 _KEY_THRESHOLDS_3 = tl.constexpr(fmt.KEY_CODEBOOKS[3].thresholds)
@@ -69,6 +73,8 @@ _VALUE_THRESHOLDS_4 = tl.constexpr(fmt.VALUE_CODEBOOKS[4].thresholds)
 _VALUE_THRESHOLDS_3 = tl.constexpr(fmt.VALUE_CODEBOOKS[3].thresholds)
 _VALUE_MAGNITUDES_4 = tl.constexpr(fmt.VALUE_CODEBOOKS[4].magnitudes)
 _VALUE_MAGNITUDES_3 = tl.constexpr(fmt.VALUE_CODEBOOKS[3].magnitudes)
+_KEY_GAIN_4 = tl.constexpr(fp32(fmt.KEY_CODEBOOKS[4].gain * _PRODUCT_UNIT))
+_KEY_GAIN_3 = tl.constexpr(fp32(fmt.KEY_CODEBOOKS[3].gain * _PRODUCT_UNIT))
 _SCALE_OFFSETS_4 = tl.constexpr(fmt.SCALE_OFFSETS[4])
 _SCALE_OFFSETS_3 = tl.constexpr(fmt.SCALE_OFFSETS[3])
 _NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS[4]))
@@ -181,6 +187,28 @@ def _unfold(x, FOLD: tl.constexpr):
 
 
 @triton.jit
+def _nearest_level(
+    magnitude,  # [T, C] fp32
+    scale,  # [T, C] fp32
+    THRESHOLDS: tl.constexpr,
+    MAGNITUDES: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The nearest level of the upper half, fp32 [T, C]."""
+    level = tl.full(scale.shape, MAGNITUDES[0], tl.float32)
+    for j in tl.static_range((1 << (BITS - 1)) - 1):
+        above = magnitude > scale * THRESHOLDS[j]
+        level = tl.where(above, MAGNITUDES[j + 1], level)
+    return level
+
+
+@triton.jit
+def _round(x):
+    """Nearest integers of fp32 numbers below 2**22."""
+    return x + 12582912.0 - 12582912.0
+
+
+@triton.jit
 def _scale_error(
     y,  # NUM_STEPS of [T, C] fp32
     scale,  # [T, C] fp32
@@ -193,15 +221,53 @@ def _scale_error(
     total = tl.zeros_like(scale)
     for i in tl.static_range(len(y)):
         magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
-        level = tl.full(scale.shape, MAGNITUDES[0], tl.float32)
-        for j in tl.static_range((1 << (BITS - 1)) - 1):
-            above = magnitude > scale * THRESHOLDS[j]
-            level = tl.where(above, MAGNITUDES[j + 1], level)
+        level = _nearest_level(magnitude, scale, THRESHOLDS, MAGNITUDES, BITS)
         error = (magnitude - level * scale) * normaliser
-        error = tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT
-        # Adding and subtracting 1.5 * 2**23 rounds to an integer.
-        total += error + 12582912.0 - 12582912.0
+        total += _round(tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT)
     return total
+
+
+@triton.jit
+def _unbiasing_factor(
+    y,  # NUM_STEPS of [T, C] fp32
+    scale,  # [T, C] fp32
+    THRESHOLDS: tl.constexpr,
+    MAGNITUDES: tl.constexpr,
+    GAIN: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """See ``reference.unbiasing_factor``: fp32 [T, 1]."""
+    largest = tl.abs(y[0])
+    for i in tl.static_range(1, len(y)):
+        largest = tl.maximum(largest, tl.abs(y[i]))
+    largest = tl.minimum(tl.max(largest, 1), _SCALE_MAX)
+    exponent = tl.maximum(_exponent(largest), -_ERROR_MAX_EXPONENT)
+    normaliser = _power_of_two(-exponent)[:, None]
+    square = tl.zeros_like(scale)
+    for i in tl.static_range(len(y)):
+        x = tl.minimum(tl.abs(y[i]), _SCALE_MAX) * normaliser
+        square += _round(x * x * _SQUARE_FACTOR)
+    square = tl.sum(square, 1)
+
+    factor = tl.full(square.shape, 1.0, tl.float32)
+    best_factor = factor
+    best_rest = tl.full(square.shape, float("inf"), tl.float32)
+    for _ in tl.static_range(_UNBIAS_ROUNDS + 1):
+        product = tl.zeros_like(scale)
+        for i in tl.static_range(len(y)):
+            magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
+            scaled = magnitude * factor[:, None]
+            level = _nearest_level(scaled, scale, THRESHOLDS, MAGNITUDES, BITS)
+            decoded = level * scale * normaliser
+            product += _round(magnitude * normaliser * decoded * GAIN)
+        rest = square - tl.sum(product, 1)
+        better = tl.abs(rest) < tl.abs(best_rest)
+        best_factor = tl.where(better, factor, best_factor)
+        best_rest = tl.where(better, rest, best_rest)
+        factor += tl.div_rn(rest, tl.maximum(square, 1.0))
+        factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
+        factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
+    return best_factor[:, None]
 
 
 @triton.jit
@@ -253,14 +319,16 @@ def _encode_vectors(
     THRESHOLDS: tl.constexpr,
     MAGNITUDES: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
+    GAIN: tl.constexpr,
     BITS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """Encode vectors. Column f * BLOCK_U + u of step i is code i * FOLD + f of
-    unit u.
+    """Encode vectors, each without bias if there is a GAIN.
+
+    Column f * BLOCK_U + u of step i is code i * FOLD + f of unit u.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_SCALES: tl.constexpr = (HEAD_SIZE + 31) // 32
@@ -288,11 +356,15 @@ def _encode_vectors(
     )
 
     scale = _unfold(scale_value(scale_code).to(tl.float32), FOLD)
+    if GAIN > 0:
+        factor = _unbiasing_factor(y, scale, THRESHOLDS, MAGNITUDES, GAIN, BITS)
     HALF: tl.constexpr = 1 << (BITS - 1)
     low = tl.zeros(scale.shape, tl.int32)
     high = tl.zeros(scale.shape, tl.int32)
     for i in tl.static_range(8 // FOLD):
         magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
+        if GAIN > 0:
+            magnitude *= factor
         level = tl.zeros(scale.shape, tl.int32)
         for j in tl.static_range((1 << (BITS - 1)) - 1):
             level += (magnitude > scale * THRESHOLDS[j]).to(tl.int32)
@@ -444,6 +516,7 @@ def _store_kernel(
                 _KEY_THRESHOLDS_4 if KEY_BITS == 4 else _KEY_THRESHOLDS_3,
                 _KEY_MAGNITUDES_4 if KEY_BITS == 4 else _KEY_MAGNITUDES_3,
                 _SCALE_OFFSETS_4 if KEY_BITS == 4 else _SCALE_OFFSETS_3,
+                _KEY_GAIN_4 if KEY_BITS == 4 else _KEY_GAIN_3,
                 KEY_BITS,
                 HEAD_SIZE,
                 BLOCK_D,
@@ -464,6 +537,7 @@ def _store_kernel(
                 _VALUE_THRESHOLDS_4 if VALUE_BITS == 4 else _VALUE_THRESHOLDS_3,
                 _VALUE_MAGNITUDES_4 if VALUE_BITS == 4 else _VALUE_MAGNITUDES_3,
                 _SCALE_OFFSETS_4 if VALUE_BITS == 4 else _SCALE_OFFSETS_3,
+                0.0,
                 VALUE_BITS,
                 HEAD_SIZE,
                 BLOCK_D,
