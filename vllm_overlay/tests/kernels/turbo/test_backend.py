@@ -153,7 +153,7 @@ class Batch:
         for row, (num_queries, context) in enumerate(self.requests):
             part = slice(begin, begin + num_queries)
             begin = part.stop
-            raw = num_queries > 1 and not impl.stored
+            raw = not impl.stored
             length = context if raw else context + num_queries
             table = self.common.block_table_tensor[row]
             key, value = load_context(self.cache, table, length, impl.layout)

@@ -210,6 +210,56 @@ def test_one_hot_query_reads_the_key(name, head_size):
     assert torch.equal(lse.view_as(expected), expected)
 
 
+@all_presets
+@kernel_head_sizes
+def test_newest_token_is_not_quantised(name, head_size):
+    """What the cache holds of it is not read; a sequence of it alone gives V."""
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    seq_lens = [1, 34, 0, 17]
+    cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    table = make_block_table(seq_lens, 16)
+    # NaN scales wherever nothing is stored.
+    cached = [max(0, length - 1) for length in seq_lens]
+    fill_cache(cache, table, cached, layout)
+    shape = (len(seq_lens), NUM_KV_HEADS, head_size)
+    key, value = (gaussian(*shape, dtype=BF16, seed=seed) for seed in (8, 9))
+    query = gaussian(len(seq_lens), 4 * NUM_KV_HEADS, head_size, dtype=BF16)
+    output = decode(query, cache, table, seq_lens, layout, newest=(key, value))
+    assert torch.equal(output[0], value[0].repeat_interleave(4, 0))
+    assert (output[2] == 0).all()
+    for row in (1, 3):
+        part = slice(row, row + 1)
+        keys, values = load_context(cache, table[row], cached[row], layout)
+        keys = torch.cat([keys, key[part].float()])
+        values = torch.cat([values, value[part].float()])
+        scale = head_size**-0.5
+        assert_by_2x_rule(output[part], query[part], keys, values, scale, BF16)
+
+
+@pytest.mark.parametrize("broken", ["query", "key", "value"])
+def test_nan_of_a_sequence_stays_its_own(broken):
+    layout = TurboFormat.from_cache_dtype("turbo4", 64)
+    seq_lens = [20, 20]
+    cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    table = make_block_table(seq_lens, 16)
+    fill_cache(cache, table, seq_lens, layout)
+    tensors = {
+        "query": gaussian(2, 2 * NUM_KV_HEADS, 64, dtype=BF16, seed=1),
+        "key": gaussian(2, NUM_KV_HEADS, 64, dtype=BF16, seed=2),
+        "value": gaussian(2, NUM_KV_HEADS, 64, dtype=BF16, seed=3),
+    }
+
+    def run() -> torch.Tensor:
+        query, *newest = tensors.values()
+        return decode(query, cache, table, seq_lens, layout, newest=tuple(newest))
+
+    whole = run()
+    tensors[broken][0, 0, 5] = math.nan
+    output = run()
+    assert output[0, 0].isnan().any()
+    assert torch.equal(output[1], whole[1])
+
+
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_page_beyond_4_gib(name):
     """Byte offsets of pages pass 2**31 and 2**32."""

@@ -291,12 +291,17 @@ def decode(
     layout: TurboFormat,
     num_splits: int = 2,
     out_dtype: torch.dtype | None = None,
+    newest: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotate q and run the decode kernels, scratch and output NaN before.
 
-    The softmax scale is 1 / sqrt(D).
+    The softmax scale is 1 / sqrt(D). ``newest`` are K and V of the sequences'
+    last tokens, to be attended to as they are.
     """
-    from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+    from vllm.v1.attention.ops.turbo.triton_decode import (
+        NewestToken,
+        decode_attention,
+    )
     from vllm.v1.attention.ops.turbo.triton_store import store
 
     num_seqs, num_heads, head_size = query.shape
@@ -327,6 +332,7 @@ def decode(
         partial,
         partial[:, :, 0].clone(),
         output,
+        None if newest is None else NewestToken(query, *newest, head_size**-0.5),
     )
     return output
 

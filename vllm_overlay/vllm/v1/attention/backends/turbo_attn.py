@@ -435,16 +435,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         slots = metadata.slot_mapping[: query.shape[0]]
         reference.store(kv_cache, slots, key, value, self.layout)
         num_decodes = metadata.num_decodes
-        paged_attention(
-            query[:num_decodes],
-            None,
-            None,
+        self._attend_torch(
+            *(x[:num_decodes] for x in (query, key, value)),
             kv_cache,
             metadata.block_table,
             list(range(num_decodes + 1)),
             metadata.seq_lens[:num_decodes].tolist(),
-            self.scale,
-            self.layout,
             output[:num_decodes],
         )
         self._prefill_torch(query, key, value, kv_cache, metadata, output)
@@ -462,17 +458,39 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if prefill is None:
             return
         rows = slice(metadata.num_decodes, query.shape[0])
-        paged_attention(
+        self._attend_torch(
             query[rows],
-            None if self.stored else key[rows],
-            None if self.stored else value[rows],
+            key[rows],
+            value[rows],
             kv_cache,
             prefill.block_table,
             prefill.query_start_loc_cpu.tolist(),
             prefill.seq_lens_cpu.tolist(),
+            output[rows],
+        )
+
+    def _attend_torch(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: list[int],
+        seq_lens: list[int],
+        output: torch.Tensor,
+    ) -> None:
+        paged_attention(
+            query,
+            None if self.stored else key,
+            None if self.stored else value,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
             self.scale,
             self.layout,
-            output[rows],
+            output,
         )
 
     def _forward_kernels(
@@ -484,7 +502,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         metadata: TurboMetadata,
         output: torch.Tensor,
     ) -> None:
-        from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+        from vllm.v1.attention.ops.turbo.triton_decode import (
+            NewestToken,
+            decode_attention,
+        )
         from vllm.v1.attention.ops.turbo.triton_store import store
 
         num_decodes, prefill = metadata.num_decodes, metadata.prefill
@@ -498,13 +519,14 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 query.device,
             )
         )
+        decode_tokens = [x[:num_decodes] for x in (query, key, value)]
         store(
             kv_cache,
             metadata.slot_mapping[: query.shape[0]],
             key,
             value,
             self.layout,
-            query[:num_decodes],
+            decode_tokens[0],
             rotated_query,
             query_scale,
             self.scale,
@@ -519,6 +541,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             partial_output,
             partial_lse,
             output[:num_decodes],
+            None if self.stored else NewestToken(*decode_tokens, self.scale),
         )
         if prefill is None:
             return

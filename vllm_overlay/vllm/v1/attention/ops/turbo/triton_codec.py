@@ -15,6 +15,8 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
+# Scores are in base 2.
+LOG2_E = 1.4426950408889634
 MIN_DOT_SIZE = 16
 # Least number of columns of a dot's result: NVIDIA's tensor cores have 8.
 MIN_OUTPUT_COLUMNS = 8 if current_platform.is_cuda() else MIN_DOT_SIZE

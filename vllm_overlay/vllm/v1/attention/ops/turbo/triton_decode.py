@@ -3,8 +3,9 @@
 """Decode attention over packed pages: split-KV attention, then merge.
 
 One program serves all query heads of a KV head, so a page is read once. The
-attention runs in rotated space; the merge combines the splits and rotates
-back. Softmax is in base 2.
+attention runs in rotated space; the merge combines the splits, rotates back
+and adds a sequence's newest token, which needs no quantisation. Softmax is in
+base 2.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
+    LOG2_E,
     MIN_OUTPUT_COLUMNS,
     key_coordinates,
     layout_constants,
@@ -55,6 +57,23 @@ def default_tuning(layout: TurboFormat) -> DecodeTuning:
     for 3-bit keys) matters more than what hides latency.
     """
     return DecodeTuning(block_n=16 if layout.key_bits == 3 else 32)
+
+
+class NewestToken(NamedTuple):
+    """The sequences' newest tokens, attended to as they are: not quantised.
+
+    Attributes:
+        query: (B, Hq, D), not rotated.
+        key: (B, H, D).
+        value: (B, H, D). All three have a contiguous last axis.
+        scale: Softmax scale.
+
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
 
 
 @triton.jit
@@ -151,13 +170,17 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_NEWEST: tl.constexpr,
 ):
-    """Program (b, h, s): split s of sequence b, KV head h."""
+    """Program (b, h, s): split s of sequence b, KV head h.
+
+    The last NUM_NEWEST tokens, 0 or 1, are left to the merge.
+    """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + batch)
+    seq_len = tl.load(seq_lens_ptr + batch) - NUM_NEWEST
     split_size = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
     first = split * split_size
     last = tl.minimum(first + split_size, seq_len)
@@ -235,19 +258,54 @@ def _decode_kernel(
         tl.store(p_partial + i * COLUMNS, result, mask=query_mask)
 
 
+@triton.jit
+def _newest_score(
+    query_ptr,  # [B, Hq, D]
+    key_ptr,  # [B, H, D]
+    token,  # [R]
+    head,  # [R]
+    kv_head,  # [R]
+    mask,  # [R, D]
+    d,  # [D]
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+):
+    """Products of queries and newest keys, fp32 [R]."""
+    query_row = token * stride_query_token + head * stride_query_head
+    query = tl.load(query_ptr + query_row[:, None] + d[None, :], mask=mask, other=0.0)
+    key_row = token * stride_key_token + kv_head * stride_key_head
+    key = tl.load(key_ptr + key_row[:, None] + d[None, :], mask=mask, other=0.0)
+    return tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_kernel(
     partial_ptr,  # [B, S, Hq, D] fp32
     partial_lse_ptr,  # [B, S, Hq] fp32, base 2
     matrix_ptr,  # [D, D] fp16, entries +-1, the inverse rotation
     output_ptr,  # [B, Hq, D]
+    query_ptr,  # [B, Hq, D]
+    key_ptr,  # [B, H, D]
+    value_ptr,  # [B, H, D]
+    seq_lens_ptr,  # [B]
     num_rows,
     num_splits,
     inverse_sqrt_d,
+    score_factor,
     stride_output_token,
     stride_output_head,
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    NUM_NEWEST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -265,12 +323,36 @@ def _merge_kernel(
     mask = row_mask[:, None] & (s < num_splits)[None, :]
     lse = tl.load(p_lse, mask=mask, other=float("-inf"))  # [R, S]
     largest = tl.max(lse, 1)
+    d = tl.arange(0, BLOCK_D)
+    if NUM_NEWEST > 0:
+        seq_len = tl.load(seq_lens_ptr + token, mask=row_mask, other=0)
+        head = row % NUM_HEADS
+        kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+        newest_mask = (seq_len > 0)[:, None] & (d < HEAD_SIZE)[None, :]
+        newest_lse = score_factor * _newest_score(
+            query_ptr,
+            key_ptr,
+            token,
+            head,
+            kv_head,
+            newest_mask,
+            d,
+            stride_query_token,
+            stride_query_head,
+            stride_key_token,
+            stride_key_head,
+        )
+        newest_lse = tl.where(seq_len > 0, newest_lse, float("-inf"))
+        largest = tl.maximum(largest, newest_lse)
     # A row without tokens has no finite LSE: its output is zero.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest[:, None]), 1)
-    normaliser = tl.where(total > 0, inverse_sqrt_d / total, 0.0)
+    if NUM_NEWEST > 0:
+        newest_weight = tl.exp2(newest_lse - largest)
+        total += newest_weight
+    # Not "> 0": a NaN stays one.
+    normaliser = tl.where(total != 0, inverse_sqrt_d / total, 0.0)
 
-    d = tl.arange(0, BLOCK_D)
     output = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for start in range(0, HEAD_SIZE, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -293,6 +375,13 @@ def _merge_kernel(
         matrix_mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
         matrix = tl.load(p_matrix, mask=matrix_mask, other=0.0).to(tl.float32)
         output = tl.dot(combined, matrix, output, input_precision=PRECISION)
+
+    if NUM_NEWEST > 0:
+        value_row = token * stride_value_token + kv_head * stride_value_head
+        p_value = value_ptr + value_row[:, None] + d[None, :]
+        value = tl.load(p_value, mask=newest_mask, other=0.0).to(tl.float32)
+        newest_weight = tl.where(total != 0, newest_weight / total, 0.0)
+        output += newest_weight[:, None] * value
 
     offset = token * stride_output_token + row % NUM_HEADS * stride_output_head
     output_mask = row_mask[:, None] & (d < HEAD_SIZE)[None, :]
@@ -327,6 +416,7 @@ def decode_attention(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
     output: torch.Tensor,
+    newest: NewestToken | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from one query token a sequence to the sequence's cached tokens.
@@ -342,6 +432,8 @@ def decode_attention(
         partial: (B * S, Hq, D) fp32 scratch, contiguous; S splits a sequence.
         partial_lse: (B * S, Hq) fp32 scratch, contiguous.
         output: (B, Hq, D), written; last axis contiguous.
+        newest: The last of each sequence's cached tokens, to be attended to
+            in place of what the cache holds of it.
         tuning: Launch parameters; None for ``default_tuning``.
 
     """
@@ -358,6 +450,13 @@ def decode_attention(
     if tuning is None:
         tuning = default_tuning(layout)
     group = num_heads // num_kv_heads
+    num_newest = 0 if newest is None else 1
+    if newest is None:
+        # Not read, but a launch needs arguments.
+        unread = rotated_query
+        newest = NewestToken(unread, unread, unread, 0.0)
+    query, key, value, scale = newest
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         rotated_query,
         query_scale,
@@ -377,6 +476,7 @@ def decode_attention(
         BLOCK_H=max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(group)),
         BLOCK_N=tuning.block_n,
         NUM_STAGES=tuning.num_stages,
+        NUM_NEWEST=num_newest,
         num_warps=tuning.num_warps,
     )
     num_rows = num_seqs * num_heads
@@ -387,13 +487,26 @@ def decode_attention(
         partial_lse,
         rotation_matrix(head_size, kv_cache.device, inverse=True),
         output,
+        query,
+        key,
+        value,
+        seq_lens,
         num_rows,
         num_splits,
         inverse_sqrt(head_size),
+        scale * LOG2_E,
         output.stride(0),
         output.stride(1),
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
         NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
+        NUM_NEWEST=num_newest,
         BLOCK_R=block_r,
         MAX_SPLITS=MAX_KV_SPLITS,
         BLOCK_S=8,

@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.reference import fp32, inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
+    LOG2_E,
     MIN_OUTPUT_COLUMNS,
     scale_value,
     tile_pointers,
@@ -593,7 +594,6 @@ def store(
     if tuning is None:
         tuning = default_tuning(num_tokens, head_size)
     grid = (triton.cdiv(num_tokens, tuning.block_t), 2 * num_kv_heads + num_heads)
-    log2_e = 1.4426950408889634
     _store_kernel[grid](
         key,
         value,
@@ -605,7 +605,7 @@ def store(
         query_scale,
         num_tokens,
         num_queries,
-        scale * log2_e * layout.key_codebook.gain,
+        scale * LOG2_E * layout.key_codebook.gain,
         inverse_sqrt(head_size),
         kv_cache.shape[2],
         key.stride(0),
