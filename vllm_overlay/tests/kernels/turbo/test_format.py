@@ -2,8 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format: sizes, planes, scales and codebooks."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
@@ -228,3 +231,15 @@ def test_codebooks_are_the_fit(bits):
     assert key_cubic == key.kernel_cubic
     found = quality(gaussian_groups(NUM_GROUPS, seed=1), table_levels(table), offsets)
     assert 1 / found.slope == pytest.approx(key.gain, abs=2e-4)
+
+
+def test_documented_bytes():
+    """The documentation's table is the format's."""
+    page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", page.read_text(), re.MULTILINE)
+    documented = {int(size): [int(n) for n in cells.split("|")] for size, cells in rows}
+    sizes = zip(*(SIZES[name] for name in ("turbo4", "k4v3", "turbo3")))
+    assert documented == {
+        head_size: [*of_presets, 4 * head_size]
+        for head_size, of_presets in zip(HEAD_SIZES, sizes)
+    }
