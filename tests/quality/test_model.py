@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The retrieval model: its attention, its tasks, its training, its weights."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import evaluate
+import numpy as np
+import pytest
+import tasks
+import torch
+import train
+from batches import ANSWER_WEIGHT, EOT, TOKENS, Phase, Rows
+from card import card
+from needle_model import ATTENTION, MODEL_FOLDER, load_model, needle_config, new_model
+from needle_model import save_model as save
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+TEXT = "\n".join(f"Line {i} says that {i} and {i + 1} differ." for i in range(400))
+DOCUMENT = TEXT.encode() + EOT
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    # Sharper than the usual start, so that attention decides something.
+    save(new_model(needle_config(initializer_range=0.3, **TINY), 0), folder)
+    return folder
+
+
+def test_our_attention_is_transformers_own(tiny: Path):
+    ours = Qwen3ForCausalLM.from_pretrained(
+        tiny, dtype=torch.float32, attn_implementation=ATTENTION
+    )
+    theirs = Qwen3ForCausalLM.from_pretrained(
+        tiny, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, 259, (2, 65), generator=torch.manual_seed(1))
+    torch.testing.assert_close(
+        ours(tokens, use_cache=False).logits,
+        theirs(tokens, use_cache=False).logits,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_padding_is_refused_by_our_attention(tiny: Path):
+    model = load_model(tiny)
+    mask = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="without padding"):
+        model(torch.zeros(1, 4, dtype=torch.long), attention_mask=mask)
+
+
+CASES = [
+    tasks.needle_case(512, 0.5, 3, TEXT),
+    tasks.needle_case(2048, 1.0, 4, TEXT),
+    tasks.multi_needle_case(1024, 8, 5, TEXT, asked=3),
+    tasks.key_value_case(1024, 6),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["512", "2048", "multi", "key-value"])
+def test_a_case_is_what_the_chat_template_makes(tiny: Path, case: tasks.Case):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    rendered = tokenizer.apply_chat_template(
+        case.messages, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer(rendered)["input_ids"] == case.prompt_token_ids
+    for value in case.answer.split(", "):
+        assert case.prompt.count(value) == 1
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_needle_lies_at_its_depth_and_length(length: int, depth: float):
+    case = tasks.needle_case(length, depth, 0, TEXT + "\n" + "ä" * 3000)
+    tokens = len(case.prompt_token_ids) + len(case.answer_token_ids)
+    assert length - 2 <= tokens <= length
+    place = case.prompt.index(case.answer) / len(case.prompt)
+    # Lines are up to 3000 characters here; at the ends the place is exact but for
+    # distractors and the question.
+    assert abs(place - depth) < (0.3 if depth == 0.5 else 200 / 512)
+
+
+def test_a_case_is_decided_by_its_seed():
+    one, same, other = (tasks.needle_case(512, 0.5, seed, TEXT) for seed in (0, 0, 1))
+    assert one == same
+    assert one != other
+
+
+def drawn(held_out: bool) -> set[str]:
+    words = set()
+    for seed in range(300):
+        pool = tasks.Pool(Random(seed), held_out)
+        for name, value in pool.pairs(10, tasks.draw_value).items():
+            words |= {name, value}
+    return words
+
+
+def test_training_never_draws_what_evaluation_asks_for():
+    asked = drawn(held_out=True)
+    assert len(asked) > 2000
+    assert not asked & drawn(held_out=False)
+
+
+def test_cases_draw_from_the_held_out_part_only():
+    for case in CASES:
+        for value in case.answer.split(", "):
+            assert tasks.is_held_out(value)
+
+
+def test_rows_hold_whole_chats_whose_answers_have_the_weight():
+    rows = Rows(DOCUMENT * 20, [Phase(1024, 1, 1.0)], 16 * 1024, seed=0)
+    tokens, weights = rows[0, 0]
+    again, _ = rows[0, 0]
+    assert np.array_equal(tokens, again)
+    assert tokens.shape == (16, 1025) and weights.shape == (16, 1024)
+    assert not (weights[::2] != 1).any()
+    marked = weights[1::2] == ANSWER_WEIGHT
+    targets = tokens[1::2, 1:][marked]
+    assert marked.any()
+    assert (targets == tasks.IM_END).sum() > 8
+    # What is asked for stands in the row before the answer.
+    for row, spots in zip(tokens[1::2], marked):
+        (places,) = np.nonzero(spots)
+        for run in np.split(places, np.nonzero(np.diff(places) > 1)[0] + 1):
+            if len(run):
+                answer = row[run[0] + 1 : run[-1] + 1].tolist()
+                before = bytes(t for t in row[: run[0]].tolist() if t < 256)
+                for value in bytes(answer).split(b", "):
+                    assert value in before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_chat_has_exactly_the_size_asked_for(seed: int):
+    rows = Rows(DOCUMENT * 20, [Phase(512, 1, 1.0)], 512, seed)
+    random = Random(seed)
+    for _ in range(50):
+        size = random.randrange(192, 4000)
+        chat, spans = rows.chat(random, size)
+        assert len(chat) == size
+        assert all(0 <= start < end <= size for start, end, _ in spans)
+    assert TOKENS[0] == tasks.END_OF_TEXT
+
+
+def test_a_few_steps_lower_the_loss(tmp_path: Path):
+    torch.manual_seed(0)
+    phases = [Phase(128, 12, 0.5), Phase(256, 4, 0.5)]
+    rows = Rows(DOCUMENT * 20, phases, 2048, seed=0)
+    model = new_model(needle_config(**TINY), 0)
+    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
+    before = evaluate.bits_per_byte(model, list(DOCUMENT[:2048]), 512)
+    assert train.train(trainer, rows, 1e6, 0, tmp_path) == [12, 4]
+    after = evaluate.bits_per_byte(load_model(tmp_path), list(DOCUMENT[:2048]), 512)
+    assert 0 < after < before - 1
+
+
+def test_a_phase_ends_with_its_time(tmp_path: Path):
+    rows = Rows(DOCUMENT * 20, [Phase(64, 10**6, 1.0)], 128, seed=0)
+    model = new_model(needle_config(**TINY), 0)
+    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
+    (steps,) = train.train(trainer, rows, 1.0, 0, tmp_path)
+    assert 0 < steps < 10**6
+
+
+def test_what_is_saved_is_what_was_trained(tmp_path: Path):
+    trainer = train.Trainer(
+        new_model(needle_config(**TINY), 0), torch.device("cpu"), compiled=False
+    )
+    save(trainer.model, tmp_path)
+    rows = torch.tensor([list(DOCUMENT[:1024])])
+    trained = evaluate.logits_of(trainer.model, rows)
+    assert torch.equal(trained, evaluate.logits_of(load_model(tmp_path), rows))
+
+
+def test_a_run_takes_the_steps_of_the_committed_one():
+    recorded = json.loads((MODEL_FOLDER / "training.json").read_text())["phases"]
+    assert [(p.length, p.steps, p.share) for p in train.PHASES] == [
+        (phase["length"], phase["done"], phase["share"]) for phase in recorded
+    ]
+
+
+def test_the_card_is_what_was_recorded():
+    readme = (MODEL_FOLDER / "README.md").read_text(encoding="utf-8")
+    assert readme == card(MODEL_FOLDER)
+
+
+def test_the_committed_model_answers():
+    weights = MODEL_FOLDER / "model.safetensors"
+    assert weights.stat().st_size <= 12 * 2**20
+    model = load_model(MODEL_FOLDER)
+    recorded = json.loads((MODEL_FOLDER / "training.json").read_text())
+    assert model.num_parameters() == recorded["parameters"]
+    text = "\n".join(tasks.held_out_documents())
+    cases = [tasks.needle_case(512, depth, 99, text) for depth in (0.0, 0.5, 1.0)]
+    assert evaluate.answered(model, cases) == [True] * 3

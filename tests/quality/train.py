@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Trains the small retrieval model on one GPU, and evaluates it.
+
+The lengths of the rows grow by phases. A phase has a number of steps and a share of
+`--seconds`, and ends with whichever comes first. The steps are those that the committed
+model got from an H200 in 423 s, and the default cap is a seventh above that: on a GPU
+that is as fast, the seed decides the run but for rounding.
+"""
+
+import argparse
+import json
+import lzma
+import math
+import os
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import evaluate
+import torch
+import torch.nn.functional as F
+from batches import ANSWER_WEIGHT, EOT, Phase, Rows, keys
+from needle_model import ROOT, needle_config, new_model, save_model
+from tasks import SEPARATOR
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+from transformers import Qwen3ForCausalLM
+
+PHASES = (
+    Phase(512, 2001, 0.28),
+    Phase(1024, 925, 0.14),
+    Phase(2048, 773, 0.14),
+    Phase(4096, 778, 0.18),
+    Phase(8192, 750, 0.26),
+)
+MATRIX_LR = 4e-3
+OTHER_LR = 4e-3
+WARM_UP = 0.01
+DECAY_FROM = 0.4
+LOG_EVERY = 50
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def read_corpus(path: Path) -> bytes:
+    """Returns the documents, joined by what stands for the end of a text."""
+    text = lzma.decompress(path.read_bytes())
+    return text.replace(SEPARATOR.encode(), EOT)
+
+
+def weighted_loss(
+    hidden: torch.Tensor,
+    embedding: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weighted mean cross-entropy, and sums for the log.
+
+    Args:
+        hidden: (tokens, hidden size), after the last norm.
+        embedding: (vocabulary, hidden size), the tied head.
+        targets: (tokens,), what follows each token.
+        weights: (tokens,), of each target in the loss.
+    """
+    logits = F.linear(hidden, embedding).float()
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    loss = (losses * weights).sum() / weights.sum()
+    with torch.no_grad():
+        text, answer = weights == 1, weights == ANSWER_WEIGHT
+        right = answer & (logits.argmax(-1) == targets)
+        counted = (losses * text, text, losses * answer, answer, right)
+        sums = torch.stack([values.sum(dtype=torch.float32) for values in counted])
+    return loss, sums
+
+
+class Trainer:
+    """A bfloat16 model, the float32 weights behind it, and their optimizers."""
+
+    def __init__(self, model: Qwen3ForCausalLM, device: torch.device, compiled: bool):
+        self.device = device
+        self.model = model.to(device).train()
+        # Parameters only: RoPE's frequencies stay float32, as in a loaded model.
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        self.loss = weighted_loss
+        if compiled:
+            # One graph a shape serves all layers: they differ in weights only.
+            for layer in self.model.model.layers:
+                layer.compile(fullgraph=True, dynamic=False)
+            self.loss = torch.compile(weighted_loss, fullgraph=True, dynamic=False)
+        names, self.weights = zip(*self.model.named_parameters(), strict=True)
+        self.masters = [weight.detach().float() for weight in self.weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        is_matrix = [".layers." in name and "norm" not in name for name in names]
+        matrices = [m for m, yes in zip(self.masters, is_matrix) if yes]
+        others = [m for m, yes in zip(self.masters, is_matrix) if not yes]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices,
+                lr=MATRIX_LR,
+                weight_decay=0.05,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(
+                others,
+                lr=OTHER_LR,
+                betas=(0.9, 0.98),
+                weight_decay=0.0,
+                fused=device.type == "cuda",
+            ),
+        ]
+        self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
+
+    def step(
+        self, tokens: torch.Tensor, weights: torch.Tensor, rate: float
+    ) -> torch.Tensor:
+        """Learns from one batch, with `rate` of the full learning rate."""
+        tokens = tokens.to(self.device, non_blocking=True).long()
+        weights = weights.to(self.device, non_blocking=True).flatten().float()
+        output = self.model.model(input_ids=tokens[:, :-1], use_cache=False)
+        loss, sums = self.loss(
+            output.last_hidden_state.flatten(0, 1),
+            self.model.lm_head.weight,
+            tokens[:, 1:].flatten(),
+            weights,
+        )
+        loss.backward()
+        gradients = [weight.grad for weight in self.weights]
+        torch._foreach_copy_([master.grad for master in self.masters], gradients)
+        for weight in self.weights:
+            weight.grad = None
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        for group, full in zip(groups, self.rates, strict=True):
+            group["lr"] = full * rate
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.weights), self.masters)
+        return sums
+
+
+def learning_rate(progress: float) -> float:
+    """Rises to 1, stays, and falls linearly to 0 at the end."""
+    return min(1.0, progress / WARM_UP, max(0.0, (1 - progress) / (1 - DECAY_FROM)))
+
+
+class Clock:
+    """How far a run is: by its plan, or by its time where that is ahead."""
+
+    def __init__(self, phases: Iterable[Phase], seconds: float):
+        self.phases = list(phases)
+        self.seconds = seconds
+        self.start = time.monotonic()
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def end(self, phase: int) -> float:
+        """Returns the share of the run after which a phase has to be over."""
+        return sum(p.share for p in self.phases[: phase + 1])
+
+    def expired(self, phase: int) -> bool:
+        return self.elapsed() > self.seconds * self.end(phase)
+
+    def progress(self, phase: int, step: int) -> float:
+        now = self.phases[phase]
+        planned = self.end(phase) - now.share * (1 - (step + 1) / now.steps)
+        return max(planned, self.elapsed() / self.seconds)
+
+
+def train(
+    trainer: Trainer, rows: Rows, seconds: float, workers: int, folder: Path
+) -> list[int]:
+    """Trains through all phases, and returns the steps that each one took."""
+    clock = Clock(rows.phases, seconds)
+    done = [0] * len(rows.phases)
+    order = list_loader(rows, keys(rows.phases, clock.expired), workers)
+    sums = torch.zeros(5, device=trainer.device)
+    logged, current, since = 0.0, 0, 0
+    for phase, tokens, weights in order:
+        if phase != current:
+            save_model(trainer.model, folder)
+            current = phase
+        rate = learning_rate(clock.progress(phase, done[phase]))
+        sums += trainer.step(tokens, weights, rate)
+        done[phase] += 1
+        since += 1
+        if sum(done) % LOG_EVERY == 0:
+            values = sums.tolist()
+            now = clock.elapsed()
+            report(rows.phases[phase], done, rate, values, since, now - logged, now)
+            sums.zero_()
+            logged, since = now, 0
+    save_model(trainer.model, folder)
+    return done
+
+
+class Keyed(Rows):
+    """Rows that also say which phase they belong to."""
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple:  # type: ignore[override]
+        return key[0], *super().__getitem__(key)
+
+
+def list_loader(rows: Rows, order: Iterable, workers: int) -> Iterable[tuple]:
+    """Yields (phase, tokens, weights); workers build batches ahead."""
+    keyed = Keyed(rows.corpus, rows.phases, rows.tokens, rows.seed)
+    loader = DataLoader(
+        keyed,
+        batch_size=None,
+        sampler=order,
+        num_workers=workers,
+        prefetch_factor=2 if workers else None,
+        # Arrays go through the workers' pipes: shared memory may be small.
+        collate_fn=lambda item: item,
+    )
+    for phase, tokens, weights in loader:
+        pair = torch.from_numpy(tokens), torch.from_numpy(weights)
+        if torch.cuda.is_available():
+            pair = pair[0].pin_memory(), pair[1].pin_memory()
+        yield phase, *pair
+
+
+def report(
+    phase: Phase,
+    done: list[int],
+    rate: float,
+    sums: list[float],
+    steps: int,
+    seconds: float,
+    now: float,
+) -> None:
+    text, texts, answer, answers, right = sums
+    print(
+        f"{now:6.1f} s  step {sum(done):5d}  length {phase.length:4d}  "
+        f"rate {rate:.3f}  {1000 * seconds / steps:6.1f} ms/step  "
+        f"text {text / max(texts, 1) / math.log(2):.3f} bits/byte  "
+        f"answers {answer / max(answers, 1):.3f} nats/byte, "
+        f"{100 * right / max(answers, 1):5.1f} % of bytes right",
+        flush=True,
+    )
+
+
+def probe(trainer: Trainer, rows: Rows) -> None:
+    """Prints how long steps take; the second kernel is for the longest rows only."""
+    last = len(rows.phases) - 1
+    plan = [("flash", index) for index in range(last + 1)] + [("cudnn", last)]
+    for name, index in plan:
+        torch.compiler.reset()
+        try:
+            result = measure(trainer, rows, index, BACKENDS[name])
+        except RuntimeError as error:
+            result = f"failed: {str(error)[:300]}"
+        print(name, rows.phases[index].length, result, flush=True)
+
+
+def measure(trainer: Trainer, rows: Rows, phase: int, backend: SDPBackend) -> str:
+    start = time.monotonic()
+    with sdpa_kernel(backend):
+        tokens, weights = map(torch.from_numpy, rows[phase, 0])
+        built = time.monotonic() - start
+        for _ in range(3):
+            trainer.step(tokens, weights, 0.0).tolist()
+        compiled = time.monotonic() - start - built
+        start = time.monotonic()
+        for _ in range(10):
+            sums = trainer.step(tokens, weights, 0.0)
+        queued = (time.monotonic() - start) / 10
+        sums.tolist()
+        step = (time.monotonic() - start) / 10
+    return (
+        f"{1000 * step:.1f} ms/step (host {1000 * queued:.1f}), "
+        f"{weights.numel() / step / 1e6:.2f} M tokens/s, first steps {compiled:.1f} s, "
+        f"batch built in {1000 * built:.1f} ms by one process"
+    )
+
+
+def attention_kernel(name: str, device: torch.device) -> AbstractContextManager:
+    """Makes a slower kernel an error rather than a surprise."""
+    return sdpa_kernel(BACKENDS[name]) if device.type == "cuda" else nullcontext()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path, help="what corpus.py built, an .xz file")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=480.0, help="cap of training")
+    parser.add_argument("--tokens", type=int, default=131072, help="a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--attention", choices=BACKENDS, default="flash")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-evaluate", action="store_true")
+    parser.add_argument("--probe", action="store_true", help="time steps, then stop")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    device = torch.device(args.device)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    rows = Rows(read_corpus(args.corpus), PHASES, args.tokens, args.seed)
+    model = new_model(needle_config(), args.seed)
+    trainer = Trainer(model, device, compiled=not args.no_compile)
+    if args.probe:
+        probe(trainer, rows)
+        return
+    start = time.monotonic()
+    with attention_kernel(args.attention, device):
+        done = train(trainer, rows, args.seconds, args.workers, args.output)
+    record = {
+        "parameters": sum(weight.numel() for weight in trainer.weights),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "seed": args.seed,
+        "seconds": round(time.monotonic() - start, 1),
+        "tokens_per_step": args.tokens,
+        "phases": [asdict(p) | {"done": n} for p, n in zip(PHASES, done)],
+        "corpus": str(args.corpus.relative_to(ROOT))
+        if args.corpus.is_relative_to(ROOT)
+        else args.corpus.name,
+    }
+    (args.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    if not args.no_evaluate:
+        evaluate.run(args.output, device, evaluate.FULL)
+
+
+if __name__ == "__main__":
+    main(build_parser().parse_args())
