@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How far a model's predictions moved: divergence, perplexity, agreement."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+def kl_divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(exact || other) in nats for log-probabilities (..., vocabulary).
+
+    In float64: at small divergences it is a difference of nearly equal numbers.
+    """
+    exact, other = exact.double(), other.double()
+    return (exact.exp() * (exact - other)).sum(-1)
+
+
+@dataclass
+class Comparison:
+    """Sums up predictions against the exact model's, batch by batch."""
+
+    divergences: list[torch.Tensor] = field(default_factory=list)
+    agreements: list[torch.Tensor] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self, exact: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Take log-probabilities (batch, T, vocabulary) of tokens (batch, T)."""
+        self.divergences.append(kl_divergence(exact, other).cpu())
+        self.agreements.append((exact.argmax(-1) == other.argmax(-1)).float().cpu())
+        following = tokens[:, 1:, None]
+        losses = [-x[:, :-1].gather(-1, following)[..., 0] for x in (exact, other)]
+        self.losses.append((losses[1] - losses[0]).double().cpu())
+
+    def figures(self, positions: slice) -> dict[str, float]:
+        """The figures over some positions of every text.
+
+        Returns:
+            ``kl`` and ``kl_p99`` in nats a token, ``kl_error``, the standard error
+            of the mean with texts as samples, ``perplexity`` as its relative
+            change, and ``agreement``, the share of equal most likely tokens.
+
+        """
+        divergence = torch.cat(self.divergences)[:, positions]
+        by_text = divergence.mean(-1)
+        spread = by_text.std().item() if len(by_text) > 1 else 0.0
+        loss = torch.cat(self.losses)[:, positions].mean().item()
+        agreement = torch.cat(self.agreements)[:, positions].mean().item()
+        return {
+            "kl": divergence.mean().item(),
+            "kl_error": spread / math.sqrt(len(by_text)),
+            "kl_p99": percentile(divergence.flatten(), 0.99),
+            "perplexity": math.expm1(loss),
+            "agreement": agreement,
+        }
+
+
+def percentile(x: torch.Tensor, share: float) -> float:
+    """The smallest element that so large a share does not exceed."""
+    rank = max(1, math.ceil(share * x.numel()))
+    return x.kthvalue(rank).values.item()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How the lab's programmes write their results: all figures, and tables of them."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def write_results(folder: Path, name: str, figures: dict, tables: str) -> None:
+    """Writes NAME.json and NAME.md to the folder, and prints the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(figures, indent=1) + "\n"
+    (folder / f"{name}.json").write_text(content, encoding="utf-8")
+    (folder / f"{name}.md").write_text(tables, encoding="utf-8")
+    print(tables)
+
+
+def run_programme(
+    name: str,
+    description: str,
+    measure: Callable[[], list[dict]],
+    markdown: Callable[[list[dict]], str],
+) -> None:
+    """Measures and reports, for a programme whose only argument is --output."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder")
+    args = parser.parse_args()
+    rows = measure()
+    figures = {"torch": torch.__version__, "rows": rows}
+    write_results(args.output, name, figures, markdown(rows))

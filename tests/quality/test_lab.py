@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The lab measures what it says: its parts against independent ones."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import upstream
+from attention import STORED, Reading, two_source_attention
+from blockcodes import (
+    random_levels,
+    trellis_round_trip,
+    two_codebook_round_trip,
+    vector_round_trip,
+)
+from measure import Comparison, kl_divergence, percentile
+from rotations import ROTATIONS, rotation
+from scalar import ScaleRule, fitted, gaussian_vectors, relative_error
+from turboquant import lloyd_max
+from variants import preset, scale_rules
+
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS, VALUE_CODEBOOKS
+
+LAB = Path(__file__).parent / "lab"
+WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ROTATIONS)
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_rotations_are_orthogonal(kind, head_size):
+    matrix = rotation(kind, head_size, CPU)
+    identity = torch.eye(head_size)
+    assert torch.allclose(matrix @ matrix.T, identity, atol=1e-6)
+    assert (matrix == identity).all() == (kind == "none")
+
+
+def test_rotations_mix_what_they_claim():
+    """How many coordinates of the rotated vector one coordinate reaches."""
+    widths = {"none": 1, "rotor3": 3, "quaternion4": 4}
+    for kind in ROTATIONS:
+        reached = (rotation(kind, 128, CPU)[17].abs() > 1e-9).sum().item()
+        assert reached == widths.get(kind, 128), kind
+
+
+def test_the_formats_rotation():
+    x = gaussian_vectors(10, 128)
+    rotated = x @ rotation("randomised", 128, CPU)
+    # The format rounds x to 1/2048 of its largest magnitude first.
+    assert torch.allclose(rotated, reference.rotate(x), atol=4e-3)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_fit_finds_the_papers_levels(bits):
+    """With the vector's norm for a scale, they are Lloyd and Max's."""
+    levels = lloyd_max(bits, 128)[0][1 << bits >> 1 :] * math.sqrt(128)
+    quantizer = fitted(bits, ScaleRule(128, "norm32"))
+    assert quantizer.magnitudes == pytest.approx(levels.tolist(), rel=0.03)
+    x = gaussian_vectors(500, 128, seed=3)
+    error = relative_error(quantizer.round_trip(x), x)
+    assert error == pytest.approx(lloyd_max(bits, 128)[1], rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_fit_is_as_good_as_the_format(bits):
+    """A free codebook: the format's, constrained ones, may lose little to it."""
+    x = gaussian_vectors(500, 128, seed=4)
+    free = relative_error(fitted(bits, ScaleRule(32)).round_trip(x), x)
+    for codebook in (KEY_CODEBOOKS[bits], VALUE_CODEBOOKS[bits]):
+        decoded = reference.dequantize(*reference.quantize(x, codebook), codebook)
+        assert 0.98 * free < relative_error(decoded, x) < 1.03 * free
+
+
+def test_steps_below_a_shared_scale():
+    """Each group has one of the eight E5M3 numbers that end at the largest."""
+    quantizer = fitted(4, ScaleRule(16, "delta"))
+    x = gaussian_vectors(200, 128, seed=5)
+    x[:, :16] *= 50
+    scales = quantizer.scales(x.unflatten(-1, (-1, 16)).abs())
+    codes = reference.scale_floor(scales)
+    assert torch.equal(reference.scale_values(codes.to(torch.uint8)), scales)
+    assert (codes.amax(-2) - codes.amin(-2)).max() == 7
+    assert (codes.argmax(-2) == 0).all()
+
+
+def test_trellis_finds_the_best_path():
+    """Viterbi's path against all paths, where they can be counted."""
+    bits, length, levels = 2, 4, random_levels(4)
+    y = gaussian_vectors(50, length, seed=6)
+    decoded = trellis_round_trip(y, bits, levels)
+    paths = torch.cartesian_prod(
+        torch.arange(16), *[torch.arange(1 << bits)] * (length - 1)
+    )
+    states = [paths[:, 0]]
+    for shifted_in in paths[:, 1:].unbind(-1):
+        states.append((states[-1] << bits | shifted_in) & 15)
+    scale = y.square().mean(-1, keepdim=True).sqrt().half().float()
+    codewords = levels[torch.stack(states, -1)] * (1 - 1 / 16) ** 0.5
+    best = (codewords * scale[:, None] - y[:, None]).square().sum(-1).amin(-1)
+    assert torch.allclose((decoded - y).square().sum(-1), best, rtol=1e-4)
+
+
+def test_codes_of_more_freedom_have_less_error():
+    """Points in the plane hold the scalar grid, and two codebooks hold one."""
+    x = gaussian_vectors(300, 128, seed=7)
+    scalar = relative_error(fitted(3, ScaleRule(32)).round_trip(x), x)
+    assert relative_error(vector_round_trip(x, 3, 2), x) < 0.97 * scalar
+    assert relative_error(two_codebook_round_trip(x, 3), x) < 1.01 * scalar
+
+
+def test_bytes_of_scales():
+    sizes = [rule.num_bytes(128) for rule in scale_rules(128).values()]
+    assert sizes == [4, 2, 4, 2, 4, 8, 4]
+    assert [preset(name, 128).num_bytes for name in ("turbo4", "turbo3")] == [136, 104]
+
+
+def test_upstream_is_vllms_kernels(tmp_path):
+    """The same values as vLLM's store and dequantisation, to the last bit of V and
+    up to the order of a norm's summation for K.
+    """
+    key = gaussian_vectors(40, 128, seed=5).view(20, 2, 128)
+    value = gaussian_vectors(40, 128, seed=6).view(20, 2, 128)
+    key[3] *= 100
+    key[4] = value[4] = 0
+    value[5] = 2.5
+    key[6, :, 10] = 40
+    # In the interpreter a cast to fp8 does not carry into the exponent: give it
+    # keys that need no rounding.
+    key = key.to(torch.float8_e4m3fn).float()
+    torch.save([key, value], tmp_path / "vectors.pt")
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment |= {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    program = str(LAB / "upstream_kernels.py")
+    command = [sys.executable, program, "vectors.pt", "read.pt"]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=300)
+    read = torch.load(tmp_path / "read.pt")
+    assert set(read) == set(upstream.PRESETS)
+    for name, (read_key, read_value) in read.items():
+        if not upstream.config(name, 128).key_fp8:
+            matrix = upstream.tables(name, 128, CPU)[0]
+            read_key = read_key.float() @ matrix
+        mine = upstream.key_round_trip(key, name)
+        scale = mine.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+        assert ((read_key.float() - mine).abs() <= 2e-3 * scale).all(), name
+        assert torch.equal(read_value, upstream.value_round_trip(value, name).half())
+
+
+def naive_attention(query, raw, stored, reading, scale):
+    """One query, one head at a time."""
+    output = torch.empty_like(query)
+    batch, num_heads, length, _ = query.shape
+    group = num_heads // raw[0].shape[1]
+    for b in range(batch):
+        for head in range(num_heads):
+            for i in range(length):
+                seen = [x[b, head // group, : i + 1].clone() for x in stored]
+                if i < reading.prompt and reading.chunk:
+                    first = i - i % reading.chunk
+                    for mine, exact in zip(seen, raw):
+                        mine[first:] = exact[b, head // group, first : i + 1]
+                weights = torch.softmax(seen[0] @ query[b, head, i] * scale, -1)
+                output[b, head, i] = weights @ seen[1]
+    return output
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [STORED, Reading(40, 40), Reading(20, 8), Reading(40, 1), Reading(40, 16)],
+    ids=str,
+)
+def test_two_source_attention(reading, monkeypatch):
+    """Also where chunks are longer than the blocks of queries, and shorter."""
+    monkeypatch.setattr("attention.QUERY_BLOCK", 12)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 40, 16, generator=generator)
+    raw = torch.randn(2, 2, 2, 40, 16, generator=generator)
+    stored = raw + 0.5 * torch.randn(raw.shape, generator=generator)
+    raw, stored = tuple(raw), tuple(stored)
+    expected = naive_attention(query, raw, stored, reading, 0.25)
+    result = two_source_attention(query, raw, stored, reading, 0.25)
+    assert torch.allclose(result, expected, atol=1e-5)
+
+
+def test_kl_divergence():
+    exact = torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]).log()
+    other = torch.tensor([[0.25, 0.5, 0.25], [1 / 3, 1 / 3, 1 / 3]]).log()
+    expected = 0.25 * math.log(2)
+    assert kl_divergence(exact, other).tolist() == pytest.approx([expected, 0])
+
+
+def test_figures_of_a_comparison():
+    """Two texts of three tokens; the model is always sure of token 0, or unsure."""
+    sure = torch.tensor([0.98, 0.01, 0.01]).log().expand(2, 3, 3)
+    unsure = sure.clone()
+    unsure[1] = torch.tensor([0.01, 0.98, 0.01]).log()
+    comparison = Comparison()
+    comparison.add(sure, unsure, torch.zeros(2, 3, dtype=torch.long))
+    figures = comparison.figures(slice(0, None))
+    one = 0.97 * math.log(98)
+    assert figures["kl"] == pytest.approx(one / 2)
+    assert figures["kl_p99"] == pytest.approx(one)
+    assert figures["agreement"] == 0.5
+    assert figures["perplexity"] == pytest.approx(math.sqrt(98) - 1, rel=1e-4)
+    assert percentile(torch.arange(1.0, 101), 0.99) == 99
+
+
+def test_choices_on_a_small_model(tmp_path):
+    """The whole programme, few tokens: more bits diverge less, and what was not
+    quantised does not diverge.
+    """
+    model, output = tmp_path / "model", tmp_path / "output"
+    subprocess.run([sys.executable, WRITE_MODEL, model], check=True)
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 12)
+    command = [sys.executable, LAB / "choices.py", "--model", model, "--text", text]
+    command += ["--output", output, "--length", "256", "--chunks", "2", "--batch", "2"]
+    command += ["--questions", "Formats", "Prefill", "turbo3 with turbo4 in"]
+    subprocess.run(command, check=True, timeout=600)
+    results = json.loads((output / "choices.json").read_text())
+    kl = {(row["question"], row["arm"]): row["all"]["kl"] for row in results["rows"]}
+    formats = {name: value for (group, name), value in kl.items() if group == "Formats"}
+    assert 0 < formats["bf16"] < formats["fp8"] < formats["turbo4"]
+    assert formats["turbo4"] < formats["k4v3"] < formats["turbo3"]
+    mixed = {name: value for (group, name), value in kl.items() if "with" in group}
+    assert mixed["no layer"] == formats["turbo3"]
+    assert mixed["every layer"] == formats["turbo4"]
+    prompt = next(
+        row["prompt"]["kl"]
+        for row in results["rows"]
+        if row["arm"] == "turbo4, raw, prompt in chunks of 128"
+    )
+    # All raw; what is left is rounding.
+    assert abs(prompt) < 1e-3 * formats["turbo4"]
+    table = (output / "choices.md").read_text()
+    assert table.count("\n|") == len(results["rows"]) + 2 * 3
