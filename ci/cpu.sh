@@ -1,5 +1,5 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# Kernels and the whole engine without a GPU: up to 25 minutes on two cores.
-exec "$(dirname -- "$0")/../scripts/test.sh" kernels engine
+# Kernels, quality and the whole engine without a GPU: up to 25 minutes on two cores.
+exec "$(dirname -- "$0")/../scripts/test.sh" kernels quality engine

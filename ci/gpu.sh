@@ -1,21 +1,24 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# What needs a GPU: gpu.sh [kernels|bench|engine|serve]...
+# What needs a GPU: gpu.sh [kernels|bench|engine|serve|quality|lab]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, SERVE_ARGS.
+# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+#
+# On an H200 quality takes less than ten minutes and lab a minute or two. quality
+# draws with matplotlib (requirements/test.txt), unless QUALITY_ARGS is --no-pictures.
 set -u
 cd "$(dirname -- "$0")/.." || exit
 python=${PYTHON:-python3}
 out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- kernels bench engine serve
+[ $# -gt 0 ] || set -- kernels bench engine serve quality lab
 for section; do
   case $section in
-    kernels | bench | engine | serve) ;;
+    kernels | bench | engine | serve | quality | lab) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -48,6 +51,15 @@ serve() {
     --output "$out/serve.jsonl" --log "$out/serve.log" "$@"
 }
 
+quality() {
+  "$python" scripts/quality.py --jobs 5 \
+    --output "$out/quality" --logs "$out/quality-logs" "$@"
+}
+
+lab() {
+  "$python" tests/quality/lab/choices.py --device cuda --output "$out/lab" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -55,6 +67,8 @@ for section; do
     bench) arguments=${BENCH_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
+    quality) arguments=${QUALITY_ARGS:-} ;;
+    lab) arguments=${LAB_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"

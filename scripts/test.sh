@@ -1,16 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# Run the tests, cheap to dear: test.sh [lint|series|tooling|kernels|engine]...
+# Run the tests, cheap to dear:
+# test.sh [lint|series|tooling|kernels|quality|engine]...
 set -eu
 cd "$(dirname -- "$0")/.."
 python=$(scripts/find_python.sh)
 VENV=${VENV:-$PWD/.venv}
 export VENV VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- lint series tooling kernels engine
+[ $# -gt 0 ] || set -- lint series tooling kernels quality engine
 for step; do
   case $step in
-    lint | series | tooling | kernels | engine) ;;
+    lint | series | tooling | kernels | quality | engine) ;;
     *) echo "test.sh: no step '$step'" >&2 && exit 2 ;;
   esac
 done
@@ -52,6 +53,12 @@ kernels() {
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
   python -m pytest -q vllm_overlay/tests/kernels/turbo
+}
+
+# The paper, the lab and the small model: PyTorch on the CPU, with or without a GPU.
+quality() {
+  apply
+  CUDA_VISIBLE_DEVICES='' python -m pytest -q --durations=5 tests/quality
 }
 
 engine() {

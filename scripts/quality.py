@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What each KV cache dtype costs in quality, through the real engine.
+
+Every arm is an engine in a process of its own, put through the same cases:
+
+* held-out text, prefilled in chunks: each chunk attends to the ones before it through
+  the cache, and positions of the first chunk, which read no cache, do not count;
+* the end of the same text, decoded a token at a time as if it had been sampled;
+* retrieval tasks in long chats, and greedy continuations of text.
+
+Distributions are compared over the whole vocabulary with those of the first arm, the
+reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
+"all" (vLLM's turboquant presets without the four layers that they keep in bf16), or
+another chunk size: "auto:512" against "auto" is the noise of unquantised caches.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+
+from common import run_facts  # noqa: E402
+from env import has_gpu  # noqa: E402
+from quality_cases import HELD_OUT, MODEL, Plan, build_cases  # noqa: E402
+from quality_metrics import common_prefix, compare, score_tasks  # noqa: E402
+from quality_report import bars, markdown  # noqa: E402
+from quickstart import raise_exit, stop_group  # noqa: E402
+from vllm_turbo_cpu_standins.settings import (  # noqa: E402
+    ENGINE_ARGS,
+    engine_environment,
+)
+
+CHILD = Path(__file__).with_name("quality_child.py")
+PICTURES = Path(__file__).with_name("quality_pictures.py")
+CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")
+GPU_ARMS = (
+    "auto", "auto:512", "fp8", "int4_per_token_head",
+    "turbo4", "turbo4:stored", "k4v3", "turbo3",
+    "turboquant_4bit_nc", "turboquant_4bit_nc:all",
+    "turboquant_3bit_nc", "turboquant_3bit_nc:all",
+    "turboquant_k3v4_nc", "turboquant_k3v4_nc:all",
+    "turboquant_k8v4", "turboquant_k8v4:all",
+)  # fmt: skip
+FULL = Plan(
+    texts=30,
+    context=8000,
+    decode_steps=512,
+    continuation_steps=128,
+    lengths=(512, 1024, 2048, 4096, 8192),
+    depths=(0.0, 0.25, 0.5, 0.75, 1.0),
+    cases=20,
+)
+# What two cores do in two or three minutes.
+QUICK = Plan(
+    texts=4,
+    context=384,
+    decode_steps=64,
+    continuation_steps=24,
+    lengths=(512,),
+    depths=(0.0, 0.5, 1.0),
+    cases=1,
+)
+CHUNK = {"full": 256, "quick": 64}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine.
+
+    Attributes:
+        name: As on the command line.
+        cache_dtype: As on vLLM's.
+        chunk: Tokens of a prompt that a step prefills.
+        stored: Whether turbo_prefill is "stored".
+        compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
+
+    """
+
+    name: str
+    cache_dtype: str
+    chunk: int
+    stored: bool
+    compress_all_layers: bool
+
+    @classmethod
+    def parse(cls, name: str, chunk: int) -> "Arm":
+        cache_dtype, *options = name.split(":")
+        for option in options:
+            if option.isdigit():
+                chunk = int(option)
+            elif option not in ("stored", "all"):
+                raise ValueError(f"arm {name!r} has no option {option!r}")
+        return cls(name, cache_dtype, chunk, "stored" in options, "all" in options)
+
+
+def child_environment(folder: Path, on_cpu: bool) -> dict[str, str]:
+    """Returns the environment of an engine's process, whose files go to `folder`."""
+    variables = dict(os.environ) | {
+        # Engines that start side by side would compile into the same files.
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Arrays of all distributions need not go from process to process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    if on_cpu:
+        # The runner that GPUs take, and one core an engine.
+        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
+    return variables
+
+
+def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of an arm's `LLM`."""
+    options: dict[str, Any] = {
+        "dtype": args.dtype,
+        "kv_cache_dtype": arm.cache_dtype,
+        "max_model_len": longest,
+        "max_num_seqs": args.max_num_seqs,
+        # Each sequence gets its chunk in each step, whatever the others do.
+        "long_prefill_token_threshold": arm.chunk,
+        "max_num_batched_tokens": (arm.chunk + 1) * args.max_num_seqs,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
+        "enable_trace_replay": True,
+        "max_logprobs": -1,
+        # In bf16 logits are up to 1/16 apart, which would hide small divergences.
+        "hf_overrides": {"head_dtype": "float32"},
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
+        # The cache's size is given: this only says what must be free at the start.
+        "gpu_memory_utilization": 0.1,
+        "disable_log_stats": True,
+    }
+    if arm.stored:
+        options["attention_config"] = {"turbo_prefill": "stored"}
+    if args.on_cpu:
+        options |= ENGINE_ARGS
+    return options | args.engine_args
+
+
+class Lab:
+    """The cases, a scratch folder, and the arms' processes."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.args = args
+        self.scratch = scratch
+        self.cases = build_cases(args.text, args.plan, args.seed)
+        self.deadline = time.monotonic() + args.time_limit
+
+    def start(self, arm: Arm) -> subprocess.Popen:
+        folder = self.folder(arm)
+        folder.mkdir()
+        job = {
+            "model": str(self.args.model),
+            "engine_args": engine_args(arm, self.cases.longest(), self.args),
+            "compress_all_layers": arm.compress_all_layers,
+        }
+        (folder / "job.json").write_text(json.dumps(job | self.cases.for_child()))
+        with (folder / "log").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, CHILD, folder / "job.json", folder],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment(folder, self.args.on_cpu),
+                start_new_session=True,
+            )
+
+    def run(self, arms: list[Arm]) -> Iterator[tuple[Arm, str | None]]:
+        """Yields each arm when its process has ended, and what went wrong."""
+        waiting = deque(arms)
+        running: dict[Arm, subprocess.Popen] = {}
+        try:
+            while waiting or running:
+                late = time.monotonic() > self.deadline
+                ended = [
+                    arm
+                    for arm, process in running.items()
+                    if late or process.poll() is not None
+                ]
+                for arm in ended:
+                    stop_group(running.pop(arm))
+                if late:
+                    ended += waiting
+                    waiting.clear()
+                while waiting and len(running) < self.args.jobs:
+                    arm = waiting.popleft()
+                    running[arm] = self.start(arm)
+                for arm in ended:
+                    yield arm, self.failure(arm, late)
+                time.sleep(0.1)
+        finally:
+            for process in running.values():
+                stop_group(process)
+
+    def failure(self, arm: Arm, late: bool) -> str | None:
+        """Returns the last error in the log of an arm that left no result."""
+        if (self.folder(arm) / "result.json").exists():
+            return None
+        if late:
+            return "no time left"
+        log = (self.folder(arm) / "log").read_text(errors="replace")
+        errors = re.findall(r"\b\w+(?:Error|Exception): .*$", log, re.MULTILINE)
+        return errors[-1].strip()[:300] if errors else "ended without a result"
+
+    def folder(self, arm: Arm) -> Path:
+        return self.scratch / arm.name.replace(":", "-")
+
+    def result(self, arm: Arm) -> dict[str, Any]:
+        return json.loads((self.folder(arm) / "result.json").read_text())
+
+    def distributions(self, arm: Arm, part: str) -> np.ndarray:
+        return np.load(self.folder(arm) / f"{part}.npy", mmap_mode="r")
+
+    def measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
+        """Returns all that is reported of an arm that ran."""
+        result, of_reference = self.result(arm), self.result(reference)
+        texts = np.asarray(self.cases.texts)
+        steps = self.cases.plan.decode_steps
+        # Positions before have read no cache, in one of the two at least.
+        first = max(arm.chunk, reference.chunk)
+        slices = {
+            "prefill": (slice(first, None), texts[:, 1 + first :]),
+            "decode": (slice(None), texts[:, -steps:]),
+        }
+        measured = {
+            part: compare(
+                self.distributions(reference, part)[:, positions],
+                self.distributions(arm, part)[:, positions],
+                targets,
+            )
+            for part, (positions, targets) in slices.items()
+        }
+        pairs = zip(result["continuations"], of_reference["continuations"])
+        shared = [common_prefix(*pair) for pair in pairs]
+        return {
+            **measured,
+            "tasks": score_tasks(self.cases.tasks, result["answers"]),
+            "greedy_prefix": float(np.mean(shared)),
+            **{
+                key: result[key]
+                for key in result
+                if key not in ("continuations", "answers")
+            },
+        }
+
+
+def run_lab(lab: Lab, arms: list[Arm]) -> list[dict[str, Any]]:
+    """Returns a row an arm, in the order given."""
+    rows: dict[str, dict[str, Any]] = {}
+    ended: list[Arm] = []
+    reference = arms[0]
+    for arm, error in lab.run(arms):
+        rows[arm.name] = {"arm": arm.name, "chunk": arm.chunk}
+        if error is None:
+            ended.append(arm)
+        else:
+            rows[arm.name]["error"] = error
+        print(f"{arm.name}: {error or 'ran'}", flush=True)
+        if arm == reference and error:
+            raise SystemExit(f"quality: no reference: {error}")
+        if reference in ended:
+            for other in ended:
+                if "decode" not in rows[other.name]:
+                    rows[other.name] |= lab.measure(other, reference)
+    return [rows[arm.name] for arm in arms]
+
+
+def write_report(
+    rows: list[dict[str, Any]], lab: Lab, args: argparse.Namespace
+) -> None:
+    """Writes quality.json, quality.md and the pictures, and prints the table."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    report = {
+        "facts": run_facts(),
+        "model": args.model.name,
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "plan": lab.cases.plan.as_dict(),
+        "engine_args": args.engine_args,
+        "arms": rows,
+        "bars": bars(rows),
+    }
+    path = args.output / "quality.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    text = markdown(report)
+    (args.output / "quality.md").write_text(text)
+    print(text, end="", flush=True)
+    if args.pictures:
+        subprocess.run([sys.executable, PICTURES, path], check=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--text", type=Path, default=HELD_OUT, help="held-out text")
+    parser.add_argument("--arms", nargs="+", help="the first is the reference")
+    parser.add_argument("--quick", action="store_true", help="for a CPU: minutes")
+    parser.add_argument("--chunk", type=int, help="tokens of a prefill chunk")
+    parser.add_argument("--cases", type=int, help="tasks a length and depth")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", help="of the model (bfloat16; on a CPU float16)")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--kv-cache-memory-bytes", type=int)
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, help="more of LLM's, as JSON"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=3600, help="seconds for all arms"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
+    parser.add_argument("--no-pictures", dest="pictures", action="store_false")
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args()
+    args.on_cpu = not has_gpu()
+    args.plan = QUICK if args.quick else FULL
+    if args.cases is not None:
+        args.plan = args.plan.with_cases(args.cases)
+    args.dtype = args.dtype or ("float16" if args.on_cpu else "bfloat16")
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = (64 << 20) if args.on_cpu else (4 << 30)
+    chunk = args.chunk or CHUNK["quick" if args.quick else "full"]
+    try:
+        names = args.arms or (CPU_ARMS if args.on_cpu else GPU_ARMS)
+        args.parsed_arms = [Arm.parse(name, chunk) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def keep_logs(scratch: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in scratch.glob("*/log"):
+        shutil.copyfile(log, folder / f"{log.parent.name}.log")
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, raise_exit)
+    signal.signal(signal.SIGHUP, raise_exit)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        try:
+            lab = Lab(args, scratch)
+            rows = run_lab(lab, args.parsed_arms)
+        finally:
+            if args.logs:
+                keep_logs(scratch, args.logs)
+        write_report(rows, lab, args)
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

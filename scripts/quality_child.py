@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Puts one engine through the cases of `quality.py`, in a process of its own.
+
+Usage: python quality_child.py JOB FOLDER. The folder gets `prefill.npy` and
+`decode.npy`, log-probabilities of the whole vocabulary (text, position, token), and
+`result.json`: the tokens generated, and facts of the engine.
+
+Both sets of distributions come from vLLM's model runner V2, before any sampling
+parameter applies: a prompt's through `prompt_logprob_token_ids`, those of decode steps
+by replaying the text as the tokens sampled.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine import arg_utils
+from vllm.inputs import TokensPrompt
+from vllm.logprobs import FlatLogprobs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
+from vllm.outputs import RequestOutput
+
+
+def compress_all_layers() -> str:
+    """Lets vLLM's turboquant presets compress the layers they would keep in bf16."""
+    TurboQuantConfig.get_boundary_skip_layers = staticmethod(  # type: ignore[assignment, method-assign]
+        lambda *_: []
+    )
+    return "every layer compressed: get_boundary_skip_layers overridden"
+
+
+def unforce_flash_attention_2() -> str | None:
+    """Undoes the turboquant presets' choice of a FlashAttention that is not there.
+
+    Returns:
+        What was overridden; None if FlashAttention 2 is installed.
+
+    """
+    from vllm.v1.attention.backends.fa_utils import (
+        get_flash_attn_version,
+        is_fa_version_supported,
+    )
+
+    if is_fa_version_supported(2):
+        return None
+
+    version = get_flash_attn_version()
+
+    def with_version(**configs: Any) -> VllmConfig:
+        configs["attention_config"].flash_attn_version = version
+        return VllmConfig(**configs)
+
+    # The version is forced before the configuration is made, and read while it is.
+    arg_utils.VllmConfig = with_version  # type: ignore[misc, assignment]
+    return f"FlashAttention 2 is missing: version {version} instead, as bf16 takes"
+
+
+def apply_overrides(job: dict[str, Any]) -> list[str]:
+    """Changes this process's vLLM as an arm asks, and returns what was changed."""
+    changes = []
+    if job["engine_args"]["kv_cache_dtype"].startswith("turboquant_"):
+        changes.append(unforce_flash_attention_2())
+    if job["compress_all_layers"]:
+        changes.append(compress_all_layers())
+    return [change for change in changes if change]
+
+
+def as_array(output: RequestOutput, vocab_size: int) -> np.ndarray:
+    """Returns (position, token) log-probabilities of a request's generated tokens."""
+    logprobs = output.outputs[0].logprobs
+    assert isinstance(logprobs, FlatLogprobs)
+    starts = np.asarray(logprobs.start_indices)
+    counts = np.asarray(logprobs.end_indices) - starts
+    rows = np.repeat(np.arange(len(starts)), counts)
+    array = np.full((len(starts), vocab_size), np.nan, dtype=np.float32)
+    array[rows, logprobs.token_ids] = logprobs.logprobs
+    assert not np.isnan(array).any()
+    return array
+
+
+class Lab:
+    """One engine, and what it is asked."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        start = time.perf_counter()
+        self.overrides = apply_overrides(job)
+        self.llm = LLM(job["model"], **job["engine_args"])
+        self.config = self.llm.llm_engine.vllm_config
+        self.vocab_size = self.config.model_config.get_vocab_size()
+        self.seconds = {"start": time.perf_counter() - start}
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]:
+        batch = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return self.llm.generate(batch, params, use_tqdm=False)
+
+    def prefill(self, texts: list[list[int]]) -> np.ndarray:
+        """Returns each prompt position's distribution of the next token."""
+        vocabulary = np.arange(self.vocab_size, dtype=np.int32)
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                prompt_logprob_token_ids=np.tile(vocabulary, (len(text) - 1, 1)),
+            )
+            for text in texts
+        ]
+        arrays = [o.prompt_token_id_logprobs for o in self.generate(texts, params)]
+        return np.stack([array for array in arrays if array is not None])
+
+    def decode(self, texts: list[list[int]], steps: int) -> np.ndarray:
+        """Returns the distributions of the last `steps` tokens, decoded one by one."""
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=steps,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=-1,
+                flat_logprobs=True,
+                trace_decode_token_ids=text[-steps:],
+            )
+            for text in texts
+        ]
+        outputs = self.generate([text[:-steps] for text in texts], params)
+        for output, text in zip(outputs, texts, strict=True):
+            assert list(output.outputs[0].token_ids) == text[-steps:]
+        return np.stack([as_array(output, self.vocab_size) for output in outputs])
+
+    def continue_greedily(
+        self, prompts: list[list[int]], lengths: list[int], ignore_eos: bool
+    ) -> list[list[int]]:
+        """Returns the greedy tokens after each prompt."""
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=length,
+                ignore_eos=ignore_eos,
+                detokenize=False,
+            )
+            for length in lengths
+        ]
+        outputs = self.generate(prompts, params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the engine says of its cache."""
+        specs = self.llm.collective_rpc("get_kv_cache_spec")[0].values()
+        layers = self.config.compilation_config.static_forward_context.values()
+        backends = {
+            layer.get_attn_backend().get_name()
+            for layer in layers
+            if isinstance(layer, Attention)
+        }
+        return {
+            "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),
+            "layers": len(specs),
+            # Not all layers' caches have the same dtype.
+            "mixed_layers": len({s.page_size_bytes / s.block_size for s in specs}) > 1,
+            "backends": sorted(backends),
+            "overrides": self.overrides,
+            "seconds": self.seconds,
+        }
+
+    def timed(self, part: str, start: float) -> None:
+        self.seconds[part] = time.perf_counter() - start
+
+
+def main() -> None:
+    job_path, folder = map(Path, sys.argv[1:])
+    job = json.loads(job_path.read_text())
+    lab = Lab(job)
+
+    texts, steps = job["texts"], job["decode_steps"]
+    start = time.perf_counter()
+    np.save(folder / "prefill.npy", lab.prefill(texts))
+    lab.timed("prefill", start)
+
+    start = time.perf_counter()
+    np.save(folder / "decode.npy", lab.decode(texts, steps))
+    lab.timed("decode", start)
+
+    start = time.perf_counter()
+    prompts, length = job["continued"], job["continuation_steps"]
+    continuations = lab.continue_greedily(prompts, [length] * len(prompts), True)
+    lab.timed("greedy", start)
+
+    start = time.perf_counter()
+    tasks = job["tasks"]
+    answers = lab.continue_greedily(
+        [task["prompt"] for task in tasks],
+        [len(task["answer"]) for task in tasks],
+        False,
+    )
+    lab.timed("tasks", start)
+    result = {"continuations": continuations, "answers": answers} | lab.facts()
+    # Its presence says that all is there.
+    (folder / "result.tmp").write_text(json.dumps(result))
+    (folder / "result.tmp").rename(folder / "result.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The quality lab: its arithmetic, and a small run of it through the engine."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scenarios import GAIN, TURBO_DTYPES
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import quality  # noqa: E402
+from quality_cases import cut, text_tokens  # noqa: E402
+from quality_metrics import (  # noqa: E402
+    common_prefix,
+    compare,
+    kl_divergence,
+    score_tasks,
+)
+from quality_report import bars  # noqa: E402
+
+TIMEOUT_S = 600
+MAX_PICTURE_BYTES = 100 << 10
+# Mean KL in nats: one and a half times what --quick measured.
+KL_BOUND = {
+    "decode": {"turbo4": 0.0165, "k4v3": 0.0300, "turbo3": 0.0660},
+    "prefill": {"turbo4": 0.0026, "k4v3": 0.0043, "turbo3": 0.0114},
+}
+# An unquantised cache differs from itself by the order of sums alone.
+NOISE = 1e-6
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def distributions() -> np.ndarray:
+    generator = np.random.default_rng(0)
+    return log_softmax(3 * generator.standard_normal((2, 50, 259))).astype(np.float32)
+
+
+def test_kl_of_two_coins():
+    fair, biased = np.log([0.5, 0.5]), np.log([0.9, 0.1])
+    assert kl_divergence(fair, biased) == pytest.approx(math.log(0.5 / 0.3))
+    expected = 0.9 * math.log(1.8) + 0.1 * math.log(0.2)
+    assert kl_divergence(biased, fair) == pytest.approx(expected)
+
+
+def test_kl_ignores_what_the_reference_rules_out():
+    with np.errstate(divide="ignore"):
+        certain, fair = np.log([1.0, 0.0]), np.log([0.5, 0.5])
+    assert kl_divergence(certain, fair) == pytest.approx(math.log(2))
+    assert kl_divergence(fair, certain) == math.inf
+
+
+def test_comparison_with_itself(distributions: np.ndarray):
+    targets = distributions.argmax(axis=-1)
+    result = compare(distributions, distributions, targets)
+    assert result["kl_mean"] == result["kl_p99"] == result["kl_stderr"] == 0
+    assert result["top1"] == 1
+    assert result["positions"] == targets.size
+    likeliest = distributions.max(axis=-1).mean(dtype=np.float64)
+    assert result["perplexity"] == pytest.approx(math.exp(-likeliest), rel=1e-6)
+
+
+def test_comparison_with_shuffled_rows(distributions: np.ndarray):
+    """The figures of an engine that mixed up its positions."""
+    targets = distributions.argmax(axis=-1)
+    result = compare(distributions, distributions[:, ::-1], targets)
+    assert result["kl_mean"] > 1
+    assert result["top1"] < 0.1
+
+
+def test_tail_and_spread(distributions: np.ndarray):
+    other = distributions.copy()
+    other[0, 0] = np.roll(other[0, 0], 1)
+    result = compare(distributions, other, distributions.argmax(axis=-1))
+    worst = kl_divergence(distributions[0, 0], other[0, 0])
+    assert result["kl_mean"] == pytest.approx(worst / 100)
+    # One text has it all: mean m/50 and 0, so the standard error is the mean itself.
+    assert result["kl_stderr"] == pytest.approx(worst / 100)
+    assert result["top1"] == 0.99
+
+
+def test_common_prefix():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
+    assert common_prefix([], [1]) == 0
+
+
+def test_an_answer_needs_its_end():
+    tasks = [
+        {"kind": "needle", "length": 512, "depth": depth, "answer": [7, 258]}
+        for depth in (0.0, 0.0, 1.0)
+    ]
+    scores = score_tasks(tasks, [[7, 258], [7, 7], [7, 258]])
+    assert scores["needle"]["score"] == pytest.approx(2 / 3)
+    assert scores["needle"]["grid"] == [
+        {"length": 512, "depth": 0.0, "score": 0.5},
+        {"length": 512, "depth": 1.0, "score": 1.0},
+    ]
+
+
+def test_texts_share_no_token():
+    tokens = text_tokens("ab<|endoftext|>cd")
+    assert tokens == [*b"ab", 256, *b"cd", 256]
+    texts = cut(list(range(100)), 3, 30)
+    assert sorted(sum(texts, [])) == sorted(set(sum(texts, [])))
+    with pytest.raises(ValueError, match="100 tokens"):
+        cut(list(range(100)), 4, 30)
+
+
+def test_arms_are_named_on_the_command_line():
+    assert quality.Arm.parse("turbo4:stored", 64).stored
+    assert quality.Arm.parse("auto:48", 64).chunk == 48
+    arm = quality.Arm.parse("turboquant_4bit_nc:all", 64)
+    assert arm.compress_all_layers and arm.cache_dtype == "turboquant_4bit_nc"
+    with pytest.raises(ValueError, match="'most'"):
+        quality.Arm.parse("turboquant_4bit_nc:most", 64)
+
+
+def test_bars_are_held_or_not():
+    def row(arm: str, kl: float, size: int) -> dict[str, Any]:
+        part = {"kl_mean": kl}
+        tasks = {"needle": {"score": 1.0 if kl < 3 else 0.5}}
+        sizes = {"bytes_per_token": size, "tasks": tasks}
+        return {"arm": arm, "decode": part, "prefill": part} | sizes
+
+    rows = [
+        row("auto", 0, 512),
+        row("turbo4", 1, 136),
+        row("k4v3", 4, 120),
+        row("turboquant_4bit_nc:all", 2.5, 134),
+        {"arm": "turboquant_4bit_nc", "error": "ValueError: no"},
+    ]
+    held = {bar["bar"]: bar["held"] for bar in bars(rows)}
+    assert held == {
+        "KL of decode, turbo4 over turboquant_4bit_nc:all": True,
+        "KL of prefill, turbo4 over turboquant_4bit_nc:all": True,
+        "KL of decode, k4v3 over turboquant_4bit_nc:all": False,
+        "KL of prefill, k4v3 over turboquant_4bit_nc:all": False,
+        "bytes, k4v3 over turboquant_4bit_nc:all": True,
+        "needles that turbo4 misses beyond auto": True,
+        "needles that k4v3 misses beyond auto": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run's output; `fp8` is there because a CPU refuses it."""
+    folder = tmp_path_factory.mktemp("quality")
+    arms = [*quality.CPU_ARMS, "fp8"]
+    options = ["--quick", "--jobs", "2", "--output", str(folder), "--arms", *arms]
+    run = subprocess.run(
+        [sys.executable, str(SCRIPTS / "quality.py"), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    # One arm has no figures.
+    assert run.returncode == 1, run.stdout
+    assert (folder / "quality.md").read_text() in run.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads((folder / "quality.json").read_text())
+    return {row["arm"]: row for row in report["arms"]}
+
+
+def test_bytes_a_token(rows: dict[str, dict[str, Any]]):
+    reference = rows["auto"]["bytes_per_token"]
+    for dtype in TURBO_DTYPES:
+        assert reference / rows[dtype]["bytes_per_token"] == pytest.approx(GAIN[dtype])
+        assert rows[dtype]["backends"] == ["TURBO"]
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_divergence(rows: dict[str, dict[str, Any]], part: str):
+    """Fewer bits cost more, each within its bound, and no quantisation is free."""
+    divergences = [rows[dtype][part]["kl_mean"] for dtype in TURBO_DTYPES]
+    assert rows["auto:48"][part]["kl_mean"] < NOISE < divergences[0]
+    assert divergences == sorted(divergences)
+    for dtype, divergence in zip(TURBO_DTYPES, divergences):
+        assert divergence < KL_BOUND[part][dtype]
+
+
+def test_needles_are_found(rows: dict[str, dict[str, Any]]):
+    for arm in ("auto", "auto:48", "turbo4", "k4v3"):
+        needles = rows[arm]["tasks"]["needle"]
+        assert needles["score"] == 1 and needles["cases"] == 3
+
+
+def test_a_refused_dtype_is_named(folder: Path, rows: dict[str, dict[str, Any]]):
+    assert "fp8" in rows["fp8"]["error"]
+    assert "`fp8`: not measured: " in (folder / "quality.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["kl_bytes.svg", "needles.svg"])
+def test_pictures(folder: Path, name: str):
+    picture = folder / name
+    assert picture.stat().st_size < MAX_PICTURE_BYTES
+    text = picture.read_text()
+    assert all(dtype in text for dtype in TURBO_DTYPES)
