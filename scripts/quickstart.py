@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """From a fresh machine to an answer from a model with a quantised KV cache.
 
-Makes the environment, applies the series, serves a model, asks it something,
-prints how much each cache dtype holds, and stops the server. Without --model the
-model is a small one with seeded weights, whose answer is gibberish.
+Makes the environment, applies the series, serves a model, asks it for a fact that a
+text holds, prints how much each cache dtype holds, and stops the server. Without
+--model the model is the small one of this repository, which was trained for that.
 """
 
 import argparse
@@ -34,7 +34,14 @@ from vllm_turbo_cpu_standins.settings import (  # noqa: E402
 )
 
 NUM_STEPS = 5
-QUESTION = "What does a KV cache hold?"
+MODEL = ROOT / "models" / "needle-qwen3"
+# Text, names and codes that the small model was not trained on.
+TEXT = ROOT / "tests" / "quality" / "heldout.txt"
+SEPARATOR = "<|endoftext|>"
+TEXT_LENGTH = 1500
+CODE = "508237"
+FACT = f"The code of Torand is {CODE}."
+QUESTION = "What is the code of Torand?"
 # A GPU's cache gets what its memory leaves; a CPU's is told.
 CPU_CACHE_BYTES = 256 << 20
 START_TIMEOUT_S = 1800
@@ -156,17 +163,27 @@ def wait_until_up(server: subprocess.Popen, port: int, log: Path) -> None:
     raise QuickstartError(f"no server after {START_TIMEOUT_S} s; read {log}")
 
 
-def ask(port: int, model: str) -> str:
-    """Returns the model's answer to the question."""
+def needle_prompt() -> str:
+    """Returns a text with the fact in its middle, and the question after it."""
+    documents = TEXT.read_text(encoding="utf-8").split(SEPARATOR)
+    document = next(text for text in documents if len(text) > TEXT_LENGTH)
+    # The last line may be cut.
+    lines = document[:TEXT_LENGTH].strip().split("\n")[:-1]
+    lines.insert(len(lines) // 2, FACT)
+    return "\n".join([*lines, "", QUESTION])
+
+
+def ask(port: int, model: str, prompt: str) -> str:
+    """Returns the model's answer to a user's message."""
     common: dict[str, Any] = {"model": model, "max_tokens": 48, "temperature": 0}
-    messages = [{"role": "user", "content": QUESTION}]
+    messages = [{"role": "user", "content": prompt}]
     try:
         body = common | {"messages": messages}
         answer = request(port, "/v1/chat/completions", body)
         return answer["choices"][0]["message"]["content"]
     except QuickstartError:
         # A base model has no chat template.
-        answer = request(port, "/v1/completions", common | {"prompt": QUESTION})
+        answer = request(port, "/v1/completions", common | {"prompt": prompt})
         return answer["choices"][0]["text"]
 
 
@@ -209,13 +226,7 @@ def quickstart(args: argparse.Namespace) -> None:
     run([SCRIPTS / "apply.sh"], PYTHON=str(python))
 
     model = args.model
-    if model is None:
-        model = str(venv / "models" / "seeded-qwen3")
-        announce(3, f"model: {model}")
-        if not Path(model, "model.safetensors").exists():
-            run([python, SCRIPTS / "seeded_model.py", model], logs / "model.log")
-    else:
-        announce(3, f"model: {model}")
+    announce(3, f"model: {model}")
 
     port, log = free_port(), logs / "server.log"
     command: list[str | Path] = [
@@ -229,8 +240,11 @@ def quickstart(args: argparse.Namespace) -> None:
         wait_until_up(server, port, log)
         for line in startup_lines(log):
             print(f"      {line}")
-        announce(5, QUESTION)
-        print(f"      {ask(port, model)!r}", flush=True)
+        prompt = needle_prompt()
+        announce(5, f"after {len(prompt):,} characters of text: {QUESTION}")
+        answer = ask(port, model, prompt)
+        verdict = "right" if CODE in answer else f"wrong: the text says {CODE}"
+        print(f"      {answer!r} ({verdict})", flush=True)
         memory = cache_bytes(log, on_cpu)
     show_capacities(python, model, memory, variables, ENGINE_ARGS if on_cpu else {})
 
@@ -260,7 +274,7 @@ def raise_exit(number: int, _frame: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="name or folder (default: a small seeded one)")
+    parser.add_argument("--model", default=str(MODEL), help="name or folder")
     parser.add_argument("--kv-cache-dtype", default="turbo4")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, raise_exit)

@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 from scenarios import GAIN
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.sh"
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "scripts" / "quickstart.sh"
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "quality")]
+
+import quickstart  # noqa: E402
+from tasks import is_held_out  # noqa: E402
+
 TIMEOUT_S = 240
 
 
@@ -61,6 +67,15 @@ class Run:
         return status
 
 
+def test_asks_for_what_the_model_was_not_trained_on():
+    name = quickstart.QUESTION.removeprefix("What is the code of ").rstrip("?")
+    assert is_held_out(name) and is_held_out(quickstart.CODE)
+    lines = quickstart.needle_prompt().split("\n")
+    assert lines.count(quickstart.FACT) == 1
+    assert len(lines) // 3 < lines.index(quickstart.FACT) < len(lines) * 2 // 3
+    assert lines[-1] == quickstart.QUESTION
+
+
 def test_serves_answers_and_compares(tmp_path: Path):
     run = Run(tmp_path / "log")
     assert run.end() == 0, run.log.read_text()
@@ -69,7 +84,7 @@ def test_serves_answers_and_compares(tmp_path: Path):
     assert "up to date" in output and " ..." not in output
     assert re.search(r"KV cache size: [\d,]+ tokens", output)
     # The question's step, then the answer in quotes.
-    assert re.search(r"\[5/5\] .*\n +(['\"]).+\1\n", output)
+    assert re.search(r"\[5/5\] .*\n +(['\"]).+\1 \(right\)\n", output)
     gains = dict(re.findall(r"^(\w+) +[\d,]+ +([\d.]+)x$", output, re.MULTILINE))
     assert float(gains.pop("bfloat16")) == 1
     assert {dtype: float(gain) for dtype, gain in gains.items()} == {
