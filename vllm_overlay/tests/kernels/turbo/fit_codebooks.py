@@ -2,16 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fits the codebooks of the turbo format to rotated vectors.
 
-A rotated vector is close to Gaussian whatever it was, so the coordinates of a scale
-group are samples of N(0, 1) divided by the scale that the encoder's search picks.
-Levels and search depend on each other: as in Lloyd's algorithm, each is made best for
-the other in turn. Both sides' levels lie on an odd cubic, the keys' rounded to
+A rotated vector is close to Gaussian whatever it was, so its coordinates are samples
+of N(0, 1) divided by the scales that the encoder's search picks, as far as the words of
+a vector can hold them. Levels and search depend on each other: as in Lloyd's algorithm,
+each is made best for the other in turn. Both sides' levels lie on an odd cubic, the keys' rounded to
 (m + 1/2) / 128; its coefficients are fp16 numbers in the positions v that kernels
 evaluate it at (see ``format.Codebook``).
 
     python tests/kernels/turbo/fit_codebooks.py    # prints what format.py holds
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -25,20 +26,27 @@ ROUNDING = 768.0
 # Where the fit of the values' cubic starts, by bits.
 START = {4: (0.37, 0.047), 3: (0.42, 0.055)}
 ROUNDS = 12
-NUM_GROUPS = 30_000
+HEAD_SIZE = 128
+NUM_VECTORS = 7_500
 
 
-class Groups(NamedTuple):
-    """Samples of scale groups.
+class Vectors(NamedTuple):
+    """Samples of vectors, by scale group.
 
     Attributes:
-        magnitude: (N, 32) fp32 magnitudes.
-        floor: (N,) int32 code of the largest scale not above a group's largest.
+        magnitude: (N, G, D / G) fp32 magnitudes.
+        floor: (N, G) int32 code of the largest scale not above a group's largest.
 
     """
 
     magnitude: torch.Tensor
     floor: torch.Tensor
+
+    @property
+    def words(self) -> fmt.ScaleWords:
+        """How their scales are stored."""
+        _, num_groups, scale_group = self.magnitude.shape
+        return fmt.scale_words(num_groups * scale_group, scale_group)
 
 
 class Quality(NamedTuple):
@@ -64,41 +72,43 @@ class Quality(NamedTuple):
         return 1 - 2 + energy / self.slope**2
 
 
-def gaussian_groups(num_groups: int, seed: int = 0) -> Groups:
+def gaussian_vectors(num_vectors: int, scale_group: int, seed: int = 0) -> Vectors:
     generator = torch.Generator().manual_seed(seed)
-    magnitude = torch.randn(num_groups, fmt.SCALE_GROUP, generator=generator).abs()
-    return Groups(magnitude, reference.scale_floor(magnitude.amax(-1)))
+    shape = (num_vectors, HEAD_SIZE // scale_group, scale_group)
+    magnitude = torch.randn(shape, generator=generator).abs()
+    return Vectors(magnitude, reference.scale_floor(magnitude.amax(-1)))
 
 
 def encode(
-    groups: Groups, levels: torch.Tensor, offsets: tuple[int, ...]
+    vectors: Vectors, levels: torch.Tensor, offsets: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises groups with the best scale each.
+    """Quantises vectors with the best scales that their words can hold.
 
     Returns:
-        index: (N, 32) int64 into ``levels``.
-        scale: (N, 1) fp32.
+        index: (N, G, D / G) int64 into ``levels``.
+        scale: (N, G, 1) fp32.
 
     """
     thresholds = (levels[1:] + levels[:-1]) / 2
-    best = None
+
+    def nearest(code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = reference.scale_values(code)[..., None]
+        return torch.bucketize(vectors.magnitude / scale, thresholds), scale
+
+    codes, errors = [], []
     for offset in offsets:
-        code = (groups.floor + offset).clamp(0, fmt.SCALE_CODE_MAX)
-        scale = reference.scale_values(code)[:, None]
-        index = torch.bucketize(groups.magnitude / scale, thresholds)
-        error = (groups.magnitude - levels[index] * scale).square().sum(-1, True)
-        if best is None:
-            best = error, index, scale
-        else:
-            better = error < best[0]
-            pairs = zip((error, index, scale), best)
-            best = tuple(torch.where(better, new, old) for new, old in pairs)
-    return best[1], best[2]
+        codes.append((vectors.floor + offset).clamp(0, fmt.SCALE_CODE_MAX))
+        index, scale = nearest(codes[-1])
+        errors.append((vectors.magnitude - levels[index] * scale).square().sum(-1))
+    stacked = torch.stack(codes, -1), torch.stack(errors, -1)
+    return nearest(reference.scales_in_reach(*stacked, vectors.words))
 
 
-def quality(groups: Groups, levels: torch.Tensor, offsets: tuple[int, ...]) -> Quality:
-    index, scale = encode(groups, levels, offsets)
-    x = groups.magnitude.double()
+def quality(
+    vectors: Vectors, levels: torch.Tensor, offsets: tuple[int, ...]
+) -> Quality:
+    index, scale = encode(vectors, levels, offsets)
+    x = vectors.magnitude.double()
     decoded = (levels[index] * scale).double()
     energy = x.square().sum()
     error = (x - decoded).square().sum() / energy
@@ -116,7 +126,7 @@ def cubic_levels(bits: int, cubic: tuple[float, float]) -> torch.Tensor:
 
 
 def fit_cubic(
-    groups: Groups,
+    vectors: Vectors,
     bits: int,
     offsets: tuple[int, ...],
     rounds: int = ROUNDS,
@@ -125,10 +135,10 @@ def fit_cubic(
     cubic = START[bits]
     v = half_positions(bits)
     basis = torch.stack([v, v**3], -1).double()
-    x = groups.magnitude.double()
+    x = vectors.magnitude.double()
     for _ in range(rounds):
-        index, scale = encode(groups, cubic_levels(bits, cubic), offsets)
-        features = (basis[index] * scale[..., None]).flatten(0, 1)
+        index, scale = encode(vectors, cubic_levels(bits, cubic), offsets)
+        features = (basis[index] * scale[..., None]).flatten(0, -2)
         solution = torch.linalg.lstsq(features, x.flatten()[:, None], driver="gels")
         a, b = solution.solution[:, 0].tolist()
         cubic = a, b
@@ -136,14 +146,17 @@ def fit_cubic(
 
 
 def fit_free(
-    groups: Groups, levels: torch.Tensor, offsets: tuple[int, ...], rounds: int = ROUNDS
+    vectors: Vectors,
+    levels: torch.Tensor,
+    offsets: tuple[int, ...],
+    rounds: int = ROUNDS,
 ) -> torch.Tensor:
     """Levels with no form asked of them: what the cubic is measured against."""
     for _ in range(rounds):
-        index, scale = encode(groups, levels, offsets)
-        scale = scale.expand_as(groups.magnitude).flatten()
+        index, scale = encode(vectors, levels, offsets)
+        scale = scale.expand_as(vectors.magnitude).flatten()
         weights = torch.zeros_like(levels).index_add_(0, index.flatten(), scale**2)
-        products = scale * groups.magnitude.flatten()
+        products = scale * vectors.magnitude.flatten()
         levels = levels.new_zeros(levels.shape).index_add_(0, index.flatten(), products)
         levels /= weights
     return levels
@@ -212,25 +225,28 @@ def table_levels(table: tuple[int, ...]) -> torch.Tensor:
 
 
 def fit_key(
-    groups: Groups, bits: int, offsets: tuple[int, ...], cubic: tuple[float, float]
+    vectors: Vectors, bits: int, offsets: tuple[int, ...], cubic: tuple[float, float]
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
     """The best table near a cubic, and its coefficients."""
     return min(
         key_tables(bits, cubic).items(),
-        key=lambda item: quality(groups, table_levels(item[0]), offsets).error,
+        key=lambda item: quality(vectors, table_levels(item[0]), offsets).error,
     )
 
 
 def main() -> None:
-    groups = gaussian_groups(NUM_GROUPS)
-    check = gaussian_groups(4 * NUM_GROUPS, seed=1)
-    for bits in (4, 3):
+    scale_groups = {"keys": fmt.KEY_SCALE_GROUP, "values": fmt.VALUE_SCALE_GROUP}
+    for bits, scale_group in itertools.product(
+        (4, 3), sorted({*scale_groups.values()})
+    ):
+        vectors = gaussian_vectors(NUM_VECTORS, scale_group)
+        check = gaussian_vectors(4 * NUM_VECTORS, scale_group, seed=1)
         offsets = fmt.SCALE_OFFSETS[bits]
-        cubic = fit_cubic(groups, bits, offsets)
-        table, key_cubic = fit_key(groups, bits, offsets, cubic)
+        cubic = fit_cubic(vectors, bits, offsets)
+        table, key_cubic = fit_key(vectors, bits, offsets, cubic)
         value_cubic = as_half(cubic)
-        free = fit_free(groups, cubic_levels(bits, cubic), offsets)
-        print(f"{bits} bits, offsets {offsets}")
+        free = fit_free(vectors, cubic_levels(bits, cubic), offsets)
+        print(f"{bits} bits, offsets {offsets}, groups of {scale_group}")
         for name, levels in (
             (f"keys {table} cubic {key_cubic}", table_levels(table)),
             (f"values cubic {value_cubic}", cubic_levels(bits, value_cubic)),

@@ -22,21 +22,34 @@ from vllm.v1.attention.ops.turbo.format import (
 )
 
 from .fit_codebooks import (
-    NUM_GROUPS,
+    NUM_VECTORS,
     as_half,
     fit_cubic,
     fit_key,
-    gaussian_groups,
+    gaussian_vectors,
     quality,
     rounded_in_half,
     table_levels,
 )
-from .utils import all_codebooks, all_head_sizes, all_presets, random_pages
+from .utils import ON_GPU, all_codebooks, all_head_sizes, all_presets, random_pages
 
 SIZES = {
     "turbo4": (68, 86, 102, 120, 136, 204, 272, 544),
     "k4v3": (60, 76, 90, 106, 120, 180, 240, 480),
     "turbo3": (52, 66, 78, 92, 104, 156, 208, 416),
+}
+
+# Words of scales of groups of 16, by head size: words, bytes, groups of a word, bits
+# and steps of a delta.
+SCALE_WORDS = {
+    64: (1, 2, 4, 2, 2),
+    80: (1, 3, 5, 3, 1),
+    96: (1, 3, 6, 2, 2),
+    112: (1, 4, 7, 3, 1),
+    128: (1, 4, 8, 3, 1),
+    192: (3, 2, 4, 2, 2),
+    256: (2, 4, 8, 3, 1),
+    512: (4, 4, 8, 3, 1),
 }
 
 
@@ -90,18 +103,31 @@ def test_planes_are_aligned(name, head_size):
         assert offset % 16 == 0
 
 
+def scale_by_contract(
+    page: bytes, start: int, unit: int, size: int, scale_group: int
+) -> int:
+    """Scale code of a unit of the vector whose scales start at a byte."""
+    if scale_group == 32:
+        return page[start + unit % -(-size // 32)]
+    _, num_bytes, word_groups, bits, step = SCALE_WORDS[size]
+    word, place = divmod(unit % (size // 16), word_groups)
+    start += word * num_bytes
+    word = int.from_bytes(page[start : start + num_bytes], "little")
+    return word % 256 - step * (word >> 8 + bits * place & (1 << bits) - 1)
+
+
 def decode_by_contract(
     page: bytes, token: int, side: int, layout: TurboFormat
 ) -> list[float]:
     """One vector of a page, decoded as the docstring of TurboFormat says."""
     size = layout.head_size
-    units, num_scales = size // 8, -(-size // 32)
+    units, scale_bytes = size // 8, -(-size // 32)
     bits = (layout.key_bits, layout.value_bits)
-    planes = [2 * size * bits[0], 2 * size * bits[1], 16 * num_scales]
+    planes = [2 * size * bits[0], 2 * size * bits[1], 16 * scale_bytes]
     tile, n = divmod(token, 16)
     start = tile * 16 * layout.slot_size
     codes = start + sum(planes[:side])
-    scales = start + sum(planes[: side + 2]) + n * num_scales
+    scales = start + sum(planes[: side + 2]) + n * scale_bytes
     codebook = (layout.key_codebook, layout.value_codebook)[side]
     result = []
     for r in range(size):
@@ -114,7 +140,8 @@ def decode_by_contract(
             code = int.from_bytes(page[p : p + 2], "little") >> 2 * i & 3
             p = codes + 4 * size + n * units + fmt.high_plane_units(units).index(u)
             code |= (page[p] >> i & 1) << 2
-        exponent, mantissa = divmod(page[scales + u % num_scales], 8)
+        scale_code = scale_by_contract(page, scales, u, size, codebook.scale_group)
+        exponent, mantissa = divmod(scale_code, 8)
         if exponent == 0:
             scale = mantissa * 2.0**-17
         else:
@@ -143,6 +170,31 @@ def test_load_follows_the_contract(name, head_size):
         expected = [decode_by_contract(page, n, side, layout) for n in tokens]
         expected = torch.tensor(expected, dtype=torch.float32)
         assert torch.equal(loaded[:, 0].cpu(), expected)
+
+
+@all_head_sizes
+def test_scale_words(head_size):
+    """They take the bytes of an E5M3 scale for each 32 coordinates."""
+    num_bytes = -(-head_size // 32)
+    words = fmt.scale_words(head_size, 16)
+    assert words == SCALE_WORDS[head_size]
+    assert words.num_bytes == num_bytes
+    assert words.num_groups == head_size // 16
+    assert 8 + words.word_groups * words.delta_bits <= 8 * words.word_bytes
+    assert fmt.scale_words(head_size, 32) == (num_bytes, 1, 1, 0, 1)
+
+
+@pytest.mark.parametrize("scale_group", [16, 32])
+@all_head_sizes
+def test_scales_pack_round_trip(head_size, scale_group):
+    words = fmt.scale_words(head_size, scale_group)
+    delta = torch.randint(words.max_delta + 1, (50, words.num_words, words.word_groups))
+    delta[..., -1] = 0
+    base = torch.randint(21, 0xF8, (50, words.num_words, 1))
+    codes = (base - words.delta_step * delta).flatten(-2).to(torch.uint8)
+    packed = reference.pack_scales(codes, words)
+    assert packed.shape == (50, words.num_bytes)
+    assert torch.equal(reference.unpack_scales(packed, words), codes)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -218,18 +270,23 @@ def test_value_cubic_is_the_levels(bits):
         assert level == pytest.approx(a * v + b * v**3, rel=1e-12)
 
 
+@pytest.mark.skipif(ON_GPU, reason="runs on the CPU alone, where it is tested")
 @pytest.mark.parametrize("bits", [3, 4])
 def test_codebooks_are_the_fit(bits):
     """The constants come out of their fit again."""
     offsets = SCALE_OFFSETS[bits]
-    groups = gaussian_groups(NUM_GROUPS)
-    cubic = fit_cubic(groups, bits, offsets)
-    assert as_half(cubic) == VALUE_CODEBOOKS[bits].kernel_cubic
-    table, key_cubic = fit_key(groups, bits, offsets, cubic)
-    key = KEY_CODEBOOKS[bits]
+    key, value = KEY_CODEBOOKS[bits], VALUE_CODEBOOKS[bits]
+    vectors = gaussian_vectors(NUM_VECTORS, value.scale_group)
+    cubic = fit_cubic(vectors, bits, offsets)
+    assert as_half(cubic) == value.kernel_cubic
+    if key.scale_group != value.scale_group:
+        vectors = gaussian_vectors(NUM_VECTORS, key.scale_group)
+        cubic = fit_cubic(vectors, bits, offsets)
+    table, key_cubic = fit_key(vectors, bits, offsets, cubic)
     assert tuple((m + 0.5) / 128 for m in table) == key.magnitudes
     assert key_cubic == key.kernel_cubic
-    found = quality(gaussian_groups(NUM_GROUPS, seed=1), table_levels(table), offsets)
+    others = gaussian_vectors(NUM_VECTORS, key.scale_group, seed=1)
+    found = quality(others, table_levels(table), offsets)
     assert 1 / found.slope == pytest.approx(key.gain, abs=2e-4)
 
 

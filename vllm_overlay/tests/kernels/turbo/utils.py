@@ -30,7 +30,9 @@ from vllm.v1.attention.ops.turbo.format import (
     KEY_CODEBOOKS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
+    Codebook,
     TurboFormat,
+    scale_words,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
@@ -154,16 +156,32 @@ def new_cache(
     ]
 
 
+def random_scales(
+    *shape: int, layout: TurboFormat, codebook: Codebook, seed: int
+) -> torch.Tensor:
+    """Scale bytes of random vectors, (*shape, S): any finite scales, zero too."""
+    words = scale_words(layout.head_size, codebook.scale_group)
+    shape = (*shape, words.num_words)
+    base = random_bytes(*shape, 1, below=0xF8, seed=seed)
+    delta = random_bytes(
+        *shape, words.word_groups, below=words.max_delta + 1, seed=seed
+    )
+    delta[..., 0] = 0
+    delta = torch.minimum(delta, base // words.delta_step)
+    codes = base - words.delta_step * delta
+    return reference.pack_scales(codes.flatten(-2), words)
+
+
 def random_pages(
     layout: TurboFormat, num_blocks: int, num_kv_heads: int, block_size: int
 ) -> torch.Tensor:
     """A cache of random codes and scales; every scale is finite."""
-    tiles = block_size // 16
-    shape = (num_blocks, num_kv_heads, tiles)
-    codes = random_bytes(*shape, layout.key_scales_offset, seed=1)
-    scale_bytes = layout.tile_bytes - layout.key_scales_offset
-    scales = random_bytes(*shape, scale_bytes, below=0xF8, seed=2)
-    pages = torch.cat([codes, scales], -1)
+    shape = (num_blocks, num_kv_heads, block_size // 16)
+    parts = [random_bytes(*shape, layout.key_scales_offset, seed=1)]
+    for seed, codebook in ((2, layout.key_codebook), (3, layout.value_codebook)):
+        scales = random_scales(*shape, 16, layout=layout, codebook=codebook, seed=seed)
+        parts.append(scales.flatten(-2))
+    pages = torch.cat(parts, -1)
     return pages.view(num_blocks, num_kv_heads, block_size, layout.slot_size)
 
 

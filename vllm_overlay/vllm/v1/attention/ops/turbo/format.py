@@ -8,19 +8,23 @@ imports nothing but the standard library, so configuration code can use it.
 The method is TurboQuant (Zandieh et al., arXiv:2504.19874), its MSE variant:
 rotate a vector at random, then quantise each coordinate with a fixed scalar
 codebook. Two things differ from the paper. There is no vector norm; instead
-each group of 32 rotated coordinates has an 8-bit scale, which costs the same
-bytes and follows the local energy. And there is no QJL residual: its unbiased
+each group of 16 rotated coordinates has a scale, which costs the same bytes and
+follows the local energy. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 # Tokens a tile. A page is a whole number of tiles.
 TILE_TOKENS = 16
-# Rotated coordinates that share one scale.
-SCALE_GROUP = 32
+# Rotated coordinates that share one scale: 16, or 32. The bytes are the same.
+KEY_SCALE_GROUP = 16
+VALUE_SCALE_GROUP = 16
+# Rotated coordinates to a byte of scales.
+SCALE_BYTE_COORDINATES = 32
 # Codes a unit: the unit of packing, see TurboFormat.
 UNIT_CODES = 8
 
@@ -71,6 +75,7 @@ class Codebook:
 
     Attributes:
         bits: Bits a code.
+        scale_group: Coordinates that share a scale.
         magnitudes: Levels of the upper half, ascending.
         kernel_cubic: Coefficients (a, b) of ``a * v + b * v**3``, fp16 numbers, with
             v = u / 2**(bits - 2), less than 2. For a value codebook this is the
@@ -86,6 +91,7 @@ class Codebook:
     """
 
     bits: int
+    scale_group: int
     magnitudes: tuple[float, ...]
     kernel_cubic: tuple[float, float]
     gain: float = 1.0
@@ -117,11 +123,12 @@ def _cubic_at_levels(bits: int, cubic: tuple[float, float]) -> list[float]:
 def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
     integers = [round(x - 0.5) for x in _cubic_at_levels(bits, cubic)]
     magnitudes = tuple((m + 0.5) / 128 for m in integers)
-    return Codebook(bits, magnitudes, cubic, gain, unbiased=True)
+    return Codebook(bits, KEY_SCALE_GROUP, magnitudes, cubic, gain, unbiased=True)
 
 
 def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
-    return Codebook(bits, tuple(_cubic_at_levels(bits, cubic)), cubic)
+    magnitudes = tuple(_cubic_at_levels(bits, cubic))
+    return Codebook(bits, VALUE_SCALE_GROUP, magnitudes, cubic)
 
 
 # Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the
@@ -129,12 +136,12 @@ def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
 # code becomes an int8 operand (-m - 1 is ~m) as well as an fp16 one:
 # 5 17 29 43 59 77 98 123 and 13 42 78 127.
 KEY_CODEBOOKS = {
-    4: _key_codebook(4, (45.28125, 5.84765625), 1.00641),
-    3: _key_codebook(3, (52.75, 6.52734375), 1.02704),
+    4: _key_codebook(4, (45.28125, 5.84765625), 1.00545),
+    3: _key_codebook(3, (52.75, 6.53515625), 1.02077),
 }
 VALUE_CODEBOOKS = {
-    4: _value_codebook(4, (0.368408203125, 0.047210693359375)),
-    3: _value_codebook(3, (0.419921875, 0.054595947265625)),
+    4: _value_codebook(4, (0.375244140625, 0.04376220703125)),
+    3: _value_codebook(3, (0.42236328125, 0.0469970703125)),
 }
 
 # cache dtype -> (key bits, value bits)
@@ -164,6 +171,67 @@ def high_plane_units(num_units: int) -> list[int]:
     return [word + part * quarter for word in range(quarter) for part in range(4)]
 
 
+class ScaleWords(NamedTuple):
+    """How the scales of a vector are stored: ``num_words`` little-endian words.
+
+    A word holds the scales of ``word_groups`` groups: scale group g is place
+    ``g % word_groups`` of word ``g // word_groups``. The low byte is a base, a
+    scale code; above it lie ``delta_bits`` bits a place, the first lowest. The
+    code of a group is ``base - delta_step * delta``, never negative. Spare bits
+    are zero.
+
+    Attributes:
+        num_words: Words a vector.
+        word_bytes: Bytes a word.
+        word_groups: Groups a word.
+        delta_bits: Bits of a delta; 0 for a byte a group.
+        delta_step: Steps of the scale grid to a unit of delta.
+
+    """
+
+    num_words: int
+    word_bytes: int
+    word_groups: int
+    delta_bits: int
+    delta_step: int
+
+    @property
+    def num_groups(self) -> int:
+        """Scale groups a vector."""
+        return self.num_words * self.word_groups
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a vector's scales."""
+        return self.num_words * self.word_bytes
+
+    @property
+    def max_delta(self) -> int:
+        return (1 << self.delta_bits) - 1
+
+
+def scale_words(head_size: int, scale_group: int) -> ScaleWords:
+    """Scale words of vectors of ``head_size``: ceil(D / 32) bytes.
+
+    With groups of 16 a word serves up to 128 coordinates and has a base of its
+    own. Eight deltas of 3 bits fill 32 bits; shorter words may leave 2 bits,
+    which then count by two, for scales of a vector differ by more than three.
+    """
+    num_bytes = math.ceil(head_size / SCALE_BYTE_COORDINATES)
+    if scale_group == SCALE_BYTE_COORDINATES:
+        return ScaleWords(num_bytes, 1, 1, 0, 1)
+    assert scale_group == 16, scale_group
+    word_bytes = num_bytes
+    if num_bytes > 4:
+        word_bytes = 4 if num_bytes % 4 == 0 else 2
+    num_words = num_bytes // word_bytes
+    word_groups = head_size // scale_group // num_words
+    delta_bits = min(3, 8 * (word_bytes - 1) // word_groups)
+    return ScaleWords(
+        num_words, word_bytes, word_groups, delta_bits, 1 if delta_bits == 3 else 2
+    )
+
+
 @dataclass(frozen=True)
 class TurboFormat:
     """Layout of one turbo cache dtype at one head size.
@@ -171,21 +239,22 @@ class TurboFormat:
     For one (block, KV head) the tokens' bytes are one contiguous region: a
     sequence of tiles of 16 tokens, each of ``tile_bytes`` bytes, so a cut at a
     multiple of 16 tokens is a cut in bytes. With D the head size, S =
-    ceil(D / 32) scales a vector and n the token's index in its tile, a tile is
+    ceil(D / 32) bytes of scales a vector and n the token's index in its tile, a tile is
 
     ==================  =========================  ==========================
     plane               bytes                      address within the plane
     ==================  =========================  ==========================
     K codes             16 * D * key_bits / 8      see below
     V codes             16 * D * value_bits / 8    see below
-    K scales            16 * S                     n * S + group
-    V scales            16 * S                     n * S + group
+    K scales            16 * S                     n * S, see ScaleWords
+    V scales            16 * S                     n * S, see ScaleWords
     ==================  =========================  ==========================
 
     Coordinate r of a rotated vector is code ``r // U`` of unit ``r % U``, with
     U = D / 8 units of eight codes, and belongs to scale group
-    ``(r % U) % S``. The coordinates are rotated, so any assignment to groups
-    is as good as another; this one gives a unit a single scale.
+    ``(r % U) % G`` of the side's G groups: D / 16 or, where a group is 32
+    coordinates, S. The coordinates are rotated, so any assignment to groups is
+    as good as another; this one gives a unit a single scale.
 
     * 4 bits: unit u of token n is the little-endian 32-bit word at
       ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``.
@@ -251,9 +320,17 @@ class TurboFormat:
         return self.head_size // UNIT_CODES
 
     @property
-    def num_scales(self) -> int:
-        """Scale bytes a vector."""
-        return math.ceil(self.head_size / SCALE_GROUP)
+    def key_scale_words(self) -> ScaleWords:
+        return scale_words(self.head_size, self.key_codebook.scale_group)
+
+    @property
+    def value_scale_words(self) -> ScaleWords:
+        return scale_words(self.head_size, self.value_codebook.scale_group)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a vector's scales."""
+        return math.ceil(self.head_size / SCALE_BYTE_COORDINATES)
 
     @property
     def key_code_bytes(self) -> int:
@@ -268,12 +345,12 @@ class TurboFormat:
     @property
     def key_packed_size(self) -> int:
         """Bytes of a key, scales included."""
-        return self.key_code_bytes + self.num_scales
+        return self.key_code_bytes + self.scale_bytes
 
     @property
     def value_packed_size(self) -> int:
         """Bytes of a value, scales included."""
-        return self.value_code_bytes + self.num_scales
+        return self.value_code_bytes + self.scale_bytes
 
     @property
     def slot_size(self) -> int:
@@ -302,4 +379,4 @@ class TurboFormat:
     @property
     def value_scales_offset(self) -> int:
         """Byte offset of the V scales in a tile."""
-        return self.key_scales_offset + TILE_TOKENS * self.num_scales
+        return self.key_scales_offset + TILE_TOKENS * self.scale_bytes

@@ -4,8 +4,8 @@
 
 The kernels are tested against this module, bit for bit where bytes are
 written, and CPU tensors are served by it. Shapes: T tokens, H KV heads, D the
-head size, S scales a vector. Rotated vectors are in the order of coordinates r
-that ``TurboFormat`` defines.
+head size, G scale groups and S bytes of scales a vector. Rotated vectors are in
+the order of coordinates r that ``TurboFormat`` defines.
 """
 
 import math
@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat
+from vllm.v1.attention.ops.turbo.format import Codebook, ScaleWords, TurboFormat
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -86,15 +86,15 @@ def scale_floor(largest: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def group_of_coordinate(head_size: int) -> torch.Tensor:
+def group_of_coordinate(head_size: int, scale_group: int) -> torch.Tensor:
     """Scale group of each coordinate: int64 (D,)."""
-    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
-    return torch.arange(head_size) % layout.num_units % layout.num_scales
+    num_groups = fmt.scale_words(head_size, scale_group).num_groups
+    return torch.arange(head_size) % (head_size // fmt.UNIT_CODES) % num_groups
 
 
 @cache
-def _group_sum_matrix(head_size: int) -> torch.Tensor:
-    groups = group_of_coordinate(head_size)
+def _group_sum_matrix(head_size: int, scale_group: int) -> torch.Tensor:
+    groups = group_of_coordinate(head_size, scale_group)
     return torch.nn.functional.one_hot(groups).to(torch.float32)
 
 
@@ -106,11 +106,40 @@ def _nearest(
     return (magnitude[..., None] > thresholds * scale[..., None]).sum(-1)
 
 
-def choose_scales(magnitude: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Codes of the scales: uint8 (..., S).
+def scales_in_reach(
+    codes: torch.Tensor, errors: torch.Tensor, words: ScaleWords
+) -> torch.Tensor:
+    """The best scale codes that a word can hold.
 
-    Each group tries ``codebook.scale_offsets`` and keeps the first scale of
-    least squared error.
+    The base of a word is the largest of its groups' best codes. A group takes
+    the best of its candidates that the base reaches or, if there is none, the
+    first code above its best that it does.
+
+    Args:
+        codes: (..., G, candidates) int32.
+        errors: (..., G, candidates); of equal ones the first is the best.
+        words: How scales are stored.
+
+    Returns:
+        (..., G) int32.
+
+    """
+    best = codes.gather(-1, errors.argmin(-1, keepdim=True))
+    by_word = best.unflatten(-2, (words.num_words, words.word_groups))
+    base = by_word.amax(-2, keepdim=True).expand_as(by_word).flatten(-3, -2)
+    steps, step = base - codes, words.delta_step
+    reached = (steps >= 0) & (steps <= words.max_delta * step) & (steps % step == 0)
+    errors = errors.masked_fill(~reached, math.inf)
+    chosen = codes.gather(-1, errors.argmin(-1, keepdim=True))
+    above = base - ((base - best) // step).clamp(max=words.max_delta) * step
+    return torch.where(reached.any(-1, True), chosen, above)[..., 0]
+
+
+def choose_scales(magnitude: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Codes of the scales: uint8 (..., G).
+
+    Each group tries ``codebook.scale_offsets`` for the scale of least squared
+    error, within what its word can hold.
 
     Args:
         magnitude: (..., D) fp32, at most SCALE_MAX.
@@ -118,31 +147,27 @@ def choose_scales(magnitude: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
     """
     head_size = magnitude.shape[-1]
-    groups = group_of_coordinate(head_size).to(magnitude.device)
-    members = _group_sum_matrix(head_size).to(magnitude.device)
+    groups = group_of_coordinate(head_size, codebook.scale_group).to(magnitude.device)
+    members = _group_sum_matrix(head_size, codebook.scale_group).to(magnitude.device)
     largest = torch.stack(
         [magnitude[..., groups == g].amax(-1) for g in range(members.shape[1])], -1
     )
-    base = scale_floor(largest)
+    floor = scale_floor(largest)
     exponent = _exponent(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
     normaliser = _power_of_two(-exponent)[..., groups]
     levels = torch.tensor(codebook.magnitudes, device=magnitude.device)
-
-    best_error = best_code = None
+    codes, errors = [], []
     for offset in codebook.scale_offsets:
-        code = (base + offset).clamp(0, fmt.SCALE_CODE_MAX)
+        code = (floor + offset).clamp(0, fmt.SCALE_CODE_MAX)
         scale = scale_values(code)[..., groups]
         level = levels[_nearest(magnitude, scale, codebook)]
         error = (magnitude - level * scale) * normaliser
         error = (error * error).clamp(max=fmt.ERROR_MAX)
-        error = torch.round(error * 2.0**fmt.ERROR_FRACTION_BITS) @ members
-        if best_error is None:
-            best_error, best_code = error, code
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_code = torch.where(better, code, best_code)
-    return best_code.to(torch.uint8)
+        errors.append(torch.round(error * 2.0**fmt.ERROR_FRACTION_BITS) @ members)
+        codes.append(code)
+    words = fmt.scale_words(head_size, codebook.scale_group)
+    chosen = scales_in_reach(torch.stack(codes, -1), torch.stack(errors, -1), words)
+    return chosen.to(torch.uint8)
 
 
 def unbiasing_factor(
@@ -196,12 +221,12 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
 
     Returns:
         codes: (..., D) uint8, offset binary.
-        scale_codes: (..., S) uint8, E5M3.
+        scale_codes: (..., G) uint8, E5M3.
 
     """
     magnitude = y.abs().clamp(max=fmt.SCALE_MAX)
     scale_codes = choose_scales(magnitude, codebook)
-    groups = group_of_coordinate(y.shape[-1]).to(y.device)
+    groups = group_of_coordinate(y.shape[-1], codebook.scale_group).to(y.device)
     scale = scale_values(scale_codes)[..., groups]
     if codebook.unbiased:
         magnitude = magnitude * unbiasing_factor(magnitude, scale, codebook)
@@ -214,10 +239,33 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
 def dequantize(
     codes: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
 ) -> torch.Tensor:
-    """Rotated vectors, (..., D) fp32, of codes (..., D) and scales (..., S)."""
+    """Rotated vectors, (..., D) fp32, of codes (..., D) and scales (..., G)."""
     levels = torch.tensor(codebook.levels, device=codes.device)
-    groups = group_of_coordinate(codes.shape[-1]).to(codes.device)
-    return levels[codes.long()] * scale_values(scale_codes)[..., groups]
+    groups = group_of_coordinate(codes.shape[-1], codebook.scale_group)
+    scale = scale_values(scale_codes)[..., groups.to(codes.device)]
+    return levels[codes.long()] * scale
+
+
+def pack_scales(scale_codes: torch.Tensor, words: ScaleWords) -> torch.Tensor:
+    """Bytes of a vector's scales: (..., G) to (..., S), both uint8."""
+    codes = scale_codes.long().unflatten(-1, (words.num_words, words.word_groups))
+    base = codes.amax(-1)
+    deltas = (base[..., None] - codes) // words.delta_step
+    shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
+    word = base + (deltas << shifts.to(codes.device)).sum(-1)
+    shifts = 8 * torch.arange(words.word_bytes, device=codes.device)
+    return (word[..., None] >> shifts & 0xFF).flatten(-2).to(torch.uint8)
+
+
+def unpack_scales(packed: torch.Tensor, words: ScaleWords) -> torch.Tensor:
+    """Inverse of ``pack_scales``."""
+    by_word = packed.long().unflatten(-1, (words.num_words, words.word_bytes))
+    shifts = 8 * torch.arange(words.word_bytes, device=packed.device)
+    word = (by_word << shifts).sum(-1, keepdim=True)
+    shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
+    deltas = word >> shifts.to(packed.device) & words.max_delta
+    codes = (word & 0xFF) - deltas * words.delta_step
+    return codes.flatten(-2).to(torch.uint8)
 
 
 def _combine(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -283,7 +331,7 @@ def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
         if bits == 3:
             high_start = codes_start + fmt.TILE_TOKENS * low_width
             parts.append(rows(high_start, layout.num_units))
-        parts.append(rows(scales_start, layout.num_scales))
+        parts.append(rows(scales_start, layout.scale_bytes))
         return torch.cat(parts, 1)
 
     return (
@@ -327,7 +375,9 @@ def store(
     sides = ((key, layout.key_codebook), (value, layout.value_codebook))
     for (tensor, codebook), addresses in zip(sides, tile_addresses(layout)):
         codes, scales = quantize(rotate(tensor[:num_tokens][kept]), codebook)
-        packed = torch.cat([pack_codes(codes, codebook.bits), scales], -1)
+        words = fmt.scale_words(layout.head_size, codebook.scale_group)
+        parts = [pack_codes(codes, codebook.bits), pack_scales(scales, words)]
+        packed = torch.cat(parts, -1)
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
         region[blocks, heads, (tile[:, None] + rows)[:, None, :]] = packed
 
@@ -360,7 +410,9 @@ def load(
         packed = region[blocks, heads, (tile[:, None] + rows)[:, None, :]]
         code_bytes = layout.head_size * codebook.bits // 8
         codes = unpack_codes(packed[..., :code_bytes], codebook.bits)
-        sides.append(dequantize(codes, packed[..., code_bytes:], codebook))
+        words = fmt.scale_words(layout.head_size, codebook.scale_group)
+        scales = unpack_scales(packed[..., code_bytes:], words)
+        sides.append(dequantize(codes, scales, codebook))
     return sides[0], sides[1]
 
 

@@ -41,6 +41,8 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
         "VALUE_CUBIC": layout.value_codebook.kernel_cubic,
         "KEY_BITS": layout.key_bits,
         "VALUE_BITS": layout.value_bits,
+        "KEY_SCALE_WORDS": tuple(layout.key_scale_words),
+        "VALUE_SCALE_WORDS": tuple(layout.value_scale_words),
         "HEAD_SIZE": layout.head_size,
         "COLUMNS": columns,
         "BLOCK_C": triton.next_power_of_2(columns),
@@ -49,6 +51,7 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
 
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
+_SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
 
 
 @triton.jit
@@ -66,6 +69,7 @@ def load_units(
     codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
     token,  # of that shape, place in the tile
     column,  # [1, C] or [C, 1]
+    same_column,  # the same, from ``as_loaded`` where a dot follows
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
@@ -85,17 +89,37 @@ def load_units(
         # 32-bit loads, though columns then share words: Triton neither
         # pipelines narrower ones nor loads them in the layout of a dot operand.
         HALF: tl.constexpr = NUM_UNITS // 2
+        same_unit = same_column % NUM_UNITS
         row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
         p_low = row_ptr.to(tl.pointer_type(tl.int32)) + unit % HALF
-        low = tl.load(p_low, mask=mask, other=0) >> unit // HALF * 16
+        low = tl.load(p_low, mask=mask, other=0) >> same_unit // HALF * 16
         row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * NUM_UNITS
         if NUM_UNITS % 4 == 0:
             QUARTER: tl.constexpr = NUM_UNITS // 4
             p_high = row_ptr.to(tl.pointer_type(tl.int32)) + unit % QUARTER
-            high = tl.load(p_high, mask=mask, other=0) >> unit // QUARTER * 8
+            high = tl.load(p_high, mask=mask, other=0) >> same_unit // QUARTER * 8
         else:
             high = tl.load(row_ptr + unit, mask=mask, other=0).to(tl.int32)
         return low & 0xFFFF | (high & 0xFF) << 16
+
+
+@triton.jit
+def _load_scale_word(
+    word_ptr,  # uint8 pointers
+    mask,
+    WORD_BYTES: tl.constexpr,
+):
+    """Load little-endian words; bits above theirs are any."""
+    if WORD_BYTES == 4:
+        return tl.load(word_ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+    if WORD_BYTES == 2:
+        p_word = word_ptr.to(tl.pointer_type(tl.int16))
+        return tl.load(p_word, mask=mask, other=0).to(tl.int32)
+    word = tl.load(word_ptr, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(1, WORD_BYTES):
+        part = tl.load(word_ptr + i, mask=mask, other=0).to(tl.int32)
+        word |= part << (8 * i)
+    return word
 
 
 @triton.jit
@@ -103,15 +127,53 @@ def load_scales(
     scales_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's scale plane
     token,  # of that shape
     column,  # [1, C] or [C, 1]
+    same_column,  # the same, from ``as_loaded`` where a dot follows
+    inside,  # [N, 1] or [1, N], which tokens to load
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
 ):
-    """Load the scale of each column's unit, fp16; zero where masked."""
+    """Load the scale of each column's unit, fp16; zero where masked.
+
+    SCALE_WORDS is ``format.ScaleWords`` as a tuple.
+    """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
-    NUM_SCALES: tl.constexpr = (HEAD_SIZE + 31) // 32
-    group = column % NUM_UNITS % NUM_SCALES
-    p_scale = scales_ptr + token * NUM_SCALES + group
-    return scale_value(tl.load(p_scale, mask=mask, other=0))
+    NUM_WORDS: tl.constexpr = SCALE_WORDS[0]
+    WORD_BYTES: tl.constexpr = SCALE_WORDS[1]
+    WORD_GROUPS: tl.constexpr = SCALE_WORDS[2]
+    DELTA_BITS: tl.constexpr = SCALE_WORDS[3]
+    DELTA_STEP: tl.constexpr = SCALE_WORDS[4]
+    row_ptr = scales_ptr + token * (NUM_WORDS * WORD_BYTES)
+    if NUM_WORDS == 1:
+        # Once a token, and not for each column.
+        word = _load_scale_word(row_ptr, inside, WORD_BYTES)
+    else:
+        index = column % NUM_UNITS // WORD_GROUPS % NUM_WORDS
+        word = _load_scale_word(row_ptr + index * WORD_BYTES, mask, WORD_BYTES)
+    if DELTA_BITS == 0:
+        return scale_value(word)
+    # A delta is shifted to where the base is in an fp16 number.
+    MAX_DELTA: tl.constexpr = ((1 << DELTA_BITS) - 1) * DELTA_STEP
+    place = same_column % NUM_UNITS % (NUM_WORDS * WORD_GROUPS) % WORD_GROUPS
+    delta = word >> (place * DELTA_BITS + (8 - _SCALE_SHIFT - (DELTA_STEP - 1)))
+    bits = ((word & 0xFF) << _SCALE_SHIFT) - (delta & (MAX_DELTA * _SCALE_UNIT))
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def as_loaded(
+    x,  # int32, not negative
+    ptr,  # any pointer to int32
+    never,  # a scalar that is false, but not to the compiler
+):
+    """x, as the result of a load.
+
+    Triton has a loop's loads in the layout of a dot's operand, and pipelines
+    them, only if nothing but loads and constants goes into that operand. What
+    else does, like shifts that differ between columns, has to come from a load:
+    this one, whose mask is false and whose default is x.
+    """
+    return tl.load(ptr + x, mask=(x >= 0) & never, other=x)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     LOG2_E,
     MIN_OUTPUT_COLUMNS,
+    as_loaded,
     key_coordinates,
     layout_constants,
     load_scales,
@@ -83,23 +84,36 @@ def _scores(
     token,  # [N]
     inside,  # [N]
     column,  # [C]
+    same_column,  # [C], from ``as_loaded``
     SCALES_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """K q^T of one block of tokens, fp32 [N, H]."""
     tile_ptr = tile_ptr[:, None]
     token = token[:, None]
+    inside = inside[:, None]
     column = column[None, :]
-    mask = inside[:, None] & (column < COLUMNS)
-    word = load_units(tile_ptr, token, column, mask, HEAD_SIZE, BITS)
-    scale = load_scales(tile_ptr + SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    same_column = same_column[None, :]
+    mask = inside & (column < COLUMNS)
+    word = load_units(tile_ptr, token, column, same_column, mask, HEAD_SIZE, BITS)
+    scale = load_scales(
+        tile_ptr + SCALES_OFFSET,
+        token,
+        column,
+        same_column,
+        inside,
+        mask,
+        HEAD_SIZE,
+        SCALE_WORDS,
+    )
     scale = scale * 0.0078125
     scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
+        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE, BITS)
         key = key_coordinates(v, scale, CUBIC)  # [N, C]
         scores = tl.dot(key, query[i], scores)
     return scores
@@ -114,26 +128,39 @@ def _accumulate_values(
     token,  # [N]
     inside,  # [N]
     column,  # [C]
+    same_column,  # [C], from ``as_loaded``
     CODES_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Rescale the accumulator and add V^T P of one block of tokens."""
     tile_ptr = tile_ptr[None, :]
     token = token[None, :]
+    inside = inside[None, :]
     column = column[:, None]
-    mask = inside[None, :] & (column < COLUMNS)
+    same_column = same_column[:, None]
+    mask = inside & (column < COLUMNS)
     codes_ptr = tile_ptr + CODES_OFFSET
-    word = load_units(codes_ptr, token, column, mask, HEAD_SIZE, BITS)
-    scale = load_scales(tile_ptr + SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    word = load_units(codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS)
+    scale = load_scales(
+        tile_ptr + SCALES_OFFSET,
+        token,
+        column,
+        same_column,
+        inside,
+        mask,
+        HEAD_SIZE,
+        SCALE_WORDS,
+    )
     linear = scale * CUBIC[0]
     cubic = scale * CUBIC[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, BITS)
+        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE, BITS)
         value = value_coordinates(v, linear, cubic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)
@@ -164,6 +191,8 @@ def _decode_kernel(
     VALUE_CUBIC: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    KEY_SCALE_WORDS: tl.constexpr,
+    VALUE_SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -195,6 +224,7 @@ def _decode_kernel(
         return
 
     column = tl.arange(0, BLOCK_C)
+    same_column = as_loaded(column, seq_lens_ptr, seq_len < 0)
     column_mask = column < COLUMNS
     p_query = query_ptr + column[:, None] + (row * HEAD_SIZE)[None, :]
     query_mask = column_mask[:, None] & head_mask[None, :]
@@ -222,9 +252,11 @@ def _decode_kernel(
             token,
             inside,
             column,
+            same_column,
             KEY_SCALES_OFFSET,
             KEY_CUBIC,
             KEY_BITS,
+            KEY_SCALE_WORDS,
             HEAD_SIZE,
             COLUMNS,
         )
@@ -243,10 +275,12 @@ def _decode_kernel(
             token,
             inside,
             column,
+            same_column,
             VALUE_CODES_OFFSET,
             VALUE_SCALES_OFFSET,
             VALUE_CUBIC,
             VALUE_BITS,
+            VALUE_SCALE_WORDS,
             HEAD_SIZE,
             COLUMNS,
         )

@@ -111,6 +111,8 @@ def _gather_kernel(
     VALUE_CUBIC: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    KEY_SCALE_WORDS: tl.constexpr,
+    VALUE_SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,12 +136,22 @@ def _gather_kernel(
     tile_ptr = tile_ptr[:, None]
     token = token[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
-    mask = inside[:, None] & (column < COLUMNS)
+    inside = inside[:, None]
+    mask = inside & (column < COLUMNS)
     row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
     offset = row[:, None] + column
 
-    word = load_units(tile_ptr, token, column, mask, HEAD_SIZE, KEY_BITS)
-    scale = load_scales(tile_ptr + KEY_SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    word = load_units(tile_ptr, token, column, column, mask, HEAD_SIZE, KEY_BITS)
+    scale = load_scales(
+        tile_ptr + KEY_SCALES_OFFSET,
+        token,
+        column,
+        column,
+        inside,
+        mask,
+        HEAD_SIZE,
+        KEY_SCALE_WORDS,
+    )
     scale = scale * 0.0078125
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, KEY_BITS)
@@ -147,8 +159,17 @@ def _gather_kernel(
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
     codes_ptr = tile_ptr + VALUE_CODES_OFFSET
-    word = load_units(codes_ptr, token, column, mask, HEAD_SIZE, VALUE_BITS)
-    scale = load_scales(tile_ptr + VALUE_SCALES_OFFSET, token, column, mask, HEAD_SIZE)
+    word = load_units(codes_ptr, token, column, column, mask, HEAD_SIZE, VALUE_BITS)
+    scale = load_scales(
+        tile_ptr + VALUE_SCALES_OFFSET,
+        token,
+        column,
+        column,
+        inside,
+        mask,
+        HEAD_SIZE,
+        VALUE_SCALE_WORDS,
+    )
     linear = scale * VALUE_CUBIC[0]
     cubic = scale * VALUE_CUBIC[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):

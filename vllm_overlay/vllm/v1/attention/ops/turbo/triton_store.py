@@ -17,6 +17,16 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     scale_value,
     tile_pointers,
 )
+from vllm.v1.attention.ops.turbo.triton_scales import (
+    choose_scales,
+    exponent_of,
+    nearest_level,
+    power_of_two,
+    round_to_integer,
+    store_scales,
+    unfold,
+    unit_of_column,
+)
 
 
 class StoreTuning(NamedTuple):
@@ -54,12 +64,9 @@ def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
-_SCALE_CODE_MAX = tl.constexpr(fmt.SCALE_CODE_MAX)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
 _ROTATION_EXPONENT = tl.constexpr(fmt.ROTATION_EXPONENT)
 _MIN_INPUT_EXPONENT = tl.constexpr(fmt.MIN_INPUT_EXPONENT)
-_ERROR_UNIT = tl.constexpr(float(1 << fmt.ERROR_FRACTION_BITS))
-_ERROR_MAX = tl.constexpr(fmt.ERROR_MAX)
 _ERROR_MAX_EXPONENT = tl.constexpr(fmt.ERROR_MAX_EXPONENT)
 _PRODUCT_UNIT = float(1 << fmt.PRODUCT_FRACTION_BITS)
 _SQUARE_FACTOR = tl.constexpr(_PRODUCT_UNIT)
@@ -78,19 +85,6 @@ _KEY_GAIN_4 = tl.constexpr(fp32(fmt.KEY_CODEBOOKS[4].gain * _PRODUCT_UNIT))
 _KEY_GAIN_3 = tl.constexpr(fp32(fmt.KEY_CODEBOOKS[3].gain * _PRODUCT_UNIT))
 _SCALE_OFFSETS_4 = tl.constexpr(fmt.SCALE_OFFSETS[4])
 _SCALE_OFFSETS_3 = tl.constexpr(fmt.SCALE_OFFSETS[3])
-_NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS[4]))
-assert len(fmt.SCALE_OFFSETS[3]) == len(fmt.SCALE_OFFSETS[4])
-
-
-@triton.jit
-def _exponent(x):
-    """floor(log2(x)) of non-negative fp32 numbers; -127 at zero."""
-    return (x.to(tl.int32, bitcast=True) >> 23) - 127
-
-
-@triton.jit
-def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,11 +109,11 @@ def load_integers(
     num_nan = tl.sum((x != x).to(tl.int32), 1)
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -_FP32_MAX), _FP32_MAX)
-    exponent = _exponent(tl.max(tl.abs(x), 1))
+    exponent = exponent_of(tl.max(tl.abs(x), 1))
     exponent = tl.maximum(exponent, _MIN_INPUT_EXPONENT)
-    to_integer = _power_of_two(-exponent + _ROTATION_EXPONENT)[:, None]
+    to_integer = power_of_two(-exponent + _ROTATION_EXPONENT)[:, None]
     integers = tl.floor(x * to_integer + 0.5).to(tl.float16)
-    unit = _power_of_two(exponent - _ROTATION_EXPONENT)
+    unit = power_of_two(exponent - _ROTATION_EXPONENT)
     if KEEP_NAN:
         unit = tl.where(num_nan > 0, float("nan"), unit)
     return integers, unit
@@ -143,89 +137,12 @@ def rotate_integers(
 
 
 @triton.jit
-def _group_max(x, group, FOLD: tl.constexpr, NUM_SCALES: tl.constexpr):
-    """Maximum over each scale group, [T, FOLD * U] to [T, U]."""
-    UNITS: tl.constexpr = x.shape[1] // FOLD
-    if FOLD > 1:
-        x = tl.max(tl.reshape(x, [x.shape[0], FOLD, UNITS]), 1)
-    result = tl.zeros_like(x)
-    for g in tl.static_range(NUM_SCALES):
-        member = (group == g)[None, :]
-        largest = tl.max(tl.where(member, x, 0.0), 1)
-        result = tl.where(member, largest[:, None], result)
-    return result
-
-
-@triton.jit
-def _group_sum(x, group, FOLD: tl.constexpr, NUM_SCALES: tl.constexpr):
-    """Sum over each scale group, [T, FOLD * U] to [T, U]."""
-    x = _fold_sum(x, FOLD)
-    result = tl.zeros_like(x)
-    for g in tl.static_range(NUM_SCALES):
-        member = (group == g)[None, :]
-        total = tl.sum(tl.where(member, x, 0.0), 1)
-        result = tl.where(member, total[:, None], result)
-    return result
-
-
-@triton.jit
 def _fold_sum(x, FOLD: tl.constexpr):
     """Sum over the columns of each unit, [T, FOLD * U] to [T, U]."""
     UNITS: tl.constexpr = x.shape[1] // FOLD
     if FOLD > 1:
         x = tl.sum(tl.reshape(x, [x.shape[0], FOLD, UNITS]), 1)
     return x
-
-
-@triton.jit
-def _unfold(x, FOLD: tl.constexpr):
-    """Repeat the value of each unit in its columns, [T, U] to [T, FOLD * U]."""
-    if FOLD > 1:
-        UNITS: tl.constexpr = x.shape[1]
-        x = tl.broadcast_to(x[:, None, :], [x.shape[0], FOLD, UNITS])
-        x = tl.reshape(x, [x.shape[0], FOLD * UNITS])
-    return x
-
-
-@triton.jit
-def _nearest_level(
-    magnitude,  # [T, C] fp32
-    scale,  # [T, C] fp32
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """The nearest level of the upper half, fp32 [T, C]."""
-    level = tl.full(scale.shape, MAGNITUDES[0], tl.float32)
-    for j in tl.static_range((1 << (BITS - 1)) - 1):
-        above = magnitude > scale * THRESHOLDS[j]
-        level = tl.where(above, MAGNITUDES[j + 1], level)
-    return level
-
-
-@triton.jit
-def _round(x):
-    """Nearest integers of fp32 numbers below 2**22."""
-    return x + 12582912.0 - 12582912.0
-
-
-@triton.jit
-def _scale_error(
-    y,  # NUM_STEPS of [T, C] fp32
-    scale,  # [T, C] fp32
-    normaliser,  # [T, C] fp32
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Squared error of quantising each column with a scale, fp32 [T, C]."""
-    total = tl.zeros_like(scale)
-    for i in tl.static_range(len(y)):
-        magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
-        level = _nearest_level(magnitude, scale, THRESHOLDS, MAGNITUDES, BITS)
-        error = (magnitude - level * scale) * normaliser
-        total += _round(tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT)
-    return total
 
 
 @triton.jit
@@ -242,12 +159,12 @@ def _unbiasing_factor(
     for i in tl.static_range(1, len(y)):
         largest = tl.maximum(largest, tl.abs(y[i]))
     largest = tl.minimum(tl.max(largest, 1), _SCALE_MAX)
-    exponent = tl.maximum(_exponent(largest), -_ERROR_MAX_EXPONENT)
-    normaliser = _power_of_two(-exponent)[:, None]
+    exponent = tl.maximum(exponent_of(largest), -_ERROR_MAX_EXPONENT)
+    normaliser = power_of_two(-exponent)[:, None]
     square = tl.zeros_like(scale)
     for i in tl.static_range(len(y)):
         x = tl.minimum(tl.abs(y[i]), _SCALE_MAX) * normaliser
-        square += _round(x * x * _SQUARE_FACTOR)
+        square += round_to_integer(x * x * _SQUARE_FACTOR)
     square = tl.sum(square, 1)
 
     factor = tl.full(square.shape, 1.0, tl.float32)
@@ -258,9 +175,9 @@ def _unbiasing_factor(
         for i in tl.static_range(len(y)):
             magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
             scaled = magnitude * factor[:, None]
-            level = _nearest_level(scaled, scale, THRESHOLDS, MAGNITUDES, BITS)
+            level = nearest_level(scaled, scale, THRESHOLDS, MAGNITUDES, BITS)
             decoded = level * scale * normaliser
-            product += _round(magnitude * normaliser * decoded * GAIN)
+            product += round_to_integer(magnitude * normaliser * decoded * GAIN)
         rest = square - tl.sum(product, 1)
         better = tl.abs(rest) < tl.abs(best_rest)
         best_factor = tl.where(better, factor, best_factor)
@@ -269,42 +186,6 @@ def _unbiasing_factor(
         factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
         factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
     return best_factor[:, None]
-
-
-@triton.jit
-def _choose_scale(
-    y,  # NUM_STEPS of [T, FOLD * U] fp32
-    group,  # [U]
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    SCALE_OFFSETS: tl.constexpr,
-    BITS: tl.constexpr,
-    FOLD: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-):
-    """Scale codes of the units' groups, int32 [T, U]."""
-    largest = tl.abs(y[0])
-    for i in tl.static_range(1, len(y)):
-        largest = tl.maximum(largest, tl.abs(y[i]))
-    largest = _group_max(tl.minimum(largest, _SCALE_MAX), group, FOLD, NUM_SCALES)
-    normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
-    subnormal = (largest * 131072.0).to(tl.int32)
-    base = tl.where(largest < 6.103515625e-05, subnormal, normal)
-    exponent = tl.maximum(_exponent(largest), -_ERROR_MAX_EXPONENT)
-    normaliser = _unfold(_power_of_two(-exponent), FOLD)
-
-    best_code = tl.zeros_like(base)
-    best_error = tl.full(base.shape, float("inf"), tl.float32)
-    for candidate in tl.static_range(_NUM_CANDIDATES):
-        code = base + SCALE_OFFSETS[candidate]
-        code = tl.minimum(tl.maximum(code, 0), _SCALE_CODE_MAX)
-        scale = _unfold(scale_value(code).to(tl.float32), FOLD)
-        error = _scale_error(y, scale, normaliser, THRESHOLDS, MAGNITUDES, BITS)
-        error = _group_sum(error, group, FOLD, NUM_SCALES)
-        better = error < best_error
-        best_error = tl.where(better, error, best_error)
-        best_code = tl.where(better, code, best_code)
-    return best_code
 
 
 @triton.jit
@@ -321,6 +202,7 @@ def _encode_vectors(
     MAGNITUDES: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
     GAIN: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     BITS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -329,14 +211,15 @@ def _encode_vectors(
 ):
     """Encode vectors, each without bias if there is a GAIN.
 
-    Column f * BLOCK_U + u of step i is code i * FOLD + f of unit u.
+    Column f * BLOCK_U + c of step i is code i * FOLD + f of the unit of column c.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
-    NUM_SCALES: tl.constexpr = (HEAD_SIZE + 31) // 32
+    NUM_GROUPS: tl.constexpr = SCALE_WORDS[0] * SCALE_WORDS[2]
+    BLOCK_G: tl.constexpr = BLOCK_U // ((NUM_UNITS + NUM_GROUPS - 1) // NUM_GROUPS)
     integers, unit_size = load_integers(x_ptr, token_mask, HEAD_SIZE, BLOCK_D)
     factor = (unit_size * inverse_sqrt_d)[:, None]
     column = tl.arange(0, FOLD * BLOCK_U)
-    column_unit = column % BLOCK_U
+    column_unit = unit_of_column(column % BLOCK_U, NUM_UNITS, BLOCK_G, NUM_GROUPS)
     y = ()
     for i in tl.static_range(8 // FOLD):
         coordinate = (i * FOLD + column // BLOCK_U) * NUM_UNITS + column_unit
@@ -349,14 +232,13 @@ def _encode_vectors(
             BLOCK_D,
         )
         y = y + (rotated * factor,)
-    unit = tl.arange(0, BLOCK_U)
-    unit_mask = unit < NUM_UNITS
-    group = tl.where(unit_mask, unit % NUM_SCALES, NUM_SCALES)
-    scale_code = _choose_scale(
-        y, group, THRESHOLDS, MAGNITUDES, SCALE_OFFSETS, BITS, FOLD, NUM_SCALES
+    scale_code = choose_scales(
+        y, THRESHOLDS, MAGNITUDES, SCALE_OFFSETS, BITS, BLOCK_G, SCALE_WORDS
     )
+    scales_ptr = tile_ptr + SCALES_OFFSET
+    store_scales(scale_code, scales_ptr, token, token_mask, SCALE_WORDS)
 
-    scale = _unfold(scale_value(scale_code).to(tl.float32), FOLD)
+    scale = unfold(scale_value(scale_code).to(tl.float32), FOLD * BLOCK_U)
     if GAIN > 0:
         factor = _unbiasing_factor(y, scale, THRESHOLDS, MAGNITUDES, GAIN, BITS)
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -379,7 +261,8 @@ def _encode_vectors(
     low = _fold_sum(low, FOLD)
     high = _fold_sum(high, FOLD)
 
-    mask = token_mask[:, None] & unit_mask[None, :]
+    unit = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
+    mask = token_mask[:, None] & (unit < NUM_UNITS)[None, :]
     codes_ptr = tile_ptr + CODES_OFFSET
     if BITS == 4:
         row_ptr = (codes_ptr + token * (HEAD_SIZE // 2))[:, None]
@@ -395,9 +278,6 @@ def _encode_vectors(
             part = unit % (NUM_UNITS // 4) * 4 + unit // (NUM_UNITS // 4)
         row_ptr = (codes_ptr + _TILE * (HEAD_SIZE // 4) + token * NUM_UNITS)[:, None]
         tl.store(row_ptr + part[None, :], high.to(tl.uint8), mask=mask)
-    p_scale = (tile_ptr + SCALES_OFFSET + token * NUM_SCALES)[:, None] + unit[None, :]
-    scale_mask = token_mask[:, None] & (unit < NUM_SCALES)[None, :]
-    tl.store(p_scale, scale_code.to(tl.uint8), mask=scale_mask)
 
 
 @triton.jit
@@ -459,6 +339,8 @@ def _store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    KEY_SCALE_WORDS: tl.constexpr,
+    VALUE_SCALE_WORDS: tl.constexpr,
     VALUE_CODES_OFFSET: tl.constexpr,
     KEY_SCALES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
@@ -518,6 +400,7 @@ def _store_kernel(
                 _KEY_MAGNITUDES_4 if KEY_BITS == 4 else _KEY_MAGNITUDES_3,
                 _SCALE_OFFSETS_4 if KEY_BITS == 4 else _SCALE_OFFSETS_3,
                 _KEY_GAIN_4 if KEY_BITS == 4 else _KEY_GAIN_3,
+                KEY_SCALE_WORDS,
                 KEY_BITS,
                 HEAD_SIZE,
                 BLOCK_D,
@@ -539,6 +422,7 @@ def _store_kernel(
                 _VALUE_MAGNITUDES_4 if VALUE_BITS == 4 else _VALUE_MAGNITUDES_3,
                 _SCALE_OFFSETS_4 if VALUE_BITS == 4 else _SCALE_OFFSETS_3,
                 0.0,
+                VALUE_SCALE_WORDS,
                 VALUE_BITS,
                 HEAD_SIZE,
                 BLOCK_D,
@@ -620,6 +504,8 @@ def store(
         NUM_KV_HEADS=num_kv_heads,
         KEY_BITS=layout.key_bits,
         VALUE_BITS=layout.value_bits,
+        KEY_SCALE_WORDS=tuple(layout.key_scale_words),
+        VALUE_SCALE_WORDS=tuple(layout.value_scale_words),
         VALUE_CODES_OFFSET=layout.value_codes_offset,
         KEY_SCALES_OFFSET=layout.key_scales_offset,
         VALUE_SCALES_OFFSET=layout.value_scales_offset,
