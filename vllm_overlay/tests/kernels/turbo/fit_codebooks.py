@@ -5,9 +5,9 @@
 A rotated vector is close to Gaussian whatever it was, so its coordinates are samples
 of N(0, 1) divided by the scales that the encoder's search picks, as far as the words of
 a vector can hold them. Levels and search depend on each other: as in Lloyd's algorithm,
-each is made best for the other in turn. Both sides' levels lie on an odd cubic, the keys' rounded to
-(m + 1/2) / 128; its coefficients are fp16 numbers in the positions v that kernels
-evaluate it at (see ``format.Codebook``).
+each is made best for the other in turn. Both sides' levels lie on an odd cubic, the
+keys' rounded to (m + 1/2) / 128; its coefficients are fp16 numbers in the positions v
+that kernels evaluate it at (see ``format.Codebook``).
 
     python tests/kernels/turbo/fit_codebooks.py    # prints what format.py holds
 """

@@ -102,14 +102,10 @@ def test_rotate_rows(head_size, dtype, inverse):
 
     qkv = gaussian(13, 5, head_size, dtype=dtype)
     x = qkv[:, 1:4]
-    if inverse:
-        rows = x.float()
-        expected = reference.inverse_rotate(rows)
-        # As for queries, by as much as the vector is rounded.
-        atol = 2.0**-11 * rows.abs().amax() * head_size**0.5
-    else:
-        expected = reference.rotate(x)
-        atol = 0.0
+    matrix = reference.rotation_matrix(head_size, DEVICE, torch.float64)
+    matrix = (matrix.T if inverse else matrix) * head_size**-0.5
+    expected = x.double() @ matrix
+    atol = 2.0**-20 * x.abs().amax().item() * head_size**0.5
     output = torch.empty(13, 3, head_size, device=DEVICE)
     rotate_rows(x, output, inverse)
     assert ((output - expected).abs() <= atol).all()

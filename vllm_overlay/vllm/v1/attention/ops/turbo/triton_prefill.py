@@ -43,13 +43,18 @@ def _rotate_rows_kernel(
     token = row // NUM_HEADS
     head = row % NUM_HEADS
     x_ptrs = x_ptr + token * stride_x_token + head * stride_x_head
-    integers, unit_size = load_integers(x_ptrs, row_mask, HEAD_SIZE, BLOCK_D, True)
+    integers, rest, unit_size = load_integers(
+        x_ptrs, row_mask, HEAD_SIZE, BLOCK_D, True
+    )
     factor = (unit_size * inverse_sqrt_d)[:, None]
     offset = token * stride_output_token + head * stride_output_head
     for start in tl.static_range(0, HEAD_SIZE, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         inside = c < HEAD_SIZE
         rotated = rotate_integers(integers, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
+        # Integers alone are coarse beside fp16, small coordinates' above all.
+        fraction = rotate_integers(rest, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
+        rotated += fraction * (1 / 2048)
         rotated = (rotated * factor).to(output_ptr.dtype.element_ty)
         mask = row_mask[:, None] & inside[None, :]
         tl.store(output_ptr + offset[:, None] + c[None, :], rotated, mask=mask)

@@ -98,9 +98,10 @@ def load_integers(
     """Load vectors in block fixed point (see ``reference.rotate``).
 
     Returns:
-        Integers, fp16 [T, D], and the fp32 unit [T] that they are counted in.
-        With KEEP_NAN the unit of a vector with a NaN is NaN; else the NaN
-        counts as zero.
+        Integers, fp16 [T, D]; what rounding took from them, in 1/2048, fp16
+        [T, D]; and the fp32 unit [T] that the integers are counted in. With
+        KEEP_NAN the unit of a vector with a NaN is NaN; else the NaN counts as
+        zero.
 
     """
     d = tl.arange(0, BLOCK_D)
@@ -112,11 +113,13 @@ def load_integers(
     exponent = exponent_of(tl.max(tl.abs(x), 1))
     exponent = tl.maximum(exponent, _MIN_INPUT_EXPONENT)
     to_integer = power_of_two(-exponent + _ROTATION_EXPONENT)[:, None]
-    integers = tl.floor(x * to_integer + 0.5).to(tl.float16)
+    x = x * to_integer
+    integers = tl.floor(x + 0.5)
+    rest = (x - integers) * 2048.0
     unit = power_of_two(exponent - _ROTATION_EXPONENT)
     if KEEP_NAN:
         unit = tl.where(num_nan > 0, float("nan"), unit)
-    return integers, unit
+    return integers.to(tl.float16), rest.to(tl.float16), unit
 
 
 @triton.jit
@@ -216,7 +219,7 @@ def _encode_vectors(
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = SCALE_WORDS[0] * SCALE_WORDS[2]
     BLOCK_G: tl.constexpr = BLOCK_U // ((NUM_UNITS + NUM_GROUPS - 1) // NUM_GROUPS)
-    integers, unit_size = load_integers(x_ptr, token_mask, HEAD_SIZE, BLOCK_D)
+    integers, _, unit_size = load_integers(x_ptr, token_mask, HEAD_SIZE, BLOCK_D)
     factor = (unit_size * inverse_sqrt_d)[:, None]
     column = tl.arange(0, FOLD * BLOCK_U)
     column_unit = unit_of_column(column % BLOCK_U, NUM_UNITS, BLOCK_G, NUM_GROUPS)
@@ -300,7 +303,7 @@ def _rotate_query(
 ):
     mask = t < num_queries
     x_ptr = query_ptr + t * stride_query_token + head * stride_query_head
-    integers, unit_size = load_integers(x_ptr, mask, HEAD_SIZE, BLOCK_D, True)
+    integers, _, unit_size = load_integers(x_ptr, mask, HEAD_SIZE, BLOCK_D, True)
     row = t * NUM_HEADS + head
     tl.store(query_scale_ptr + row, unit_size * query_factor, mask=mask)
     for start in tl.static_range(0, HEAD_SIZE, BLOCK_C):
