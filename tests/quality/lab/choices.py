@@ -97,7 +97,8 @@ class Arms:
         for bits in (4, 3):
             for kind in ROTATIONS:
                 name = f"{bits} bits, {kind}"
-                variant = parts(name, self.head_size, bits, ScaleRule(32), kind)
+                rule = ScaleRule(16, "delta")
+                variant = parts(name, self.head_size, bits, rule, kind)
                 yield self.uniform("Rotation", variant)
 
     def scales(self) -> Iterator[Arm]:
@@ -106,17 +107,20 @@ class Arms:
                 yield self.uniform("Scales", variant)
 
     def key_statistics(self) -> Iterator[Arm]:
-        changes: dict[str, tuple[str, dict]] = {
-            "Mean of K": ("without mean", {"subtracts_mean": True}),
-            "Bias of K": ("least squares", {"unbiased": False}),
+        changes: dict[str, dict[str, dict]] = {
+            "Mean of K": {"without mean": {"subtracts_mean": True}},
+            "Bias of K": {
+                "unbiased on average": {"unbiased": "on average"},
+                "least squares": {"unbiased": "none"},
+            },
         }
-        for question, (label, change) in changes.items():
+        for question, changed in changes.items():
             for name in ("turbo4", "turbo3"):
-                changed = preset(
-                    name, self.head_size, name=f"{name}, {label}", **change
-                )
                 yield self.uniform(question, preset(name, self.head_size))
-                yield self.uniform(question, changed)
+                for label, change in changed.items():
+                    label = f"{name}, {label}"
+                    variant = preset(name, self.head_size, name=label, **change)
+                    yield self.uniform(question, variant)
 
     def mixed_layers(self) -> Iterator[Arm]:
         wide, narrow = (preset(name, self.head_size) for name in ("turbo4", "turbo3"))

@@ -7,7 +7,7 @@ taken from K and its bias from the scores. Vectors have shape (..., D).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -91,15 +91,19 @@ def rotated_round_trip(
 def preset(
     cache_dtype: str,
     head_size: int,
-    unbiased: bool = True,
+    unbiased: str = "each",
     subtracts_mean: bool = False,
     name: str | None = None,
 ) -> Variant:
-    """A cache dtype of the format, as it is stored or with one thing changed."""
+    """A cache dtype of the format, as it is stored or with one thing changed.
+
+    Keys are unbiased "each", "on average" by the gain alone, or "none".
+    """
     layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
+    codebook = replace(layout.key_codebook, unbiased=unbiased == "each")
     return Variant(
         name or cache_dtype,
-        partial(format_round_trip, codebook=layout.key_codebook, unbiased=unbiased),
+        partial(format_round_trip, codebook=codebook, unbiased=unbiased != "none"),
         partial(format_round_trip, codebook=layout.value_codebook),
         layout.slot_size,
         subtracts_mean,
