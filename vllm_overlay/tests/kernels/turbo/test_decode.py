@@ -306,7 +306,8 @@ def test_quality_against_unquantised(name, bound):
 @pytest.mark.parametrize("num_sms", [1, 80, 132])
 def test_number_of_splits(num_sms):
     """Enough programs for the GPU, fewer splits for larger batches."""
-    from vllm.v1.attention.ops.turbo.triton_decode import MAX_KV_SPLITS, num_kv_splits
+    from vllm.v1.attention.ops.turbo.triton_decode import num_kv_splits
+    from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS
 
     counts = [num_kv_splits(batch, 8, num_sms) for batch in range(1, 2000)]
     assert counts == sorted(counts, reverse=True)

@@ -316,10 +316,8 @@ def decode(
     The softmax scale is 1 / sqrt(D). ``newest`` are K and V of the sequences'
     last tokens, to be attended to as they are.
     """
-    from vllm.v1.attention.ops.turbo.triton_decode import (
-        NewestToken,
-        decode_attention,
-    )
+    from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+    from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
     from vllm.v1.attention.ops.turbo.triton_store import store
 
     num_seqs, num_heads, head_size = query.shape

@@ -502,10 +502,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         metadata: TurboMetadata,
         output: torch.Tensor,
     ) -> None:
-        from vllm.v1.attention.ops.turbo.triton_decode import (
-            NewestToken,
-            decode_attention,
-        )
+        from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
         from vllm.v1.attention.ops.turbo.triton_store import store
 
         num_decodes, prefill = metadata.num_decodes, metadata.prefill

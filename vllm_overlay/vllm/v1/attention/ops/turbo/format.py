@@ -15,7 +15,7 @@ estimate has a variance that the softmax amplifies.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 # Tokens a tile. A page is a whole number of tiles.
@@ -210,6 +210,7 @@ class ScaleWords(NamedTuple):
         return (1 << self.delta_bits) - 1
 
 
+@cache
 def scale_words(head_size: int, scale_group: int) -> ScaleWords:
     """Scale words of vectors of ``head_size``: ceil(D / 32) bytes.
 

@@ -62,9 +62,11 @@ def inverse_rotate(y: torch.Tensor) -> torch.Tensor:
 
 def fp32(value: float) -> float:
     """The nearest fp32 number."""
-    return torch.tensor(value, dtype=torch.float32).item()
+    # By name: there may be a default device, whose item() would wait for it.
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
+@cache
 def inverse_sqrt(head_size: int) -> float:
     """1 / sqrt(D), rounded to fp32."""
     return fp32(1 / math.sqrt(head_size))

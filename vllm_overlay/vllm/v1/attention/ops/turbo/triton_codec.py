@@ -161,6 +161,35 @@ def load_scales(
 
 
 @triton.jit
+def load_side(
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
+    scales_ptr,  # likewise, to its scale plane
+    token,  # of that shape, place in the tile
+    inside,  # of that shape, which tokens to load
+    column,  # [1, C] or [C, 1]
+    same_column,  # the same, from ``as_loaded`` where a dot follows
+    BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load K's or V's units, int32, and their scales, fp16: [N, C] or [C, N]."""
+    mask = inside & (column < COLUMNS)
+    word = load_units(codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS)
+    scale = load_scales(
+        scales_ptr,
+        token,
+        column,
+        same_column,
+        inside,
+        mask,
+        HEAD_SIZE,
+        SCALE_WORDS,
+    )
+    return word, scale
+
+
+@triton.jit
 def as_loaded(
     x,  # int32, not negative
     ptr,  # any pointer to int32

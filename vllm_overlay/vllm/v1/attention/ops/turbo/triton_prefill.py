@@ -11,8 +11,7 @@ from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     key_coordinates,
     layout_constants,
-    load_scales,
-    load_units,
+    load_side,
     step_positions,
     tile_pointers,
     value_coordinates,
@@ -146,16 +145,17 @@ def _gather_kernel(
     row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
     offset = row[:, None] + column
 
-    word = load_units(tile_ptr, token, column, column, mask, HEAD_SIZE, KEY_BITS)
-    scale = load_scales(
+    word, scale = load_side(
+        tile_ptr,
         tile_ptr + KEY_SCALES_OFFSET,
         token,
-        column,
-        column,
         inside,
-        mask,
-        HEAD_SIZE,
+        column,
+        column,
+        KEY_BITS,
         KEY_SCALE_WORDS,
+        HEAD_SIZE,
+        COLUMNS,
     )
     scale = scale * 0.0078125
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
@@ -163,17 +163,17 @@ def _gather_kernel(
         key = key_coordinates(v, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
-    codes_ptr = tile_ptr + VALUE_CODES_OFFSET
-    word = load_units(codes_ptr, token, column, column, mask, HEAD_SIZE, VALUE_BITS)
-    scale = load_scales(
+    word, scale = load_side(
+        tile_ptr + VALUE_CODES_OFFSET,
         tile_ptr + VALUE_SCALES_OFFSET,
         token,
-        column,
-        column,
         inside,
-        mask,
-        HEAD_SIZE,
+        column,
+        column,
+        VALUE_BITS,
         VALUE_SCALE_WORDS,
+        HEAD_SIZE,
+        COLUMNS,
     )
     linear = scale * VALUE_CUBIC[0]
     cubic = scale * VALUE_CUBIC[1]
