@@ -25,7 +25,7 @@ from scalar import ScaleRule, fitted, gaussian_vectors, relative_error
 from turboquant import lloyd_max
 from variants import preset, scale_rules
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import reference, reference_codec
 from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS, VALUE_CODEBOOKS
 
 LAB = Path(__file__).parent / "lab"
@@ -74,7 +74,9 @@ def test_fit_is_as_good_as_the_format(bits):
     x = gaussian_vectors(500, 128, seed=4)
     free = relative_error(fitted(bits, ScaleRule(16, "delta")).round_trip(x), x)
     for codebook in (KEY_CODEBOOKS[bits], VALUE_CODEBOOKS[bits]):
-        decoded = reference.dequantize(*reference.quantize(x, codebook), codebook)
+        decoded = reference_codec.dequantize(
+            *reference_codec.quantize(x, codebook), codebook
+        )
         assert 0.98 * free < relative_error(decoded, x) < 1.03 * free
 
 
@@ -84,8 +86,8 @@ def test_steps_below_a_shared_scale():
     x = gaussian_vectors(200, 128, seed=5)
     x[:, :16] *= 50
     scales = quantizer.scales(x.unflatten(-1, (-1, 16)).abs())
-    codes = reference.scale_floor(scales)
-    assert torch.equal(reference.scale_values(codes.to(torch.uint8)), scales)
+    codes = reference_codec.scale_floor(scales)
+    assert torch.equal(reference_codec.scale_values(codes.to(torch.uint8)), scales)
     assert (codes.amax(-2) - codes.amin(-2)).max() == 7
     assert (codes.argmax(-2) == 0).all()
 

@@ -14,7 +14,7 @@ from scalar import (
     gaussian_vectors,
 )
 
-from vllm.v1.attention.ops.turbo.reference import scale_floor, scale_values
+from vllm.v1.attention.ops.turbo.reference_codec import scale_floor, scale_values
 
 KMEANS_ROUNDS = 15
 # Steps of E5M3; every other one is an E5M2 number.

@@ -21,7 +21,7 @@ from blockcodes import (
 from report import run_programme
 from scalar import E5M3_OFFSETS, ScaleRule, fitted, gaussian_vectors, relative_error
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import reference_codec
 from vllm.v1.attention.ops.turbo.format import VALUE_CODEBOOKS, Codebook
 
 HEAD_SIZE = 128
@@ -52,7 +52,7 @@ class Code:
 
 
 def as_stored(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    return reference.dequantize(*reference.quantize(y, codebook), codebook)
+    return reference_codec.dequantize(*reference_codec.quantize(y, codebook), codebook)
 
 
 def scalar_codes(bits: int) -> list[Code]:

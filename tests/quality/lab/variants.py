@@ -15,7 +15,7 @@ import upstream
 from rotations import rotation
 from scalar import ScalarQuantizer, ScaleRule, fitted, unbiased_gain
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import reference, reference_codec
 from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
@@ -74,8 +74,8 @@ def format_round_trip(
     x: torch.Tensor, codebook: Codebook, unbiased: bool = True
 ) -> torch.Tensor:
     """The stored format itself, by its reference."""
-    decoded = reference.dequantize(
-        *reference.quantize(reference.rotate(x), codebook), codebook
+    decoded = reference_codec.dequantize(
+        *reference_codec.quantize(reference.rotate(x), codebook), codebook
     )
     return reference.inverse_rotate(decoded) * (codebook.gain if unbiased else 1)
 

@@ -11,11 +11,11 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import reference_codec as codec
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     KEY_CODEBOOKS,
     SCALE_MAX,
-    SCALE_OFFSETS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
     TurboFormat,
@@ -27,6 +27,7 @@ from .fit_codebooks import (
     fit_cubic,
     fit_key,
     gaussian_vectors,
+    of_levels,
     quality,
     rounded_in_half,
     table_levels,
@@ -39,7 +40,7 @@ SIZES = {
     "turbo3": (52, 66, 78, 92, 104, 156, 208, 416),
 }
 
-# Words of scales of groups of 16, by head size: words, bytes, groups of a word, bits
+# Words of scales, by head size: words, bytes, groups of a word, bits
 # and steps of a delta.
 SCALE_WORDS = {
     64: (1, 2, 4, 2, 2),
@@ -103,17 +104,41 @@ def test_planes_are_aligned(name, head_size):
         assert offset % 16 == 0
 
 
-def scale_by_contract(
-    page: bytes, start: int, unit: int, size: int, scale_group: int
-) -> int:
-    """Scale code of a unit of the vector whose scales start at a byte."""
-    if scale_group == 32:
-        return page[start + unit % -(-size // 32)]
+def little_endian(page: bytes, start: int, num_bytes: int) -> int:
+    return int.from_bytes(page[start : start + num_bytes], "little")
+
+
+def scale_by_contract(page: bytes, start: int, group: int, size: int) -> float:
+    """Scale of a group of the vector whose scales start at a byte."""
     _, num_bytes, word_groups, bits, step = SCALE_WORDS[size]
-    word, place = divmod(unit % (size // 16), word_groups)
-    start += word * num_bytes
-    word = int.from_bytes(page[start : start + num_bytes], "little")
-    return word % 256 - step * (word >> 8 + bits * place & (1 << bits) - 1)
+    word, place = divmod(group, word_groups)
+    word = little_endian(page, start + word * num_bytes, num_bytes)
+    scale_code = word % 256 - step * (word >> 8 + bits * place & (1 << bits) - 1)
+    exponent, mantissa = divmod(scale_code, 8)
+    if exponent == 0:
+        return mantissa * 2.0**-17
+    return (8 + mantissa) * 2.0 ** (exponent - 18)
+
+
+def level_by_contract(page: bytes, start: int, n: int, r: int, size: int) -> int:
+    """Level of a coordinate of token n of the trellis-coded plane at a byte."""
+    groups = size // 16
+    g = r % groups
+    p, i = r % (size // 8) // groups, r // (size // 8)
+
+    def path(e: int) -> int:
+        if e < 0:
+            return 0
+        first = start + 4 * size + n * size // 8
+        if groups % 2:
+            return little_endian(page, first + 2 * g, 2) >> e & 1
+        word = little_endian(page, first + 4 * (g // 2), 4)
+        return word >> 4 * (e // 2) + 2 * (g % 2) + e % 2 & 1
+
+    e = 2 * i + p
+    branches = little_endian(page, start + n * size // 4 + 4 * g, 4)
+    branch = branches >> 4 * i + 2 * p & 3
+    return 4 * branch + 2 * (path(e) ^ path(e - 2)) + path(e - 1)
 
 
 def decode_by_contract(
@@ -133,29 +158,13 @@ def decode_by_contract(
     for r in range(size):
         i, u = divmod(r, units)
         if bits[side] == 4:
-            p = codes + n * size // 2 + 4 * u
-            code = int.from_bytes(page[p : p + 4], "little") >> 4 * i & 15
+            word = little_endian(page, codes + n * size // 2 + 4 * u, 4)
+            level = word >> 4 * i & 15
         else:
-            p = codes + n * size // 4 + 2 * fmt.low_plane_units(units).index(u)
-            code = int.from_bytes(page[p : p + 2], "little") >> 2 * i & 3
-            p = codes + 4 * size + n * units + fmt.high_plane_units(units).index(u)
-            code |= (page[p] >> i & 1) << 2
-        scale_code = scale_by_contract(page, scales, u, size, codebook.scale_group)
-        exponent, mantissa = divmod(scale_code, 8)
-        if exponent == 0:
-            scale = mantissa * 2.0**-17
-        else:
-            scale = (8 + mantissa) * 2.0 ** (exponent - 18)
-        result.append(float(np.float32(codebook.levels[code])) * scale)
+            level = level_by_contract(page, codes, n, r, size)
+        scale = scale_by_contract(page, scales, u % (size // 16), size)
+        result.append(float(np.float32(codebook.levels[level])) * scale)
     return result
-
-
-def test_order_of_units():
-    """The parts of a 32-bit word are units far apart."""
-    assert fmt.low_plane_units(8) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert fmt.high_plane_units(8) == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert fmt.low_plane_units(10) == [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]
-    assert fmt.high_plane_units(10) == list(range(10))
 
 
 @all_presets
@@ -176,38 +185,49 @@ def test_load_follows_the_contract(name, head_size):
 def test_scale_words(head_size):
     """They take the bytes of an E5M3 scale for each 32 coordinates."""
     num_bytes = -(-head_size // 32)
-    words = fmt.scale_words(head_size, 16)
+    words = fmt.scale_words(head_size)
     assert words == SCALE_WORDS[head_size]
     assert words.num_bytes == num_bytes
     assert words.num_groups == head_size // 16
     assert 8 + words.word_groups * words.delta_bits <= 8 * words.word_bytes
-    assert fmt.scale_words(head_size, 32) == (num_bytes, 1, 1, 0, 1)
 
 
-@pytest.mark.parametrize("scale_group", [16, 32])
 @all_head_sizes
-def test_scales_pack_round_trip(head_size, scale_group):
-    words = fmt.scale_words(head_size, scale_group)
+def test_scales_pack_round_trip(head_size):
+    words = fmt.scale_words(head_size)
     delta = torch.randint(words.max_delta + 1, (50, words.num_words, words.word_groups))
     delta[..., -1] = 0
     base = torch.randint(21, 0xF8, (50, words.num_words, 1))
     codes = (base - words.delta_step * delta).flatten(-2).to(torch.uint8)
-    packed = reference.pack_scales(codes, words)
+    packed = codec.pack_scales(codes, words)
     assert packed.shape == (50, words.num_bytes)
-    assert torch.equal(reference.unpack_scales(packed, words), codes)
+    assert torch.equal(codec.unpack_scales(packed, words), codes)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @all_head_sizes
 def test_pack_round_trip(bits, head_size):
-    codes = torch.randint(1 << bits, (50, head_size), dtype=torch.uint8)
-    packed = reference.pack_codes(codes, bits)
-    assert packed.shape == (50, head_size * bits // 8)
-    assert torch.equal(reference.unpack_codes(packed, bits), codes)
+    """Every byte means something: none is lost on the way to levels and back."""
+    packed = torch.randint(256, (50, head_size * bits // 8), dtype=torch.uint8)
+    index = codec.unpack_codes(packed, bits)
+    assert index.shape == (50, head_size)
+    assert int(index.max()) == 15
+    assert torch.equal(codec.pack_codes(index, bits), packed)
+
+
+@all_head_sizes
+def test_neighbours_on_a_path_agree(head_size):
+    """The lower bit of a level's subset is the path bit of the code before it."""
+    packed = torch.randint(256, (50, head_size * 3 // 8), dtype=torch.uint8)
+    index = codec.by_group(codec.unpack_codes(packed, 3).long())
+    path = codec.path_bits(index)
+    assert (index[..., 0] & 1 == 0).all()
+    assert torch.equal(index[..., 1:] & 1, path[..., :-1])
+    assert torch.equal(index[..., 2:] >> 1 & 1, path[..., 2:] ^ path[..., :-2])
 
 
 def test_scales_are_ascending_and_finite():
-    values = reference.scale_values(torch.arange(256, dtype=torch.uint8))
+    values = codec.scale_values(torch.arange(256, dtype=torch.uint8))
     finite = values[: fmt.SCALE_CODE_MAX + 1]
     assert finite[0] == 0
     assert (finite.diff() > 0).all()
@@ -216,28 +236,35 @@ def test_scales_are_ascending_and_finite():
 
 
 def test_scale_floor_is_the_largest_scale_not_above():
-    values = reference.scale_values(torch.arange(0xF8, dtype=torch.uint8))
+    values = codec.scale_values(torch.arange(0xF8, dtype=torch.uint8))
     just_below = torch.nextafter(values[1:], torch.tensor(0.0))
     codes = torch.arange(0xF8, dtype=torch.int32)
-    assert torch.equal(reference.scale_floor(values), codes)
-    assert torch.equal(reference.scale_floor(just_below), codes[:-1])
+    assert torch.equal(codec.scale_floor(values), codes)
+    assert torch.equal(codec.scale_floor(just_below), codes[:-1])
 
 
 @all_codebooks
 def test_levels_and_thresholds(codebook):
     levels, magnitudes = codebook.levels, codebook.magnitudes
-    assert len(levels) == 1 << codebook.bits
+    assert len(levels) == 16
     assert list(levels) == sorted(levels)
     assert [-level for level in reversed(levels)] == list(levels)
     assert magnitudes[0] > 0
     assert 0.9 < magnitudes[-1] < 65504 / SCALE_MAX
     for low, threshold, high in zip(magnitudes, codebook.thresholds, magnitudes[1:]):
         assert threshold - low == pytest.approx(high - threshold, rel=1e-12)
+    for subset, thresholds in enumerate(codebook.subset_thresholds):
+        members = levels[subset::4]
+        middles = [(low + high) / 2 for low, high in zip(members, members[1:])]
+        assert thresholds == pytest.approx(middles, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "bits, integers",
-    [(4, (5, 17, 29, 43, 59, 77, 98, 123)), (3, (13, 42, 78, 127))],
+    [
+        (4, (5, 17, 29, 43, 59, 77, 98, 123)),
+        (3, (5, 16, 28, 42, 58, 77, 100, 127)),
+    ],
 )
 def test_key_levels_are_int8(bits, integers):
     """A key level is (m + 1/2) / 128 with m of seven bits."""
@@ -249,7 +276,7 @@ def test_key_cubic_gives_levels_in_fp16(bits):
     """A kernel's fp16 multiply-adds, fused or not, give 128 * level exactly."""
     codebook = KEY_CODEBOOKS[bits]
     a, b = np.array(codebook.kernel_cubic)[:, None, None]
-    ways = rounded_in_half(bits, a.astype(np.float16), b.astype(np.float16))
+    ways = rounded_in_half(a.astype(np.float16), b.astype(np.float16))
     assert len(ways) == 4
     for levels in ways:
         assert tuple(levels[0] / 128) == codebook.magnitudes
@@ -265,8 +292,8 @@ def test_kernel_cubics_are_fp16(codebook):
 def test_value_cubic_is_the_levels(bits):
     codebook = VALUE_CODEBOOKS[bits]
     a, b = codebook.kernel_cubic
-    for code, level in enumerate(codebook.levels):
-        v = (code - ((1 << bits) - 1) / 2) / (1 << (bits - 2))
+    for index, level in enumerate(codebook.levels):
+        v = (index - 15 / 2) / 4
         assert level == pytest.approx(a * v + b * v**3, rel=1e-12)
 
 
@@ -274,19 +301,15 @@ def test_value_cubic_is_the_levels(bits):
 @pytest.mark.parametrize("bits", [3, 4])
 def test_codebooks_are_the_fit(bits):
     """The constants come out of their fit again."""
-    offsets = SCALE_OFFSETS[bits]
     key, value = KEY_CODEBOOKS[bits], VALUE_CODEBOOKS[bits]
-    vectors = gaussian_vectors(NUM_VECTORS, value.scale_group)
-    cubic = fit_cubic(vectors, bits, offsets)
+    x = gaussian_vectors(NUM_VECTORS)
+    cubic = fit_cubic(x, bits)
     assert as_half(cubic) == value.kernel_cubic
-    if key.scale_group != value.scale_group:
-        vectors = gaussian_vectors(NUM_VECTORS, key.scale_group)
-        cubic = fit_cubic(vectors, bits, offsets)
-    table, key_cubic = fit_key(vectors, bits, offsets, cubic)
+    table, key_cubic = fit_key(x, bits, cubic)
     assert tuple((m + 0.5) / 128 for m in table) == key.magnitudes
     assert key_cubic == key.kernel_cubic
-    others = gaussian_vectors(NUM_VECTORS, key.scale_group, seed=1)
-    found = quality(others, table_levels(table), offsets)
+    others = gaussian_vectors(NUM_VECTORS, seed=1)
+    found = quality(others, of_levels(bits, table_levels(table)))
     assert 1 / found.slope == pytest.approx(key.gain, abs=2e-4)
 
 

@@ -30,10 +30,9 @@ from vllm.v1.attention.ops.turbo.format import (
     KEY_CODEBOOKS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
-    Codebook,
     TurboFormat,
-    scale_words,
 )
+from vllm.v1.attention.ops.turbo.reference_codec import pack_scales
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -156,11 +155,9 @@ def new_cache(
     ]
 
 
-def random_scales(
-    *shape: int, layout: TurboFormat, codebook: Codebook, seed: int
-) -> torch.Tensor:
+def random_scales(*shape: int, layout: TurboFormat, seed: int) -> torch.Tensor:
     """Scale bytes of random vectors, (*shape, S): any finite scales, zero too."""
-    words = scale_words(layout.head_size, codebook.scale_group)
+    words = layout.scale_words
     shape = (*shape, words.num_words)
     base = random_bytes(*shape, 1, below=0xF8, seed=seed)
     delta = random_bytes(
@@ -169,7 +166,7 @@ def random_scales(
     delta[..., 0] = 0
     delta = torch.minimum(delta, base // words.delta_step)
     codes = base - words.delta_step * delta
-    return reference.pack_scales(codes.flatten(-2), words)
+    return pack_scales(codes.flatten(-2), words)
 
 
 def random_pages(
@@ -178,8 +175,8 @@ def random_pages(
     """A cache of random codes and scales; every scale is finite."""
     shape = (num_blocks, num_kv_heads, block_size // 16)
     parts = [random_bytes(*shape, layout.key_scales_offset, seed=1)]
-    for seed, codebook in ((2, layout.key_codebook), (3, layout.value_codebook)):
-        scales = random_scales(*shape, 16, layout=layout, codebook=codebook, seed=seed)
+    for seed in (2, 3):
+        scales = random_scales(*shape, 16, layout=layout, seed=seed)
         parts.append(scales.flatten(-2))
     pages = torch.cat(parts, -1)
     return pages.view(num_blocks, num_kv_heads, block_size, layout.slot_size)

@@ -7,9 +7,11 @@ imports nothing but the standard library, so configuration code can use it.
 
 The method is TurboQuant (Zandieh et al., arXiv:2504.19874), its MSE variant:
 rotate a vector at random, then quantise each coordinate with a fixed scalar
-codebook. Two things differ from the paper. There is no vector norm; instead
+codebook. Three things differ from the paper. There is no vector norm; instead
 each group of 16 rotated coordinates has a scale, which costs the same bytes and
-follows the local energy. And there is no QJL residual: its unbiased
+follows the local energy. Three-bit codes are trellis-coded (Marcellin and Fischer,
+IEEE Trans. Commun. 38(1), 1990): each chooses among half of 16 levels, and which
+half follows from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 """
 
@@ -20,19 +22,23 @@ from typing import NamedTuple
 
 # Tokens a tile. A page is a whole number of tiles.
 TILE_TOKENS = 16
-# Rotated coordinates that share one scale: 16, or 32. The bytes are the same.
-KEY_SCALE_GROUP = 16
-VALUE_SCALE_GROUP = 16
+# Rotated coordinates that share a scale and, with three bits, a trellis.
+SCALE_GROUP = 16
 # Rotated coordinates to a byte of scales.
 SCALE_BYTE_COORDINATES = 32
 # Codes a unit: the unit of packing, see TurboFormat.
 UNIT_CODES = 8
+# Levels of a codebook, and the subsets that a trellis divides them into: level l is
+# in subset l % 4.
+NUM_LEVELS = 16
+NUM_SUBSETS = 4
 
 # Scales are unsigned E5M3: byte << 7 is the bit pattern of the fp16 number of
 # that value. 0xF8 and above would be Inf and NaN and are never written.
 SCALE_SHIFT = 7
 SCALE_CODE_MAX = 0xF7
 SCALE_MAX = 61440.0
+SMALLEST_SCALE = 2.0**-17
 
 # A vector is rotated as integers: it is scaled by the power of two that brings
 # its largest magnitude to [2**10, 2**11) and rounded, so every product is +-1
@@ -52,37 +58,40 @@ ERROR_MAX_EXPONENT = 20
 
 # Keys' codes are chosen such that a decoded key's product with the key itself is the
 # key's square: the error along the key is what attention feels most. Rounds of the
-# search for a factor that does it, how far it may go from 1, and the fractional bits
-# that the products' terms are rounded to, so that their sums, too, are exact.
-UNBIAS_ROUNDS = 3
+# search for a factor that does it, by bits a code, how far it may go from 1, and the
+# fractional bits that the products' terms are rounded to, so that their sums, too, are
+# exact. What is left may be mended by moving one code to the next level: how much a
+# squared error along the key weighs there against one across it.
+UNBIAS_ROUNDS = {4: 2, 3: 3}
 UNBIAS_LIMIT = 0.0625
 PRODUCT_FRACTION_BITS = 12
+BIAS_WEIGHT = 16.0
 
-# Candidates of the scale search, by bits a code: steps on the E5M3 grid from the
-# group's largest magnitude, rounded down.
-SCALE_OFFSETS = {4: (-1, 0, 1, 2, 3), 3: (-3, -2, -1, 0, 1)}
+# Candidates of the scale search: steps on the E5M3 grid from the group's largest
+# magnitude, rounded down.
+SCALE_OFFSETS = (-1, 0, 1, 2, 3)
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """Scalar codebook of one side (K or V) at one width.
+    """Codebook of one side (K or V) at one width.
 
-    A code is offset binary: ``u = code - (2**bits - 1) / 2`` is the signed
-    half-integer position and the level is odd in ``u``. The largest is
-    about 1; a coordinate is ``scale * level``.
+    Level l, of 16, lies at the signed half-integer position ``u = l - 15 / 2`` and is
+    odd in it. The largest is about 1; a coordinate is ``scale * level``. A code of
+    four bits is l. A code of three bits, with the two before it, is (see
+    ``TurboFormat``).
 
     Attributes:
         bits: Bits a code.
-        scale_group: Coordinates that share a scale.
         magnitudes: Levels of the upper half, ascending.
         kernel_cubic: Coefficients (a, b) of ``a * v + b * v**3``, fp16 numbers, with
-            v = u / 2**(bits - 2), less than 2. For a value codebook this is the
-            level. For a key codebook it lies within 1/4 of ``128 * level``, also
-            when evaluated in fp16, so rounding it to a multiple of 1/2 gives that
-            exactly. In v neither coefficient, times a scale, overflows fp16, nor
-            is it subnormal before the coordinate is.
+            v = u / 4, less than 2. For a value codebook this is the level. For a key
+            codebook it lies within 1/4 of ``128 * level``, also when evaluated in
+            fp16, so rounding it to a multiple of 1/2 gives that exactly. In v neither
+            coefficient, times a scale, overflows fp16, nor is it subnormal before the
+            coordinate is.
         gain: What decoded coordinates are multiplied by so that
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
@@ -91,57 +100,65 @@ class Codebook:
     """
 
     bits: int
-    scale_group: int
     magnitudes: tuple[float, ...]
     kernel_cubic: tuple[float, float]
     gain: float = 1.0
     unbiased: bool = False
 
     @property
-    def scale_offsets(self) -> tuple[int, ...]:
-        """Candidates of the scale search."""
-        return SCALE_OFFSETS[self.bits]
+    def trellis(self) -> bool:
+        """Whether codes are trellis-coded."""
+        return self.bits == 3
+
+    @cached_property
+    def levels(self) -> tuple[float, ...]:
+        """All 16 levels, ascending."""
+        return tuple(-m for m in reversed(self.magnitudes)) + self.magnitudes
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:
         """Decision thresholds between neighbouring magnitudes."""
-        pairs = zip(self.magnitudes, self.magnitudes[1:])
-        return tuple((low + high) / 2 for low, high in pairs)
+        return _midpoints(self.magnitudes)
 
     @cached_property
-    def levels(self) -> tuple[float, ...]:
-        """All ``2**bits`` levels, by code."""
-        return tuple(-m for m in reversed(self.magnitudes)) + self.magnitudes
+    def subset_thresholds(self) -> tuple[tuple[float, ...], ...]:
+        """Decision thresholds between neighbouring levels of each subset."""
+        return tuple(
+            _midpoints(self.levels[s::NUM_SUBSETS]) for s in range(NUM_SUBSETS)
+        )
 
 
-def _cubic_at_levels(bits: int, cubic: tuple[float, float]) -> list[float]:
+def _midpoints(levels: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple((low + high) / 2 for low, high in zip(levels, levels[1:]))
+
+
+def _cubic_at_levels(cubic: tuple[float, float]) -> list[float]:
     a, b = cubic
-    positions = [(u + 0.5) / (1 << (bits - 2)) for u in range(1 << (bits - 1))]
+    positions = [(u + 0.5) / 4 for u in range(NUM_LEVELS // 2)]
     return [a * v + b * v**3 for v in positions]
 
 
 def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
-    integers = [round(x - 0.5) for x in _cubic_at_levels(bits, cubic)]
+    integers = [round(x - 0.5) for x in _cubic_at_levels(cubic)]
     magnitudes = tuple((m + 0.5) / 128 for m in integers)
-    return Codebook(bits, KEY_SCALE_GROUP, magnitudes, cubic, gain, unbiased=True)
+    return Codebook(bits, magnitudes, cubic, gain, unbiased=True)
 
 
 def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
-    magnitudes = tuple(_cubic_at_levels(bits, cubic))
-    return Codebook(bits, VALUE_SCALE_GROUP, magnitudes, cubic)
+    return Codebook(bits, tuple(_cubic_at_levels(cubic)), cubic)
 
 
 # Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the
 # scale search. Key levels are (m + 1/2) / 128 with m a 7-bit integer, so that a
 # code becomes an int8 operand (-m - 1 is ~m) as well as an fp16 one:
-# 5 17 29 43 59 77 98 123 and 13 42 78 127.
+# 5 17 29 43 59 77 98 123 and 5 16 28 42 58 77 100 127.
 KEY_CODEBOOKS = {
-    4: _key_codebook(4, (45.28125, 5.84765625), 1.00545),
-    3: _key_codebook(3, (52.75, 6.53515625), 1.02077),
+    4: _key_codebook(4, (45.28125, 5.83984375), 1.00545),
+    3: _key_codebook(3, (42.96875, 7.1328125), 1.01732),
 }
 VALUE_CODEBOOKS = {
     4: _value_codebook(4, (0.375244140625, 0.04376220703125)),
-    3: _value_codebook(3, (0.42236328125, 0.0469970703125)),
+    3: _value_codebook(3, (0.342529296875, 0.054962158203125)),
 }
 
 # cache dtype -> (key bits, value bits)
@@ -157,20 +174,6 @@ def is_turbo_cache_dtype(cache_dtype: str | None) -> bool:
     return cache_dtype in TURBO_PRESETS
 
 
-def low_plane_units(num_units: int) -> list[int]:
-    """Units in the order of the 16-bit words of a 3-bit code's low plane."""
-    half = num_units // 2
-    return [word + part * half for word in range(half) for part in range(2)]
-
-
-def high_plane_units(num_units: int) -> list[int]:
-    """Units in the order of the bytes of a 3-bit code's high plane."""
-    if num_units % 4 != 0:  # no whole words
-        return list(range(num_units))
-    quarter = num_units // 4
-    return [word + part * quarter for word in range(quarter) for part in range(4)]
-
-
 class ScaleWords(NamedTuple):
     """How the scales of a vector are stored: ``num_words`` little-endian words.
 
@@ -184,7 +187,7 @@ class ScaleWords(NamedTuple):
         num_words: Words a vector.
         word_bytes: Bytes a word.
         word_groups: Groups a word.
-        delta_bits: Bits of a delta; 0 for a byte a group.
+        delta_bits: Bits of a delta.
         delta_step: Steps of the scale grid to a unit of delta.
 
     """
@@ -211,22 +214,19 @@ class ScaleWords(NamedTuple):
 
 
 @cache
-def scale_words(head_size: int, scale_group: int) -> ScaleWords:
+def scale_words(head_size: int) -> ScaleWords:
     """Scale words of vectors of ``head_size``: ceil(D / 32) bytes.
 
-    With groups of 16 a word serves up to 128 coordinates and has a base of its
-    own. Eight deltas of 3 bits fill 32 bits; shorter words may leave 2 bits,
-    which then count by two, for scales of a vector differ by more than three.
+    A word serves up to 128 coordinates. Eight deltas of 3 bits fill 32 bits; shorter
+    words may leave 2 bits, which then count by two, for scales of a vector differ by
+    more than three.
     """
     num_bytes = math.ceil(head_size / SCALE_BYTE_COORDINATES)
-    if scale_group == SCALE_BYTE_COORDINATES:
-        return ScaleWords(num_bytes, 1, 1, 0, 1)
-    assert scale_group == 16, scale_group
     word_bytes = num_bytes
     if num_bytes > 4:
         word_bytes = 4 if num_bytes % 4 == 0 else 2
     num_words = num_bytes // word_bytes
-    word_groups = head_size // scale_group // num_words
+    word_groups = head_size // SCALE_GROUP // num_words
     delta_bits = min(3, 8 * (word_bytes - 1) // word_groups)
     return ScaleWords(
         num_words, word_bytes, word_groups, delta_bits, 1 if delta_bits == 3 else 2
@@ -252,20 +252,25 @@ class TurboFormat:
     ==================  =========================  ==========================
 
     Coordinate r of a rotated vector is code ``r // U`` of unit ``r % U``, with
-    U = D / 8 units of eight codes, and belongs to scale group
-    ``(r % U) % G`` of the side's G groups: D / 16 or, where a group is 32
-    coordinates, S. The coordinates are rotated, so any assignment to groups is
-    as good as another; this one gives a unit a single scale.
+    U = D / 8 units of eight codes. Group g, of G = D / 16, has units g and g + G: 16
+    coordinates with one scale. The coordinates are rotated, so any assignment to
+    groups is as good as another.
 
     * 4 bits: unit u of token n is the little-endian 32-bit word at
-      ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``.
-    * 3 bits: two planes, one after the other. The first, D / 4 bytes a token,
-      has 16-bit words with the low two bits of the codes, code i in bits
-      ``2 * i`` and ``2 * i + 1``; the second, D / 8 bytes a token, has bytes
-      with the high bits, code i in bit i. ``low_plane_units`` and
-      ``high_plane_units`` give the order of units in them: the parts of a
-      32-bit word belong to units far apart, so a thread that loads words has
-      one unit of each.
+      ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``: the index of
+      a level.
+    * 3 bits: a branch of two bits and a path bit. With the codes of a group in the
+      order ``e = 2 * i + p`` of codes i of units g + p * G, branch c(e) and path bit
+      b(e), zero before the first, the index of the level is
+      ``4 * c(e) + 2 * (b(e) ^ b(e - 2)) + b(e - 1)``: Ungerboeck's trellis of four
+      states, from state zero in each group, where neighbouring codes' levels are in
+      subsets that the path bits allow. There are two planes, one after the other. The
+      first, D / 4 bytes a token, holds the branches: group g of token n is the 32-bit
+      word at ``n * D / 4 + 4 * g``, with those of e = 2 * i + p in bits 4 * i + 2 * p
+      and above it. The second, D / 8 bytes a token, holds the path bits. If G is even,
+      groups g = 2 * q + a share the 32-bit word at ``n * D / 8 + 4 * q``, in bits
+      ``4 * i + 2 * a + p``; else a group has the 16-bit word at ``n * D / 8 + 2 * g``,
+      with bits ``2 * i + p``.
 
     Every byte belongs to one token, so tokens of a page are written
     independently. Bytes a token and head at D = 128: turbo4 136, k4v3 120,
@@ -321,12 +326,14 @@ class TurboFormat:
         return self.head_size // UNIT_CODES
 
     @property
-    def key_scale_words(self) -> ScaleWords:
-        return scale_words(self.head_size, self.key_codebook.scale_group)
+    def num_groups(self) -> int:
+        """Scale groups a vector."""
+        return self.head_size // SCALE_GROUP
 
     @property
-    def value_scale_words(self) -> ScaleWords:
-        return scale_words(self.head_size, self.value_codebook.scale_group)
+    def scale_words(self) -> ScaleWords:
+        """How the scales of a vector are stored."""
+        return scale_words(self.head_size)
 
     @property
     def scale_bytes(self) -> int:

@@ -41,8 +41,7 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
         "VALUE_CUBIC": layout.value_codebook.kernel_cubic,
         "KEY_BITS": layout.key_bits,
         "VALUE_BITS": layout.value_bits,
-        "KEY_SCALE_WORDS": tuple(layout.key_scale_words),
-        "VALUE_SCALE_WORDS": tuple(layout.value_scale_words),
+        "SCALE_WORDS": tuple(layout.scale_words),
         "HEAD_SIZE": layout.head_size,
         "COLUMNS": columns,
         "BLOCK_C": triton.next_power_of_2(columns),
@@ -52,6 +51,10 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
 _SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
+# Bits of every nibble of an int32: the lowest, the lower two, every other one.
+_LOWEST = tl.constexpr(0x11111111)
+_LOWER = tl.constexpr(0x33333333)
+_EVEN = tl.constexpr(0x55555555)
 
 
 @triton.jit
@@ -74,33 +77,38 @@ def load_units(
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Load each column's unit as int32.
-
-    Eight 4-bit codes fill it; of 3-bit codes the low two bits are bits 0 to 15
-    and the high bits are bits 16 to 23.
-    """
+    """Load each column's unit as int32: the levels of its codes, four bits each."""
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     unit = column % NUM_UNITS
     if BITS == 4:
         row_ptr = codes_ptr + token * (HEAD_SIZE // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + unit
         return tl.load(p_word, mask=mask, other=0)
+
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    group = unit % NUM_GROUPS
+    row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
+    p_branch = row_ptr.to(tl.pointer_type(tl.int32)) + group
+    branch = tl.load(p_branch, mask=mask, other=0)
+    row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
+    same_unit = same_column % NUM_UNITS
+    place = same_unit // NUM_GROUPS
+    if NUM_GROUPS % 2 == 0:
+        p_path = row_ptr.to(tl.pointer_type(tl.int32)) + group // 2
+        path = tl.load(p_path, mask=mask, other=0)
+        shift = same_unit % NUM_GROUPS % 2 * 2 + place
     else:
-        # 32-bit loads, though columns then share words: Triton neither
-        # pipelines narrower ones nor loads them in the layout of a dot operand.
-        HALF: tl.constexpr = NUM_UNITS // 2
-        same_unit = same_column % NUM_UNITS
-        row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
-        p_low = row_ptr.to(tl.pointer_type(tl.int32)) + unit % HALF
-        low = tl.load(p_low, mask=mask, other=0) >> same_unit // HALF * 16
-        row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * NUM_UNITS
-        if NUM_UNITS % 4 == 0:
-            QUARTER: tl.constexpr = NUM_UNITS // 4
-            p_high = row_ptr.to(tl.pointer_type(tl.int32)) + unit % QUARTER
-            high = tl.load(p_high, mask=mask, other=0) >> same_unit // QUARTER * 8
-        else:
-            high = tl.load(row_ptr + unit, mask=mask, other=0).to(tl.int32)
-        return low & 0xFFFF | (high & 0xFF) << 16
+        p_path = row_ptr.to(tl.pointer_type(tl.int16)) + group
+        path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        path = (path | path << 8) & 0x00FF00FF
+        path = (path | path << 4) & 0x0F0F0F0F
+        path = (path | path << 2) & _LOWER
+        shift = place
+    # In a nibble codes 2 * i and 2 * i + 1 of a group are neighbours.
+    before = (path << 3) & _EVEN | (path << 1) & ~_EVEN
+    differs = path ^ path << 4
+    word = ((branch >> place * 2) & _LOWER) << 2
+    return word | ((differs >> shift) & _LOWEST) << 1 | (before >> shift) & _LOWEST
 
 
 @triton.jit
@@ -150,8 +158,6 @@ def load_scales(
     else:
         index = column % NUM_UNITS // WORD_GROUPS % NUM_WORDS
         word = _load_scale_word(row_ptr + index * WORD_BYTES, mask, WORD_BYTES)
-    if DELTA_BITS == 0:
-        return scale_value(word)
     # A delta is shifted to where the base is in an fp16 number.
     MAX_DELTA: tl.constexpr = ((1 << DELTA_BITS) - 1) * DELTA_STEP
     place = same_column % NUM_UNITS % (NUM_WORDS * WORD_GROUPS) % WORD_GROUPS
@@ -219,30 +225,23 @@ def step_positions(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
 ):
-    """Positions v = u / 2**(bits - 2) of one step's codes, fp16, exact.
+    """Positions v = u / 4 of one step's levels, fp16, exact.
 
-    The code is put into bits 4 to 7 of an fp16 number: 16 for 4 bits, so that
-    it counts quarters, and 32 for 3 bits.
+    The level is put into bits 4 to 7 of 16 as an fp16 number: it then counts quarters.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
     # The constant first: a shift by it folds into the masking.
-    if FOLD == 1:  # noqa: SIM108
-        index = STEP
+    if FOLD == 1 and STEP > 0:
+        bits = (word >> (STEP * 4 - 4)) & 0xF0
+    elif FOLD == 1:
+        bits = (word << 4) & 0xF0
     else:
         index = STEP * FOLD + column // NUM_UNITS
-    if BITS == 4:
-        if FOLD == 1 and STEP > 0:
-            bits = (word >> (STEP * 4 - 4)) & 0xF0
-        else:
-            bits = ((word >> index * 4) << 4) & 0xF0
-    else:
-        bits = ((word << 4) >> index * 2) & 0x30 | (word >> (index + 10)) & 0x40
-    BASE: tl.constexpr = 0x4C00 if BITS == 4 else 0x5000
-    CENTER: tl.constexpr = (256 >> BITS) + ((1 << BITS) - 1) / (1 << (BITS - 1))
-    return (bits | BASE).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
+        bits = ((word >> index * 4) << 4) & 0xF0
+    CENTER: tl.constexpr = 16.0 + 15 / 8
+    return (bits | 0x4C00).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
 
 
 @triton.jit

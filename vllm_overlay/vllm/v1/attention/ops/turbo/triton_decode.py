@@ -92,7 +92,7 @@ def _scores(
     scale = scale * 0.0078125
     scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE, BITS)
+        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
         key = key_coordinates(v, scale, CUBIC)  # [N, C]
         scores = tl.dot(key, query[i], scores)
     return scores
@@ -138,7 +138,7 @@ def _accumulate_values(
     cubic = scale * CUBIC[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE, BITS)
+        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, cubic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)
@@ -169,8 +169,7 @@ def _decode_kernel(
     VALUE_CUBIC: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    KEY_SCALE_WORDS: tl.constexpr,
-    VALUE_SCALE_WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -234,7 +233,7 @@ def _decode_kernel(
             KEY_SCALES_OFFSET,
             KEY_CUBIC,
             KEY_BITS,
-            KEY_SCALE_WORDS,
+            SCALE_WORDS,
             HEAD_SIZE,
             COLUMNS,
         )
@@ -258,7 +257,7 @@ def _decode_kernel(
             VALUE_SCALES_OFFSET,
             VALUE_CUBIC,
             VALUE_BITS,
-            VALUE_SCALE_WORDS,
+            SCALE_WORDS,
             HEAD_SIZE,
             COLUMNS,
         )

@@ -16,7 +16,10 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     tile_pointers,
     value_coordinates,
 )
-from vllm.v1.attention.ops.turbo.triton_store import load_integers, rotate_integers
+from vllm.v1.attention.ops.turbo.triton_rotate import (
+    load_integers,
+    rotate_integers,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -115,8 +118,7 @@ def _gather_kernel(
     VALUE_CUBIC: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    KEY_SCALE_WORDS: tl.constexpr,
-    VALUE_SCALE_WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,13 +155,13 @@ def _gather_kernel(
         column,
         column,
         KEY_BITS,
-        KEY_SCALE_WORDS,
+        SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
     )
     scale = scale * 0.0078125
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, KEY_BITS)
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
         key = key_coordinates(v, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
@@ -171,14 +173,14 @@ def _gather_kernel(
         column,
         column,
         VALUE_BITS,
-        VALUE_SCALE_WORDS,
+        SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
     )
     linear = scale * VALUE_CUBIC[0]
     cubic = scale * VALUE_CUBIC[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE, VALUE_BITS)
+        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, cubic).to(value_ptr.dtype.element_ty)
         tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
 

@@ -5,7 +5,8 @@
 A tensor of columns has, for each of F codes of a unit, a column for each unit,
 in the order of ``unit_of_column``: the group of a column is its place in the
 last of the axes [T, C / BLOCK_G, BLOCK_G], so that reshaping it gathers groups.
-SCALE_WORDS is ``format.ScaleWords`` as a tuple.
+SCALE_WORDS is ``format.ScaleWords`` as a tuple, CODEBOOK the magnitudes of a codebook
+of four bits and the thresholds between them.
 """
 
 from vllm.triton_utils import tl, triton
@@ -17,8 +18,9 @@ _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
 _ERROR_UNIT = tl.constexpr(float(1 << fmt.ERROR_FRACTION_BITS))
 _ERROR_MAX = tl.constexpr(fmt.ERROR_MAX)
 _ERROR_MAX_EXPONENT = tl.constexpr(fmt.ERROR_MAX_EXPONENT)
-_NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS[4]))
-assert len(fmt.SCALE_OFFSETS[3]) == len(fmt.SCALE_OFFSETS[4])
+_SCALE_OFFSETS = tl.constexpr(fmt.SCALE_OFFSETS)
+_NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS))
+_LAST = tl.constexpr(fmt.NUM_LEVELS // 2 - 1)
 
 
 @triton.jit
@@ -59,13 +61,13 @@ def unfold(x, COLUMNS: tl.constexpr):
 def nearest_level(
     magnitude,  # [T, C] fp32
     scale,  # [T, C] fp32
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
 ):
     """The nearest level of the upper half, fp32 [T, C]."""
+    MAGNITUDES: tl.constexpr = CODEBOOK[0]
+    THRESHOLDS: tl.constexpr = CODEBOOK[1]
     level = tl.full(scale.shape, MAGNITUDES[0], tl.float32)
-    for j in tl.static_range((1 << (BITS - 1)) - 1):
+    for j in tl.static_range(_LAST):
         above = magnitude > scale * THRESHOLDS[j]
         level = tl.where(above, MAGNITUDES[j + 1], level)
     return level
@@ -78,31 +80,34 @@ def round_to_integer(x):
 
 
 @triton.jit
+def rounded_square(error):
+    """Squares of normalised errors, in units that sums of them are exact in."""
+    return round_to_integer(tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT)
+
+
+@triton.jit
 def _squared_error(
     y,  # NUM_STEPS of [T, C] fp32
     scale,  # [T, C] fp32
     normaliser,  # [T, C] fp32
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
 ):
     """Squared error of quantising each column with a scale, fp32 [T, C]."""
     total = tl.zeros_like(scale)
     for i in tl.static_range(len(y)):
         magnitude = tl.minimum(tl.abs(y[i]), _SCALE_MAX)
-        level = nearest_level(magnitude, scale, THRESHOLDS, MAGNITUDES, BITS)
-        error = (magnitude - level * scale) * normaliser
-        total += round_to_integer(tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT)
+        level = nearest_level(magnitude, scale, CODEBOOK)
+        total += rounded_square((magnitude - level * scale) * normaliser)
     return total
 
 
 @triton.jit
-def _scales_in_reach(
+def scales_in_reach(
     codes,  # of each candidate, int32 [T, G]
     errors,  # of each candidate, fp32 [T, G]
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference.scales_in_reach``: int32 [T, G]."""
+    """See ``reference_codec.scales_in_reach``: int32 [T, G]."""
     best_code = codes[0]
     best_error = errors[0]
     for i in tl.static_range(1, len(codes)):
@@ -110,9 +115,6 @@ def _scales_in_reach(
         best_error = tl.where(better, errors[i], best_error)
         best_code = tl.where(better, codes[i], best_code)
     DELTA_BITS: tl.constexpr = SCALE_WORDS[3]
-    if DELTA_BITS == 0:
-        return best_code
-
     STEP: tl.constexpr = SCALE_WORDS[4]
     REACH: tl.constexpr = ((1 << DELTA_BITS) - 1) * STEP
     by_word = _by_word(best_code, SCALE_WORDS)
@@ -139,37 +141,81 @@ def _by_word(x, SCALE_WORDS: tl.constexpr):
 
 
 @triton.jit
+def scale_candidates(
+    largest,  # [T, G] fp32, at most SCALE_MAX
+):
+    """Codes that a group tries, int32 [T, G] each, and the normaliser of its errors."""
+    normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
+    subnormal = (largest * 131072.0).to(tl.int32)
+    floor = tl.where(largest < 6.103515625e-05, subnormal, normal)
+    codes = ()
+    for candidate in tl.static_range(_NUM_CANDIDATES):
+        code = floor + _SCALE_OFFSETS[candidate]
+        codes = codes + (tl.minimum(tl.maximum(code, 0), _SCALE_CODE_MAX),)
+    return codes, normaliser_of(largest)
+
+
+@triton.jit
+def at(values, index):
+    """The element of a tuple at an index that is no constant."""
+    result = values[0]
+    for i in tl.static_range(1, len(values)):
+        result = tl.where(index == i, values[i], result)
+    return result
+
+
+@triton.jit
+def no_errors(like):
+    """Errors of no candidate yet, fp32.
+
+    Candidates are tried in a loop that is not unrolled: it would take most of a minute
+    to compile.
+    """
+    worst = tl.full(like.shape, float("inf"), tl.float32)
+    errors = ()
+    for _ in tl.static_range(_NUM_CANDIDATES):
+        errors = errors + (worst,)
+    return errors
+
+
+@triton.jit
+def with_error(errors, candidate, error):
+    """The errors, with a candidate's."""
+    updated = ()
+    for i in tl.static_range(_NUM_CANDIDATES):
+        updated = updated + (tl.where(candidate == i, error, errors[i]),)
+    return updated
+
+
+@triton.jit
+def normaliser_of(largest):
+    """Powers of two that bring magnitudes near 1."""
+    return power_of_two(-tl.maximum(exponent_of(largest), -_ERROR_MAX_EXPONENT))
+
+
+@triton.jit
 def choose_scales(
     y,  # NUM_STEPS of [T, FOLD * U] fp32
-    THRESHOLDS: tl.constexpr,
-    MAGNITUDES: tl.constexpr,
-    SCALE_OFFSETS: tl.constexpr,
-    BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference.choose_scales``: int32 [T, G]."""
+    """See ``reference_codec.choose_scales``: int32 [T, G]."""
     COLUMNS: tl.constexpr = y[0].shape[1]
     largest = tl.abs(y[0])
     for i in tl.static_range(1, len(y)):
         largest = tl.maximum(largest, tl.abs(y[i]))
     largest = tl.max(_by_group(tl.minimum(largest, _SCALE_MAX), BLOCK_G), 1)
-    normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
-    subnormal = (largest * 131072.0).to(tl.int32)
-    floor = tl.where(largest < 6.103515625e-05, subnormal, normal)
-    exponent = tl.maximum(exponent_of(largest), -_ERROR_MAX_EXPONENT)
-    normaliser = unfold(power_of_two(-exponent), COLUMNS)
-
-    codes = ()
-    errors = ()
-    for candidate in tl.static_range(_NUM_CANDIDATES):
-        code = floor + SCALE_OFFSETS[candidate]
-        code = tl.minimum(tl.maximum(code, 0), _SCALE_CODE_MAX)
-        scale = unfold(scale_value(code).to(tl.float32), COLUMNS)
-        error = _squared_error(y, scale, normaliser, THRESHOLDS, MAGNITUDES, BITS)
-        codes = codes + (code,)
-        errors = errors + (tl.sum(_by_group(error, BLOCK_G), 1),)
-    return _scales_in_reach(codes, errors, SCALE_WORDS)
+    codes, normaliser = scale_candidates(largest)
+    normaliser = unfold(normaliser, COLUMNS)
+    errors = no_errors(largest)
+    for candidate in range(_NUM_CANDIDATES):
+        scale = scale_value(at(codes, candidate)).to(tl.float32)
+        scale = unfold(scale, COLUMNS)
+        error = _squared_error(y, scale, normaliser, CODEBOOK)
+        error = tl.sum(_by_group(error, BLOCK_G), 1)
+        errors = with_error(errors, candidate, error)
+    return scales_in_reach(codes, errors, SCALE_WORDS)
 
 
 @triton.jit

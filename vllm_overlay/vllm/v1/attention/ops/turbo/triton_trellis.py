@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Trellis-coded levels of the turbo format, for the encoder.
+
+Every scale group is a trellis of its own (see ``format.TurboFormat``), so vectors
+come as 16 tensors [T, G] in the order of a group's codes. A state is the number
+2 * b(e - 2) + b(e - 1) of two path bits. CODEBOOK is ``trellis_constants`` of a
+codebook.
+"""
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import Codebook
+from vllm.v1.attention.ops.turbo.reference_codec import fp32
+from vllm.v1.attention.ops.turbo.triton_codec import scale_value
+from vllm.v1.attention.ops.turbo.triton_scales import (
+    at,
+    no_errors,
+    normaliser_of,
+    round_to_integer,
+    rounded_square,
+    scale_candidates,
+    scales_in_reach,
+    with_error,
+)
+
+_NUM_SUBSETS = tl.constexpr(fmt.NUM_SUBSETS)
+_STEPS = tl.constexpr(fmt.SCALE_GROUP)
+_SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
+_NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS))
+_PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
+_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS[3])
+_UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
+
+
+def trellis_constants(codebook: Codebook) -> tuple:
+    """Levels, thresholds, and the gain of products if unbiased.
+
+    Threshold j lies between levels j and j + 4, neighbours in subset j % 4.
+    """
+    by_branch = zip(*codebook.subset_thresholds)
+    thresholds = tuple(threshold for branch in by_branch for threshold in branch)
+    gain = fp32(codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS))
+    gain = gain if codebook.unbiased else 0.0
+    return codebook.levels, thresholds, gain
+
+
+@triton.jit
+def _step(
+    z,  # [T, G] fp32, in scales
+    unit,  # [T, G] fp32, what errors of z are multiplied by
+    cost,  # by state, fp32 [T, G]
+    CODEBOOK: tl.constexpr,
+):
+    """Extend the best path to each state by one code.
+
+    Returns:
+        Costs of the new states, and by bit, for each of these, the bit that the best
+        path to it leaves behind, int32 [T, G].
+
+    """
+    LEVELS: tl.constexpr = CODEBOOK[0]
+    THRESHOLDS: tl.constexpr = CODEBOOK[1]
+    errors = ()
+    for s in tl.static_range(_NUM_SUBSETS):
+        level = tl.full(z.shape, LEVELS[s], tl.float32)
+        for j in tl.static_range(s, len(THRESHOLDS), _NUM_SUBSETS):
+            level = tl.where(z > THRESHOLDS[j], LEVELS[j + _NUM_SUBSETS], level)
+        errors = errors + (rounded_square((z - level) * unit),)
+    extended = ()
+    survivors = tl.zeros(z.shape, tl.int32)
+    for state in tl.static_range(4):
+        # b(e - 1) and b(e) are state // 2 and state % 2.
+        zero = cost[state // 2] + errors[2 * (state % 2) + state // 2]
+        one = cost[2 + state // 2] + errors[2 * (1 - state % 2) + state // 2]
+        extended = extended + (tl.minimum(one, zero),)
+        survivors |= (one < zero).to(tl.int32) << state
+    return extended, survivors
+
+
+@triton.jit
+def _initial_cost(like):
+    """Costs of the states before the first code, fp32: paths begin in state 0."""
+    never = tl.full(like.shape, float("inf"), tl.float32)
+    return tl.zeros(like.shape, tl.float32), never, never, never
+
+
+@triton.jit
+def reciprocal_of(scale):
+    return tl.div_rn(1.0, tl.maximum(scale, _SMALLEST_SCALE))
+
+
+@triton.jit
+def _search(
+    y,  # 16 of [T, G] fp32
+    factor,  # [T, 1] fp32
+    scale,  # [T, G] fp32
+    normaliser,  # [T, G] fp32
+    CODEBOOK: tl.constexpr,
+):
+    """The path of least error: bit e, of int32 [T, G], is b(e).
+
+    See ``reference_codec._trellis``.
+    """
+    reciprocal = reciprocal_of(scale)
+    unit = scale * normaliser
+    cost = _initial_cost(scale)
+    early = tl.zeros(scale.shape, tl.int32)
+    late = tl.zeros(scale.shape, tl.int32)
+    for e in tl.static_range(_STEPS):
+        z = y[e] * factor * reciprocal
+        cost, survivors = _step(z, unit, cost, CODEBOOK)
+        if e < 8:
+            early |= survivors << (4 * e)
+        else:
+            late |= survivors << (4 * e - 32)
+
+    least = cost[0]
+    state = tl.zeros(scale.shape, tl.int32)
+    for s in tl.static_range(1, 4):
+        state = tl.where(cost[s] < least, s, state)
+        least = tl.minimum(cost[s], least)
+    path = tl.zeros(scale.shape, tl.int32)
+    for i in tl.static_range(1, _STEPS + 1):
+        path |= (state & 1) << (_STEPS - i)
+        survivors = late if i <= 8 else early
+        # The tensor first: the interpreter makes a constant of the other order.
+        earlier = survivors >> (state + (_STEPS - i) % 8 * 4) & 1
+        state = 2 * earlier + (state >> 1)
+    return path
+
+
+@triton.jit
+def _by_subset(
+    before,  # [T, G], the lower bit of the subset
+    differs,  # [T, G], the higher
+    VALUES: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Of four values from the first on, the one of the subset, fp32 [T, G]."""
+    low = tl.where(before, VALUES[FIRST + 1], VALUES[FIRST])
+    high = tl.where(before, VALUES[FIRST + 3], VALUES[FIRST + 2])
+    return tl.where(differs, high, low)
+
+
+@triton.jit
+def levels_on_path(
+    z,  # [T, G] fp32, code e of each group, in scales
+    path,  # [T, G] int32
+    CODEBOOK: tl.constexpr,
+    E: tl.constexpr,
+):
+    """The level of code e, fp32 [T, G], and its branch, int32 [T, G]."""
+    LEVELS: tl.constexpr = CODEBOOK[0]
+    THRESHOLDS: tl.constexpr = CODEBOOK[1]
+    earlier_first = path << 2  # zeros before the first
+    before = (earlier_first >> (E + 1) & 1) == 1
+    differs = ((earlier_first >> (E + 2) ^ earlier_first >> E) & 1) == 1
+    level = _by_subset(before, differs, LEVELS, 0)
+    branch = tl.zeros(z.shape, tl.int32)
+    for j in tl.static_range(0, len(THRESHOLDS), _NUM_SUBSETS):
+        above = z > _by_subset(before, differs, THRESHOLDS, j)
+        higher = _by_subset(before, differs, LEVELS, j + _NUM_SUBSETS)
+        level = tl.where(above, higher, level)
+        branch += above.to(tl.int32)
+    return level, branch
+
+
+@triton.jit
+def _largest(y):
+    """Largest magnitude of each group, [T, G]."""
+    largest = tl.abs(y[0])
+    for e in tl.static_range(1, _STEPS):
+        largest = tl.maximum(largest, tl.abs(y[e]))
+    return largest
+
+
+@triton.jit
+def choose_trellis_scales(
+    y,  # 16 of [T, G] fp32, of magnitudes up to SCALE_MAX
+    CODEBOOK: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+):
+    """See ``reference_codec.choose_scales``: int32 [T, G]."""
+    codes, normaliser = scale_candidates(_largest(y))
+    errors = no_errors(normaliser)
+    for candidate in range(_NUM_CANDIDATES):
+        scale = scale_value(at(codes, candidate)).to(tl.float32)
+        reciprocal = reciprocal_of(scale)
+        cost = _initial_cost(scale)
+        for e in tl.static_range(_STEPS):
+            z = y[e] * reciprocal
+            cost, _ = _step(z, scale * normaliser, cost, CODEBOOK)
+        least = tl.minimum(tl.minimum(cost[0], cost[1]), tl.minimum(cost[2], cost[3]))
+        errors = with_error(errors, candidate, least)
+    return scales_in_reach(codes, errors, SCALE_WORDS)
+
+
+@triton.jit
+def choose_path(
+    y,  # 16 of [T, G] fp32, of magnitudes up to SCALE_MAX
+    scale,  # [T, G] fp32
+    CODEBOOK: tl.constexpr,
+):
+    """The path of each group, int32 [T, G], and the factor of each vector, [T, 1].
+
+    Each vector is unbiased if the codebook has a gain: see
+    ``reference_codec._unbiased``.
+    """
+    GAIN: tl.constexpr = CODEBOOK[2]
+    largest = _largest(y)
+    of_groups = normaliser_of(largest)
+    largest = tl.max(largest, 1)
+    factor = tl.full(largest.shape, 1.0, tl.float32)
+    if GAIN == 0:
+        path = _search(y, factor[:, None], scale, of_groups, CODEBOOK)
+        return path, factor[:, None]
+
+    normaliser = normaliser_of(largest)[:, None]
+    square = tl.zeros_like(scale)
+    for e in tl.static_range(_STEPS):
+        x = y[e] * normaliser
+        square += round_to_integer(x * x * _PRODUCT_UNIT)
+    square = tl.sum(square, 1)
+    reciprocal = reciprocal_of(scale)
+    best_factor = factor
+    best_rest = tl.full(factor.shape, float("inf"), tl.float32)
+    best_path = tl.zeros(scale.shape, tl.int32)
+    for _ in range(_UNBIAS_ROUNDS + 1):
+        path = _search(y, factor[:, None], scale, of_groups, CODEBOOK)
+        product = tl.zeros_like(scale)
+        for e in tl.static_range(_STEPS):
+            z = y[e] * factor[:, None] * reciprocal
+            level, _ = levels_on_path(z, path, CODEBOOK, e)
+            decoded = level * scale * normaliser
+            product += round_to_integer(y[e] * normaliser * decoded * GAIN)
+        rest = square - tl.sum(product, 1)
+        better = tl.abs(rest) < tl.abs(best_rest)
+        best_factor = tl.where(better, factor, best_factor)
+        best_rest = tl.where(better, rest, best_rest)
+        best_path = tl.where(better[:, None], path, best_path)
+        factor += tl.div_rn(rest, tl.maximum(square, 1.0))
+        factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
+        factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
+    return best_path, best_factor[:, None]
