@@ -49,27 +49,29 @@ ROTATION_EXPONENT = 10
 # Below this exponent a vector is rounded to zero (its scales would be zero).
 MIN_INPUT_EXPONENT = -100
 
-# Squared errors of the scale search, relative to the group's largest magnitude,
-# are rounded to this many fractional bits and to at most ERROR_MAX: their sums
-# then are exact in fp32 and do not depend on the order either.
+# Squared errors of the scale search, relative to the vector's largest magnitude,
+# are rounded to this many fractional bits and to at most ERROR_MAX: their sums over a
+# word's groups then are exact in fp32 and do not depend on the order either.
 ERROR_FRACTION_BITS = 16
-ERROR_MAX = 4.0
+ERROR_MAX = 1.0
 ERROR_MAX_EXPONENT = 20
 
 # Keys' codes are chosen such that a decoded key's product with the key itself is the
 # key's square: the error along the key is what attention feels most. Rounds of the
-# search for a factor that does it, by bits a code, how far it may go from 1, and the
-# fractional bits that the products' terms are rounded to, so that their sums, too, are
-# exact. What is left may be mended by moving one code to the next level: how much a
-# squared error along the key weighs there against one across it.
-UNBIAS_ROUNDS = {4: 2, 3: 3}
+# search for a factor that does it, how far it may go from 1, and the fractional bits
+# that the products' terms are rounded to, so that their sums, too, are exact. What is
+# left may be mended by moving one code to the next level: how much a squared error
+# along the key weighs there against one across it.
+UNBIAS_ROUNDS = 3
 UNBIAS_LIMIT = 0.0625
 PRODUCT_FRACTION_BITS = 12
 BIAS_WEIGHT = 16.0
 
 # Candidates of the scale search: steps on the E5M3 grid from the group's largest
-# magnitude, rounded down.
+# magnitude, rounded down. The base of a word is tried at the largest of the groups'
+# best scales, and steps below it: then more of the smaller ones are in reach.
 SCALE_OFFSETS = (-1, 0, 1, 2, 3)
+BASE_OFFSETS = (0, -1, -2)
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 
@@ -153,12 +155,12 @@ def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
 # code becomes an int8 operand (-m - 1 is ~m) as well as an fp16 one:
 # 5 17 29 43 59 77 98 123 and 5 16 28 42 58 77 100 127.
 KEY_CODEBOOKS = {
-    4: _key_codebook(4, (45.28125, 5.83984375), 1.00545),
-    3: _key_codebook(3, (42.96875, 7.1328125), 1.01732),
+    4: _key_codebook(4, (45.28125, 5.84375), 1.00572),
+    3: _key_codebook(3, (42.96875, 7.12109375), 1.0184),
 }
 VALUE_CODEBOOKS = {
-    4: _value_codebook(4, (0.375244140625, 0.04376220703125)),
-    3: _value_codebook(3, (0.342529296875, 0.054962158203125)),
+    4: _value_codebook(4, (0.374267578125, 0.045196533203125)),
+    3: _value_codebook(3, (0.3427734375, 0.05712890625)),
 }
 
 # cache dtype -> (key bits, value bits)

@@ -95,7 +95,7 @@ def _trellis(
     Args:
         y: (..., G, 16) fp32.
         scale: (..., G, 1) fp32.
-        normaliser: (..., G, 1) fp32 powers of two.
+        normaliser: (..., 1, 1) fp32 powers of two.
         codebook: With a trellis.
 
     Returns:
@@ -107,8 +107,8 @@ def _trellis(
     # (..., G, 16, subset): the best level of each subset, and its error.
     subset = torch.arange(fmt.NUM_SUBSETS, device=y.device)
     index = (z[..., None] > thresholds).sum(-1) * fmt.NUM_SUBSETS + subset
-    error = (z - levels_of(index, codebook)) * (scale * normaliser)[..., None]
-    error = _rounded_square(error)
+    error = y[..., None] - levels_of(index, codebook) * scale[..., None]
+    error = _rounded_square(error * normaliser[..., None])
     # Subset 2 * (b(e) ^ b(e - 2)) + b(e - 1).
     error = error.unflatten(-1, (2, 2))
 
@@ -149,9 +149,11 @@ def _encode(
     return index, _rounded_square(error).sum(-1)
 
 
-def _normaliser(largest: torch.Tensor) -> torch.Tensor:
-    """Powers of two that bring magnitudes near 1."""
-    exponent = exponent_of(largest).clamp(min=-fmt.ERROR_MAX_EXPONENT, max=126)
+def _normaliser(y: torch.Tensor) -> torch.Tensor:
+    """Powers of two, (..., 1, 1), that bring vectors (..., G, 16) near 1."""
+    exponent = exponent_of(y.abs().amax((-2, -1), keepdim=True)).clamp(
+        min=-fmt.ERROR_MAX_EXPONENT, max=126
+    )
     return power_of_two(-exponent)
 
 
@@ -160,12 +162,13 @@ def scales_in_reach(
 ) -> torch.Tensor:
     """The best scale codes that a word can hold.
 
-    The base of a word is the largest of its groups' best codes. A group takes
-    the best of its candidates that the base reaches or, if there is none, the
-    first code above its best that it does.
+    Bases are tried at ``BASE_OFFSETS`` from the largest of the groups' best codes. With
+    each, a group takes the best of its candidates that the base reaches or, if all are
+    too far below, the first code above its best that it does, which counts as its
+    largest candidate. The base of least error is taken, of equal ones the first.
 
     Args:
-        codes: (..., G, candidates) int32.
+        codes: (..., G, candidates) int32, ascending.
         errors: (..., G, candidates); of equal ones the first is the best.
         words: How scales are stored.
 
@@ -173,15 +176,27 @@ def scales_in_reach(
         (..., G) int32.
 
     """
+    step, reach = words.delta_step, words.max_delta * words.delta_step
+    shape = (words.num_words, words.word_groups)
+    codes, errors = codes.unflatten(-2, shape), errors.unflatten(-2, shape)
     best = codes.gather(-1, errors.argmin(-1, keepdim=True))
-    by_word = best.unflatten(-2, (words.num_words, words.word_groups))
-    base = by_word.amax(-2, keepdim=True).expand_as(by_word).flatten(-3, -2)
-    steps, step = base - codes, words.delta_step
-    reached = (steps >= 0) & (steps <= words.max_delta * step) & (steps % step == 0)
-    errors = errors.masked_fill(~reached, math.inf)
-    chosen = codes.gather(-1, errors.argmin(-1, keepdim=True))
-    above = base - ((base - best) // step).clamp(max=words.max_delta) * step
-    return torch.where(reached.any(-1, True), chosen, above)[..., 0]
+    largest = best.amax(-2, keepdim=True)
+    result = torch.zeros_like(best)
+    least = torch.full_like(errors[..., :1, :1], math.inf)
+    for offset in fmt.BASE_OFFSETS:
+        base = (largest + offset).clamp(min=0)
+        steps = base - codes
+        reached = (steps >= 0) & (steps <= reach) & (steps % step == 0)
+        in_reach = errors.masked_fill(~reached, math.inf)
+        chosen = codes.gather(-1, in_reach.argmin(-1, keepdim=True))
+        error = in_reach.amin(-1, keepdim=True)
+        below = ~reached.any(-1, True) & (best < base)
+        above = base - ((base - best) // step).clamp(max=words.max_delta) * step
+        chosen = torch.where(below, above, chosen)
+        error = torch.where(below, errors[..., -1:], error).sum(-2, keepdim=True)
+        result = torch.where(error < least, chosen, result)
+        least = torch.minimum(error, least)
+    return result.flatten(-3)
 
 
 def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
@@ -196,7 +211,7 @@ def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
     """
     largest = y.abs().amax(-1, keepdim=True)
-    floor, normaliser = scale_floor(largest), _normaliser(largest)
+    floor, normaliser = scale_floor(largest), _normaliser(y)
     codes, errors = [], []
     for offset in fmt.SCALE_OFFSETS:
         code = (floor + offset).clamp(0, fmt.SCALE_CODE_MAX)
@@ -225,8 +240,7 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
         Index of the levels, int64 (..., G, 16).
 
     """
-    normaliser = _normaliser(y.abs().amax((-2, -1), keepdim=True))
-    of_groups = _normaliser(y.abs().amax(-1, keepdim=True))
+    normaliser = _normaliser(y)
     unit = 2.0**fmt.PRODUCT_FRACTION_BITS
     gain = fp32(codebook.gain * unit)
     x = y * normaliser
@@ -239,8 +253,8 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
     factor = torch.ones_like(square)
     best_index = torch.zeros_like(y, dtype=torch.int64)
     best_rest = torch.full_like(square, math.inf)
-    for _ in range(fmt.UNBIAS_ROUNDS[codebook.bits] + 1):
-        index = _encode(y * factor, scale, of_groups, codebook)[0]
+    for _ in range(fmt.UNBIAS_ROUNDS + 1):
+        index = _encode(y * factor, scale, normaliser, codebook)[0]
         rest = square - products(index).sum((-2, -1), keepdim=True)
         better = rest.abs() < best_rest.abs()
         best_index = torch.where(better, index, best_index)
@@ -290,7 +304,7 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
     if codebook.unbiased:
         index = _unbiased(grouped, scale, codebook)
     else:
-        normaliser = _normaliser(grouped.abs().amax(-1, keepdim=True))
+        normaliser = _normaliser(grouped)
         index = _encode(grouped, scale, normaliser, codebook)[0]
     return from_groups(index).to(torch.uint8), scale_codes
 

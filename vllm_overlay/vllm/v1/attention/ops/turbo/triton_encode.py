@@ -35,7 +35,7 @@ _HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
 _PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
-_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS[4])
+_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
 _UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 _BIAS_WEIGHT = tl.constexpr(fmt.BIAS_WEIGHT)
 # No coordinate has this number.
@@ -234,10 +234,47 @@ def _by_trellis(
     """Vectors as 16 of [T, G], in the order of a trellis, up to SCALE_MAX."""
     result = ()
     for i in tl.static_range(len(y)):
-        step = tl.minimum(tl.maximum(y[i], -_SCALE_MAX), _SCALE_MAX)
-        parts = tl.reshape(step, [step.shape[0], 2, BLOCK_G])
+        parts = tl.reshape(_clamped(y[i]), [y[i].shape[0], 2, BLOCK_G])
         even, odd = tl.split(tl.permute(parts, 0, 2, 1))
         result = result + (even, odd)
+    return result
+
+
+@triton.jit
+def _clamped(y):
+    return tl.minimum(tl.maximum(y, -_SCALE_MAX), _SCALE_MAX)
+
+
+@triton.jit
+def _by_trellis_through(
+    row_ptr,  # [T] fp32 pointers to room for a vector each
+    y,  # NUM_STEPS of [T, C] fp32
+    unit,  # [C], of each column
+    token_mask,  # [T]
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """``_by_trellis`` by way of memory.
+
+    A dot's result has four elements a thread and repeats them in warps that have none.
+    What is loaded has one, so that the threads' chains of steps are a quarter as long.
+    """
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
+    mask = token_mask[:, None] & (unit < NUM_UNITS)[None, :]
+    for i in tl.static_range(len(y)):
+        coordinate = (i * FOLD + fold) * NUM_UNITS + unit
+        p_y = row_ptr[:, None] + coordinate[None, :]
+        tl.store(p_y, _clamped(y[i]), mask=mask)
+    tl.debug_barrier()
+    group = tl.arange(0, BLOCK_U // 2)
+    mask = token_mask[:, None] & (group < NUM_GROUPS)[None, :]
+    result = ()
+    for e in tl.static_range(_STEPS):
+        p_y = row_ptr[:, None] + (e * NUM_GROUPS + group)[None, :]
+        result = result + (tl.load(p_y, mask=mask, other=0.0),)
     return result
 
 
@@ -290,6 +327,7 @@ def encode_vectors(
     token,  # [T] place in the tile
     token_mask,  # [T]
     matrix_ptr,  # [D, D] fp16, entries +-1
+    scratch_ptr,  # [T] fp32 pointers to room for a vector each, or None
     inverse_sqrt_d,
     IS_KEY: tl.constexpr,
     BITS: tl.constexpr,
@@ -331,7 +369,12 @@ def encode_vectors(
         tl.store(p_word, word, mask=mask)
     else:
         TRELLIS: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
-        groups = _by_trellis(y, BLOCK_G)
+        if scratch_ptr is None:
+            groups = _by_trellis(y, BLOCK_G)
+        else:
+            groups = _by_trellis_through(
+                scratch_ptr, y, unit, token_mask, HEAD_SIZE, BLOCK_U, FOLD
+            )
         scale_code = choose_trellis_scales(groups, TRELLIS, SCALE_WORDS)
         scale = scale_value(scale_code).to(tl.float32)
         path, factor = choose_path(groups, scale, TRELLIS)

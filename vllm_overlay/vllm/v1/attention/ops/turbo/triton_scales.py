@@ -19,6 +19,8 @@ _ERROR_UNIT = tl.constexpr(float(1 << fmt.ERROR_FRACTION_BITS))
 _ERROR_MAX = tl.constexpr(fmt.ERROR_MAX)
 _ERROR_MAX_EXPONENT = tl.constexpr(fmt.ERROR_MAX_EXPONENT)
 _SCALE_OFFSETS = tl.constexpr(fmt.SCALE_OFFSETS)
+_BASE_OFFSETS = tl.constexpr(fmt.BASE_OFFSETS)
+_NUM_BASES = tl.constexpr(len(fmt.BASE_OFFSETS))
 _NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS))
 _LAST = tl.constexpr(fmt.NUM_LEVELS // 2 - 1)
 
@@ -89,7 +91,7 @@ def rounded_square(error):
 def _squared_error(
     y,  # NUM_STEPS of [T, C] fp32
     scale,  # [T, C] fp32
-    normaliser,  # [T, C] fp32
+    normaliser,  # [T, 1] fp32
     CODEBOOK: tl.constexpr,
 ):
     """Squared error of quantising each column with a scale, fp32 [T, C]."""
@@ -117,18 +119,34 @@ def scales_in_reach(
     DELTA_BITS: tl.constexpr = SCALE_WORDS[3]
     STEP: tl.constexpr = SCALE_WORDS[4]
     REACH: tl.constexpr = ((1 << DELTA_BITS) - 1) * STEP
-    by_word = _by_word(best_code, SCALE_WORDS)
-    base = tl.broadcast_to(tl.max(by_word, 2)[:, :, None], by_word.shape)
-    base = tl.reshape(base, best_code.shape)
-    chosen = base - tl.minimum((base - best_code) // STEP * STEP, REACH)
-    best_error = tl.full(best_error.shape, float("inf"), tl.float32)
-    for i in tl.static_range(len(codes)):
-        steps = base - codes[i]
-        better = (steps >= 0) & (steps <= REACH) & (steps % STEP == 0)
-        better = better & (errors[i] < best_error)
-        best_error = tl.where(better, errors[i], best_error)
-        chosen = tl.where(better, codes[i], chosen)
-    return chosen
+    largest = _of_words(best_code, SCALE_WORDS, True)
+    result = best_code
+    least = tl.full(best_error.shape, float("inf"), tl.float32)
+    for i in tl.static_range(_NUM_BASES):
+        base = tl.maximum(largest + _BASE_OFFSETS[i], 0)
+        chosen = base - tl.minimum((base - best_code) // STEP * STEP, REACH)
+        error = tl.full(best_error.shape, float("inf"), tl.float32)
+        for j in tl.static_range(len(codes)):
+            steps = base - codes[j]
+            reached = (steps >= 0) & (steps <= REACH) & (steps % STEP == 0)
+            better = reached & (errors[j] < error)
+            error = tl.where(better, errors[j], error)
+            chosen = tl.where(better, codes[j], chosen)
+        below = (error == float("inf")) & (best_code < base)
+        error = tl.where(below, errors[len(codes) - 1], error)
+        error = _of_words(error, SCALE_WORDS, False)
+        result = tl.where(error < least, chosen, result)
+        least = tl.minimum(error, least)
+    return result
+
+
+@triton.jit
+def _of_words(x, SCALE_WORDS: tl.constexpr, LARGEST: tl.constexpr):
+    """The largest of each word's groups, or their sum, for each group, [T, G]."""
+    by_word = _by_word(x, SCALE_WORDS)
+    result = tl.max(by_word, 2) if LARGEST else tl.sum(by_word, 2)
+    result = tl.broadcast_to(result[:, :, None], by_word.shape)
+    return tl.reshape(result, x.shape)
 
 
 @triton.jit
@@ -144,7 +162,7 @@ def _by_word(x, SCALE_WORDS: tl.constexpr):
 def scale_candidates(
     largest,  # [T, G] fp32, at most SCALE_MAX
 ):
-    """Codes that a group tries, int32 [T, G] each, and the normaliser of its errors."""
+    """Codes that a group tries, ascending, int32 [T, G] each."""
     normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
     subnormal = (largest * 131072.0).to(tl.int32)
     floor = tl.where(largest < 6.103515625e-05, subnormal, normal)
@@ -152,7 +170,7 @@ def scale_candidates(
     for candidate in tl.static_range(_NUM_CANDIDATES):
         code = floor + _SCALE_OFFSETS[candidate]
         codes = codes + (tl.minimum(tl.maximum(code, 0), _SCALE_CODE_MAX),)
-    return codes, normaliser_of(largest)
+    return codes
 
 
 @triton.jit
@@ -206,8 +224,8 @@ def choose_scales(
     for i in tl.static_range(1, len(y)):
         largest = tl.maximum(largest, tl.abs(y[i]))
     largest = tl.max(_by_group(tl.minimum(largest, _SCALE_MAX), BLOCK_G), 1)
-    codes, normaliser = scale_candidates(largest)
-    normaliser = unfold(normaliser, COLUMNS)
+    codes = scale_candidates(largest)
+    normaliser = normaliser_of(tl.max(largest, 1))[:, None]
     errors = no_errors(largest)
     for candidate in range(_NUM_CANDIDATES):
         scale = scale_value(at(codes, candidate)).to(tl.float32)

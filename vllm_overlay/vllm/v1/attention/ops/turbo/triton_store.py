@@ -49,7 +49,7 @@ def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
     """
     if num_tokens > SMALL_BATCH or head_size > 256:
         return StoreTuning(block_t=64 if head_size <= 256 else 16, fold=1, num_warps=4)
-    return StoreTuning(block_t=16, fold=8 if head_size <= 128 else 4, num_warps=8)
+    return StoreTuning(block_t=16, fold=8 if head_size <= 128 else 4, num_warps=4)
 
 
 @triton.jit
@@ -94,6 +94,7 @@ def _store_kernel(
     matrix_ptr,  # [D, D] fp16
     rotated_query_ptr,  # [B, Hq, D] fp16
     query_scale_ptr,  # [B, Hq] fp32
+    scratch_ptr,  # [T, 2 * H, D] fp32, or None
     num_tokens,
     num_queries,
     query_factor,
@@ -156,6 +157,13 @@ def _store_kernel(
         page_ptr = kv_cache_ptr + slot // block_size * stride_cache_block
         page_ptr += kv_head.to(tl.int64) * stride_cache_head
         tile_ptr, token = tile_pointers(page_ptr, slot % block_size, TILE_BYTES)
+        # Codes of three bits need a step for each code, or the scratch.
+        if scratch_ptr is None:
+            row_ptr = scratch_ptr
+            TRELLIS_FOLD: tl.constexpr = 1
+        else:
+            row_ptr = scratch_ptr + (t * (2 * NUM_KV_HEADS) + head) * HEAD_SIZE
+            TRELLIS_FOLD: tl.constexpr = FOLD
         if head < NUM_KV_HEADS:
             x_ptr = key_ptr + t * stride_key_token + kv_head * stride_key_head
             encode_vectors(
@@ -164,6 +172,7 @@ def _store_kernel(
                 token,
                 mask,
                 matrix_ptr,
+                row_ptr,
                 inverse_sqrt_d,
                 True,
                 KEY_BITS,
@@ -173,7 +182,7 @@ def _store_kernel(
                 HEAD_SIZE,
                 BLOCK_D,
                 BLOCK_U,
-                FOLD if KEY_BITS == 4 else 1,
+                FOLD if KEY_BITS == 4 else TRELLIS_FOLD,
             )
         else:
             x_ptr = value_ptr + t * stride_value_token + kv_head * stride_value_head
@@ -183,6 +192,7 @@ def _store_kernel(
                 token,
                 mask,
                 matrix_ptr,
+                row_ptr,
                 inverse_sqrt_d,
                 False,
                 VALUE_BITS,
@@ -192,7 +202,7 @@ def _store_kernel(
                 HEAD_SIZE,
                 BLOCK_D,
                 BLOCK_U,
-                FOLD if VALUE_BITS == 4 else 1,
+                FOLD if VALUE_BITS == 4 else TRELLIS_FOLD,
             )
 
 
@@ -242,6 +252,10 @@ def store(
     block_d = triton.next_power_of_2(head_size)
     if tuning is None:
         tuning = default_tuning(num_tokens, head_size)
+    scratch = None
+    if num_tokens <= SMALL_BATCH and 3 in (layout.key_bits, layout.value_bits):
+        shape = (num_tokens, 2 * num_kv_heads, head_size)
+        scratch = torch.empty(shape, dtype=torch.float32, device=kv_cache.device)
     grid = (triton.cdiv(num_tokens, tuning.block_t), 2 * num_kv_heads + num_heads)
     _store_kernel[grid](
         key,
@@ -252,6 +266,7 @@ def store(
         rotation_matrix(head_size, kv_cache.device),
         rotated_query,
         query_scale,
+        scratch,
         num_tokens,
         num_queries,
         scale * LOG2_E * layout.key_codebook.gain,

@@ -29,7 +29,7 @@ _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
 _NUM_CANDIDATES = tl.constexpr(len(fmt.SCALE_OFFSETS))
 _PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
-_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS[3])
+_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
 _UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 
 
@@ -47,8 +47,10 @@ def trellis_constants(codebook: Codebook) -> tuple:
 
 @triton.jit
 def _step(
-    z,  # [T, G] fp32, in scales
-    unit,  # [T, G] fp32, what errors of z are multiplied by
+    y,  # [T, G] fp32
+    normaliser,  # [T, 1] fp32
+    scale,  # [T, G] fp32
+    reciprocal,  # [T, G] fp32
     cost,  # by state, fp32 [T, G]
     CODEBOOK: tl.constexpr,
 ):
@@ -61,12 +63,13 @@ def _step(
     """
     LEVELS: tl.constexpr = CODEBOOK[0]
     THRESHOLDS: tl.constexpr = CODEBOOK[1]
+    z = y * reciprocal
     errors = ()
     for s in tl.static_range(_NUM_SUBSETS):
         level = tl.full(z.shape, LEVELS[s], tl.float32)
         for j in tl.static_range(s, len(THRESHOLDS), _NUM_SUBSETS):
             level = tl.where(z > THRESHOLDS[j], LEVELS[j + _NUM_SUBSETS], level)
-        errors = errors + (rounded_square((z - level) * unit),)
+        errors = errors + (rounded_square((y - level * scale) * normaliser),)
     extended = ()
     survivors = tl.zeros(z.shape, tl.int32)
     for state in tl.static_range(4):
@@ -95,7 +98,7 @@ def _search(
     y,  # 16 of [T, G] fp32
     factor,  # [T, 1] fp32
     scale,  # [T, G] fp32
-    normaliser,  # [T, G] fp32
+    normaliser,  # [T, 1] fp32
     CODEBOOK: tl.constexpr,
 ):
     """The path of least error: bit e, of int32 [T, G], is b(e).
@@ -103,13 +106,13 @@ def _search(
     See ``reference_codec._trellis``.
     """
     reciprocal = reciprocal_of(scale)
-    unit = scale * normaliser
     cost = _initial_cost(scale)
     early = tl.zeros(scale.shape, tl.int32)
     late = tl.zeros(scale.shape, tl.int32)
     for e in tl.static_range(_STEPS):
-        z = y[e] * factor * reciprocal
-        cost, survivors = _step(z, unit, cost, CODEBOOK)
+        cost, survivors = _step(
+            y[e] * factor, normaliser, scale, reciprocal, cost, CODEBOOK
+        )
         if e < 8:
             early |= survivors << (4 * e)
         else:
@@ -182,15 +185,16 @@ def choose_trellis_scales(
     SCALE_WORDS: tl.constexpr,
 ):
     """See ``reference_codec.choose_scales``: int32 [T, G]."""
-    codes, normaliser = scale_candidates(_largest(y))
-    errors = no_errors(normaliser)
+    largest = _largest(y)
+    codes = scale_candidates(largest)
+    normaliser = normaliser_of(tl.max(largest, 1))[:, None]
+    errors = no_errors(largest)
     for candidate in range(_NUM_CANDIDATES):
         scale = scale_value(at(codes, candidate)).to(tl.float32)
         reciprocal = reciprocal_of(scale)
         cost = _initial_cost(scale)
         for e in tl.static_range(_STEPS):
-            z = y[e] * reciprocal
-            cost, _ = _step(z, scale * normaliser, cost, CODEBOOK)
+            cost, _ = _step(y[e], normaliser, scale, reciprocal, cost, CODEBOOK)
         least = tl.minimum(tl.minimum(cost[0], cost[1]), tl.minimum(cost[2], cost[3]))
         errors = with_error(errors, candidate, least)
     return scales_in_reach(codes, errors, SCALE_WORDS)
@@ -208,15 +212,13 @@ def choose_path(
     ``reference_codec._unbiased``.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
-    largest = _largest(y)
-    of_groups = normaliser_of(largest)
-    largest = tl.max(largest, 1)
+    largest = tl.max(_largest(y), 1)
+    normaliser = normaliser_of(largest)[:, None]
     factor = tl.full(largest.shape, 1.0, tl.float32)
     if GAIN == 0:
-        path = _search(y, factor[:, None], scale, of_groups, CODEBOOK)
+        path = _search(y, factor[:, None], scale, normaliser, CODEBOOK)
         return path, factor[:, None]
 
-    normaliser = normaliser_of(largest)[:, None]
     square = tl.zeros_like(scale)
     for e in tl.static_range(_STEPS):
         x = y[e] * normaliser
@@ -227,7 +229,7 @@ def choose_path(
     best_rest = tl.full(factor.shape, float("inf"), tl.float32)
     best_path = tl.zeros(scale.shape, tl.int32)
     for _ in range(_UNBIAS_ROUNDS + 1):
-        path = _search(y, factor[:, None], scale, of_groups, CODEBOOK)
+        path = _search(y, factor[:, None], scale, normaliser, CODEBOOK)
         product = tl.zeros_like(scale)
         for e in tl.static_range(_STEPS):
             z = y[e] * factor[:, None] * reciprocal
