@@ -31,7 +31,11 @@ from vllm.v1.attention.ops.turbo.triton_merge import (
 
 
 class DecodeTuning(NamedTuple):
-    """How the decode kernel is launched.
+    """How the decode kernel is launched, by default as is best on an H200.
+
+    That is at head size 128 and GQA 4; ``benchmark_turbo_decode.py --variants``
+    compares others. The time goes into issuing instructions, so what keeps registers
+    matters more than what hides latency.
 
     Attributes:
         block_n: Tokens a step of a program.
@@ -44,16 +48,6 @@ class DecodeTuning(NamedTuple):
     block_n: int = 32
     num_warps: int = 1
     num_stages: int = 2
-
-
-def default_tuning(layout: TurboFormat) -> DecodeTuning:
-    """Launch parameters, chosen on an H200 at head size 128, GQA 4.
-
-    ``benchmark_turbo_decode.py --variants`` compares them with others. The time
-    goes into issuing instructions, so what keeps registers (fewer tokens a step
-    for 3-bit keys) matters more than what hides latency.
-    """
-    return DecodeTuning(block_n=16 if layout.key_bits == 3 else 32)
 
 
 @triton.jit
@@ -314,7 +308,7 @@ def decode_attention(
         output: (B, Hq, D), written; last axis contiguous.
         newest: The last of each sequence's cached tokens, to be attended to
             in place of what the cache holds of it.
-        tuning: Launch parameters; None for ``default_tuning``.
+        tuning: Launch parameters; None for the default.
 
     """
     num_seqs, num_heads, head_size = rotated_query.shape
@@ -328,7 +322,7 @@ def decode_attention(
     num_splits = partial.shape[0] // num_seqs
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
     if tuning is None:
-        tuning = default_tuning(layout)
+        tuning = DecodeTuning()
     group = num_heads // num_kv_heads
     num_newest = 0 if newest is None else 1
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
