@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Codes of more than one coordinate at a time: vector codebooks and trellises."""
 
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,6 +15,8 @@ from scalar import (
     gaussian_vectors,
 )
 
+from vllm.v1.attention.ops.turbo import reference_codec
+from vllm.v1.attention.ops.turbo.format import Codebook
 from vllm.v1.attention.ops.turbo.reference_codec import scale_floor, scale_values
 
 KMEANS_ROUNDS = 15
@@ -117,6 +120,46 @@ def trellis_round_trip(
         state = low + choice.gather(1, low).long() * (states >> bits)
         path.append(state)
     return levels[torch.cat(path[::-1], -1)] * scale
+
+
+@dataclass(frozen=True)
+class TrellisCodebook(Codebook):
+    """Levels for the format's trellis and scales at any width.
+
+    Of ``2 ** (bits + 1)`` levels a code chooses among the half that its state allows.
+    """
+
+    @property
+    def trellis(self) -> bool:
+        return True
+
+
+@cache
+def trellis_codebook(bits: int, head_size: int = 128) -> TrellisCodebook:
+    """Levels of least squared error for codes of ``bits`` on four states."""
+    y = gaussian_vectors(FIT_VECTORS, head_size, seed=1)
+    grouped = reference_codec.by_group(y)
+    half = 1 << bits
+    position = (torch.arange(half) + 0.5) / half
+    # Denser in the middle, the largest near 1: where the scale search expects it.
+    start = 0.7 * position + 0.3 * position**3
+    codebook = TrellisCodebook(bits, tuple(start.tolist()), (0.0, 0.0))
+    for _ in range(FIT_ROUNDS):
+        index, scale_codes = reference_codec.quantize(y, codebook)
+        index = reference_codec.by_group(index).long()
+        scale = scale_values(scale_codes)[..., None].expand_as(grouped)
+        upper = torch.where(index < half, half - 1 - index, index - half).flatten()
+        signed = torch.where(index < half, -grouped, grouped)
+        zero = torch.zeros(half)
+        total = zero.index_add(0, upper, (scale * signed).flatten())
+        updated = total / zero.index_add(0, upper, scale.square().flatten())
+        codebook = replace(codebook, magnitudes=tuple(updated.tolist()))
+    return codebook
+
+
+def codebook_round_trip(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Rotated vectors (..., D) as the format stores them with a codebook."""
+    return reference_codec.dequantize(*reference_codec.quantize(y, codebook), codebook)
 
 
 @cache

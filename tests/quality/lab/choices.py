@@ -34,6 +34,12 @@ from variants import (
 QUALITY = Path(__file__).resolve().parents[1]
 MODEL = QUALITY.parents[1] / "models" / "needle-qwen3"
 PRESETS = ("turbo4", "k4v3", "turbo3")
+# Said above a question's table.
+REMARKS = {
+    "Rotation": "Scalar codes at both widths, keys unbiased on average.",
+    "Scales": "Scalar codes at both widths, keys unbiased on average.",
+    "Codes of 3 bits": "The same bytes and kind of scales.",
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Arms:
         yield from self.formats()
         yield from self.rotations()
         yield from self.scales()
+        yield from self.narrow_codes()
         yield from self.key_statistics()
         yield from self.mixed_layers()
         yield from self.prefills()
@@ -105,6 +112,17 @@ class Arms:
         for bits in (4, 3):
             for variant in scale_variants(self.head_size, bits):
                 yield self.uniform("Scales", variant)
+
+    def narrow_codes(self) -> Iterator[Arm]:
+        question, unbiased = "Codes of 3 bits", "on average"
+        name = f"scalar, unbiased {unbiased}"
+        scalar = parts(name, self.head_size, 3, ScaleRule(16, "delta"))
+        yield self.uniform(question, scalar)
+        name = f"trellis-coded, unbiased {unbiased}"
+        yield self.uniform(
+            question, preset("turbo3", self.head_size, unbiased, name=name)
+        )
+        yield self.uniform(question, preset("turbo3", self.head_size))
 
     def key_statistics(self) -> Iterator[Arm]:
         changes: dict[str, dict[str, dict]] = {
@@ -244,7 +262,10 @@ def markdown(results: dict) -> str:
     for row in results["rows"]:
         if row["question"] != question:
             question = row["question"]
-            lines += ["", f"## {question}", "", *heading(question)]
+            lines += ["", f"## {question}", ""]
+            if question in REMARKS:
+                lines += [REMARKS[question], ""]
+            lines += heading(question)
         lines.append(table_row(row))
     return "\n".join(lines) + "\n"
 

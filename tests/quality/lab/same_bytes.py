@@ -12,8 +12,10 @@ from functools import partial
 
 import torch
 from blockcodes import (
+    codebook_round_trip,
     computed_levels,
     random_levels,
+    trellis_codebook,
     trellis_round_trip,
     two_codebook_round_trip,
     vector_round_trip,
@@ -21,12 +23,12 @@ from blockcodes import (
 from report import run_programme
 from scalar import E5M3_OFFSETS, ScaleRule, fitted, gaussian_vectors, relative_error
 
-from vllm.v1.attention.ops.turbo import reference_codec
-from vllm.v1.attention.ops.turbo.format import VALUE_CODEBOOKS, Codebook
+from vllm.v1.attention.ops.turbo.format import SCALE_OFFSETS, VALUE_CODEBOOKS
 
 HEAD_SIZE = 128
 NUM_VECTORS = 1000
 TRELLIS_VECTORS = 200
+FORMAT_SCALES = "E5M3 a vector less 3 bits per 16"
 
 
 @dataclass(frozen=True)
@@ -51,35 +53,62 @@ class Code:
     vectors: int = NUM_VECTORS
 
 
-def as_stored(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    return reference_codec.dequantize(*reference_codec.quantize(y, codebook), codebook)
+def the_format(bits: int) -> Code:
+    """Values as they are stored."""
+    name = f"the format: {FORMAT_SCALES}"
+    decode = "1 permute a K pair or 2 FMAs a V; a scale per 16, a subtraction each"
+    encode = f"{len(SCALE_OFFSETS)} scales tried a group, then the codes again"
+    codebook = VALUE_CODEBOOKS[bits]
+    if codebook.trellis:
+        name += ", 4-state trellis of 16 levels"
+        decode = (
+            "4 bits of two planes, by shifts and logic on words of 8 codes; then as "
+            "with 4 bits"
+        )
+        encode += "; Viterbi each time: 4 states an element, one after the other"
+    stored = partial(codebook_round_trip, codebook=codebook)
+    return Code(name, HEAD_SIZE * bits / 8 + 4, stored, decode, encode)
+
+
+def the_other_code(bits: int) -> Code:
+    """The format's scales with what it has at the other width: trellis or scalar."""
+    if VALUE_CODEBOOKS[bits].trellis:
+        quantizer = fitted(bits, ScaleRule(16, "delta"), HEAD_SIZE)
+        return Code(
+            f"{FORMAT_SCALES}, 8 levels",
+            quantizer.num_bytes(HEAD_SIZE),
+            quantizer.round_trip,
+            "3 bits of two planes, by shifts and logic on words of 8 codes; then as "
+            "with 4 bits",
+            f"{len(E5M3_OFFSETS)} scales tried a group, then the codes again",
+        )
+    codebook = trellis_codebook(bits, HEAD_SIZE)
+    return Code(
+        f"{FORMAT_SCALES}, 4-state trellis of 32 levels",
+        HEAD_SIZE * bits / 8 + 4,
+        partial(codebook_round_trip, codebook=codebook),
+        "16 magnitudes: for int8 keys two permutes and a select; V one more logic "
+        "instruction an element",
+        f"Viterbi for each of {len(SCALE_OFFSETS)} scales and once more: 4 states an "
+        "element, one after the other",
+    )
 
 
 def scalar_codes(bits: int) -> list[Code]:
-    codes = HEAD_SIZE * bits / 8
-    codebook = VALUE_CODEBOOKS[bits]
-    stored = partial(as_stored, codebook=codebook)
-    found = [
-        Code(
-            "the format: E5M3 per 32",
-            codes + 4,
-            stored,
-            "1 permute a K pair or 2 FMAs a V, a scale per 32",
-            f"{len(codebook.scale_offsets)} scales tried a group",
-        )
-    ]
+    found = []
+    tried = f"{len(E5M3_OFFSETS)} scales tried a group"
     rules = {
-        "norm in fp32": (ScaleRule(HEAD_SIZE, "norm32"), "no scale per 32", "1 pass"),
-        "E5M3 a vector less 3 bits per 16": (
-            ScaleRule(16, "delta"),
-            "as the format; twice as many scales, each a subtraction more; K's "
-            "products end every 16 coordinates instead of 32",
-            f"{len(E5M3_OFFSETS)} scales tried a group, then the codes again",
+        "norm in fp32": (ScaleRule(HEAD_SIZE, "norm32"), "no scale per 16", "1 pass"),
+        "E5M3 per 32": (
+            ScaleRule(32),
+            "half as many scales, without the subtraction; K's products end every 32 "
+            "coordinates instead of 16",
+            tried,
         ),
         "E5M3 a vector less 2 bits per 8": (
             ScaleRule(8, "delta", delta_bits=2),
-            "as above, four times as many scales",
-            "as above",
+            "twice as many scales; K's products end every 8 coordinates",
+            f"{tried}, then the codes again",
         ),
     }
     for name, (rule, decode, encode) in rules.items():
@@ -96,9 +125,9 @@ def scalar_codes(bits: int) -> list[Code]:
     found.append(
         Code(
             "two codebooks, E5M2 per 32",
-            codes + 4,
+            HEAD_SIZE * bits / 8 + 4,
             partial(two_codebook_round_trip, bits=bits),
-            "as the format for K, a table chosen a group; V's cubic gets "
+            "scales as with E5M3 per 32; K's table is chosen a group, V's cubic gets "
             "coefficients a group",
             "8 pairs tried a group",
         )
@@ -151,10 +180,16 @@ def trellis_codes(bits: int) -> list[Code]:
     return found
 
 
+def codes(bits: int) -> list[Code]:
+    """All that are compared, the format first."""
+    found = [the_format(bits), the_other_code(bits)]
+    return found + scalar_codes(bits) + vector_codes(bits) + trellis_codes(bits)
+
+
 def measure() -> list[dict]:
     rows = []
     for bits in (4, 3):
-        for code in scalar_codes(bits) + vector_codes(bits) + trellis_codes(bits):
+        for code in codes(bits):
             y = gaussian_vectors(code.vectors, HEAD_SIZE, seed=11)
             rows.append(
                 {
@@ -176,7 +211,8 @@ def markdown(rows: list[dict]) -> str:
         "",
         "Squared error over squared length of Gaussian vectors of 128; bytes of a "
         "vector; the bound is that of any code of so many bytes, however long its "
-        "blocks. Written by `tests/quality/lab/same_bytes.py`.",
+        "blocks. Codes are scalar where a row says nothing else, and the format's "
+        "are V's. Written by `tests/quality/lab/same_bytes.py`.",
     ]
     for bits in (4, 3):
         lines += [

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The caches that are compared: what K and V are read back as, and their bytes.
 
-A variant is a rotation, a scalar quantiser for K and one for V, and whether a mean is
-taken from K and its bias from the scores. Vectors have shape (..., D).
+A variant is a rotation, a quantiser for K and one for V, and whether a mean is taken
+from K and its bias from the scores. Vectors have shape (..., D).
 """
 
 from collections.abc import Callable
@@ -129,7 +129,9 @@ def _gain(quantizer: ScalarQuantizer, head_size: int) -> float:
 def parts(
     name: str, head_size: int, bits: int, rule: ScaleRule, kind: str = "randomised"
 ) -> Variant:
-    """A variant of given parts, K unbiased; both sides have the same width."""
+    """A variant of given parts, K unbiased on average; both sides are scalar codes of
+    the same width.
+    """
     quantizer = fitted(bits, rule, head_size)
     gain = _gain(quantizer, head_size)
     return Variant(
@@ -154,7 +156,7 @@ def scale_rules(head_size: int) -> dict[str, ScaleRule]:
 
 
 def scale_variants(head_size: int, bits: int) -> list[Variant]:
-    """The scale rules, behind the format's rotation."""
+    """The scale rules, with scalar codes behind the format's rotation."""
     return [
         parts(f"{bits} bits, {name}", head_size, bits, rule)
         for name, rule in scale_rules(head_size).items()

@@ -35,6 +35,8 @@ _HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
 _PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
+# Triton divides approximately.
+_INVERSE_UNIT = tl.constexpr(1.0 / (1 << fmt.PRODUCT_FRACTION_BITS))
 _UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
 _UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 _BIAS_WEIGHT = tl.constexpr(fmt.BIAS_WEIGHT)
@@ -154,7 +156,7 @@ def _code_to_move(
         mended = rest[:, None] - mended
         error = x * _PRODUCT_UNIT - decoded * GAIN
         other_error = x * _PRODUCT_UNIT - other * GAIN
-        across = (other_error * other_error - error * error) / _PRODUCT_UNIT
+        across = (other_error * other_error - error * error) * _INVERSE_UNIT
         cost = mended * mended * _BIAS_WEIGHT + across * square[:, None]
         better = possible & (cost < least)
         least = tl.where(better, cost, least)
