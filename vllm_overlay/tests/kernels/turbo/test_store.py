@@ -76,6 +76,25 @@ def test_bytes_equal_the_reference(name, head_size, dtype):
     assert 0.9 * num_written < (buffer != 0xFF).sum() <= num_written
 
 
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_smallest_vectors(head_size):
+    """Columns that pad a word's groups have no part in the choice of its scales."""
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    _, (expected, *_) = layer_caches(layout, 2, 2, 16)
+    _, (cache, *_) = layer_caches(layout, 2, 2, 16)
+    magnitude = torch.logspace(-6, -4, 32, device=DEVICE)[:, None, None]
+    key, value = (
+        (gaussian(32, 2, head_size, dtype=torch.float32, seed=seed) * magnitude).to(
+            torch.bfloat16
+        )
+        for seed in (0, 1)
+    )
+    slots = torch.arange(32, device=DEVICE)
+    reference.store(expected, slots, key, value, layout)
+    store(cache, slots, key, value, layout)
+    assert torch.equal(cache, expected)
+
+
 @all_presets
 @all_pages
 def test_strides_of_the_cache(name, cache_layout, block_size):

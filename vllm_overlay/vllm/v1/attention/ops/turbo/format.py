@@ -10,8 +10,8 @@ rotate a vector at random, then quantise each coordinate with a fixed scalar
 codebook. Three things differ from the paper. There is no vector norm; instead
 each group of 16 rotated coordinates has a scale, which costs the same bytes and
 follows the local energy. Three-bit codes are trellis-coded (Marcellin and Fischer,
-IEEE Trans. Commun. 38(1), 1990): each chooses among half of 16 levels, and which
-half follows from the codes before it. And there is no QJL residual: its unbiased
+doi:10.1109/26.46532): each chooses among half of 16 levels, and which half follows
+from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 """
 

@@ -119,6 +119,8 @@ def scales_in_reach(
     DELTA_BITS: tl.constexpr = SCALE_WORDS[3]
     STEP: tl.constexpr = SCALE_WORDS[4]
     REACH: tl.constexpr = ((1 << DELTA_BITS) - 1) * STEP
+    NUM_GROUPS: tl.constexpr = SCALE_WORDS[0] * SCALE_WORDS[2]
+    inside = (tl.arange(0, best_code.shape[1]) < NUM_GROUPS)[None, :]
     largest = _of_words(best_code, SCALE_WORDS, True)
     result = best_code
     least = tl.full(best_error.shape, float("inf"), tl.float32)
@@ -134,6 +136,7 @@ def scales_in_reach(
             chosen = tl.where(better, codes[j], chosen)
         below = (error == float("inf")) & (best_code < base)
         error = tl.where(below, errors[len(codes) - 1], error)
+        error = tl.where(inside, error, 0.0)
         error = _of_words(error, SCALE_WORDS, False)
         result = tl.where(error < least, chosen, result)
         least = tl.minimum(error, least)
