@@ -5,13 +5,15 @@
 A rotated vector is close to Gaussian whatever it was, so its coordinates are samples
 of N(0, 1) divided by the scales that the encoder's search picks, as far as the words of
 a vector can hold them. Levels and search depend on each other: as in Lloyd's algorithm,
-each is made best for the other in turn. Both sides' levels lie on an odd cubic, the
-keys' rounded to (m + 1/2) / 128; its coefficients are fp16 numbers in the positions v
-that kernels evaluate it at (see ``format.Codebook``).
+each is made best for the other in turn. Codes of four and of three bits share their
+levels: the best for each are close, and a kernel has one table. The keys' are integers
+near a cubic, the values' lie on v * (a + b * abs(v)); the coefficients are fp16 numbers
+in the positions v that kernels evaluate them at (see ``format.Codebook``).
 
     python tests/kernels/turbo/fit_codebooks.py    # prints what format.py holds
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +23,14 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference_codec as codec
 from vllm.v1.attention.ops.turbo.format import Codebook
 
-# Adding this rounds fp16 numbers below 256 to multiples of 1/2.
-ROUNDING = 768.0
-# Where the fit of the cubic starts.
+# Adding this rounds fp16 numbers below 512 to integers.
+ROUNDING = 1536.0
+# The largest integer of a key table.
+MAX_KEY_LEVEL = 126
+WIDTHS = (4, 3)
+# How many tables are judged by both widths.
+NUM_CLOSE = 8
+# Where fits start: a cubic.
 START = (0.37, 0.047)
 ROUNDS = 12
 HEAD_SIZE = 128
@@ -112,21 +119,27 @@ def fit_levels(
     return weights
 
 
-def fit_cubic(x: torch.Tensor, bits: int) -> tuple[float, float]:
-    """The best coefficients (a, b)."""
+def fit_cubic(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The best (a, b) of a * v + b * v**3."""
     v = half_positions().double()
-    a, b = fit_levels(x, bits, torch.stack([v, v**3], -1)).tolist()
-    return a, b
+    return fit_levels(x, bits, torch.stack([v, v**3], -1))
+
+
+def fit_quadratic(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The best (a, b) of a * v + b * v**2, of the upper half."""
+    v = half_positions().double()
+    return fit_levels(x, bits, torch.stack([v, v**2], -1))
 
 
 def fit_free(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Levels with no form asked of them: what the cubic is measured against."""
+    """Levels with no form asked of them: what the forms are measured against."""
     return fit_levels(x, bits, torch.eye(fmt.NUM_LEVELS // 2, dtype=torch.float64))
 
 
-def as_half(cubic: tuple[float, float]) -> tuple[float, float]:
-    """The nearest fp16 coefficients."""
-    a, b = map(float, np.array(cubic).astype(np.float16))
+def fit_values(x: torch.Tensor) -> tuple[float, float]:
+    """Coefficients of the values' levels: the mean of the widths' best, in fp16."""
+    best = torch.stack([fit_quadratic(x, bits) for bits in WIDTHS]).mean(0)
+    a, b = map(float, best.numpy().astype(np.float16))
     return a, b
 
 
@@ -138,7 +151,7 @@ def rounded_in_half(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
         b: (n, 1) fp16 cubic coefficients.
 
     Returns:
-        128 times the levels, fp16 (n, 8), for each way to fuse.
+        KEY_LEVEL_UNIT times the levels, fp16 (n, 8), for each way to fuse.
 
     """
     v = half_positions().numpy().astype(np.float16)
@@ -155,23 +168,27 @@ def rounded_in_half(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
 
 
 def key_tables(
-    cubic: tuple[float, float],
+    cubic: torch.Tensor,
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Tables m near 128 times a cubic that kernels get exactly, however they fuse.
+    """Tables of integers near a cubic that kernels get exactly, however they fuse.
+
+    Args:
+        cubic: (a, b) of a * v + b * v**3, of the levels.
 
     Returns:
-        By table of 7-bit integers, the fp16 coefficients of 128 * level that lie
-        closest to it.
+        By table, the fp16 coefficients of KEY_LEVEL_UNIT * level that lie closest to
+        it.
 
     """
-    factors_a, factors_b = np.arange(0.94, 1.06, 5e-4), np.arange(0.8, 1.25, 2e-3)
-    a = (factors_a * cubic[0] * 128).repeat(len(factors_b))
-    b = np.tile(factors_b * cubic[1] * 128, len(factors_a))
+    factors_a, factors_b = np.arange(0.94, 1.02, 1e-3), np.arange(0.9, 1.1, 4e-3)
+    a_level, b_level = (cubic * fmt.KEY_LEVEL_UNIT).tolist()
+    a = (factors_a * a_level).repeat(len(factors_b))
+    b = np.tile(factors_b * b_level, len(factors_a))
     a, b = (x[:, None].astype(np.float16) for x in (a, b))
     ways = rounded_in_half(a, b)
     levels = ways[0].astype(np.float64)
     exact = np.all([way == ways[0] for way in ways], (0, 2))
-    exact &= (levels % 1 == 0.5).all(1) & (levels[:, -1] <= 127.5)
+    exact &= levels[:, -1] <= MAX_KEY_LEVEL
     v = half_positions().numpy()
     distance = np.abs(np.float64(a) * v + np.float64(b) * v**3 - levels).max(1)
     tables: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -182,35 +199,46 @@ def key_tables(
 
 
 def table_levels(table: tuple[int, ...]) -> torch.Tensor:
-    return (torch.tensor(table, dtype=torch.float32) + 0.5) / 128
+    return torch.tensor(table, dtype=torch.float32) / fmt.KEY_LEVEL_UNIT
 
 
-def fit_key(
-    x: torch.Tensor, bits: int, cubic: tuple[float, float]
+def fit_keys(
+    x: torch.Tensor,
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
-    """The best table near a cubic, and its coefficients."""
-    return min(
-        key_tables(cubic).items(),
-        key=lambda item: quality(x, of_levels(bits, table_levels(item[0]))).error,
+    """The best table of the keys and its coefficients.
+
+    Tables are judged by the product of the widths' errors, but only those that are
+    among the best of four bits on a part of the vectors.
+    """
+    tables = key_tables(fit_cubic(x, 4))
+
+    def error(x: torch.Tensor, table: tuple[int, ...], bits: int) -> float:
+        return quality(x, of_levels(bits, table_levels(table))).error
+
+    part = x[: len(x) // 8]
+    close = sorted(tables, key=lambda table: error(part, table, 4))[:NUM_CLOSE]
+    best = min(
+        close, key=lambda table: math.prod(error(x, table, bits) for bits in WIDTHS)
     )
+    return best, tables[best]
 
 
 def main() -> None:
     x, others = gaussian_vectors(NUM_VECTORS), gaussian_vectors(4 * NUM_VECTORS, 1)
-    for bits in (4, 3):
-        cubic = fit_cubic(x, bits)
-        table, key_cubic = fit_key(x, bits, cubic)
-        value_cubic = as_half(cubic)
-        print(f"{bits} bits")
+    table, cubic = fit_keys(x)
+    values = fit_values(x)
+    print(f"keys {table}, cubic {cubic}; values {values}")
+    v = half_positions()
+    for bits in WIDTHS:
         for name, levels in (
-            (f"keys {table} cubic {key_cubic}", table_levels(table)),
-            (f"values cubic {value_cubic}", cubic_levels(value_cubic)),
+            ("keys", table_levels(table)),
+            ("values", values[0] * v + values[1] * v**2),
             ("free", fit_free(x, bits)),
         ):
             found = quality(others, of_levels(bits, levels))
             print(
-                f"  {name}: error {found.error:.5f}, gain {1 / found.slope:.5f}, "
-                f"unbiased {found.unbiased_error:.5f}",
+                f"{bits} bits, {name}: error {found.error:.5f}, "
+                f"gain {1 / found.slope:.5f}, unbiased {found.unbiased_error:.5f}",
                 flush=True,
             )
 

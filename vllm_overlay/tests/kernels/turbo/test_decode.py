@@ -168,8 +168,8 @@ def test_one_key_gives_its_value(name, head_size):
     """The softmax of one score is 1, so the output is the value as stored.
 
     Compared in rotated space, where a coordinate is a code times a scale. The
-    kernel evaluates the cubic in fp16; its coefficient of u**3, times a small
-    scale, is a subnormal number.
+    kernel evaluates the level in fp16, where a coefficient, times a small
+    scale, may be a subnormal number.
     """
     layout = TurboFormat.from_cache_dtype(name, head_size)
     cache, table, _, values = first_tokens(layout, 3)

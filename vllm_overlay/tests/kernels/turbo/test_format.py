@@ -23,9 +23,8 @@ from vllm.v1.attention.ops.turbo.format import (
 
 from .fit_codebooks import (
     NUM_VECTORS,
-    as_half,
-    fit_cubic,
-    fit_key,
+    fit_keys,
+    fit_values,
     gaussian_vectors,
     of_levels,
     quality,
@@ -259,58 +258,49 @@ def test_levels_and_thresholds(codebook):
         assert thresholds == pytest.approx(middles, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "bits, integers",
-    [
-        (4, (5, 17, 29, 43, 59, 77, 98, 123)),
-        (3, (5, 16, 28, 42, 58, 77, 100, 127)),
-    ],
-)
-def test_key_levels_are_int8(bits, integers):
-    """A key level is (m + 1/2) / 128 with m of seven bits."""
-    assert KEY_CODEBOOKS[bits].magnitudes == tuple((m + 0.5) / 128 for m in integers)
+def test_key_levels_are_int8():
+    """Also with the one more that an upper level needs where -1 is added to it."""
+    levels = fmt.KEY_LEVELS
+    assert list(levels) == sorted(set(levels))
+    assert levels[0] > 0 and levels[-1] + 1 < fmt.KEY_LEVEL_UNIT
+    for codebook in KEY_CODEBOOKS.values():
+        assert codebook.magnitudes == tuple(m / fmt.KEY_LEVEL_UNIT for m in levels)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_key_cubic_gives_levels_in_fp16(bits):
-    """A kernel's fp16 multiply-adds, fused or not, give 128 * level exactly."""
-    codebook = KEY_CODEBOOKS[bits]
-    a, b = np.array(codebook.kernel_cubic)[:, None, None]
+def test_key_cubic_gives_levels_in_fp16():
+    """A kernel's fp16 multiply-adds, fused or not, give the integers exactly."""
+    a, b = np.array(fmt.KEY_COEFFICIENTS)[:, None, None]
     ways = rounded_in_half(a.astype(np.float16), b.astype(np.float16))
     assert len(ways) == 4
     for levels in ways:
-        assert tuple(levels[0] / 128) == codebook.magnitudes
+        assert tuple(levels[0]) == fmt.KEY_LEVELS
 
 
 @all_codebooks
-def test_kernel_cubics_are_fp16(codebook):
-    for coefficient in codebook.kernel_cubic:
+def test_coefficients_are_fp16(codebook):
+    for coefficient in codebook.coefficients:
         assert float(np.float16(coefficient)) == coefficient
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_value_cubic_is_the_levels(bits):
+def test_value_quadratic_is_the_levels(bits):
     codebook = VALUE_CODEBOOKS[bits]
-    a, b = codebook.kernel_cubic
+    a, b = codebook.coefficients
     for index, level in enumerate(codebook.levels):
         v = (index - 15 / 2) / 4
-        assert level == pytest.approx(a * v + b * v**3, rel=1e-12)
+        assert level == pytest.approx(a * v + b * v * abs(v), rel=1e-12)
 
 
 @pytest.mark.skipif(ON_GPU, reason="runs on the CPU alone, where it is tested")
-@pytest.mark.parametrize("bits", [3, 4])
-def test_codebooks_are_the_fit(bits):
+def test_codebooks_are_the_fit():
     """The constants come out of their fit again."""
-    key, value = KEY_CODEBOOKS[bits], VALUE_CODEBOOKS[bits]
     x = gaussian_vectors(NUM_VECTORS)
-    cubic = fit_cubic(x, bits)
-    assert as_half(cubic) == value.kernel_cubic
-    table, key_cubic = fit_key(x, bits, cubic)
-    assert tuple((m + 0.5) / 128 for m in table) == key.magnitudes
-    assert key_cubic == key.kernel_cubic
+    assert fit_values(x) == fmt.VALUE_COEFFICIENTS
+    assert fit_keys(x) == (fmt.KEY_LEVELS, fmt.KEY_COEFFICIENTS)
     others = gaussian_vectors(NUM_VECTORS, seed=1)
-    found = quality(others, of_levels(bits, table_levels(table)))
-    assert 1 / found.slope == pytest.approx(key.gain, abs=2e-4)
+    for bits, codebook in KEY_CODEBOOKS.items():
+        found = quality(others, of_levels(bits, table_levels(fmt.KEY_LEVELS)))
+        assert 1 / found.slope == pytest.approx(codebook.gain, abs=2e-4)
 
 
 def test_documented_bytes():

@@ -148,7 +148,7 @@ def gather(
 @all_presets
 @kernel_head_sizes
 def test_gather_decodes_every_token(name, head_size):
-    """K is exact in fp16; V is off by the fp16 evaluation of the cubic."""
+    """K is exact in fp16; V is off by its evaluation in fp16."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     cache = random_pages(layout, 4, 2, 32)
     table = torch.tensor([[2, 0, 7], [3, 7, 7], [1, 7, 7]], device=DEVICE).int()

@@ -88,12 +88,12 @@ class Codebook:
     Attributes:
         bits: Bits a code.
         magnitudes: Levels of the upper half, ascending.
-        kernel_cubic: Coefficients (a, b) of ``a * v + b * v**3``, fp16 numbers, with
-            v = u / 4, less than 2. For a value codebook this is the level. For a key
-            codebook it lies within 1/4 of ``128 * level``, also when evaluated in
-            fp16, so rounding it to a multiple of 1/2 gives that exactly. In v neither
-            coefficient, times a scale, overflows fp16, nor is it subnormal before the
-            coordinate is.
+        coefficients: fp16 numbers (a, b) that kernels evaluate levels with, at
+            v = u / 4, less than 2. Of a value codebook the level is
+            ``v * (a + b * abs(v))``. Of a key codebook ``v * (a + b * v**2)`` is within
+            1/2 of ``KEY_LEVEL_UNIT * level``, also when evaluated in fp16, so rounding
+            it gives that exactly. In v neither coefficient, times a scale, overflows
+            fp16, nor is it subnormal before the coordinate is.
         gain: What decoded coordinates are multiplied by so that
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
@@ -103,7 +103,7 @@ class Codebook:
 
     bits: int
     magnitudes: tuple[float, ...]
-    kernel_cubic: tuple[float, float]
+    coefficients: tuple[float, float]
     gain: float = 1.0
     unbiased: bool = False
 
@@ -134,33 +134,35 @@ def _midpoints(levels: tuple[float, ...]) -> tuple[float, ...]:
     return tuple((low + high) / 2 for low, high in zip(levels, levels[1:]))
 
 
-def _cubic_at_levels(cubic: tuple[float, float]) -> list[float]:
-    a, b = cubic
+# Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the scale
+# search, to both widths at once. Key levels are integers over KEY_LEVEL_UNIT, so that a
+# code becomes an int8 operand as well as an fp16 one; the largest leaves room for one
+# more, for kernels that have upper levels as a sum with -1.
+KEY_LEVEL_UNIT = 128
+KEY_LEVELS = (6, 18, 31, 45, 61, 79, 101, 126)
+KEY_COEFFICIENTS = (46.84375, 5.73828125)
+KEY_GAINS = {4: 1.00543, 3: 1.01853}
+VALUE_COEFFICIENTS = (0.291259765625, 0.1263427734375)
+
+
+def _value_levels(a: float, b: float) -> tuple[float, ...]:
     positions = [(u + 0.5) / 4 for u in range(NUM_LEVELS // 2)]
-    return [a * v + b * v**3 for v in positions]
+    return tuple(v * (a + b * v) for v in positions)
 
 
-def _key_codebook(bits: int, cubic: tuple[float, float], gain: float) -> Codebook:
-    integers = [round(x - 0.5) for x in _cubic_at_levels(cubic)]
-    magnitudes = tuple((m + 0.5) / 128 for m in integers)
-    return Codebook(bits, magnitudes, cubic, gain, unbiased=True)
-
-
-def _value_codebook(bits: int, cubic: tuple[float, float]) -> Codebook:
-    return Codebook(bits, tuple(_cubic_at_levels(cubic)), cubic)
-
-
-# Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the
-# scale search. Key levels are (m + 1/2) / 128 with m a 7-bit integer, so that a
-# code becomes an int8 operand (-m - 1 is ~m) as well as an fp16 one:
-# 5 17 29 43 59 77 98 123 and 5 16 28 42 58 77 100 127.
 KEY_CODEBOOKS = {
-    4: _key_codebook(4, (45.28125, 5.84375), 1.00572),
-    3: _key_codebook(3, (42.96875, 7.12109375), 1.0184),
+    bits: Codebook(
+        bits,
+        tuple(m / KEY_LEVEL_UNIT for m in KEY_LEVELS),
+        KEY_COEFFICIENTS,
+        gain,
+        unbiased=True,
+    )
+    for bits, gain in KEY_GAINS.items()
 }
 VALUE_CODEBOOKS = {
-    4: _value_codebook(4, (0.374267578125, 0.045196533203125)),
-    3: _value_codebook(3, (0.3427734375, 0.05712890625)),
+    bits: Codebook(bits, _value_levels(*VALUE_COEFFICIENTS), VALUE_COEFFICIENTS)
+    for bits in (4, 3)
 }
 
 # cache dtype -> (key bits, value bits)

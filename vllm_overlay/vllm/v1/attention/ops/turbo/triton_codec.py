@@ -37,8 +37,8 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
         "VALUE_SCALES_OFFSET": layout.value_scales_offset,
         "TILE_BYTES": layout.tile_bytes,
-        "KEY_CUBIC": layout.key_codebook.kernel_cubic,
-        "VALUE_CUBIC": layout.value_codebook.kernel_cubic,
+        "KEY_COEFFICIENTS": layout.key_codebook.coefficients,
+        "VALUE_COEFFICIENTS": layout.value_codebook.coefficients,
         "KEY_BITS": layout.key_bits,
         "VALUE_BITS": layout.value_bits,
         "SCALE_WORDS": tuple(layout.scale_words),
@@ -50,6 +50,7 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
 
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
+_KEY_LEVEL = tl.constexpr(1 / fmt.KEY_LEVEL_UNIT)
 _SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
 # Bits of every nibble of an int32: the lowest, the lower two, every other one.
 _LOWEST = tl.constexpr(0x11111111)
@@ -245,25 +246,31 @@ def step_positions(
 
 
 @triton.jit
+def key_scale(scale):
+    """Scales in units of the key levels, exact."""
+    return scale * _KEY_LEVEL
+
+
+@triton.jit
 def key_coordinates(
     v,  # [N, C] fp16
-    scale,  # [N, C] fp16, scale / 128
-    CUBIC: tl.constexpr,
+    scale,  # [N, C] fp16, in units of the key levels
+    COEFFICIENTS: tl.constexpr,
 ):
-    """Key coordinates, fp16: ``(m + 1/2) * scale``.
+    """Key coordinates, fp16: the scale times an integer.
 
-    Between 512 and 1024 fp16 has a step of 1/2, so adding 768 rounds the cubic
-    to the half-integer of the codebook, multiply-adds fused or not.
+    Between 1024 and 2048 fp16 has a step of 1, so adding 1536 rounds the cubic to the
+    integer of the codebook, multiply-adds fused or not.
     """
-    slope = v * v * CUBIC[1] + CUBIC[0]
-    return (v * slope + 768.0 - 768.0) * scale
+    slope = v * v * COEFFICIENTS[1] + COEFFICIENTS[0]
+    return (v * slope + 1536.0 - 1536.0) * scale
 
 
 @triton.jit
 def value_coordinates(
     v,  # [C, N] fp16
-    linear,  # [C, N] fp16, scale * CUBIC[0]
-    cubic,  # [C, N] fp16, scale * CUBIC[1]
+    linear,  # [C, N] fp16, scale * a
+    quadratic,  # [C, N] fp16, scale * b
 ):
-    """Value coordinates, fp16: ``scale * (a * v + b * v**3)``."""
-    return v * (linear + cubic * (v * v))
+    """Value coordinates, fp16: ``scale * v * (a + b * abs(v))``."""
+    return v * (linear + quadratic * tl.abs(v))

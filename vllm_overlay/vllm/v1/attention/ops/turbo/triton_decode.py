@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     MIN_OUTPUT_COLUMNS,
     as_loaded,
     key_coordinates,
+    key_scale,
     layout_constants,
     load_side,
     step_positions,
@@ -59,7 +60,7 @@ def _scores(
     column,  # [C]
     same_column,  # [C], from ``as_loaded``
     SCALES_OFFSET: tl.constexpr,
-    CUBIC: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
     BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -83,11 +84,11 @@ def _scores(
         HEAD_SIZE,
         COLUMNS,
     )
-    scale = scale * 0.0078125
+    scale = key_scale(scale)
     scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
-        key = key_coordinates(v, scale, CUBIC)  # [N, C]
+        key = key_coordinates(v, scale, COEFFICIENTS)  # [N, C]
         scores = tl.dot(key, query[i], scores)
     return scores
 
@@ -104,7 +105,7 @@ def _accumulate_values(
     same_column,  # [C], from ``as_loaded``
     CODES_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
-    CUBIC: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
     BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -128,12 +129,12 @@ def _accumulate_values(
         HEAD_SIZE,
         COLUMNS,
     )
-    linear = scale * CUBIC[0]
-    cubic = scale * CUBIC[1]
+    linear = scale * COEFFICIENTS[0]
+    quadratic = scale * COEFFICIENTS[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
-        value = value_coordinates(v, linear, cubic)  # [C, N]
+        value = value_coordinates(v, linear, quadratic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)
     return result
@@ -159,8 +160,8 @@ def _decode_kernel(
     KEY_SCALES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-    KEY_CUBIC: tl.constexpr,
-    VALUE_CUBIC: tl.constexpr,
+    KEY_COEFFICIENTS: tl.constexpr,
+    VALUE_COEFFICIENTS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
@@ -225,7 +226,7 @@ def _decode_kernel(
             column,
             same_column,
             KEY_SCALES_OFFSET,
-            KEY_CUBIC,
+            KEY_COEFFICIENTS,
             KEY_BITS,
             SCALE_WORDS,
             HEAD_SIZE,
@@ -249,7 +250,7 @@ def _decode_kernel(
             same_column,
             VALUE_CODES_OFFSET,
             VALUE_SCALES_OFFSET,
-            VALUE_CUBIC,
+            VALUE_COEFFICIENTS,
             VALUE_BITS,
             SCALE_WORDS,
             HEAD_SIZE,

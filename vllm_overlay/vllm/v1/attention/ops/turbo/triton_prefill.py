@@ -10,6 +10,7 @@ from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
     key_coordinates,
+    key_scale,
     layout_constants,
     load_side,
     step_positions,
@@ -114,8 +115,8 @@ def _gather_kernel(
     KEY_SCALES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-    KEY_CUBIC: tl.constexpr,
-    VALUE_CUBIC: tl.constexpr,
+    KEY_COEFFICIENTS: tl.constexpr,
+    VALUE_COEFFICIENTS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
@@ -159,10 +160,10 @@ def _gather_kernel(
         HEAD_SIZE,
         COLUMNS,
     )
-    scale = scale * 0.0078125
+    scale = key_scale(scale)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
-        key = key_coordinates(v, scale, KEY_CUBIC).to(key_ptr.dtype.element_ty)
+        key = key_coordinates(v, scale, KEY_COEFFICIENTS).to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
     word, scale = load_side(
@@ -177,11 +178,11 @@ def _gather_kernel(
         HEAD_SIZE,
         COLUMNS,
     )
-    linear = scale * VALUE_CUBIC[0]
-    cubic = scale * VALUE_CUBIC[1]
+    linear = scale * VALUE_COEFFICIENTS[0]
+    quadratic = scale * VALUE_COEFFICIENTS[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
-        value = value_coordinates(v, linear, cubic).to(value_ptr.dtype.element_ty)
+        value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
         tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
 
 
