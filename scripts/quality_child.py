@@ -51,6 +51,7 @@ def unforce_flash_attention_2() -> str | None:
 
     if is_fa_version_supported(2):
         return None
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
     version = get_flash_attn_version()
 
@@ -60,7 +61,15 @@ def unforce_flash_attention_2() -> str | None:
 
     # The version is forced before the configuration is made, and read while it is.
     arg_utils.VllmConfig = with_version  # type: ignore[misc, assignment]
-    return f"FlashAttention 2 is missing: version {version} instead, as bf16 takes"
+    # Layers left in bf16 fail with a schedule made for the pages of the others, which
+    # version 2 does not have.
+    FlashAttentionMetadataBuilder._get_scheduler_metadata = (  # type: ignore[assignment, method-assign]
+        lambda *_, **__: None
+    )
+    return (
+        f"FlashAttention 2 is missing: version {version} instead, as bf16 takes, "
+        "without a schedule made ahead"
+    )
 
 
 def apply_overrides(job: dict[str, Any]) -> list[str]:

@@ -35,9 +35,9 @@ def compare(
         targets: The token that follows, (text, position).
 
     Returns:
-        `kl_mean`; `kl_stderr`, its standard error, texts being independent and their
-        positions not; `kl_p99` over all positions; `top1`, the share of positions with
-        the same likeliest token; `perplexity` of the other engine on the targets; and
+        `kl_mean`; `kl_texts`, the means of the texts; `kl_stderr`, its standard error,
+        texts being independent and their positions not; `kl_p99` over all positions;
+        `top1`, the share of positions with the same likeliest token; `perplexity` of the other engine on the targets; and
         `positions`.
 
     """
@@ -49,6 +49,7 @@ def compare(
     spread = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else None
     return {
         "kl_mean": float(means.mean()),
+        "kl_texts": means.tolist(),
         "kl_stderr": None if spread is None else float(spread),
         "kl_p99": float(np.quantile(divergences, 0.99)),
         "top1": float(agreement.mean()),

@@ -4,6 +4,8 @@
 
 from typing import Any
 
+import numpy as np
+
 Row = dict[str, Any]
 
 # (ours, vLLM's preset, what the first's KL is at most as a share of the second's).
@@ -22,13 +24,34 @@ HEADER = (
 )  # fmt: skip
 
 
-def ratio_bar(text: str, value: float, other: float, limit: float) -> Row:
+def ratio_bar(
+    text: str, value: float, other: float, limit: float, stderr: float | None = None
+) -> Row:
     ratio = value / other
-    return {"bar": text, "ratio": ratio, "limit": limit, "held": ratio <= limit}
+    return {
+        "bar": text,
+        "ratio": ratio,
+        "stderr": stderr,
+        "limit": limit,
+        "held": ratio <= limit,
+    }
+
+
+def ratio_error(values: list[float], others: list[float]) -> float | None:
+    """Returns the standard error of the ratio of two means over the same texts.
+
+    The first-order one: texts that are hard for one arm are for the other too, and that
+    part cancels.
+    """
+    if len(values) < 2:
+        return None
+    own, other = np.array(values), np.array(others)
+    rest = own - own.mean() / other.mean() * other
+    return float(rest.std(ddof=1) / np.sqrt(len(rest)) / other.mean())
 
 
 def bars(rows: list[Row]) -> list[Row]:
-    """Returns each bar whose arms ran: its `bar`, `ratio`, `limit`, and `held`.
+    """Returns each bar whose arms ran: its `bar`, `ratio`, `stderr`, `limit`, `held`.
 
     A needle bar's ratio is what the arm misses over what the reference gets.
     """
@@ -39,9 +62,11 @@ def bars(rows: list[Row]) -> list[Row]:
             if ours not in ran or theirs not in ran:
                 continue
             for part in PARTS:
-                own, other = (ran[name][part]["kl_mean"] for name in (ours, theirs))
+                own, other = (ran[name][part] for name in (ours, theirs))
                 text = f"KL of {part}, {ours} over {theirs}"
-                found.append(ratio_bar(text, own, other, limit))
+                stderr = ratio_error(own["kl_texts"], other["kl_texts"])
+                bar = own["kl_mean"], other["kl_mean"], limit, stderr
+                found.append(ratio_bar(text, *bar))
     for ours, theirs, limit in BYTE_BARS:
         if ours in ran and theirs in ran:
             own, other = (ran[name]["bytes_per_token"] for name in (ours, theirs))
@@ -129,8 +154,8 @@ def markdown(report: dict[str, Any]) -> str:
         lines = [["bar", "measured", "at most", "held"]]
         for bar in report["bars"]:
             held = "yes" if bar["held"] else "**no**"
-            lines.append(
-                [bar["bar"], f"{bar['ratio']:.3f}", f"{bar['limit']:.2f}", held]
-            )
+            spread = f" ± {bar['stderr']:.3f}" if bar["stderr"] else ""
+            ratio = f"{bar['ratio']:.3f}{spread}"
+            lines.append([bar["bar"], ratio, f"{bar['limit']:.2f}", held])
         text += ["", *table(lines)]
     return "\n".join([*text, "", f"    {facts['command']}", ""])

@@ -24,7 +24,7 @@ from quality_metrics import (  # noqa: E402
     kl_divergence,
     score_tasks,
 )
-from quality_report import bars  # noqa: E402
+from quality_report import bars, ratio_error  # noqa: E402
 
 TIMEOUT_S = 600
 MAX_PICTURE_BYTES = 100 << 10
@@ -128,9 +128,17 @@ def test_arms_are_named_on_the_command_line():
         quality.Arm.parse("turboquant_4bit_nc:most", 64)
 
 
+def test_ratio_of_texts_that_vary_alike_is_exact():
+    texts = [1.0, 2.0, 4.0]
+    assert ratio_error(texts, [2 * kl for kl in texts]) == pytest.approx(0)
+    assert ratio_error([1.0], [2.0]) is None
+    # Rests of -1 and 1 about the ratio 1, whose deviation is sqrt(2).
+    assert ratio_error([1.0, 3.0], [2.0, 2.0]) == pytest.approx(0.5)
+
+
 def test_bars_are_held_or_not():
     def row(arm: str, kl: float, size: int) -> dict[str, Any]:
-        part = {"kl_mean": kl}
+        part = {"kl_mean": kl, "kl_texts": [kl]}
         tasks = {"needle": {"score": 1.0 if kl < 3 else 0.5}}
         sizes = {"bytes_per_token": size, "tasks": tasks}
         return {"arm": arm, "decode": part, "prefill": part} | sizes
