@@ -37,8 +37,8 @@ def compare(
     Returns:
         `kl_mean`; `kl_texts`, the means of the texts; `kl_stderr`, its standard error,
         texts being independent and their positions not; `kl_p99` over all positions;
-        `top1`, the share of positions with the same likeliest token; `perplexity` of the other engine on the targets; and
-        `positions`.
+        `top1`, the share of positions with the same likeliest token; `perplexity` of
+        the other engine on the targets; and `positions`.
 
     """
     # A text at a time: in float64 all of them take gigabytes.

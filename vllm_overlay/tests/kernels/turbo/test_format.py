@@ -304,12 +304,17 @@ def test_codebooks_are_the_fit():
 
 
 def test_documented_bytes():
-    """The documentation's table is the format's."""
+    """The tables of the documentation and of the docstring are the format's."""
+    sizes = dict(zip(HEAD_SIZES, zip(*SIZES.values())))
     page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
     rows = re.findall(r"^\| (\d+) \|(.*)\|$", page.read_text(), re.MULTILINE)
     documented = {int(size): [int(n) for n in cells.split("|")] for size, cells in rows}
-    sizes = zip(*(SIZES[name] for name in ("turbo4", "k4v3", "turbo3")))
     assert documented == {
         head_size: [*of_presets, 4 * head_size]
-        for head_size, of_presets in zip(HEAD_SIZES, sizes)
+        for head_size, of_presets in sizes.items()
     }
+    rows = re.findall(
+        r"^ +(\d+) +(\d+) +(\d+) +(\d+)$", TurboFormat.__doc__ or "", re.MULTILINE
+    )
+    table = [tuple(map(int, row)) for row in rows]
+    assert table == [(size, *of_presets) for size, of_presets in sizes.items()]

@@ -2,15 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format, byte by byte, against ``golden.json``.
 
-The format is an ABI. What given bytes are read as never changes under a dtype's name;
-what given vectors are stored as only if the encoder chooses better codes. The file is
-written by ``python -m tests.kernels.turbo.test_golden``.
+The format is an ABI. What given bytes are read as never changes under a dtype's name and
+a layout version; what given vectors are stored as only if the encoder chooses better
+codes. The file is written by ``python -m tests.kernels.turbo.test_golden``.
 """
 
 import hashlib
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,8 +74,8 @@ def golden(name: str, head_size: int) -> dict[str, str]:
     }
 
 
-def all_golden() -> dict[str, dict[str, str]]:
-    return {
+def all_golden() -> dict[str, Any]:
+    return {"layout version": fmt.LAYOUT_VERSION} | {
         f"{name} {head_size}": golden(name, head_size)
         for name, head_size in itertools.product(TURBO_PRESETS, HEAD_SIZES)
     }
@@ -83,7 +84,9 @@ def all_golden() -> dict[str, dict[str, str]]:
 def test_every_layout_has_golden_bytes():
     names = itertools.product(TURBO_PRESETS, HEAD_SIZES)
     layouts = {f"{name} {head_size}" for name, head_size in names}
-    assert set(json.loads(FILE.read_text())) == layouts
+    found = json.loads(FILE.read_text())
+    assert found.pop("layout version") == fmt.LAYOUT_VERSION
+    assert set(found) == layouts
 
 
 @all_presets

@@ -13,12 +13,19 @@ follows the local energy. Three-bit codes are trellis-coded (Marcellin and Fisch
 doi:10.1109/26.46532): each chooses among half of 16 levels, and which half follows
 from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
+
+The format is an ABI, for pages may outlive the process that wrote them. Codebooks, scale
+coding, rotation, byte counts and planes are frozen: any change is a new dtype name. The
+order of bytes within a plane has a version, ``LAYOUT_VERSION``.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
+
+# Of the order of bytes within a plane.
+LAYOUT_VERSION = 1
 
 # Tokens a tile. A page is a whole number of tiles.
 TILE_TOKENS = 16
@@ -276,9 +283,21 @@ class TurboFormat:
       ``4 * i + 2 * a + p``; else a group has the 16-bit word at ``n * D / 8 + 2 * g``,
       with bits ``2 * i + p``.
 
-    Every byte belongs to one token, so tokens of a page are written
-    independently. Bytes a token and head at D = 128: turbo4 136, k4v3 120,
-    turbo3 104, of 512 in bf16.
+    Every byte belongs to one token, so tokens of a page are written independently.
+    Bytes a token and KV head, of 4 * D in bf16:
+
+    =========  ======  ======  ======
+    head size  turbo4    k4v3  turbo3
+    =========  ======  ======  ======
+           64      68      60      52
+           80      86      76      66
+           96     102      90      78
+          112     120     106      92
+          128     136     120     104
+          192     204     180     156
+          256     272     240     208
+          512     544     480     416
+    =========  ======  ======  ======
 
     Attributes:
         name: The ``--kv-cache-dtype`` value.
