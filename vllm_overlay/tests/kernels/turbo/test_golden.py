@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format, byte by byte, against ``golden.json``.
 
-The format is an ABI. What given bytes are read as never changes under a dtype's name and
-a layout version; what given vectors are stored as only if the encoder chooses better
-codes. The file is written by ``python -m tests.kernels.turbo.test_golden``.
+The format is an ABI. What given bytes are read as never changes under a dtype's name
+and a layout version; what given vectors are stored as only if the encoder chooses
+better codes. ``python -m tests.kernels.turbo.test_golden`` writes the file.
 """
 
 import hashlib

@@ -14,9 +14,9 @@ doi:10.1109/26.46532): each chooses among half of 16 levels, and which half foll
 from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 
-The format is an ABI, for pages may outlive the process that wrote them. Codebooks, scale
-coding, rotation, byte counts and planes are frozen: any change is a new dtype name. The
-order of bytes within a plane has a version, ``LAYOUT_VERSION``.
+The format is an ABI, for pages may outlive the process that wrote them. Codebooks,
+scale coding, rotation, byte counts and planes are frozen: any change is a new dtype
+name. The order of bytes within a plane has a version, ``LAYOUT_VERSION``.
 """
 
 import math
