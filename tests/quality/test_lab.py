@@ -85,10 +85,11 @@ def test_three_bits_of_the_format_beat_scalar_codes():
     rules = [rule for rule in scale_rules(128).values() if rule.num_bytes(128) <= 4]
     scalar = min(relative_error(fitted(3, r).round_trip(x), x) for r in rules)
     free = relative_error(codebook_round_trip(x, trellis_codebook(3)), x)
-    for codebook in (KEY_CODEBOOKS[3], VALUE_CODEBOOKS[3]):
+    # Values pay for levels that two half-precision instructions make of a position.
+    for codebook, limit in ((KEY_CODEBOOKS[3], 1.03), (VALUE_CODEBOOKS[3], 1.04)):
         error = relative_error(codebook_round_trip(x, codebook), x)
         assert error < 0.85 * scalar
-        assert 0.98 * free < error < 1.03 * free
+        assert 0.98 * free < error < limit * free
 
 
 def test_wider_trellis_is_better_than_scalar_codes():
