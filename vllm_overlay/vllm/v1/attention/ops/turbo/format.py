@@ -15,8 +15,9 @@ from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 
 The format is an ABI, for pages may outlive the process that wrote them. Codebooks,
-scale coding, rotation, byte counts and planes are frozen: any change is a new dtype
-name. The order of bytes within a plane has a version, ``LAYOUT_VERSION``.
+scale coding, rotation, byte counts, planes and the size of a tile are frozen: any
+change is a new dtype name. The order of bytes within a plane has a version,
+``LAYOUT_VERSION``.
 """
 
 import math
