@@ -156,9 +156,14 @@ def decode_by_contract(
     result = []
     for r in range(size):
         i, u = divmod(r, units)
-        if bits[side] == 4:
+        if bits[side] == 4 and side == 0:
             word = little_endian(page, codes + n * size // 2 + 4 * u, 4)
             level = word >> 4 * i & 15
+        elif bits[side] == 4:
+            p, g = divmod(u, size // 16)
+            place = 16 * (n % 8 // 2) + 8 * p + 4 * (i % 2) + 2 * (n % 2)
+            word = little_endian(page, codes + 4 * size * (n // 8) + 64 * g + place, 2)
+            level = (word * 65537 >> 4 * (i // 2) + 2) & 15
         else:
             level = level_by_contract(page, codes, n, r, size)
         scale = scale_by_contract(page, scales, u % (size // 16), size)
@@ -203,15 +208,15 @@ def test_scales_pack_round_trip(head_size):
     assert torch.equal(codec.unpack_scales(packed, words), codes)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits, halves", [(3, False), (4, False), (4, True)])
 @all_head_sizes
-def test_pack_round_trip(bits, head_size):
+def test_pack_round_trip(bits, halves, head_size):
     """Every byte means something: none is lost on the way to levels and back."""
     packed = torch.randint(256, (50, head_size * bits // 8), dtype=torch.uint8)
-    index = codec.unpack_codes(packed, bits)
+    index = codec.unpack_codes(packed, bits, halves)
     assert index.shape == (50, head_size)
     assert int(index.max()) == 15
-    assert torch.equal(codec.pack_codes(index, bits), packed)
+    assert torch.equal(codec.pack_codes(index, bits, halves), packed)
 
 
 @all_head_sizes

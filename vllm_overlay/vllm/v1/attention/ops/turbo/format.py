@@ -268,9 +268,13 @@ class TurboFormat:
     coordinates with one scale. The coordinates are rotated, so any assignment to
     groups is as good as another.
 
-    * 4 bits: unit u of token n is the little-endian 32-bit word at
+    * 4 bits, K: unit u of token n is the little-endian 32-bit word at
       ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``: the index of
       a level.
+    * 4 bits, V: two tokens' words are interleaved, as the tensor core wants them. Of
+      unit g + p * G and token n = 8 * h + 2 * t + j, codes i = 2 * k + c of one c are
+      the 16-bit word at ``4 * D * h + 64 * g + 16 * t + 8 * p + 4 * c + 2 * j``; code k
+      of it is bits ``4 * k`` to ``4 * k + 3`` of the word rotated right by two bits.
     * 3 bits: a branch of two bits and a path bit. With the codes of a group in the
       order ``e = 2 * i + p`` of codes i of units g + p * G, branch c(e) and path bit
       b(e), zero before the first, the index of the level is
@@ -343,6 +347,11 @@ class TurboFormat:
     @property
     def value_codebook(self) -> Codebook:
         return VALUE_CODEBOOKS[self.value_bits]
+
+    @property
+    def value_halves(self) -> bool:
+        """Whether units of V are in halves, interleaved with another token's."""
+        return self.value_bits == 4
 
     @property
     def num_units(self) -> int:

@@ -67,6 +67,16 @@ def inverse_sqrt(head_size: int) -> float:
     return fp32(1 / math.sqrt(head_size))
 
 
+def _interleaved(layout: TurboFormat) -> torch.Tensor:
+    """Where four-bit codes of values lie in their plane: int64 (16, D / 2)."""
+    n = torch.arange(fmt.TILE_TOKENS)[:, None, None, None]
+    unit = torch.arange(layout.num_units)[:, None, None]
+    half = torch.arange(2)[:, None]
+    of_token = n // 8 * (4 * layout.head_size) + n % 8 // 2 * 16 + n % 2 * 2
+    of_unit = unit % layout.num_groups * 64 + unit // layout.num_groups * 8
+    return (of_token + of_unit + 4 * half + torch.arange(2)).flatten(1)
+
+
 @cache
 def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a token's bytes lie in its tile.
@@ -82,7 +92,9 @@ def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
         return start + tokens * width + torch.arange(width)
 
     def side(codes_start: int, bits: int, scales_start: int) -> torch.Tensor:
-        if bits == 4:
+        if codes_start == layout.value_codes_offset and layout.value_halves:
+            parts = [codes_start + _interleaved(layout)]
+        elif bits == 4:
             parts = [rows(codes_start, layout.head_size // 2)]
         else:
             branches = layout.head_size // 4
@@ -130,10 +142,13 @@ def store(
     tile = position // fmt.TILE_TOKENS * layout.tile_bytes
     blocks = (slots // block_size)[:, None, None]
     heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
-    sides = ((key, layout.key_codebook), (value, layout.value_codebook))
-    for (tensor, codebook), addresses in zip(sides, tile_addresses(layout)):
+    sides = (
+        (key, layout.key_codebook, False),
+        (value, layout.value_codebook, layout.value_halves),
+    )
+    for (tensor, codebook, halves), addresses in zip(sides, tile_addresses(layout)):
         index, scales = quantize(rotate(tensor[:num_tokens][kept]), codebook)
-        codes = pack_codes(index, codebook.bits)
+        codes = pack_codes(index, codebook.bits, halves)
         parts = [codes, pack_scales(scales, layout.scale_words)]
         packed = torch.cat(parts, -1)
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
@@ -162,12 +177,16 @@ def load(
     blocks = (slots // block_size)[:, None, None]
     heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
     sides = []
-    codebooks = (layout.key_codebook, layout.value_codebook)
-    for codebook, addresses in zip(codebooks, tile_addresses(layout)):
+    codebooks = (
+        (layout.key_codebook, False),
+        (layout.value_codebook, layout.value_halves),
+    )
+    for (codebook, halves), addresses in zip(codebooks, tile_addresses(layout)):
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
         packed = region[blocks, heads, (tile[:, None] + rows)[:, None, :]]
         code_bytes = layout.head_size * codebook.bits // 8
-        index = unpack_codes(packed[..., :code_bytes], codebook.bits)
+        codes = packed[..., :code_bytes]
+        index = unpack_codes(codes, codebook.bits, halves)
         scales = unpack_scales(packed[..., code_bytes:], layout.scale_words)
         sides.append(dequantize(index, scales, codebook))
     return sides[0], sides[1]

@@ -367,12 +367,37 @@ def _code_shifts(num_groups: int, device: torch.device) -> torch.Tensor:
     return (place // 2 * 4 + of_group + place % 2).to(device)
 
 
-def pack_codes(index: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes of a vector's codes, in plane order: (..., D) to (..., D * bits / 8)."""
+@cache
+def _nibble_shifts(halves: bool, device: torch.device) -> torch.Tensor:
+    """Where the codes of a unit lie in its word: int64 (8,)."""
+    code = torch.arange(fmt.UNIT_CODES)
+    return (4 * (code // 2 + code % 2 * 4 if halves else code)).to(device)
+
+
+def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """Both halves of 32-bit words, int64, rotated left."""
+    half = word[..., None] >> torch.tensor([0, 16], device=word.device) & 0xFFFF
+    half = half << bits & 0xFFFF | half >> 16 - bits
+    return half[..., 0] | half[..., 1] << 16
+
+
+def pack_codes(index: torch.Tensor, bits: int, halves: bool = False) -> torch.Tensor:
+    """Bytes of a vector's codes, by unit or by plane.
+
+    Args:
+        index: (..., D), of levels.
+        bits: Bits a code.
+        halves: Whether a unit's even and odd codes are in halves, as those of values
+            of four bits are.
+
+    Returns:
+        uint8 (..., D * bits / 8).
+
+    """
     if bits == 4:
         units = index.long().unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)
-        shifts = 4 * torch.arange(fmt.UNIT_CODES, device=index.device)
-        return _to_bytes((units << shifts).sum(-1), 4)
+        word = (units << _nibble_shifts(halves, index.device)).sum(-1)
+        return _to_bytes(_rotated(word, 2) if halves else word, 4)
     grouped = by_group(index.long())
     num_groups = grouped.shape[-2]
     shifts = 2 * torch.arange(fmt.SCALE_GROUP, device=index.device)
@@ -383,11 +408,12 @@ def pack_codes(index: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([_to_bytes(branches, 4), _to_bytes(path, 2 * len(shifts))], -1)
 
 
-def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_codes(packed: torch.Tensor, bits: int, halves: bool = False) -> torch.Tensor:
     """Inverse of ``pack_codes``: uint8 (..., D)."""
     if bits == 4:
-        shifts = 4 * torch.arange(fmt.UNIT_CODES, device=packed.device)
-        units = _from_bytes(packed, 4)[..., None] >> shifts & 0xF
+        word = _from_bytes(packed, 4)
+        word = _rotated(word, 14) if halves else word
+        units = word[..., None] >> _nibble_shifts(halves, packed.device) & 0xF
         return units.transpose(-1, -2).flatten(-2).to(torch.uint8)
     num_groups = packed.shape[-1] // 6
     branches, path = packed.split([4 * num_groups, 2 * num_groups], -1)

@@ -69,6 +69,34 @@ def tile_pointers(
 
 
 @triton.jit
+def rotate_halves(word, BITS: tl.constexpr):
+    """Rotate both halves of int32 words to the left."""
+    LOWER: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
+    return (word << BITS) & ~LOWER | (word >> (16 - BITS)) & LOWER
+
+
+@triton.jit
+def half_pointers(
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a plane of V's codes
+    token,  # of that shape, place in the tile
+    unit,  # [1, C] or [C, 1]
+    HEAD_SIZE: tl.constexpr,
+):
+    """int16 pointers to the even codes of units; the odd ones are two further."""
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    row_ptr = codes_ptr + token // 8 * (4 * HEAD_SIZE)
+    row_ptr += token % 8 // 2 * 16 + token % 2 * 2
+    p_half = row_ptr + (unit % NUM_GROUPS * 64 + unit // NUM_GROUPS * 8)
+    return p_half.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def nibble_of(index, HALVES: tl.constexpr):
+    """Nibble of a unit's word that holds a code."""
+    return index // 2 + index % 2 * 4 if HALVES else index
+
+
+@triton.jit
 def load_units(
     codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
     token,  # of that shape, place in the tile
@@ -77,10 +105,19 @@ def load_units(
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """Load each column's unit as int32: the levels of its codes, four bits each."""
+    """Load each column's unit as int32: the levels of its codes, four bits each.
+
+    HALVES says whether the even codes are in the lower half.
+    """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     unit = column % NUM_UNITS
+    if HALVES:
+        p_half = half_pointers(codes_ptr, token, unit, HEAD_SIZE)
+        even = tl.load(p_half, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        odd = tl.load(p_half + 2, mask=mask, other=0).to(tl.int32)
+        return rotate_halves(even | odd << 16, 14)
     if BITS == 4:
         row_ptr = codes_ptr + token * (HEAD_SIZE // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + unit
@@ -176,13 +213,16 @@ def load_side(
     column,  # [1, C] or [C, 1]
     same_column,  # the same, from ``as_loaded`` where a dot follows
     BITS: tl.constexpr,
+    HALVES: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Load K's or V's units, int32, and their scales, fp16: [N, C] or [C, N]."""
     mask = inside & (column < COLUMNS)
-    word = load_units(codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS)
+    word = load_units(
+        codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, HALVES
+    )
     scale = load_scales(
         scales_ptr,
         token,
@@ -224,6 +264,7 @@ def step_positions(
     word,  # [N, C] or [C, N] int32, from load_units
     column,  # [1, C] or [C, 1]
     STEP: tl.constexpr,
+    HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
@@ -234,13 +275,14 @@ def step_positions(
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
     # The constant first: a shift by it folds into the masking.
-    if FOLD == 1 and STEP > 0:
-        bits = (word >> (STEP * 4 - 4)) & 0xF0
+    NIBBLE: tl.constexpr = STEP // 2 + STEP % 2 * 4 if HALVES else STEP
+    if FOLD == 1 and NIBBLE > 0:
+        bits = (word >> (NIBBLE * 4 - 4)) & 0xF0
     elif FOLD == 1:
         bits = (word << 4) & 0xF0
     else:
-        index = STEP * FOLD + column // NUM_UNITS
-        bits = ((word >> index * 4) << 4) & 0xF0
+        nibble = nibble_of(STEP * FOLD + column // NUM_UNITS, HALVES)
+        bits = ((word >> nibble * 4) << 4) & 0xF0
     CENTER: tl.constexpr = 16.0 + 15 / 8
     return (bits | 0x4C00).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
 

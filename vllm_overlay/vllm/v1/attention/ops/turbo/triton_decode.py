@@ -80,6 +80,7 @@ def _scores(
         column,
         same_column,
         BITS,
+        False,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
@@ -87,7 +88,7 @@ def _scores(
     scale = key_scale(scale)
     scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, same_column, i, False, COLUMNS, HEAD_SIZE)
         key = key_coordinates(v, scale, COEFFICIENTS)  # [N, C]
         scores = tl.dot(key, query[i], scores)
     return scores
@@ -125,6 +126,7 @@ def _accumulate_values(
         column,
         same_column,
         BITS,
+        BITS == 4,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
@@ -133,7 +135,7 @@ def _accumulate_values(
     quadratic = scale * COEFFICIENTS[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, same_column, i, BITS == 4, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)

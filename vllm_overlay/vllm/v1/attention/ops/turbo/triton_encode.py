@@ -11,7 +11,12 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook
 from vllm.v1.attention.ops.turbo.reference_codec import fp32
-from vllm.v1.attention.ops.turbo.triton_codec import scale_value
+from vllm.v1.attention.ops.turbo.triton_codec import (
+    half_pointers,
+    nibble_of,
+    rotate_halves,
+    scale_value,
+)
 from vllm.v1.attention.ops.turbo.triton_rotate import load_integers, rotate_integers
 from vllm.v1.attention.ops.turbo.triton_scales import (
     choose_scales,
@@ -185,8 +190,9 @@ def _units(
     NUM_UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """The words of the units, int32 [T, U]."""
+    """The words of the units, int32 [T, U]; with HALVES, even codes in the lower."""
     UNBIASED: tl.constexpr = CODEBOOK[2] > 0
     if UNBIASED:
         largest = _magnitude(y[0])
@@ -224,7 +230,7 @@ def _units(
         else:
             index = _nearest_index(magnitude, scale, CODEBOOK)
         code = tl.where(y[i] < 0, -index + (_HALF - 1), index + _HALF)
-        word |= code << ((i * FOLD + fold) * 4)[None, :]
+        word |= code << (nibble_of(i * FOLD + fold, HALVES) * 4)[None, :]
     return _fold_sum(word, FOLD)
 
 
@@ -363,12 +369,20 @@ def encode_vectors(
         CODEBOOK: tl.constexpr = _KEYS_4 if IS_KEY else _VALUES_4
         scale_code = choose_scales(y, CODEBOOK, BLOCK_G, SCALE_WORDS)
         scale = unfold(scale_value(scale_code).to(tl.float32), FOLD * BLOCK_U)
-        word = _units(y, scale, unit, CODEBOOK, NUM_UNITS, BLOCK_U, FOLD)
+        word = _units(y, scale, unit, CODEBOOK, NUM_UNITS, BLOCK_U, FOLD, not IS_KEY)
         u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
         mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
-        row_ptr = (codes_ptr + token * (HEAD_SIZE // 2))[:, None]
-        p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
-        tl.store(p_word, word, mask=mask)
+        if IS_KEY:
+            row_ptr = (codes_ptr + token * (HEAD_SIZE // 2))[:, None]
+            p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
+            tl.store(p_word, word, mask=mask)
+        else:
+            word = rotate_halves(word, 2)
+            p_half = half_pointers(
+                codes_ptr[:, None], token[:, None], u[None, :], HEAD_SIZE
+            )
+            tl.store(p_half, word.to(tl.int16), mask=mask)
+            tl.store(p_half + 2, (word >> 16).to(tl.int16), mask=mask)
     else:
         TRELLIS: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
         if scratch_ptr is None:

@@ -156,13 +156,14 @@ def _gather_kernel(
         column,
         column,
         KEY_BITS,
+        False,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
     )
     scale = key_scale(scale)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, column, i, False, COLUMNS, HEAD_SIZE)
         key = key_coordinates(v, scale, KEY_COEFFICIENTS).to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
@@ -174,6 +175,7 @@ def _gather_kernel(
         column,
         column,
         VALUE_BITS,
+        VALUE_BITS == 4,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
@@ -181,7 +183,7 @@ def _gather_kernel(
     linear = scale * VALUE_COEFFICIENTS[0]
     quadratic = scale * VALUE_COEFFICIENTS[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, column, i, VALUE_BITS == 4, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
         tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
 
