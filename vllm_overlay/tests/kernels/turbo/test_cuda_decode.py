@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA decode kernel, against attention over the stored K and V."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo import cuda_decode, reference
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    all_pages,
+    assert_by_2x_rule,
+    fill_cache,
+    gaussian,
+    load_context,
+    make_block_table,
+    model_dtypes,
+    new_cache,
+    num_blocks_for,
+    random_pages,
+)
+
+requires_cuda = pytest.mark.skipif(
+    not (ON_GPU and current_platform.is_cuda()), reason="needs an NVIDIA GPU"
+)
+
+LAYOUTS = [
+    layout
+    for name in TURBO_PRESETS
+    for size in cuda_decode.SUPPORTED_HEAD_SIZES
+    if not cuda_decode.unsupported_reason(
+        layout := TurboFormat.from_cache_dtype(name, size)
+    )
+]
+all_layouts = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
+)
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+NUM_KV_HEADS = 2
+# Around one token, a tile, the two that a warp takes at once, and some of each.
+SEQ_LENS = [1, 15, 16, 17, 31, 32, 33, 0, 63, 64, 65, 1000, 2049, 4097, 5000]
+
+
+def decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: list[int],
+    layout: TurboFormat,
+    num_splits: int,
+    newest: NewestToken | None = None,
+) -> torch.Tensor:
+    """Rotate q and decode; scratch and output are NaN before."""
+    num_seqs, num_heads, head_size = query.shape
+    rotated = reference.rotate(query.float())
+    scale = torch.full(
+        (num_seqs, num_heads),
+        layout.key_codebook.gain * head_size**-0.5 / math.log(2),
+        device=DEVICE,
+    )
+    partial = torch.full(
+        (num_seqs * num_splits, num_heads, head_size), math.nan, device=DEVICE
+    )
+    output = torch.full_like(query, math.nan)
+    cuda_decode.decode_attention(
+        rotated.to(FP16).contiguous(),
+        scale,
+        cache,
+        table,
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        layout,
+        partial,
+        partial[:, :, 0].contiguous(),
+        output,
+        newest,
+    )
+    return output
+
+
+def check_decode(
+    layout: TurboFormat,
+    seq_lens: list[int],
+    block_size: int = 16,
+    dtype: torch.dtype = BF16,
+    group: int = 4,
+    num_splits: int = 8,
+    num_kv_heads: int = NUM_KV_HEADS,
+    **cache_options,
+) -> None:
+    """Decode one query a sequence and compare each by the 2x rule."""
+    num_blocks = num_blocks_for(seq_lens, block_size)
+    cache = new_cache(layout, num_blocks, num_kv_heads, block_size, **cache_options)
+    cache.fill_(0xFF)
+    table = make_block_table(seq_lens, block_size)
+    fill_cache(cache, table, seq_lens, layout, dtype)
+    shape = (len(seq_lens), group * num_kv_heads, layout.head_size)
+    query = gaussian(*shape, dtype=dtype, seed=7)
+    output = decode(query, cache, table, seq_lens, layout, num_splits)
+    again = decode(query, cache, table, seq_lens, layout, num_splits)
+    assert torch.equal(output, again)
+    for row, length in enumerate(seq_lens):
+        part = slice(row, row + 1)
+        if length == 0:
+            assert (output[part] == 0).all()
+            continue
+        key, value = load_context(cache, table[row], length, layout)
+        scale = layout.head_size**-0.5
+        assert_by_2x_rule(output[part], query[part], key, value, scale, dtype)
+
+
+@requires_cuda
+@all_layouts
+@model_dtypes
+@pytest.mark.parametrize("group", [4, 8])
+def test_lengths(layout, dtype, group):
+    check_decode(layout, SEQ_LENS, 48, dtype, group)
+
+
+@requires_cuda
+@all_layouts
+@pytest.mark.parametrize("group", [1, 3, 5, 12, 16])
+def test_query_heads_per_kv_head(layout, group):
+    check_decode(layout, [50, 700], 16, group=group)
+
+
+@requires_cuda
+@all_pages
+def test_strides_and_block_sizes(cache_layout, block_size):
+    seq_lens = [block_size - 1, block_size + 1]
+    check_decode(LAYOUT, seq_lens, block_size, cache_layout=cache_layout)
+
+
+@requires_cuda
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [[5000], [512] * 400, [4097] + [40] * 63],
+    ids=["one", "many", "ragged"],
+)
+def test_splits(seq_lens, num_splits):
+    """Ranges of warps and of teams, which begin anywhere, and several a team."""
+    check_decode(LAYOUT, seq_lens, 16, num_splits=num_splits)
+
+
+@requires_cuda
+@all_layouts
+def test_one_split_does_not_depend_on_the_batch(layout):
+    seq_lens = [0, 40, 0, 1700, 0]
+    cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    table = make_block_table(seq_lens, 16)
+    fill_cache(cache, table, seq_lens, layout)
+    query = gaussian(5, 4, layout.head_size, dtype=BF16)
+    output = decode(query, cache, table, seq_lens, layout, 1)
+    assert (output[[0, 2, 4]] == 0).all()
+    for row in (1, 3):
+        part = slice(row, row + 1)
+        alone = decode(query[part], cache, table[part], [seq_lens[row]], layout, 1)
+        assert torch.equal(output[part], alone)
+
+
+@requires_cuda
+@all_layouts
+def test_recycled_bytes_do_not_leak(layout):
+    """What lies past a sequence's end in its last page changes no bit."""
+    seq_lens = [1, 17, 33]
+    table = make_block_table(seq_lens, 48)
+    query = gaussian(3, 4, layout.head_size, dtype=FP16)
+    outputs = []
+    for byte in (0xFF, 0x00, 0xF7):
+        cache = new_cache(layout, num_blocks_for(seq_lens, 48), NUM_KV_HEADS, 48)
+        cache.fill_(byte)
+        fill_cache(cache, table, seq_lens, layout)
+        outputs.append(decode(query, cache, table, seq_lens, layout, 4))
+    assert outputs[0].isfinite().all()
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@requires_cuda
+@all_layouts
+def test_one_key_gives_its_value(layout):
+    """The softmax of one score is 1, so the output is the value as stored."""
+    cache = random_pages(layout, 3, NUM_KV_HEADS, 16)
+    blocks = torch.arange(3, device=DEVICE).flip(0)
+    _, values = reference.load(cache, blocks * 16, layout)
+    query = gaussian(3, 2 * NUM_KV_HEADS, layout.head_size, dtype=torch.float32)
+    output = decode(query, cache, blocks[:, None].int(), [1, 1, 1], layout, 1)
+    matrix = reference.rotation_matrix(layout.head_size, DEVICE, torch.float64)
+    rotated = output.double() @ matrix * layout.head_size**-0.5
+    expected = values.repeat_interleave(2, 1).double()
+    largest = expected.abs().amax(-1, keepdim=True)
+    allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
+    assert ((rotated - expected).abs() <= allowed).all()
+
+
+@requires_cuda
+def test_newest_token_is_attended_to_as_it_is():
+    """All but the last token come from the cache, that one from the arguments."""
+    seq_lens = [1, 17, 2000]
+    cache = new_cache(LAYOUT, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    table = make_block_table(seq_lens, 16)
+    fill_cache(cache, table, seq_lens, LAYOUT)
+    query = gaussian(3, 8, 128, dtype=BF16, seed=1)
+    newest_key = gaussian(3, NUM_KV_HEADS, 128, dtype=BF16, seed=2)
+    newest_value = gaussian(3, NUM_KV_HEADS, 128, dtype=BF16, seed=3)
+    newest = NewestToken(query, newest_key, newest_value, 128**-0.5)
+    output = decode(query, cache, table, seq_lens, LAYOUT, 4, newest)
+    for row, length in enumerate(seq_lens):
+        key, value = load_context(cache, table[row], length, LAYOUT)
+        key[-1], value[-1] = newest_key[row].float(), newest_value[row].float()
+        part = slice(row, row + 1)
+        assert_by_2x_rule(output[part], query[part], key, value, 128**-0.5, BF16)
+
+
+def test_constants_are_what_the_format_says():
+    """The byte tables of K add up to the levels, as prmt looks them up."""
+    header = cuda_decode.constants_header(LAYOUT)
+    defined = dict(line.split()[1:] for line in header.splitlines()[2:])
+
+    def table(side: str) -> list[int]:
+        words = (int(defined[f"KEY_{side}_{half}"][:-1], 0) for half in ("LOW", "HIGH"))
+        data = b"".join(word.to_bytes(4, "little") for word in words)
+        return [byte - 256 if byte > 127 else byte for byte in data]
+
+    def looked_up(entries: list[int], nibble: int) -> int:
+        entry = entries[nibble & 7]
+        return entry if nibble < 8 else -1 if entry < 0 else 0
+
+    negative, positive = table("NEGATIVE"), table("POSITIVE")
+    unit = float(defined["KEY_LEVEL_UNIT"][:-1])
+    levels = [
+        (looked_up(negative, code) + looked_up(positive, 15 - code)) / unit
+        for code in range(16)
+    ]
+    assert levels == list(LAYOUT.key_codebook.levels)

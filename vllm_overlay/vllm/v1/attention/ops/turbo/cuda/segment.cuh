@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention to a part of a sequence: copies of its tiles to shared memory, the loop
+// over them, and the partial result.
+#pragma once
+
+#include "keys.cuh"
+#include "values.cuh"
+
+namespace turbo {
+
+struct DecodeParams {
+  const __half* query;         // [B, Hq, D], rotated
+  const float* query_scale;    // [B, Hq]
+  const uint8_t* kv_cache;     // [num_blocks, H, N, C]
+  const int* block_table;      // [B, max_blocks]
+  const int* seq_lens;         // [B]
+  float* partial;              // [B, S, Hq, D]
+  float* partial_lse;          // [B, S, Hq], base 2
+  int64_t stride_cache_block;
+  int64_t stride_cache_head;
+  int stride_block_table;
+  int num_seqs;
+  int num_kv_heads;
+  int group;                   // query heads a KV head
+  int tiles_per_block;
+  int num_splits;
+  int num_newest;              // newest tokens that are left out
+};
+
+// A part of the tiles of a sequence and KV head.
+struct Segment {
+  int seq;
+  int row;                    // of the first query head
+  int num_heads;              // query heads, up to eight
+  const uint8_t* cache;       // of the KV head
+  int first_tile, last_tile;  // of the sequence
+  int num_tokens;             // of the sequence
+  int split;                  // where the partial result goes
+  bool ends;                  // whether it has the sequence's last tile
+};
+
+// The warps of a block that work on a segment together: one, or kTeamWarps.
+constexpr int kTeamWarps = 4;
+
+struct Team {
+  int first, size;
+
+  __device__ __forceinline__ explicit Team(int size)
+      : first(threadIdx.x / 32 / size * size), size(size) {}
+  __device__ __forceinline__ int index() const { return threadIdx.x / 32 - first; }
+  __device__ __forceinline__ void sync() const {
+    __syncwarp();
+    if (size > 1) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + first / kTeamWarps),
+                   "n"(32 * kTeamWarps)
+                   : "memory");
+    }
+  }
+};
+
+template <bool PAIRED, int WARPS, int STAGES>
+struct alignas(128) Shared {
+  union {
+    uint8_t tiles[STAGES][2][TILE_BYTES];
+    float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
+  } warps[WARPS];
+  typename Query<PAIRED>::Kept queries[WARPS];
+  float reference[WARPS][kColumns];
+  float sum[WARPS][kColumns];
+};
+
+// Join the team's results and write them.
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared, Accumulator& acc,
+                              const DecodeParams& p, const Segment& segment,
+                              const Team& team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  __syncwarp();  // the warp's tiles have been read
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int column = 2 * t + c;
+#pragma unroll
+    for (int mask = 4; mask <= 16; mask *= 2) {
+      acc.sum[c] += __shfl_xor_sync(~0u, acc.sum[c], mask);
+    }
+    if (g == 0) {
+      shared.reference[warp][column] = acc.reference[c];
+      shared.sum[warp][column] = acc.sum[c];
+    }
+    float* output = shared.warps[warp].output[column];
+#pragma unroll
+    for (int i = 0; i < kNumOutputs; ++i) {
+      output[output_coordinate(i, 0, lane)] = acc.output[i][c];
+      output[output_coordinate(i, 1, lane)] = acc.output[i][2 + c];
+    }
+  }
+  team.sync();
+  const int num_heads = p.num_kv_heads * p.group;
+  const int64_t partial_row = int64_t(segment.seq) * (p.num_splits - 1) * num_heads +
+                              int64_t(segment.split) * num_heads + segment.row;
+  constexpr int kHeadColumns = PAIRED ? 2 : 1;
+#pragma unroll 1
+  for (int head = team.index(); head < segment.num_heads; head += team.size) {
+    float largest = kNoReference;
+#pragma unroll 1
+    for (int w = team.first; w < team.first + team.size; ++w) {
+#pragma unroll
+      for (int c = 0; c < kHeadColumns; ++c) {
+        largest = fmaxf(largest, shared.reference[w][head + 4 * c]);
+      }
+    }
+    float total = 0.0f;
+    float2 output[HEAD_SIZE / 64] = {};
+#pragma unroll 1
+    for (int w = team.first; w < team.first + team.size; ++w) {
+#pragma unroll
+      for (int c = 0; c < kHeadColumns; ++c) {
+        const int column = head + 4 * c;
+        const float weight = exp2_approx(shared.reference[w][column] - largest);
+        total += weight * shared.sum[w][column];
+        const float2* row =
+            reinterpret_cast<const float2*>(shared.warps[w].output[column]);
+#pragma unroll
+        for (int i = 0; i < HEAD_SIZE / 64; ++i) {
+          const float2 x = row[32 * i + lane];
+          output[i].x += weight * x.x, output[i].y += weight * x.y;
+        }
+      }
+    }
+    const float inverse = 1.0f / total;
+    float2* row =
+        reinterpret_cast<float2*>(p.partial + (partial_row + head) * HEAD_SIZE);
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 64; ++i) {
+      row[32 * i + lane] = {output[i].x * inverse, output[i].y * inverse};
+    }
+    if (lane == 0) p.partial_lse[partial_row + head] = largest + log2f(total);
+    if (segment.ends) {
+#pragma unroll 1
+      for (int s = segment.split + 1 + lane; s < p.num_splits; s += 32) {
+        p.partial_lse[partial_row + head + int64_t(s - segment.split) * num_heads] =
+            -INFINITY;
+      }
+    }
+  }
+  team.sync();  // before tiles are copied over what was read here
+}
+
+// The copies of a warp's tiles, two at a time, from pages to shared memory. Half of
+// the lanes copy a tile; lane i has the address of tile i % 2 of step i / 2.
+struct TileCopies {
+  static constexpr int kHalf = 16, kChunk = 16;
+  const DecodeParams& p;
+  const Segment& segment;
+  const int* table;
+  const uint8_t* address;
+  uint32_t target;
+  int first, stride;  // of the warp's pairs of tiles
+  int count;
+  int lane;
+
+  __device__ __forceinline__ TileCopies(const DecodeParams& p, const Segment& segment,
+                                        const uint8_t* tiles, int index, int size,
+                                        int lane)
+      : p(p), segment(segment), address(nullptr), lane(lane) {
+    table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
+    target = static_cast<uint32_t>(__cvta_generic_to_shared(tiles)) +
+             (lane / kHalf) * TILE_BYTES + (lane % kHalf) * kChunk;
+    first = segment.first_tile + 2 * index;
+    stride = 2 * size;
+    count = (segment.last_tile - first + stride - 1) / stride;
+  }
+
+  __device__ __forceinline__ void load_addresses(int step) {
+    const int tile = first + (step + lane / 2) * stride + lane % 2;
+    address = nullptr;
+    if (tile < segment.last_tile) {
+      const int block = tile / p.tiles_per_block;
+      address = segment.cache + table[block] * p.stride_cache_block +
+                (tile - block * p.tiles_per_block) * TILE_BYTES;
+    }
+  }
+
+  __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
+    if (step < count) {
+      if (step % kHalf == 0) load_addresses(step);
+      const auto bits = reinterpret_cast<unsigned long long>(address);
+      const auto source = reinterpret_cast<const uint8_t*>(__shfl_sync(
+          ~0u, bits, step % kHalf * 2 + lane / kHalf));
+      if (source != nullptr) {
+#pragma unroll
+        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
+          const int own = lane % kHalf * kChunk;
+          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
+            copy_async(target + stage_offset + i, source + own + i);
+          }
+        }
+      }
+    }
+    commit_copies();
+  }
+};
+
+// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any bytes
+// there, and a weight of zero does not make a product with infinity or NaN zero.
+__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens, int lane) {
+  static_assert(2 * TILE_TOKENS == 32);
+  if (lane >= num_tokens) {
+    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES + VALUE_SCALES_OFFSET +
+                   lane % TILE_TOKENS * (HEAD_SIZE / 32);
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 32; i += 2) {
+      *reinterpret_cast<uint16_t*>(row + i) = 0;
+    }
+  }
+  __syncwarp();
+}
+
+// Add two tiles to the running result.
+template <bool PAIRED>
+__device__ __forceinline__ void attend_tiles(Accumulator& acc, const uint8_t* tiles,
+                                             const Query<PAIRED>& query,
+                                             int num_tokens, int lane) {
+  float scores[2][4];
+  uint32_t weights[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
+  }
+  weigh<PAIRED>(weights, acc, scores, query, num_tokens, lane);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
+}
+
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
+                                       const DecodeParams& p, const Segment& segment,
+                                       const Team& team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint8_t* tiles = shared.warps[warp].tiles[0][0];
+  constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
+  TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) copies.issue(stage, stage * kStageBytes);
+
+  Query<PAIRED> query;
+  load_query(query, p.query + int64_t(segment.row) * HEAD_SIZE,
+             p.query_scale + segment.row, segment.num_heads, lane);
+  query.keep(shared.queries[warp], lane);
+  Accumulator acc;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    acc.reference[c] = kNoReference;
+    acc.sum[c] = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kNumOutputs; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) acc.output[i][c] = 0.0f;
+  }
+
+  uint32_t offset = 0;
+  int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
+                   copies.first * TILE_TOKENS;
+  for (int i = 0; i < copies.count; ++i) {
+    wait_copies<STAGES - 1>();
+    __syncwarp();
+    if (num_tokens < 2 * TILE_TOKENS) clear_scales(tiles + offset, num_tokens, lane);
+    query.recall(shared.queries[warp], lane);
+    attend_tiles(acc, tiles + offset, query, num_tokens, lane);
+    __syncwarp();
+    copies.issue(i + STAGES, offset);
+    offset = offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    num_tokens -= copies.stride * TILE_TOKENS;
+  }
+  write_partial<PAIRED>(shared, acc, p, segment, team);
+}
+
+}  // namespace turbo

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
+
+As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly among
+its warps, whatever the lengths. ``triton_merge`` joins the partial results.
+"""
+
+import hashlib
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.triton_merge import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    merge_splits,
+)
+
+SOURCE_DIR = Path(__file__).parent / "cuda"
+SOURCES = (
+    "decode.cu",
+    "decode.cuh",
+    "segment.cuh",
+    "keys.cuh",
+    "values.cuh",
+    "fragments.cuh",
+    "format.cuh",
+    "warp.cuh",
+)
+SUPPORTED_HEAD_SIZES = (64, 128, 256)
+# Bits of a trellis-coded code in the plane of branches; the path has one more.
+BRANCH_BITS = 2
+# Query heads of a KV head up to which the tensor core's columns are shared by two
+# halves of the work.
+MAX_PAIRED_GROUP = 4
+# Warps a block, one block a multiprocessor; multiples of the team size in
+# segment.cuh. More leave too few registers. Two pairs of tiles a warp are in flight.
+_TEAM_WARPS = 4
+_TILES_IN_FLIGHT = 4
+# Splits of all sequences of a batch that there is room for in any case.
+_MAX_PARTIALS = 4096
+# Queries in int8, each column's for both halves of the scale groups; a few numbers.
+_QUERY_COLUMNS = 2 * 8
+_SHARED_BYTES_BESIDE_TILES = 256
+
+
+def _max_warps(head_size: int, paired: bool) -> int:
+    if head_size > 128:
+        return 8
+    return 16 if head_size < 128 and paired else 12
+
+
+def _word(values: list[int]) -> str:
+    return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
+
+
+def _half2(value: float) -> str:
+    bits = struct.unpack("<H", struct.pack("<e", value))[0]
+    return f"0x{bits:04X}{bits:04X}u"
+
+
+def constants_header(layout: TurboFormat) -> str:
+    """The C++ header with the constants of a layout."""
+    integers = [round(m * fmt.KEY_LEVEL_UNIT) for m in layout.key_codebook.magnitudes]
+    negative = [-m for m in reversed(integers)]
+    positive = [m + 1 for m in reversed(integers)]
+    linear, quadratic = layout.value_codebook.coefficients
+    words = layout.scale_words
+    key_branch_bits = BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
+    constants = {
+        "HEAD_SIZE": layout.head_size,
+        "NUM_UNITS": layout.num_units,
+        "KEY_BITS": layout.key_bits,
+        "VALUE_BITS": layout.value_bits,
+        "KEY_BRANCH_BITS": key_branch_bits,
+        "KEY_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * key_branch_bits // 8,
+        "VALUE_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * BRANCH_BITS // 8,
+        "TILE_TOKENS": fmt.TILE_TOKENS,
+        "TILE_BYTES": layout.tile_bytes,
+        "VALUE_CODES_OFFSET": layout.value_codes_offset,
+        "KEY_SCALES_OFFSET": layout.key_scales_offset,
+        "VALUE_SCALES_OFFSET": layout.value_scales_offset,
+        "SCALE_SHIFT": fmt.SCALE_SHIFT,
+        "SCALE_DELTA_BITS": words.delta_bits,
+        "SCALE_DELTA_STEP": words.delta_step,
+        "KEY_NEGATIVE_LOW": _word(negative[:4]),
+        "KEY_NEGATIVE_HIGH": _word(negative[4:]),
+        "KEY_POSITIVE_LOW": _word(positive[:4]),
+        "KEY_POSITIVE_HIGH": _word(positive[4:]),
+        "KEY_LEVEL_UNIT": f"{float(fmt.KEY_LEVEL_UNIT)}f",
+        "VALUE_LINEAR": _half2(linear),
+        "VALUE_QUADRATIC": _half2(quadratic),
+    }
+    lines = ["#pragma once", ""]
+    lines += [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join(lines) + "\n"
+
+
+def unsupported_reason(layout: TurboFormat) -> str | None:
+    """Why there is no instance of the kernel for a layout; None if there is one."""
+    if layout.head_size not in SUPPORTED_HEAD_SIZES:
+        return f"head size {layout.head_size} has no CUDA decode kernel"
+    return None
+
+
+def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
+    """Warps a block, of which ``shared_bytes`` of shared memory serve all."""
+    per_warp = _TILES_IN_FLIGHT * layout.tile_bytes + _SHARED_BYTES_BESIDE_TILES
+    per_warp += _QUERY_COLUMNS * layout.head_size
+    fitting = shared_bytes // per_warp // _TEAM_WARPS * _TEAM_WARPS
+    assert fitting > 0, (layout, shared_bytes)
+    return min(_max_warps(layout.head_size, paired), fitting)
+
+
+def jit_spec(layout: TurboFormat, paired: bool, warps: int) -> Any:
+    """FlashInfer's description of the module of one instance.
+
+    FlashInfer judges what it has built by its sources' times, which say nothing
+    after an installation. So the module's name has a hash of all that goes into it.
+
+    Raises:
+        RuntimeError: If FlashInfer or nvcc is missing.
+
+    """
+    try:
+        from flashinfer.jit import env, gen_jit_spec
+        from flashinfer.jit.cpp_ext import get_cuda_path
+    except ImportError as error:
+        raise RuntimeError("The CUDA decode kernel needs FlashInfer.") from error
+    if not (Path(get_cuda_path()) / "bin" / "nvcc").exists():
+        raise RuntimeError("The CUDA decode kernel needs nvcc (the CUDA toolkit).")
+    flags = [f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"]
+    header = constants_header(layout)
+    digest = hashlib.sha256("\n".join([*flags, header]).encode())
+    for name in SOURCES:
+        digest.update((SOURCE_DIR / name).read_bytes())
+    name = f"turbo_decode_{layout.name}_{layout.head_size}_{digest.hexdigest()[:16]}"
+    header_dir = env.FLASHINFER_GEN_SRC_DIR / name
+    header_dir.mkdir(parents=True, exist_ok=True)
+    header_path = header_dir / "turbo_constants.h"
+    if not header_path.exists() or header_path.read_text() != header:
+        header_path.write_text(header)
+    return gen_jit_spec(
+        name,
+        [SOURCE_DIR / "decode.cu"],
+        extra_cuda_cflags=flags,
+        extra_include_paths=[SOURCE_DIR, header_dir],
+        use_fast_math=False,
+    )
+
+
+@cache
+def _load(layout: TurboFormat, paired: bool, warps: int) -> Any:
+    return jit_spec(layout, paired, warps).build_and_load()
+
+
+def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
+    """Build, if need be, and load the module for query groups of a size.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    reason = unsupported_reason(layout)
+    if reason is not None:
+        raise RuntimeError(reason)
+    paired = group <= MAX_PAIRED_GROUP
+    properties = torch.cuda.get_device_properties(device)
+    warps = num_warps(layout, paired, properties.shared_memory_per_block_optin)
+    return _load(layout, paired, warps)
+
+
+def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+    """Splits a sequence at most: room for partial results.
+
+    The kernel itself decides on the ranges that its warps attend to, by lengths. A
+    sequence that is as long as all others together, or alone, is to have teams of
+    warps on every multiprocessor, unless the batch is so large that room for it would
+    cost too much.
+
+    Args:
+        num_seqs: Sequences in the (padded) batch.
+        num_kv_heads: KV heads.
+        num_sms: Multiprocessors of the GPU.
+
+    """
+    num_seqs = max(1, num_seqs)
+    teams = num_sms * _max_warps(128, True) // _TEAM_WARPS
+    alone = -(-teams // num_kv_heads) + 1
+    average = -(-teams * _TEAM_WARPS // (num_seqs * num_kv_heads))
+    room = max(_MAX_PARTIALS // num_seqs, 2 * average + 1)
+    return max(2, min(MAX_KV_SPLITS, alone, room))
+
+
+def decode_attention(
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: TurboFormat,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    newest: NewestToken | None = None,
+) -> None:
+    """Attend from one query token a sequence to the sequence's cached tokens.
+
+    Args:
+        rotated_query: (B, Hq, D) fp16 contiguous, from ``triton_store.store``.
+        query_scale: (B, Hq) fp32 contiguous, likewise.
+        kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a
+            (block, head) contiguous, strides multiples of 16 bytes.
+        block_table: (>= B, max_blocks) int32.
+        seq_lens: (>= B,) int32; zero for padding, whose output is zero.
+        layout: The cache's format, for which ``unsupported_reason`` is None.
+        partial: (B * S, Hq, D) fp32 scratch, contiguous; S splits a sequence at
+            most. With S = 1 a result does not depend on the rest of the batch.
+        partial_lse: (B * S, Hq) fp32 scratch, contiguous.
+        output: (B, Hq, D), written; last axis contiguous.
+        newest: The last of each sequence's cached tokens, to be attended to
+            in place of what the cache holds of it.
+
+    """
+    num_seqs, num_heads, _ = rotated_query.shape
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    assert block_size % fmt.TILE_TOKENS == 0, block_size
+    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    assert all(stride % 16 == 0 for stride in kv_cache.stride()[:2])
+    assert kv_cache.data_ptr() % 16 == 0
+    assert rotated_query.is_contiguous() and query_scale.is_contiguous()
+    assert partial.is_contiguous() and partial_lse.is_contiguous()
+    assert output.stride(2) == 1 and block_table.stride(1) == 1
+    if num_seqs == 0:
+        return
+    num_splits = partial.shape[0] // num_seqs
+    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    load(layout, num_heads // num_kv_heads, kv_cache.device).decode(
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        seq_lens,
+        partial,
+        partial_lse,
+        0 if newest is None else 1,
+    )
+    merge_splits(partial, partial_lse, seq_lens, output, num_kv_heads, newest)
