@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The rotation of the turbo format in block fixed point (see reference.rotate), by
+// tensor cores: products of +-1 and integers that fp16 holds, summed exactly.
+//
+// A warp rotates eight columns at once. Column c is loaded by the four lanes 4 * c and
+// above. After the product, lane l has coordinates of the columns 2 * (l % 4) and one
+// more, of the scale groups l / 4, l / 4 + 8, ...: a group is in one lane. With 64
+// coordinates a column holds two vectors, one after the other.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "turbo_store_constants.h"
+
+namespace turbo {
+
+constexpr int LANES_A_COLUMN = 4;
+constexpr int COLUMNS_A_WARP = 8;
+constexpr int VECTORS_A_COLUMN = HEAD_SIZE == 64 ? 2 : 1;
+// Lanes that share a vector after the product.
+constexpr int VECTOR_LANES = COLUMNS_A_WARP / VECTORS_A_COLUMN;
+constexpr int GROUPS_A_LANE = (NUM_GROUPS + COLUMNS_A_WARP - 1) / COLUMNS_A_WARP;
+// A step of the product takes 16 rows of a column and gives 16.
+constexpr int MMA_ROWS = 16;
+constexpr int IN_BLOCKS = VECTORS_A_COLUMN * HEAD_SIZE / MMA_ROWS;
+constexpr int KV_BLOCKS = GROUPS_A_LANE * SCALE_GROUP / 2;
+constexpr int QUERY_BLOCKS = IN_BLOCKS;
+// Orders of powers of two: a product within blocks, then sums and differences of them.
+constexpr bool IS_SYLVESTER = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
+
+constexpr uint32_t FULL_MASK = 0xFFFFFFFFu;
+
+__device__ __forceinline__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
+
+// 2**exponent, exact, for exponents in [-126, 127].
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// floor(log2(x)) of non-negative normal x; -127 at zero.
+__device__ __forceinline__ int exponent_of(float x) {
+  return (__float_as_int(x) >> 23) - 127;
+}
+
+template <bool IS_BF16>
+struct Input {
+  static constexpr uint32_t INFINITY_BITS = IS_BF16 ? 0x7F80u : 0x7C00u;
+
+  __device__ __forceinline__ static float low(uint32_t pair) {
+    if constexpr (IS_BF16) {
+      return as_float(pair << 16);
+    } else {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xFFFFu)));
+    }
+  }
+  __device__ __forceinline__ static float high(uint32_t pair) {
+    if constexpr (IS_BF16) {
+      return as_float(pair & 0xFFFF0000u);
+    } else {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+    }
+  }
+};
+
+// Largest of the magnitudes' bits, over the lanes of a vector.
+template <int BLOCKS>
+__device__ __forceinline__ uint32_t largest_bits(const uint32_t (&x)[BLOCKS][2]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    largest = __vmaxu2(largest, x[i][0] & 0x7FFF7FFFu);
+    largest = __vmaxu2(largest, x[i][1] & 0x7FFF7FFFu);
+  }
+  largest = max(largest & 0xFFFFu, largest >> 16);
+  largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+  if constexpr (VECTORS_A_COLUMN == 1) {
+    largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+  }
+  return largest;
+}
+
+// floor(x * to_integer + 1/2), which may be infinite before.
+template <bool IS_SPECIAL>
+__device__ __forceinline__ float to_integer(float x, float unit) {
+  constexpr float MAGIC = 12582912.0f;
+  constexpr float LIMIT = 2 << ROTATION_EXPONENT;
+  float scaled = __fmaf_rn(x, unit, 0.5f);
+  if constexpr (IS_SPECIAL) {
+    scaled = fminf(fmaxf(scaled, -LIMIT), LIMIT);
+  }
+  return __fsub_rn(__fadd_rd(scaled, MAGIC), MAGIC);
+}
+
+template <bool IS_BF16, bool IS_SPECIAL, int BLOCKS>
+__device__ __forceinline__ void to_integers(uint32_t (&x)[BLOCKS][2], float unit) {
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float low = to_integer<IS_SPECIAL>(Input<IS_BF16>::low(x[i][j]), unit);
+      const float high = to_integer<IS_SPECIAL>(Input<IS_BF16>::high(x[i][j]), unit);
+      const __half2 pair = __floats2half2_rn(low, high);
+      x[i][j] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+}
+
+// A pair of 16-bit numbers with NaN replaced by zero.
+template <bool IS_BF16>
+__device__ __forceinline__ uint32_t without_nan(uint32_t pair, bool& has_nan) {
+  const bool low = (pair & 0x7FFFu) > Input<IS_BF16>::INFINITY_BITS;
+  const bool high = (pair >> 16 & 0x7FFFu) > Input<IS_BF16>::INFINITY_BITS;
+  has_nan |= low || high;
+  return pair & ((low ? 0u : 0xFFFFu) | (high ? 0u : 0xFFFF0000u));
+}
+
+// Exponent that integers are relative to, of the bits of the largest magnitude.
+template <bool IS_BF16>
+__device__ __forceinline__ int input_exponent(uint32_t largest) {
+  // An infinity counts as the largest fp32 number.
+  return min(max(exponent_of(Input<IS_BF16>::low(largest)), MIN_INPUT_EXPONENT), 127);
+}
+
+// Load this lane's part of a column as fp16 integers.
+//
+// row: the vector, or null for zeros.
+// exponent: of the vector's largest magnitude; integers are in units of
+//   2**(exponent - ROTATION_EXPONENT).
+// has_nan: whether this lane saw a NaN, which counts as zero.
+template <bool IS_BF16>
+__device__ __forceinline__ void load_integers(const uint16_t* row,
+                                              uint32_t (&x)[IN_BLOCKS][2],
+                                              int& exponent, bool& has_nan) {
+  const int lane = threadIdx.x % 32;
+  const int first = 4 * (lane % (LANES_A_COLUMN / VECTORS_A_COLUMN));
+#pragma unroll
+  for (int i = 0; i < IN_BLOCKS; ++i) {
+    uint2 pairs = make_uint2(0, 0);
+    if (row != nullptr) {
+      pairs = __ldg(reinterpret_cast<const uint2*>(
+          row + i * (MMA_ROWS / VECTORS_A_COLUMN) + first));
+    }
+    x[i][0] = pairs.x;
+    x[i][1] = pairs.y;
+  }
+  uint32_t largest = largest_bits(x);
+  has_nan = false;
+  const bool is_special = largest >= Input<IS_BF16>::INFINITY_BITS;
+  const bool any_special = __any_sync(FULL_MASK, is_special);
+  if (any_special) {
+#pragma unroll
+    for (int i = 0; i < IN_BLOCKS; ++i) {
+      x[i][0] = without_nan<IS_BF16>(x[i][0], has_nan);
+      x[i][1] = without_nan<IS_BF16>(x[i][1], has_nan);
+    }
+    largest = largest_bits(x);
+  }
+  exponent = input_exponent<IS_BF16>(largest);
+  const float unit = power_of_two(ROTATION_EXPONENT - exponent);
+  if (any_special) {
+    to_integers<IS_BF16, true>(x, unit);
+  } else {
+    to_integers<IS_BF16, false>(x, unit);
+  }
+}
+
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint4& a,
+                                             const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]));
+}
+
+// H (s * x), exact.
+//
+// matrix: fragments of the rotation, see rotation_fragments in
+// cuda_store_constants.py.
+template <int OUT_BLOCKS>
+__device__ __forceinline__ void rotate(const uint32_t (&x)[IN_BLOCKS][2],
+                                       const uint4* __restrict__ matrix,
+                                       float (&y)[OUT_BLOCKS][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < OUT_BLOCKS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y[i][j] = 0.0f;
+  }
+  if constexpr (IS_SYLVESTER) {
+#pragma unroll
+    for (int i = 0; i < IN_BLOCKS; ++i) {
+      multiply_add(y[i], __ldg(matrix + i * 32 + lane), x[i]);
+    }
+#pragma unroll
+    for (int width = 1; width < IN_BLOCKS; width *= 2) {
+#pragma unroll
+      for (int i = 0; i < IN_BLOCKS; ++i) {
+        if (i & width) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float sum = __fadd_rn(y[i][j], y[i | width][j]);
+          y[i | width][j] = __fsub_rn(y[i][j], y[i | width][j]);
+          y[i][j] = sum;
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int out = 0; out < OUT_BLOCKS; ++out) {
+#pragma unroll
+      for (int i = 0; i < IN_BLOCKS; ++i) {
+        multiply_add(y[out], __ldg(matrix + (out * IN_BLOCKS + i) * 32 + lane), x[i]);
+      }
+    }
+  }
+}
+
+// Where rotated coordinate e of a lane's group j lies in rotate's result, for the
+// column 2 * (lane % 4).
+__device__ __forceinline__ constexpr int block_of(int j, int e) {
+  return GROUPS_A_LANE == 1 ? e / 2 : e * (GROUPS_A_LANE / 2) + j / 2;
+}
+__device__ __forceinline__ constexpr int place_of(int j, int e) {
+  return 2 * (GROUPS_A_LANE == 1 ? e % 2 : j % 2);
+}
+
+// Of the vectors that the lane has coordinates of, which of its column's.
+__device__ __forceinline__ int vector_of_lane() {
+  return threadIdx.x % 32 / 4 / VECTOR_LANES;
+}
+
+// What the lane that loaded a vector knows of it, for a lane that has its coordinates.
+__device__ __forceinline__ int from_loader(int x, int column) {
+  const int source = LANES_A_COLUMN * column +
+                     LANES_A_COLUMN / VECTORS_A_COLUMN * vector_of_lane();
+  return __shfl_sync(FULL_MASK, x, source);
+}
+
+// Sizes of which a warp can also rotate one vector alone, in less time: four lanes then
+// share a group, and number i of lane l's coordinates of a group is 4 * i + l % 4.
+//
+// The columns of the product are the eight blocks of a vector (of each PRODUCT, if that
+// has several); what is left are sums and differences of coordinates of four lanes.
+constexpr bool HAS_SINGLES = IS_SYLVESTER && VECTORS_A_COLUMN == 1;
+constexpr int SINGLE_PARTS = 4;
+constexpr int SINGLE_ELEMENTS = SCALE_GROUP / SINGLE_PARTS;
+constexpr int PRODUCTS = HAS_SINGLES ? GROUPS_A_LANE : 1;
+
+// Load and rotate a vector, or zeros if row is null.
+//
+// matrix: of rotation_fragments for singles; signs follow the product's operand.
+template <bool IS_BF16>
+__device__ __forceinline__ void rotate_single(
+    const uint16_t* row, const uint4* __restrict__ matrix,
+    float (&y)[GROUPS_A_LANE][SINGLE_ELEMENTS], int& exponent) {
+  const int lane = threadIdx.x % 32;
+  const int part = lane % SINGLE_PARTS;
+  const int column = lane / SINGLE_PARTS;
+  const uint4 a = __ldg(matrix + lane);
+  const auto* signs = reinterpret_cast<const uint2*>(matrix + 32);
+  uint32_t x[PRODUCTS][2];
+  uint2 sign[PRODUCTS];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int m = 0; m < PRODUCTS; ++m) {
+    // See rotation_fragments for the order.
+    constexpr int HALF = GROUPS_A_LANE == 1 ? HEAD_SIZE / 2 : COLUMNS_A_WARP;
+    const int first = 4 * (part % 2) + HALF * (part / 2) + NUM_GROUPS * (column / 2) +
+                      4 * NUM_GROUPS * (column % 2) +
+                      (GROUPS_A_LANE == 4 ? m % 2 * 2 * COLUMNS_A_WARP : 0) +
+                      (GROUPS_A_LANE == 1 ? 0 : m / (GROUPS_A_LANE / 2)) * HEAD_SIZE / 2;
+    uint2 pairs = make_uint2(0, 0);
+    if (row != nullptr) pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    sign[m] = __ldg(signs + first / 4);
+    x[m][0] = pairs.x;
+    x[m][1] = pairs.y;
+    largest = __vmaxu2(largest, pairs.x & 0x7FFF7FFFu);
+    largest = __vmaxu2(largest, pairs.y & 0x7FFF7FFFu);
+  }
+  largest = __reduce_max_sync(FULL_MASK, max(largest & 0xFFFFu, largest >> 16));
+  if (largest >= Input<IS_BF16>::INFINITY_BITS) {
+    bool has_nan = false;
+    largest = 0;
+#pragma unroll
+    for (int m = 0; m < PRODUCTS; ++m) {
+      for (int i = 0; i < 2; ++i) {
+        x[m][i] = without_nan<IS_BF16>(x[m][i], has_nan);
+        largest = __vmaxu2(largest, x[m][i] & 0x7FFF7FFFu);
+      }
+    }
+    largest = __reduce_max_sync(FULL_MASK, max(largest & 0xFFFFu, largest >> 16));
+  }
+  exponent = input_exponent<IS_BF16>(largest);
+  to_integers<IS_BF16, true>(x, power_of_two(ROTATION_EXPONENT - exponent));
+#pragma unroll
+  for (int m = 0; m < PRODUCTS; ++m) {
+    // Signs are bits to flip.
+    x[m][0] ^= sign[m].x;
+    x[m][1] ^= sign[m].y;
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    multiply_add(c, a, x[m]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // D = 128 has half of a group's coordinates in the other rows, else a group has.
+      const int j = GROUPS_A_LANE == 1 ? 0 : half + (GROUPS_A_LANE == 4 ? m % 2 * 2 : 0);
+      const int i = GROUPS_A_LANE == 1 ? 2 * half : 2 * (m / (GROUPS_A_LANE / 2));
+      y[j][i] = __fadd_rn(c[2 * half], c[2 * half + 1]);
+      y[j][i + 1] = __fsub_rn(c[2 * half], c[2 * half + 1]);
+    }
+  }
+  if constexpr (PRODUCTS > 1) {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = __fadd_rn(y[j][i], y[j][i + 2]);
+        y[j][i + 2] = __fsub_rn(y[j][i], y[j][i + 2]);
+        y[j][i] = sum;
+      }
+    }
+  }
+  if constexpr (PRODUCTS == 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
+        const float sum = __fadd_rn(y[j][i], y[j + 2][i]);
+        y[j + 2][i] = __fsub_rn(y[j][i], y[j + 2][i]);
+        y[j][i] = sum;
+      }
+    }
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < SINGLE_PARTS; lanes *= 2) {
+    const float own = (part & lanes) == 0 ? 1.0f : -1.0f;
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+#pragma unroll
+      for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
+        const float other = __shfl_xor_sync(FULL_MASK, y[j][i], lanes);
+        y[j][i] = __fmaf_rn(y[j][i], own, other);
+      }
+    }
+  }
+}
+
+}  // namespace turbo

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Store as a CUDA kernel, built by FlashInfer's JIT: see triton_store."""
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm.utils.torch_utils import current_stream
+from vllm.v1.attention.ops.turbo.cuda_store_constants import (
+    constants_header,
+    rotation_fragments,
+    single_fragments,
+)
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+_SOURCES = Path(__file__).parent / "cuda"
+_SOURCE_NAMES = (
+    "store.cu",
+    "store.cuh",
+    "trellis.cuh",
+    "encode.cuh",
+    "scales.cuh",
+    "rotate.cuh",
+)
+_HEADER_NAME = "turbo_store_constants.h"
+# Scores are in base 2.
+_LOG2_E = 1.4426950408889634
+
+
+class StoreTuning(NamedTuple):
+    """How the store kernel is launched.
+
+    Attributes:
+        parts: Lanes that share a scale group; more are faster for few tokens only.
+        threads: Threads a block.
+
+    """
+
+    parts: int
+    threads: int
+
+
+# Up to so many K and V vectors so many lanes share a group, on an H200 with D = 128:
+# a trellis, which is not shared, is repeated by them.
+_FEW_VECTORS = {"turbo4": (4096, 4), "k4v3": (4096, 2), "turbo3": (2048, 2)}
+
+
+def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
+    """Launch parameters for so many K and V vectors."""
+    limit, parts = _FEW_VECTORS[layout.name]
+    return StoreTuning(parts if num_vectors <= limit else 1, threads=128)
+
+
+class _StoreParams(ctypes.Structure):
+    """StoreParams of store.cuh."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "key",
+                "value",
+                "query",
+                "kv_cache",
+                "slot_mapping",
+                "kv_matrix",
+                "single_matrix",
+                "query_matrix",
+                "rotated_query",
+                "query_scale",
+            )
+        ),
+        *(
+            (f"stride_{name}", ctypes.c_int64)
+            for name in (
+                "key_token",
+                "key_head",
+                "value_token",
+                "value_head",
+                "query_token",
+                "query_head",
+                "cache_block",
+                "cache_head",
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "num_tokens",
+                "num_kv_heads",
+                "num_queries",
+                "num_heads",
+                "block_size",
+            )
+        ),
+        ("query_factor", ctypes.c_float),
+    ]
+
+
+@cache
+def load_library(layout: TurboFormat) -> ctypes.CDLL:
+    """Build, once for all processes, and load the kernels of a layout.
+
+    Raises:
+        RuntimeError: If they cannot be built here.
+
+    """
+    try:
+        from filelock import FileLock
+        from flashinfer.jit import env, gen_jit_spec
+    except ImportError as error:
+        raise RuntimeError("the turbo CUDA kernels need FlashInfer") from error
+    header = constants_header(layout)
+    digest = hashlib.sha256(header.encode())
+    for name in _SOURCE_NAMES:
+        digest.update((_SOURCES / name).read_bytes())
+    # FlashInfer judges its cache by the age of files only.
+    name = f"turbo_store_{layout.name}_{layout.head_size}_{digest.hexdigest()[:16]}"
+    folder = env.FLASHINFER_GEN_SRC_DIR / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = gen_jit_spec(
+            name,
+            [_SOURCES / "store.cu"],
+            extra_cuda_cflags=["-fmad=false"],
+            extra_include_paths=[folder, _SOURCES],
+            use_fast_math=False,
+        )
+        with FileLock(spec.lock_path):
+            path = folder / _HEADER_NAME
+            if not path.exists() or path.read_text() != header:
+                path.write_text(header)
+            spec.build()
+        library = ctypes.CDLL(str(spec.get_library_path()))
+    except OSError as error:
+        raise RuntimeError(f"cannot build the turbo CUDA kernels: {error}") from error
+    library.turbo_store.argtypes = (
+        ctypes.POINTER(_StoreParams),
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
+    return library
+
+
+def _rows(x: torch.Tensor, head_size: int) -> tuple[int, int, int]:
+    """Pointer and strides of (T, H, D) vectors, which are loaded by 8 bytes."""
+    assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
+    assert x.shape[2] == head_size and x.stride(2) == 1, (x.shape, x.stride())
+    assert x.stride(0) % 4 == x.stride(1) % 4 == x.data_ptr() % 8 == 0, x.stride()
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def store(
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+    query: torch.Tensor | None = None,
+    rotated_query: torch.Tensor | None = None,
+    query_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    tuning: StoreTuning | None = None,
+) -> None:
+    """Quantise K and V into their slots and, if given, rotate q for decoding.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8; a (block, head) is contiguous and
+            starts at a multiple of 16 bytes.
+        slot_mapping: (T,) int64 block * N + position, or -1 to skip the token.
+        key: (T', H, D) fp16 or bf16, T' >= T, last axis contiguous.
+        value: (T', H, D), likewise.
+        layout: The cache's format.
+        query: (B, Hq, D), likewise; the decode queries.
+        rotated_query: (B, Hq, D) fp16 output: rotated, each row divided by a
+            power of two.
+        query_scale: (B, Hq) fp32 output: what scores of that row are to be
+            multiplied by; it holds ``scale``, log2(e) and the keys' gain.
+        scale: Softmax scale.
+        tuning: Launch parameters; None to choose by the number of tokens.
+
+    Raises:
+        RuntimeError: If the kernels cannot be built or launched.
+
+    """
+    num_tokens = slot_mapping.shape[0]
+    num_kv_heads, head_size = key.shape[1], layout.head_size
+    num_blocks, _, block_size, _ = kv_cache.shape
+    assert kv_cache.shape[1:] == (num_kv_heads, block_size, layout.slot_size)
+    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    assert kv_cache.stride(0) % 16 == kv_cache.stride(1) % 16 == 0, kv_cache.stride()
+    assert num_blocks * block_size < 2**31, (num_blocks, block_size)
+    assert slot_mapping.dtype == torch.int64 and slot_mapping.stride(0) == 1
+    assert key.dtype == value.dtype and value.shape[1] == num_kv_heads
+    assert min(key.shape[0], value.shape[0]) >= num_tokens
+    assert num_tokens * num_kv_heads < 2**31, (num_tokens, num_kv_heads)
+    num_queries = num_heads = 0
+    query_rows = (None, 0, 0)
+    if query is not None:
+        assert rotated_query is not None and query_scale is not None
+        assert rotated_query.is_contiguous() and query_scale.is_contiguous()
+        assert rotated_query.dtype == torch.float16 and query.dtype == key.dtype
+        num_queries, num_heads = query.shape[:2]
+        query_rows = _rows(query, head_size)
+    if num_tokens == 0 and num_queries == 0:
+        return
+    if tuning is None:
+        tuning = default_tuning(2 * num_tokens * num_kv_heads, layout)
+    key_rows, value_rows = _rows(key, head_size), _rows(value, head_size)
+    device = kv_cache.device
+    params = _StoreParams(
+        key_rows[0],
+        value_rows[0],
+        query_rows[0],
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        rotation_fragments(head_size, device).data_ptr(),
+        single_fragments(head_size, device).data_ptr(),
+        rotation_fragments(head_size, device, for_query=True).data_ptr(),
+        None if rotated_query is None else rotated_query.data_ptr(),
+        None if query_scale is None else query_scale.data_ptr(),
+        *key_rows[1:],
+        *value_rows[1:],
+        *query_rows[1:],
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        num_tokens,
+        num_kv_heads,
+        num_queries,
+        num_heads,
+        block_size,
+        scale * _LOG2_E * layout.key_codebook.gain,
+    )
+    status = load_library(layout).turbo_store(
+        ctypes.byref(params),
+        key.dtype == torch.bfloat16,
+        *tuning,
+        current_stream().cuda_stream,
+    )
+    if status != 0:
+        raise RuntimeError(
+            f"the turbo store kernel was not launched: CUDA error {status}"
+        )
