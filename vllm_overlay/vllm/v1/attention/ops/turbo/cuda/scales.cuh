@@ -122,6 +122,19 @@ __device__ __forceinline__ int scale_candidate(int floor, int candidate) {
   return min(max(floor + FIRST_SCALE_OFFSET + candidate, 0), SCALE_CODE_MAX);
 }
 
+__device__ __forceinline__ float saturated_square(float x) {
+  float result;
+  asm("mul.rn.sat.f32 %0, %1, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// A squared error in units of 2**-ERROR_FRACTION_BITS: a subnormal number is an
+// integer, rounded.
+__device__ __forceinline__ int rounded_square(float error) {
+  const float unit = as_float(1u << ERROR_FRACTION_BITS);
+  return __float_as_int(__fmul_rn(saturated_square(error), unit));
+}
+
 // See reference_codec.scales_in_reach. Errors are integers.
 template <int PARTS>
 __device__ __forceinline__ void scales_in_reach(

@@ -5,13 +5,14 @@
 //
 // Of each subset the level nearest to a coordinate is one of four consecutive levels.
 // A table in shared memory has, for each such window w, its levels by subset; threshold
-// w lies between the windows w and w + 1. As in encode.cuh the window is guessed and
+// w lies between the windows w and w + 1. As in levels.cuh the window is guessed and
 // mended. State 2 * b(e - 1) + b(e) follows code e.
 #pragma once
 
 #include <cstddef>
 
-#include "encode.cuh"
+#include "planes.cuh"
+#include "unbias.cuh"
 
 namespace turbo {
 
@@ -292,39 +293,6 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[SCALE_GROUP],
   return word;
 }
 
-// Write a vector's branches and path bits in TurboFormat's order.
-//
-// codes: the plane. token: place in the tile. is_stored: whether to write at all.
-__device__ __forceinline__ void store_paths(const uint32_t (&branches)[GROUPS_A_LANE],
-                                            const uint32_t (&paths)[GROUPS_A_LANE],
-                                            uint8_t* codes, int token, bool is_stored) {
-  constexpr int BRANCH_BYTES = HEAD_SIZE / 4;
-  constexpr int PATH_BYTES = HEAD_SIZE / 8;
-  uint8_t* branch_row = codes + token * BRANCH_BYTES;
-  uint8_t* path_row = codes + TILE_TOKENS * BRANCH_BYTES + token * PATH_BYTES;
-#pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    const int group = group_of_lane() + COLUMNS_A_WARP * j;
-    const bool is_group = is_stored && group < NUM_GROUPS;
-    if (is_group) reinterpret_cast<uint32_t*>(branch_row)[group] = branches[j];
-    if constexpr (NUM_GROUPS % 2 == 1) {
-      if (is_group) {
-        reinterpret_cast<uint16_t*>(path_row)[group] = static_cast<uint16_t>(paths[j]);
-      }
-    } else {
-      // Pairs of bits, four bits apart.
-      uint32_t word = (paths[j] | paths[j] << 8) & 0x00FF00FFu;
-      word = (word | word << 4) & 0x0F0F0F0Fu;
-      word = (word | word << 2) & 0x33333333u;
-      word <<= group % 2 * 2;
-      word |= __shfl_xor_sync(FULL_MASK, word, 4);
-      if (is_group && group % 2 == 0) {
-        reinterpret_cast<uint32_t*>(path_row)[group / 2] = word;
-      }
-    }
-  }
-}
-
 // Quantise a vector to three bits and write it.
 //
 // x: normalised, with signs. codes: the side's code plane. scales: the vector's.
@@ -375,7 +343,7 @@ __device__ __forceinline__ void encode_3_bits(
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
     branches[j] = branches_of(x[j], factor, windows[j], paths[j]);
   }
-  store_paths(branches, paths, codes, token, scales != nullptr && part == 0);
+  store_paths<IS_KEY>(branches, paths, codes, token, scales != nullptr && part == 0);
   store_scales<PARTS>(scale_codes, scales);
 }
 
