@@ -119,15 +119,21 @@ def scale_by_contract(page: bytes, start: int, group: int, size: int) -> float:
     return (8 + mantissa) * 2.0 ** (exponent - 18)
 
 
-def level_by_contract(page: bytes, start: int, n: int, r: int, size: int) -> int:
+def level_by_contract(
+    page: bytes, start: int, side: int, n: int, r: int, size: int
+) -> int:
     """Level of a coordinate of token n of the trellis-coded plane at a byte."""
     groups = size // 16
     g = r % groups
     p, i = r % (size // 8) // groups, r // (size // 8)
+    h, t, j = n // 8, n % 8 // 2, n % 2
 
     def path(e: int) -> int:
         if e < 0:
             return 0
+        if side == 1:
+            piece = start + 4 * size + size * h + 16 * g + 4 * t + 2 * j
+            return little_endian(page, piece, 2) >> e & 1
         first = start + 4 * size + n * size // 8
         if groups % 2:
             return little_endian(page, first + 2 * g, 2) >> e & 1
@@ -135,8 +141,13 @@ def level_by_contract(page: bytes, start: int, n: int, r: int, size: int) -> int
         return word >> 4 * (e // 2) + 2 * (g % 2) + e % 2 & 1
 
     e = 2 * i + p
-    branches = little_endian(page, start + n * size // 4 + 4 * g, 4)
-    branch = branches >> 4 * i + 2 * p & 3
+    if side == 1:
+        k, c = divmod(i, 2)
+        piece = start + 2 * size * h + 32 * g + 8 * t + 4 * c + 2 * j
+        branch = little_endian(page, piece, 2) >> (4 * k + 6 - 2 * p) % 16 & 3
+    else:
+        branches = little_endian(page, start + n * size // 4 + 4 * g, 4)
+        branch = branches >> 4 * i + 2 * p & 3
     return 4 * branch + 2 * (path(e) ^ path(e - 2)) + path(e - 1)
 
 
@@ -165,7 +176,7 @@ def decode_by_contract(
             word = little_endian(page, codes + 4 * size * (n // 8) + 64 * g + place, 2)
             level = (word * 65537 >> 4 * (i // 2) + 2) & 15
         else:
-            level = level_by_contract(page, codes, n, r, size)
+            level = level_by_contract(page, codes, side, n, r, size)
         scale = scale_by_contract(page, scales, u % (size // 16), size)
         result.append(float(np.float32(codebook.levels[level])) * scale)
     return result
@@ -208,22 +219,23 @@ def test_scales_pack_round_trip(head_size):
     assert torch.equal(codec.unpack_scales(packed, words), codes)
 
 
-@pytest.mark.parametrize("bits, halves", [(3, False), (4, False), (4, True)])
+@pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
+@pytest.mark.parametrize("bits", [3, 4])
 @all_head_sizes
-def test_pack_round_trip(bits, halves, head_size):
+def test_pack_round_trip(bits, is_value, head_size):
     """Every byte means something: none is lost on the way to levels and back."""
     packed = torch.randint(256, (50, head_size * bits // 8), dtype=torch.uint8)
-    index = codec.unpack_codes(packed, bits, halves)
+    index = codec.unpack_codes(packed, bits, is_value)
     assert index.shape == (50, head_size)
     assert int(index.max()) == 15
-    assert torch.equal(codec.pack_codes(index, bits, halves), packed)
+    assert torch.equal(codec.pack_codes(index, bits, is_value), packed)
 
 
 @all_head_sizes
 def test_neighbours_on_a_path_agree(head_size):
     """The lower bit of a level's subset is the path bit of the code before it."""
     packed = torch.randint(256, (50, head_size * 3 // 8), dtype=torch.uint8)
-    index = codec.by_group(codec.unpack_codes(packed, 3).long())
+    index = codec.by_group(codec.unpack_codes(packed, 3, False).long())
     path = codec.path_bits(index)
     assert (index[..., 0] & 1 == 0).all()
     assert torch.equal(index[..., 1:] & 1, path[..., :-1])

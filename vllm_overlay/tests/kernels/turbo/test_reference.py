@@ -140,7 +140,9 @@ def test_no_path_is_better(codebook):
         assert chosen == pytest.approx(least.item(), rel=1e-3)
         assert error[i, group] * 2.0**-16 == pytest.approx(least.item(), rel=1e-3)
     index = codec.from_groups(index)
-    assert torch.equal(codec.unpack_codes(codec.pack_codes(index, 3), 3).long(), index)
+    assert torch.equal(
+        codec.unpack_codes(codec.pack_codes(index, 3, True), 3, True).long(), index
+    )
 
 
 @all_codebooks

@@ -271,22 +271,29 @@ class TurboFormat:
     * 4 bits, K: unit u of token n is the little-endian 32-bit word at
       ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``: the index of
       a level.
-    * 4 bits, V: two tokens' words are interleaved, as the tensor core wants them. Of
-      unit g + p * G and token n = 8 * h + 2 * t + j, codes i = 2 * k + c of one c are
-      the 16-bit word at ``4 * D * h + 64 * g + 16 * t + 8 * p + 4 * c + 2 * j``; code k
-      of it is bits ``4 * k`` to ``4 * k + 3`` of the word rotated right by two bits.
     * 3 bits: a branch of two bits and a path bit. With the codes of a group in the
       order ``e = 2 * i + p`` of codes i of units g + p * G, branch c(e) and path bit
       b(e), zero before the first, the index of the level is
       ``4 * c(e) + 2 * (b(e) ^ b(e - 2)) + b(e - 1)``: Ungerboeck's trellis of four
       states, from state zero in each group, where neighbouring codes' levels are in
-      subsets that the path bits allow. There are two planes, one after the other. The
-      first, D / 4 bytes a token, holds the branches: group g of token n is the 32-bit
-      word at ``n * D / 4 + 4 * g``, with those of e = 2 * i + p in bits 4 * i + 2 * p
-      and above it. The second, D / 8 bytes a token, holds the path bits. If G is even,
-      groups g = 2 * q + a share the 32-bit word at ``n * D / 8 + 4 * q``, in bits
-      ``4 * i + 2 * a + p``; else a group has the 16-bit word at ``n * D / 8 + 2 * g``,
-      with bits ``2 * i + p``.
+      subsets that the path bits allow. There are two planes, one after the other: of
+      branches, D / 4 bytes a token, and of path bits, D / 8.
+    * 3 bits, K: group g of token n has its branches in the 32-bit word at
+      ``n * D / 4 + 4 * g``, those of e = 2 * i + p in bits 4 * i + 2 * p and above it.
+      If G is even, groups g = 2 * q + a share the 32-bit word of path bits at
+      ``n * D / 8 + 4 * q``, in bits ``4 * i + 2 * a + p``; else a group has the 16-bit
+      word at ``n * D / 8 + 2 * g``, with bits ``2 * i + p``.
+
+    Codes of V are in 16-bit words, two tokens' interleaved, as the tensor core wants
+    them. With token n = 8 * h + 2 * t + j, unit g + p * G and code i = 2 * k + c:
+
+    * 4 bits: codes of one c are the word at
+      ``4 * D * h + 64 * g + 16 * t + 8 * p + 4 * c + 2 * j``; code k of it is bits
+      ``4 * k`` to ``4 * k + 3`` of the word rotated right by two bits.
+    * 3 bits: branches of one c, of both p, are the word at
+      ``2 * D * h + 32 * g + 8 * t + 4 * c + 2 * j``; that of k and p is bits
+      ``4 * k + 2 * (1 - p)`` and the next of the word rotated right by four bits. Path
+      bits are the word at ``D * h + 16 * g + 4 * t + 2 * j``, bit e that of e.
 
     Every byte belongs to one token, so tokens of a page are written independently.
     Bytes a token and KV head, of 4 * D in bf16:
@@ -347,11 +354,6 @@ class TurboFormat:
     @property
     def value_codebook(self) -> Codebook:
         return VALUE_CODEBOOKS[self.value_bits]
-
-    @property
-    def value_halves(self) -> bool:
-        """Whether units of V are in halves, interleaved with another token's."""
-        return self.value_bits == 4
 
     @property
     def num_units(self) -> int:

@@ -67,14 +67,24 @@ def inverse_sqrt(head_size: int) -> float:
     return fp32(1 / math.sqrt(head_size))
 
 
-def _interleaved(layout: TurboFormat) -> torch.Tensor:
-    """Where four-bit codes of values lie in their plane: int64 (16, D / 2)."""
+def _interleaved(start: int, layout: TurboFormat) -> list[torch.Tensor]:
+    """Where the codes of values lie: int64 (16, bytes a token) for each plane."""
     n = torch.arange(fmt.TILE_TOKENS)[:, None, None, None]
-    unit = torch.arange(layout.num_units)[:, None, None]
-    half = torch.arange(2)[:, None]
-    of_token = n // 8 * (4 * layout.head_size) + n % 8 // 2 * 16 + n % 2 * 2
-    of_unit = unit % layout.num_groups * 64 + unit // layout.num_groups * 8
-    return (of_token + of_unit + 4 * half + torch.arange(2)).flatten(1)
+    group = torch.arange(layout.num_groups)[:, None, None]
+    word, byte = 4 * torch.arange(2)[:, None], torch.arange(2)
+
+    def plane(pair_bytes: int, words: torch.Tensor) -> torch.Tensor:
+        """Of pairs of tokens that have so many bytes a group."""
+        eight_tokens = 4 * pair_bytes * layout.num_groups
+        of_token = n // 8 * eight_tokens + n % 8 // 2 * pair_bytes + n % 2 * 2
+        return (of_token + 4 * pair_bytes * group + words + byte).flatten(1)
+
+    if layout.value_bits == 4:
+        # The groups' first units, then their second ones.
+        units = [plane(16, 8 * p + word) for p in range(2)]
+        return [start + torch.cat(units, 1)]
+    path_start = start + fmt.TILE_TOKENS * layout.head_size // 4
+    return [start + plane(8, word), path_start + plane(4, word[:1])]
 
 
 @cache
@@ -92,8 +102,8 @@ def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
         return start + tokens * width + torch.arange(width)
 
     def side(codes_start: int, bits: int, scales_start: int) -> torch.Tensor:
-        if codes_start == layout.value_codes_offset and layout.value_halves:
-            parts = [codes_start + _interleaved(layout)]
+        if codes_start == layout.value_codes_offset:
+            parts = _interleaved(codes_start, layout)
         elif bits == 4:
             parts = [rows(codes_start, layout.head_size // 2)]
         else:
@@ -144,11 +154,11 @@ def store(
     heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
     sides = (
         (key, layout.key_codebook, False),
-        (value, layout.value_codebook, layout.value_halves),
+        (value, layout.value_codebook, True),
     )
-    for (tensor, codebook, halves), addresses in zip(sides, tile_addresses(layout)):
+    for (tensor, codebook, is_value), addresses in zip(sides, tile_addresses(layout)):
         index, scales = quantize(rotate(tensor[:num_tokens][kept]), codebook)
-        codes = pack_codes(index, codebook.bits, halves)
+        codes = pack_codes(index, codebook.bits, is_value)
         parts = [codes, pack_scales(scales, layout.scale_words)]
         packed = torch.cat(parts, -1)
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
@@ -179,14 +189,14 @@ def load(
     sides = []
     codebooks = (
         (layout.key_codebook, False),
-        (layout.value_codebook, layout.value_halves),
+        (layout.value_codebook, True),
     )
-    for (codebook, halves), addresses in zip(codebooks, tile_addresses(layout)):
+    for (codebook, is_value), addresses in zip(codebooks, tile_addresses(layout)):
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
         packed = region[blocks, heads, (tile[:, None] + rows)[:, None, :]]
         code_bytes = layout.head_size * codebook.bits // 8
         codes = packed[..., :code_bytes]
-        index = unpack_codes(codes, codebook.bits, halves)
+        index = unpack_codes(codes, codebook.bits, is_value)
         scales = unpack_scales(packed[..., code_bytes:], layout.scale_words)
         sides.append(dequantize(index, scales, codebook))
     return sides[0], sides[1]

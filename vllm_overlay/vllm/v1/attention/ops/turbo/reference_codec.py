@@ -358,68 +358,73 @@ def path_bits(index: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _code_shifts(num_groups: int, device: torch.device) -> torch.Tensor:
-    """Where a path bit lies in its word: int64 (groups of a word, 16)."""
-    place = torch.arange(fmt.SCALE_GROUP)
-    if num_groups % 2 == 1:
-        return place[None].to(device)
-    of_group = 2 * torch.arange(2)[:, None]
-    return (place // 2 * 4 + of_group + place % 2).to(device)
+def _unit_shifts(device: torch.device) -> torch.Tensor:
+    """Where the codes of a unit of four bits lie in its word: int64 (8,)."""
+    return 4 * torch.arange(fmt.UNIT_CODES, device="cpu").to(device)
 
 
 @cache
-def _nibble_shifts(halves: bool, device: torch.device) -> torch.Tensor:
-    """Where the codes of a unit lie in its word: int64 (8,)."""
-    code = torch.arange(fmt.UNIT_CODES)
-    return (4 * (code // 2 + code % 2 * 4 if halves else code)).to(device)
+def _branch_shifts(is_value: bool, device: torch.device) -> torch.Tensor:
+    """Where a group's branches lie in its word: int64 (16,)."""
+    e = torch.arange(fmt.SCALE_GROUP, device="cpu")
+    if not is_value:
+        return (2 * e).to(device)
+    code, unit = e // 2, e % 2
+    return (16 * (code % 2) + (4 * (code // 2) + 6 - 2 * unit) % 16).to(device)
+
+
+@cache
+def _path_shifts(num_groups: int, is_value: bool, device: torch.device) -> torch.Tensor:
+    """Where a path bit lies in its word: int64 (groups of a word, 16)."""
+    place = torch.arange(fmt.SCALE_GROUP, device="cpu")
+    if is_value or num_groups % 2 == 1:
+        return place[None].to(device)
+    of_group = 2 * torch.arange(2, device="cpu")[:, None]
+    return (place // 2 * 4 + of_group + place % 2).to(device)
 
 
 def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """Both halves of 32-bit words, int64, rotated left."""
-    half = word[..., None] >> torch.tensor([0, 16], device=word.device) & 0xFFFF
-    half = half << bits & 0xFFFF | half >> 16 - bits
-    return half[..., 0] | half[..., 1] << 16
+    """16-bit words, int64, rotated left."""
+    return word << bits & 0xFFFF | word >> 16 - bits
 
 
-def pack_codes(index: torch.Tensor, bits: int, halves: bool = False) -> torch.Tensor:
-    """Bytes of a vector's codes, by unit or by plane.
+def pack_codes(index: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
+    """Bytes of a vector's codes: (..., D) to uint8 (..., D * bits / 8).
 
-    Args:
-        index: (..., D), of levels.
-        bits: Bits a code.
-        halves: Whether a unit's even and odd codes are in halves, as those of values
-            of four bits are.
-
-    Returns:
-        uint8 (..., D * bits / 8).
-
+    They are in the order of units, or of groups, all branches before the paths. Of a
+    value's 32 bits the lower half has the even codes.
     """
     if bits == 4:
         units = index.long().unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)
-        word = (units << _nibble_shifts(halves, index.device)).sum(-1)
-        return _to_bytes(_rotated(word, 2) if halves else word, 4)
+        shifts = _unit_shifts(index.device)
+        if not is_value:
+            return _to_bytes((units << shifts).sum(-1), 4)
+        halves = units.unflatten(-1, (-1, 2)).transpose(-1, -2) << shifts[:4]
+        return _to_bytes(_rotated(halves.sum(-1), 2).flatten(-2), 2)
     grouped = by_group(index.long())
     num_groups = grouped.shape[-2]
-    shifts = 2 * torch.arange(fmt.SCALE_GROUP, device=index.device)
-    branches = (grouped >> 2 << shifts).sum(-1)
-    shifts = _code_shifts(num_groups, index.device)
+    branches = (grouped >> 2 << _branch_shifts(is_value, index.device)).sum(-1)
+    shifts = _path_shifts(num_groups, is_value, index.device)
     path = path_bits(grouped).unflatten(-2, (-1, len(shifts)))
     path = (path << shifts).sum((-2, -1))
     return torch.cat([_to_bytes(branches, 4), _to_bytes(path, 2 * len(shifts))], -1)
 
 
-def unpack_codes(packed: torch.Tensor, bits: int, halves: bool = False) -> torch.Tensor:
+def unpack_codes(packed: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
     """Inverse of ``pack_codes``: uint8 (..., D)."""
     if bits == 4:
-        word = _from_bytes(packed, 4)
-        word = _rotated(word, 14) if halves else word
-        units = word[..., None] >> _nibble_shifts(halves, packed.device) & 0xF
+        shifts = _unit_shifts(packed.device)
+        if is_value:
+            halves = _rotated(_from_bytes(packed, 2), 14).unflatten(-1, (-1, 2))
+            units = (halves[..., None, :] >> shifts[:4, None] & 0xF).flatten(-2)
+        else:
+            units = _from_bytes(packed, 4)[..., None] >> shifts & 0xF
         return units.transpose(-1, -2).flatten(-2).to(torch.uint8)
     num_groups = packed.shape[-1] // 6
     branches, path = packed.split([4 * num_groups, 2 * num_groups], -1)
-    shifts = 2 * torch.arange(fmt.SCALE_GROUP, device=packed.device)
+    shifts = _branch_shifts(is_value, packed.device)
     branch = _from_bytes(branches, 4)[..., None] >> shifts & 3
-    shifts = _code_shifts(num_groups, packed.device)
+    shifts = _path_shifts(num_groups, is_value, packed.device)
     bit = _from_bytes(path, 2 * len(shifts))[..., None, None] >> shifts & 1
     bit = torch.nn.functional.pad(bit.flatten(-3, -2), (2, 0))
     subset = 2 * (bit[..., 2:] ^ bit[..., :-2]) + bit[..., 1:-1]

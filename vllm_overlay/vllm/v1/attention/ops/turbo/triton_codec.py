@@ -76,24 +76,69 @@ def rotate_halves(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def half_pointers(
-    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a plane of V's codes
-    token,  # of that shape, place in the tile
-    unit,  # [1, C] or [C, 1]
-    HEAD_SIZE: tl.constexpr,
-):
-    """int16 pointers to the even codes of units; the odd ones are two further."""
-    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
-    row_ptr = codes_ptr + token // 8 * (4 * HEAD_SIZE)
-    row_ptr += token % 8 // 2 * 16 + token % 2 * 2
-    p_half = row_ptr + (unit % NUM_GROUPS * 64 + unit // NUM_GROUPS * 8)
-    return p_half.to(tl.pointer_type(tl.int16))
+def nibble_of(index, IS_VALUE: tl.constexpr):
+    """Nibble of a unit's word that has a code: V's even codes are in the lower half."""
+    return index // 2 + index % 2 * 4 if IS_VALUE else index
 
 
 @triton.jit
-def nibble_of(index, HALVES: tl.constexpr):
-    """Nibble of a unit's word that holds a code."""
-    return index // 2 + index % 2 * 4 if HALVES else index
+def value_pointers(
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a plane of V
+    token,  # of that shape, place in the tile
+    group,  # [1, C] or [C, 1]
+    PAIR_BYTES: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """int16 pointers to a group's first word; pairs of tokens have PAIR_BYTES of it."""
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    row_ptr = codes_ptr + token // 8 * (4 * PAIR_BYTES * NUM_GROUPS)
+    row_ptr += token % 8 // 2 * PAIR_BYTES + token % 2 * 2
+    return (row_ptr + group * (4 * PAIR_BYTES)).to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _load_halves(p_half, mask):
+    """Load words of even and of odd codes as the halves of int32."""
+    even = tl.load(p_half, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    return even | tl.load(p_half + 2, mask=mask, other=0).to(tl.int32) << 16
+
+
+@triton.jit
+def store_halves(p_half, word, mask):
+    """Inverse of loading them."""
+    tl.store(p_half, word.to(tl.int16), mask=mask)
+    tl.store(p_half + 2, (word >> 16).to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _load_value_units(
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to V's code plane
+    token,  # of that shape, place in the tile
+    unit,  # [1, C] or [C, 1]
+    same_unit,  # the same, from ``as_loaded`` where a dot follows
+    mask,  # [N, C] or [C, N]
+    HEAD_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    group = unit % NUM_GROUPS
+    if BITS == 4:
+        p_half = value_pointers(codes_ptr, token, group, 16, HEAD_SIZE)
+        return rotate_halves(_load_halves(p_half + unit // NUM_GROUPS * 4, mask), 14)
+
+    p_half = value_pointers(codes_ptr, token, group, 8, HEAD_SIZE)
+    branch = rotate_halves(_load_halves(p_half, mask), 12)
+    paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
+    p_path = value_pointers(paths_ptr, token, group, 4, HEAD_SIZE)
+    path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    place = same_unit // NUM_GROUPS
+    differs = path ^ path << 2
+    # Of codes 2 * k + c, those of c = 1 into the upper half.
+    differs = differs & 0x3333 | (differs & 0xCCCC) << 14
+    before = path << 1
+    before = before & 0x3333 | (before & 0xCCCC) << 14
+    word = (branch << place * 2) & ~_LOWER
+    return word | ((differs >> place) & _LOWEST) << 1 | (before >> place) & _LOWEST
 
 
 @triton.jit
@@ -105,19 +150,19 @@ def load_units(
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
-    HALVES: tl.constexpr,
+    IS_VALUE: tl.constexpr,
 ):
     """Load each column's unit as int32: the levels of its codes, four bits each.
 
-    HALVES says whether the even codes are in the lower half.
+    Which code is where says ``nibble_of``.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     unit = column % NUM_UNITS
-    if HALVES:
-        p_half = half_pointers(codes_ptr, token, unit, HEAD_SIZE)
-        even = tl.load(p_half, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        odd = tl.load(p_half + 2, mask=mask, other=0).to(tl.int32)
-        return rotate_halves(even | odd << 16, 14)
+    same_unit = same_column % NUM_UNITS
+    if IS_VALUE:
+        return _load_value_units(
+            codes_ptr, token, unit, same_unit, mask, HEAD_SIZE, BITS
+        )
     if BITS == 4:
         row_ptr = codes_ptr + token * (HEAD_SIZE // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + unit
@@ -129,7 +174,6 @@ def load_units(
     p_branch = row_ptr.to(tl.pointer_type(tl.int32)) + group
     branch = tl.load(p_branch, mask=mask, other=0)
     row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
-    same_unit = same_column % NUM_UNITS
     place = same_unit // NUM_GROUPS
     if NUM_GROUPS % 2 == 0:
         p_path = row_ptr.to(tl.pointer_type(tl.int32)) + group // 2
@@ -213,7 +257,7 @@ def load_side(
     column,  # [1, C] or [C, 1]
     same_column,  # the same, from ``as_loaded`` where a dot follows
     BITS: tl.constexpr,
-    HALVES: tl.constexpr,
+    IS_VALUE: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -221,7 +265,7 @@ def load_side(
     """Load K's or V's units, int32, and their scales, fp16: [N, C] or [C, N]."""
     mask = inside & (column < COLUMNS)
     word = load_units(
-        codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, HALVES
+        codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, IS_VALUE
     )
     scale = load_scales(
         scales_ptr,
@@ -264,7 +308,7 @@ def step_positions(
     word,  # [N, C] or [C, N] int32, from load_units
     column,  # [1, C] or [C, 1]
     STEP: tl.constexpr,
-    HALVES: tl.constexpr,
+    IS_VALUE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
@@ -275,13 +319,13 @@ def step_positions(
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
     # The constant first: a shift by it folds into the masking.
-    NIBBLE: tl.constexpr = STEP // 2 + STEP % 2 * 4 if HALVES else STEP
+    NIBBLE: tl.constexpr = STEP // 2 + STEP % 2 * 4 if IS_VALUE else STEP
     if FOLD == 1 and NIBBLE > 0:
         bits = (word >> (NIBBLE * 4 - 4)) & 0xF0
     elif FOLD == 1:
         bits = (word << 4) & 0xF0
     else:
-        nibble = nibble_of(STEP * FOLD + column // NUM_UNITS, HALVES)
+        nibble = nibble_of(STEP * FOLD + column // NUM_UNITS, IS_VALUE)
         bits = ((word >> nibble * 4) << 4) & 0xF0
     CENTER: tl.constexpr = 16.0 + 15 / 8
     return (bits | 0x4C00).to(tl.int16).to(tl.float16, bitcast=True) - CENTER

@@ -126,7 +126,7 @@ def _accumulate_values(
         column,
         same_column,
         BITS,
-        BITS == 4,
+        True,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
@@ -135,7 +135,7 @@ def _accumulate_values(
     quadratic = scale * COEFFICIENTS[1]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, BITS == 4, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, same_column, i, True, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic)  # [C, N]
         rescaled = accumulator[i] * rescale[None, :]
         result = result + (tl.dot(value, weights, rescaled),)

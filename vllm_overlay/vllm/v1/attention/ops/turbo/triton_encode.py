@@ -12,10 +12,11 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook
 from vllm.v1.attention.ops.turbo.reference_codec import fp32
 from vllm.v1.attention.ops.turbo.triton_codec import (
-    half_pointers,
     nibble_of,
     rotate_halves,
     scale_value,
+    store_halves,
+    value_pointers,
 )
 from vllm.v1.attention.ops.turbo.triton_rotate import load_integers, rotate_integers
 from vllm.v1.attention.ops.turbo.triton_scales import (
@@ -30,12 +31,10 @@ from vllm.v1.attention.ops.turbo.triton_scales import (
 from vllm.v1.attention.ops.turbo.triton_trellis import (
     choose_path,
     choose_trellis_scales,
-    levels_on_path,
-    reciprocal_of,
+    store_trellis,
     trellis_constants,
 )
 
-_TILE = tl.constexpr(fmt.TILE_TOKENS)
 _HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
@@ -190,9 +189,9 @@ def _units(
     NUM_UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
-    HALVES: tl.constexpr,
+    IS_VALUE: tl.constexpr,
 ):
-    """The words of the units, int32 [T, U]; with HALVES, even codes in the lower."""
+    """The words of the units, int32 [T, U], in the order of ``nibble_of``."""
     UNBIASED: tl.constexpr = CODEBOOK[2] > 0
     if UNBIASED:
         largest = _magnitude(y[0])
@@ -230,7 +229,7 @@ def _units(
         else:
             index = _nearest_index(magnitude, scale, CODEBOOK)
         code = tl.where(y[i] < 0, -index + (_HALF - 1), index + _HALF)
-        word |= code << (nibble_of(i * FOLD + fold, HALVES) * 4)[None, :]
+        word |= code << (nibble_of(i * FOLD + fold, IS_VALUE) * 4)[None, :]
     return _fold_sum(word, FOLD)
 
 
@@ -287,48 +286,6 @@ def _by_trellis_through(
 
 
 @triton.jit
-def _store_trellis(
-    y,  # 16 of [T, G] fp32
-    factor,  # [T, 1] fp32
-    scale,  # [T, G] fp32
-    path,  # [T, G] int32
-    codes_ptr,  # [T] uint8 pointers to a side's code plane
-    token,  # [T] place in the tile
-    token_mask,  # [T]
-    CODEBOOK: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-):
-    """Write both planes of codes of three bits."""
-    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
-    word = tl.zeros(scale.shape, tl.int32)
-    spread = tl.zeros(scale.shape, tl.int32)
-    reciprocal = reciprocal_of(scale)
-    for e in tl.static_range(_STEPS):
-        _, branch = levels_on_path(y[e] * factor * reciprocal, path, CODEBOOK, e)
-        word |= branch << (2 * e)
-        spread |= (path >> e & 1) << (e // 2 * 4 + e % 2)
-    group = tl.arange(0, scale.shape[1])
-    mask = token_mask[:, None] & (group < NUM_GROUPS)[None, :]
-    row_ptr = (codes_ptr + token * (HEAD_SIZE // 4))[:, None]
-    p_word = row_ptr.to(tl.pointer_type(tl.int32)) + group[None, :]
-    tl.store(p_word, word, mask=mask)
-
-    row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
-    row_ptr = row_ptr[:, None]
-    if NUM_GROUPS % 2 == 1:
-        p_path = row_ptr.to(tl.pointer_type(tl.int16)) + group[None, :]
-        tl.store(p_path, path.to(tl.int16), mask=mask)
-    else:
-        PAIRS: tl.constexpr = scale.shape[1] // 2
-        spread = spread << (group % 2 * 2)[None, :]
-        spread = tl.sum(tl.reshape(spread, [scale.shape[0], PAIRS, 2]), 2)
-        pair = tl.arange(0, PAIRS)
-        mask = token_mask[:, None] & (pair < NUM_GROUPS // 2)[None, :]
-        p_path = row_ptr.to(tl.pointer_type(tl.int32)) + pair[None, :]
-        tl.store(p_path, spread, mask=mask)
-
-
-@triton.jit
 def encode_vectors(
     x_ptr,  # [T] pointers to vectors
     tile_ptr,  # [T] uint8 pointers to tiles
@@ -377,12 +334,15 @@ def encode_vectors(
             p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
             tl.store(p_word, word, mask=mask)
         else:
-            word = rotate_halves(word, 2)
-            p_half = half_pointers(
-                codes_ptr[:, None], token[:, None], u[None, :], HEAD_SIZE
+            p_half = value_pointers(
+                codes_ptr[:, None],
+                token[:, None],
+                (u % NUM_GROUPS)[None, :],
+                16,
+                HEAD_SIZE,
             )
-            tl.store(p_half, word.to(tl.int16), mask=mask)
-            tl.store(p_half + 2, (word >> 16).to(tl.int16), mask=mask)
+            p_half += (u // NUM_GROUPS * 4)[None, :]
+            store_halves(p_half, rotate_halves(word, 2), mask)
     else:
         TRELLIS: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
         if scratch_ptr is None:
@@ -394,7 +354,7 @@ def encode_vectors(
         scale_code = choose_trellis_scales(groups, TRELLIS, SCALE_WORDS)
         scale = scale_value(scale_code).to(tl.float32)
         path, factor = choose_path(groups, scale, TRELLIS)
-        _store_trellis(
+        store_trellis(
             groups,
             factor,
             scale,
@@ -402,6 +362,7 @@ def encode_vectors(
             codes_ptr,
             token,
             token_mask,
+            IS_KEY,
             TRELLIS,
             HEAD_SIZE,
         )

@@ -175,7 +175,7 @@ def _gather_kernel(
         column,
         column,
         VALUE_BITS,
-        VALUE_BITS == 4,
+        True,
         SCALE_WORDS,
         HEAD_SIZE,
         COLUMNS,
@@ -183,7 +183,7 @@ def _gather_kernel(
     linear = scale * VALUE_COEFFICIENTS[0]
     quadratic = scale * VALUE_COEFFICIENTS[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, VALUE_BITS == 4, COLUMNS, HEAD_SIZE)
+        v = step_positions(word, column, i, True, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
         tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
 

@@ -12,7 +12,11 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook
 from vllm.v1.attention.ops.turbo.reference_codec import fp32
-from vllm.v1.attention.ops.turbo.triton_codec import scale_value
+from vllm.v1.attention.ops.turbo.triton_codec import (
+    scale_value,
+    store_halves,
+    value_pointers,
+)
 from vllm.v1.attention.ops.turbo.triton_scales import (
     at,
     no_errors,
@@ -24,6 +28,7 @@ from vllm.v1.attention.ops.turbo.triton_scales import (
     with_error,
 )
 
+_TILE = tl.constexpr(fmt.TILE_TOKENS)
 _NUM_SUBSETS = tl.constexpr(fmt.NUM_SUBSETS)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SMALLEST_SCALE = tl.constexpr(fmt.SMALLEST_SCALE)
@@ -245,3 +250,70 @@ def choose_path(
         factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
         factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
     return best_path, best_factor[:, None]
+
+
+@triton.jit
+def _store_key_trellis(
+    branch_word,  # [T, G] int32
+    path,  # [T, G] int32
+    codes_ptr,  # [T, 1] uint8 pointers to K's code plane
+    token,  # [T, 1] place in the tile
+    token_mask,  # [T, 1]
+    HEAD_SIZE: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    group = tl.arange(0, path.shape[1])[None, :]
+    mask = token_mask & (group < NUM_GROUPS)
+    row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
+    tl.store(row_ptr.to(tl.pointer_type(tl.int32)) + group, branch_word, mask=mask)
+    row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
+    if NUM_GROUPS % 2 == 1:
+        p_path = row_ptr.to(tl.pointer_type(tl.int16)) + group
+        tl.store(p_path, path.to(tl.int16), mask=mask)
+    else:
+        spread = tl.zeros(path.shape, tl.int32)
+        for e in tl.static_range(_STEPS):
+            spread |= (path >> e & 1) << (e // 2 * 4 + e % 2)
+        PAIRS: tl.constexpr = path.shape[1] // 2
+        spread = spread << group % 2 * 2
+        spread = tl.sum(tl.reshape(spread, [path.shape[0], PAIRS, 2]), 2)
+        pair = tl.arange(0, PAIRS)[None, :]
+        mask = token_mask & (pair < NUM_GROUPS // 2)
+        tl.store(row_ptr.to(tl.pointer_type(tl.int32)) + pair, spread, mask=mask)
+
+
+@triton.jit
+def store_trellis(
+    y,  # 16 of [T, G] fp32
+    factor,  # [T, 1] fp32
+    scale,  # [T, G] fp32
+    path,  # [T, G] int32
+    codes_ptr,  # [T] uint8 pointers to a side's code plane
+    token,  # [T] place in the tile
+    token_mask,  # [T]
+    IS_KEY: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Write both planes of codes of three bits."""
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    word = tl.zeros(scale.shape, tl.int32)
+    reciprocal = reciprocal_of(scale)
+    for e in tl.static_range(_STEPS):
+        _, branch = levels_on_path(y[e] * factor * reciprocal, path, CODEBOOK, e)
+        if IS_KEY:
+            word |= branch << (2 * e)
+        else:
+            word |= branch << (e // 2 % 2 * 16 + (e // 4 * 4 + 6 - e % 2 * 2) % 16)
+    codes_ptr, token = codes_ptr[:, None], token[:, None]
+    token_mask = token_mask[:, None]
+    if IS_KEY:
+        _store_key_trellis(word, path, codes_ptr, token, token_mask, HEAD_SIZE)
+    else:
+        group = tl.arange(0, scale.shape[1])[None, :]
+        mask = token_mask & (group < NUM_GROUPS)
+        p_half = value_pointers(codes_ptr, token, group, 8, HEAD_SIZE)
+        store_halves(p_half, word, mask)
+        paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
+        p_path = value_pointers(paths_ptr, token, group, 4, HEAD_SIZE)
+        tl.store(p_path, path.to(tl.int16), mask=mask)
