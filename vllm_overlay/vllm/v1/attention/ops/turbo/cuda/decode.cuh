@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int passes = (p.group + kPassHeads<PAIRED> - 1) / kPassHeads<PAIRED>;
   const int num_rows = p.num_kv_heads * passes;
+  start_next_kernel();
 
   const Partition cut = partition(p, num_rows, int(gridDim.x) * WARPS, lane);
   const Team team(cut.team_size);

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA merge, against the same sums in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import cuda_merge
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.attention.ops.turbo.triton_merge import (
+    MAX_KV_SPLITS,
+    NewestToken,
+)
+from vllm.v1.attention.ops.turbo.triton_merge import merge_splits as triton_merge
+
+from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
+
+
+def can_build() -> bool:
+    if not ON_GPU:
+        return False
+    try:
+        cuda_merge.load(128)
+    except RuntimeError:
+        return False
+    return True
+
+
+requires_cuda = pytest.mark.skipif(
+    not can_build(), reason="needs an NVIDIA GPU, nvcc and FlashInfer"
+)
+all_sizes = pytest.mark.parametrize("head_size", cuda_merge.SUPPORTED_HEAD_SIZES)
+output_dtypes = pytest.mark.parametrize(
+    "dtype", [BF16, FP16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+with_newest = pytest.mark.parametrize("with_newest", [False, True])
+# Rounding of the output; fp32's is that of its sums, over up to 512 terms.
+TOLERANCES = {BF16: 2.0**-8, FP16: 2.0**-11, torch.float32: 2.0**-18}
+NUM_KV_HEADS = 2
+
+
+def partial_results(
+    counts: list[int], num_splits: int, num_heads: int, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the first ``counts`` splits of each sequence; the others are NaN."""
+    shape = (len(counts), num_splits, num_heads)
+    written = torch.arange(num_splits)[None, :] < torch.tensor(counts)[:, None]
+    written = written.to(DEVICE)[..., None].expand(shape)
+    partial = gaussian(*shape, head_size, seed=1)
+    partial[~written] = math.nan
+    lse = 2 * gaussian(*shape, seed=2)
+    lse[~written] = -math.inf
+    return partial.flatten(0, 1), lse.flatten(0, 1)
+
+
+def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestToken:
+    """Views of a fused projection's output; scores are about as large as LSEs."""
+    num_heads = group * NUM_KV_HEADS
+    sizes = [num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
+    qkv = gaussian(num_seqs, sum(sizes), head_size, dtype=dtype, seed=3)
+    return NewestToken(*qkv.split(sizes, 1), head_size**-0.5)
+
+
+def expected_output(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    newest: NewestToken | None,
+) -> torch.Tensor:
+    """(B, Hq, D) in fp64."""
+    num_seqs = seq_lens.shape[0]
+    num_heads, head_size = partial.shape[1:]
+    lse = lse.view(num_seqs, -1, num_heads).double()
+    matrix = rotation_matrix(head_size, lse.device, torch.float64, inverse=True)
+    parts = partial.view(*lse.shape, head_size).double()
+    parts = parts.where((lse != -math.inf)[..., None], 0) @ matrix * head_size**-0.5
+    if newest is not None:
+        group = num_heads // newest.key.shape[1]
+        exists = (seq_lens > 0)[:, None]
+        key, value = (
+            x.double().repeat_interleave(group, 1) for x in (newest.key, newest.value)
+        )
+        score = (newest.query.double() * key).sum(-1) * newest.scale / math.log(2)
+        lse = torch.cat([lse, score.where(exists, -math.inf)[:, None]], 1)
+        parts = torch.cat([parts, value.where(exists[..., None], 0)[:, None]], 1)
+    weights = (lse * math.log(2)).softmax(1).nan_to_num()
+    return (weights[..., None] * parts).sum(1)
+
+
+def merge(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    dtype: torch.dtype,
+    newest: NewestToken | None = None,
+    num_warps: int | None = None,
+) -> torch.Tensor:
+    """Merge into rows of a wider tensor; what lies between them must stay."""
+    num_heads, head_size = partial.shape[1:]
+    shape = (seq_lens.shape[0], num_heads + 1, head_size)
+    buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
+    output = buffer[:, 1:]
+    cuda_merge.merge_splits(
+        partial, lse, seq_lens, output, NUM_KV_HEADS, newest, num_warps
+    )
+    assert buffer[:, 0].isnan().all()
+    return output
+
+
+def lengths(counts: list[int]) -> torch.Tensor:
+    """As many tokens as are sure to be of so many splits; of none, the newest."""
+    return torch.tensor([100 * n + 1 for n in counts], device=DEVICE).int()
+
+
+@requires_cuda
+@all_sizes
+@output_dtypes
+@with_newest
+@pytest.mark.parametrize("num_warps", [None, 1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "counts, num_splits",
+    [([1, 0, 1], 1), ([3, 1, 2], 3), ([8, 3, 0, 1, 9], 51), ([64, 33, 32], 64)],
+    ids=str,
+)
+def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_splits):
+    for group in (1, 4, 5):
+        num_heads = group * NUM_KV_HEADS
+        partial, lse = partial_results(counts, num_splits, num_heads, head_size)
+        newest = newest_tokens(len(counts), group, head_size, dtype)
+        arguments = partial, lse, lengths(counts)
+        newest = newest if with_newest else None
+        output = merge(*arguments, dtype, newest, num_warps)
+        expected = expected_output(*arguments, newest)
+        allowed = TOLERANCES[dtype] * expected.abs().max()
+        assert (output - expected).abs().max() <= allowed
+        again = merge(*arguments, dtype, newest, num_warps)
+        assert torch.equal(output, again)
+
+
+@requires_cuda
+@all_sizes
+@with_newest
+def test_against_triton(head_size, with_newest):
+    counts = [40, 0, 7, 1] * 20
+    partial, lse = partial_results(counts, 40, 8, head_size)
+    newest = newest_tokens(len(counts), 4, head_size, FP16) if with_newest else None
+    output = merge(partial, lse, lengths(counts), FP16, newest)
+    expected = torch.empty_like(output)
+    triton_merge(partial, lse, lengths(counts), expected, NUM_KV_HEADS, newest)
+    allowed = 2 * TOLERANCES[FP16] * expected.abs().max()
+    assert (output - expected).abs().max() <= allowed
+
+
+@requires_cuda
+@all_sizes
+def test_padding_and_a_newest_token_alone(head_size):
+    """Padding gives zeros, whatever q, K and V are; one token gives its value."""
+    partial, lse = partial_results([0, 0, 2], 4, 8, head_size)
+    newest = newest_tokens(3, 4, head_size, BF16)
+    for x in newest[:3]:
+        x[0] = math.nan
+    seq_lens = torch.tensor([0, 1, 100], device=DEVICE).int()
+    output = merge(partial, lse, seq_lens, BF16, newest)
+    assert (output[0] == 0).all()
+    assert torch.equal(output[1], newest.value[1].repeat_interleave(4, 0))
+    assert output[2].isfinite().all()
+
+
+@requires_cuda
+def test_large_lses():
+    """Only differences of LSEs count, to the bit where these are exact."""
+    partial, lse = partial_results([40, 3], 64, 8, 128)
+    lse = (lse * 64).round() / 64
+    expected = merge(partial, lse, lengths([40, 3]), torch.float32)
+    for offset in (2.0**14, -(2.0**14)):
+        output = merge(partial, lse + offset, lengths([40, 3]), torch.float32)
+        assert torch.equal(output, expected)
+
+
+@requires_cuda
+def test_weights_that_vanish_are_not_read():
+    partial, lse = partial_results([4], 4, 2, 128)
+    lse[2] = lse[0] - 1000
+    partial[2] = math.nan
+    expected = expected_output(partial.nan_to_num(), lse, lengths([4]), None)
+    output = merge(partial, lse, lengths([4]), torch.float32)
+    assert (output - expected).abs().max() <= 2.0**-18 * expected.abs().max()
+
+
+@requires_cuda
+@pytest.mark.parametrize("broken", ["lse", "partial", "query", "key", "value"])
+def test_nan_stays_in_its_row(broken):
+    partial, lse = partial_results([5, 5], 8, 8, 128)
+    newest = newest_tokens(2, 4, 128, BF16)
+    whole = merge(partial, lse, lengths([5, 5]), BF16, newest)
+    tensors = {"lse": lse, "partial": partial, **newest._asdict()}
+    tensors[broken][0, 0] = math.nan
+    output = merge(partial, lse, lengths([5, 5]), BF16, newest)
+    assert output[0, 0].isnan().all()
+    assert torch.equal(output[0, 4:], whole[0, 4:])
+    assert torch.equal(output[1], whole[1])
+
+
+@requires_cuda
+def test_one_split_does_not_depend_on_the_batch():
+    partial, lse = partial_results([1] * 300, 1, 8, 128)
+    output = merge(partial, lse, lengths([1] * 300), BF16)
+    alone = merge(partial[7:8], lse[7:8], lengths([1]), BF16)
+    assert torch.equal(output[7:8], alone)
+
+
+@requires_cuda
+def test_it_waits_for_the_kernel_before_it():
+    """What is merged was written by the kernel right before, also in a graph."""
+    partial, lse = partial_results([6] * 64, 6, 8, 128)
+    seq_lens = lengths([6] * 64)
+    expected = merge(partial, lse, seq_lens, FP16)
+    scratch = [torch.full_like(x, math.nan) for x in (partial, lse)]
+    output = torch.empty_like(expected)
+
+    def run() -> None:
+        for target, source in zip(scratch, (partial, lse)):
+            torch.mul(source, 1, out=target)
+        cuda_merge.merge_splits(*scratch, seq_lens, output, NUM_KV_HEADS)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(10):
+        for x in (*scratch, output):
+            x.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(output, expected)
+
+
+@all_sizes
+def test_signs_are_those_of_the_rotation(head_size):
+    header = cuda_merge.constants_header(head_size)
+    words = next(x for x in header.splitlines() if "ROTATION_SIGNS" in x)
+    bits = [
+        int(word.strip(" u"), 0) >> i & 1
+        for word in words.split(maxsplit=2)[2].split(",")
+        for i in range(32)
+    ]
+    # The first column of the inverse rotation's matrix has the signs alone.
+    matrix = rotation_matrix(head_size, torch.device("cpu"), inverse=True)
+    assert bits == (matrix[0] < 0).int().tolist()
+
+
+@pytest.mark.parametrize("num_sms", [16, 132])
+def test_warps_a_row(num_sms):
+    """A power of two, one with one split, and no more than the GPU has room for."""
+    for num_rows in (1, 8, 32, 500, 1024, 4096, 10**6):
+        for num_splits in range(1, MAX_KV_SPLITS + 1):
+            warps = cuda_merge.warps_a_row(num_rows, num_splits, num_sms)
+            assert warps in (1, 2, 4, 8) and warps <= num_splits
+            assert warps == 1 or warps * num_rows <= 64 * num_sms
+    assert cuda_merge.warps_a_row(32, 64, num_sms) == 8

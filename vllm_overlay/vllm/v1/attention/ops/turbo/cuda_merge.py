@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Merge of decode attention's splits as a CUDA kernel: see triton_merge."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
+from vllm.v1.attention.ops.turbo.rotation import rotation_signs
+from vllm.v1.attention.ops.turbo.triton_codec import LOG2_E
+from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS, NewestToken
+
+SUPPORTED_HEAD_SIZES = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WORD_BITS = 32
+# Elements that the kernel loads and stores at once.
+_VECTOR = 4
+# kMergeWarps of merge.cuh.
+_BLOCK_WARPS = 8
+# Warps of a multiprocessor that rows are spread over.
+_WARPS_PER_SM = 32
+
+
+def constants_header(head_size: int) -> str:
+    """The C++ header with the constants of a head size."""
+    negative = (rotation_signs(head_size) < 0).long().view(-1, _WORD_BITS)
+    words = (negative << torch.arange(_WORD_BITS)).sum(1).tolist()
+    constants = {
+        "HEAD_SIZE": head_size,
+        "MAX_SPLITS": MAX_KV_SPLITS,
+        "INVERSE_SQRT": f"{inverse_sqrt(head_size).hex()}f",
+        "ROTATION_SIGNS": ", ".join(f"0x{word:08X}u" for word in words),
+    }
+    lines = ["#pragma once", ""]
+    lines += [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def load(head_size: int) -> Any:
+    """Build, if need be, and load the module of a head size.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    assert head_size in SUPPORTED_HEAD_SIZES, head_size
+    header = constants_header(head_size)
+    module = CudaModule("merge", str(head_size), "turbo_merge_constants.h", header)
+
+    def load_module(path: str) -> Any:
+        import tvm_ffi
+
+        return tvm_ffi.load_module(path)
+
+    return build_and_load(module, load_module)
+
+
+def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
+    """Warps that share a row's splits: a power of two.
+
+    As many as the GPU has room for, so that the splits are read at once. With one
+    split there is one, so a result does not depend on the batch then.
+    """
+    warps = 1
+    while (
+        2 * warps <= min(_BLOCK_WARPS, num_splits)
+        and 2 * warps * num_rows <= _WARPS_PER_SM * num_sms
+    ):
+        warps *= 2
+    return warps
+
+
+def _check_vectors(name: str, x: torch.Tensor) -> None:
+    stride_token, stride_head, stride_d = x.stride()
+    assert stride_d == 1, (name, x.stride())
+    assert stride_token % _VECTOR == stride_head % _VECTOR == 0, (name, x.stride())
+    assert x.data_ptr() % (_VECTOR * x.element_size()) == 0, (name, x.data_ptr())
+
+
+def merge_splits(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    num_kv_heads: int,
+    newest: NewestToken | None = None,
+    num_warps: int | None = None,
+) -> None:
+    """Combine splits in rotated space into outputs.
+
+    The kernel before it on the stream may let it begin early; it waits for that to
+    end before it reads ``partial`` and ``partial_lse``, but not with what it reads of
+    ``newest`` and ``seq_lens``.
+
+    Args:
+        partial: (B * S, Hq, D) fp32, contiguous, each a softmax of its own; S
+            splits a sequence. Not read where the LSE is -inf.
+        partial_lse: (B * S, Hq) fp32, contiguous, in base 2.
+        seq_lens: (>= B,) int32, the newest token included.
+        output: (B, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
+        num_kv_heads: KV heads.
+        newest: The tokens that the splits leave out, of ``output``'s dtype; None if
+            there are none.
+        num_warps: Warps a row; None to choose by the batch.
+
+    Raises:
+        RuntimeError: If the kernel cannot be built.
+
+    """
+    num_seqs, num_heads, head_size = output.shape
+    if num_seqs == 0:
+        return
+    num_splits = partial.shape[0] // num_seqs
+    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    assert partial.dtype == partial_lse.dtype == torch.float32
+    assert partial.is_contiguous() and partial_lse.is_contiguous()
+    assert partial.data_ptr() % (_VECTOR * partial.element_size()) == 0
+    assert seq_lens.dtype == torch.int32 and seq_lens.stride(0) == 1
+    assert output.dtype in _DTYPES, output.dtype
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    with_newest = newest is not None
+    if newest is None:
+        # Not read, but a launch needs arguments.
+        newest = NewestToken(output, output, output, 0.0)
+    query, key, value, scale = newest
+    assert query.dtype == key.dtype == value.dtype == output.dtype
+    for name, x in zip(("output", *NewestToken._fields), (output, query, key, value)):
+        _check_vectors(name, x)
+    if num_warps is None:
+        num_sms = num_compute_units(output.device.index)
+        num_warps = warps_a_row(num_seqs * num_heads, num_splits, num_sms)
+    assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
+    load(head_size).merge(
+        partial,
+        partial_lse,
+        seq_lens,
+        output,
+        query,
+        key,
+        value,
+        num_kv_heads,
+        with_newest,
+        scale * LOG2_E,
+        num_warps.bit_length() - 1,
+    )
