@@ -6,15 +6,18 @@ As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly amon
 its warps, whatever the lengths. ``triton_merge`` joins the partial results.
 """
 
-import hashlib
 import struct
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.cuda_build import (
+    CudaModule,
+    build_and_load,
+    load_tvm_module,
+)
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.triton_merge import (
     MAX_KV_SPLITS,
@@ -22,17 +25,6 @@ from vllm.v1.attention.ops.turbo.triton_merge import (
     merge_splits,
 )
 
-SOURCE_DIR = Path(__file__).parent / "cuda"
-SOURCES = (
-    "decode.cu",
-    "decode.cuh",
-    "segment.cuh",
-    "keys.cuh",
-    "values.cuh",
-    "fragments.cuh",
-    "format.cuh",
-    "warp.cuh",
-)
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 BRANCH_BITS = 2
@@ -118,48 +110,7 @@ def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
     return min(_max_warps(layout.head_size, paired), fitting)
 
 
-def jit_spec(layout: TurboFormat, paired: bool, warps: int) -> Any:
-    """FlashInfer's description of the module of one instance.
-
-    FlashInfer judges what it has built by its sources' times, which say nothing
-    after an installation. So the module's name has a hash of all that goes into it.
-
-    Raises:
-        RuntimeError: If FlashInfer or nvcc is missing.
-
-    """
-    try:
-        from flashinfer.jit import env, gen_jit_spec
-        from flashinfer.jit.cpp_ext import get_cuda_path
-    except ImportError as error:
-        raise RuntimeError("The CUDA decode kernel needs FlashInfer.") from error
-    if not (Path(get_cuda_path()) / "bin" / "nvcc").exists():
-        raise RuntimeError("The CUDA decode kernel needs nvcc (the CUDA toolkit).")
-    flags = [f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"]
-    header = constants_header(layout)
-    digest = hashlib.sha256("\n".join([*flags, header]).encode())
-    for name in SOURCES:
-        digest.update((SOURCE_DIR / name).read_bytes())
-    name = f"turbo_decode_{layout.name}_{layout.head_size}_{digest.hexdigest()[:16]}"
-    header_dir = env.FLASHINFER_GEN_SRC_DIR / name
-    header_dir.mkdir(parents=True, exist_ok=True)
-    header_path = header_dir / "turbo_constants.h"
-    if not header_path.exists() or header_path.read_text() != header:
-        header_path.write_text(header)
-    return gen_jit_spec(
-        name,
-        [SOURCE_DIR / "decode.cu"],
-        extra_cuda_cflags=flags,
-        extra_include_paths=[SOURCE_DIR, header_dir],
-        use_fast_math=False,
-    )
-
-
 @cache
-def _load(layout: TurboFormat, paired: bool, warps: int) -> Any:
-    return jit_spec(layout, paired, warps).build_and_load()
-
-
 def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
     """Build, if need be, and load the module for query groups of a size.
 
@@ -173,7 +124,16 @@ def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
     paired = group <= MAX_PAIRED_GROUP
     properties = torch.cuda.get_device_properties(device)
     warps = num_warps(layout, paired, properties.shared_memory_per_block_optin)
-    return _load(layout, paired, warps)
+    return build_and_load(
+        CudaModule(
+            "decode",
+            f"{layout.name}_{layout.head_size}",
+            "turbo_constants.h",
+            constants_header(layout),
+            (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
+        ),
+        load_tvm_module,
+    )
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:

@@ -3,14 +3,13 @@
 """Store as a CUDA kernel, built by FlashInfer's JIT: see triton_store."""
 
 import ctypes
-import hashlib
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from vllm.utils.torch_utils import current_stream
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda_store_constants import (
     constants_header,
     rotation_fragments,
@@ -18,16 +17,6 @@ from vllm.v1.attention.ops.turbo.cuda_store_constants import (
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
-_SOURCES = Path(__file__).parent / "cuda"
-_SOURCE_NAMES = (
-    "store.cu",
-    "store.cuh",
-    "trellis.cuh",
-    "encode.cuh",
-    "scales.cuh",
-    "rotate.cuh",
-)
-_HEADER_NAME = "turbo_store_constants.h"
 # Scores are in base 2.
 _LOG2_E = 1.4426950408889634
 
@@ -110,35 +99,15 @@ def load_library(layout: TurboFormat) -> ctypes.CDLL:
         RuntimeError: If they cannot be built here.
 
     """
-    try:
-        from filelock import FileLock
-        from flashinfer.jit import env, gen_jit_spec
-    except ImportError as error:
-        raise RuntimeError("the turbo CUDA kernels need FlashInfer") from error
-    header = constants_header(layout)
-    digest = hashlib.sha256(header.encode())
-    for name in _SOURCE_NAMES:
-        digest.update((_SOURCES / name).read_bytes())
-    # FlashInfer judges its cache by the age of files only.
-    name = f"turbo_store_{layout.name}_{layout.head_size}_{digest.hexdigest()[:16]}"
-    folder = env.FLASHINFER_GEN_SRC_DIR / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        spec = gen_jit_spec(
-            name,
-            [_SOURCES / "store.cu"],
-            extra_cuda_cflags=["-fmad=false"],
-            extra_include_paths=[folder, _SOURCES],
-            use_fast_math=False,
-        )
-        with FileLock(spec.lock_path):
-            path = folder / _HEADER_NAME
-            if not path.exists() or path.read_text() != header:
-                path.write_text(header)
-            spec.build()
-        library = ctypes.CDLL(str(spec.get_library_path()))
-    except OSError as error:
-        raise RuntimeError(f"cannot build the turbo CUDA kernels: {error}") from error
+    module = CudaModule(
+        "store",
+        f"{layout.name}_{layout.head_size}",
+        "turbo_store_constants.h",
+        constants_header(layout),
+        # The bytes are exact: no multiply-add may be fused.
+        ("-fmad=false",),
+    )
+    library = build_and_load(module, ctypes.CDLL)
     library.turbo_store.argtypes = (
         ctypes.POINTER(_StoreParams),
         ctypes.c_int,
@@ -147,6 +116,18 @@ def load_library(layout: TurboFormat) -> ctypes.CDLL:
         ctypes.c_void_p,
     )
     return library
+
+
+def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The rotations of K and V, of single rows and of q, as the kernel loads them.
+
+    They are kept for good: make them before a CUDA graph is captured.
+    """
+    return (
+        rotation_fragments(head_size, device),
+        single_fragments(head_size, device),
+        rotation_fragments(head_size, device, for_query=True),
+    )
 
 
 def _rows(x: torch.Tensor, head_size: int) -> tuple[int, int, int]:
@@ -202,7 +183,7 @@ def store(
     assert min(key.shape[0], value.shape[0]) >= num_tokens
     assert num_tokens * num_kv_heads < 2**31, (num_tokens, num_kv_heads)
     num_queries = num_heads = 0
-    query_rows = (None, 0, 0)
+    query_rows: tuple[int | None, int, int] = (None, 0, 0)
     if query is not None:
         assert rotated_query is not None and query_scale is not None
         assert rotated_query.is_contiguous() and query_scale.is_contiguous()
@@ -214,16 +195,13 @@ def store(
     if tuning is None:
         tuning = default_tuning(2 * num_tokens * num_kv_heads, layout)
     key_rows, value_rows = _rows(key, head_size), _rows(value, head_size)
-    device = kv_cache.device
     params = _StoreParams(
         key_rows[0],
         value_rows[0],
         query_rows[0],
         kv_cache.data_ptr(),
         slot_mapping.data_ptr(),
-        rotation_fragments(head_size, device).data_ptr(),
-        single_fragments(head_size, device).data_ptr(),
-        rotation_fragments(head_size, device, for_query=True).data_ptr(),
+        *(x.data_ptr() for x in make_matrices(head_size, kv_cache.device)),
         None if rotated_query is None else rotated_query.data_ptr(),
         None if query_scale is None else query_scale.data_ptr(),
         *key_rows[1:],
