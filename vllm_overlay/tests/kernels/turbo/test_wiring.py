@@ -6,14 +6,17 @@ import __future__
 
 import ast
 import inspect
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import regex as re
 import torch
 from pydantic import ValidationError
 
+import vllm
 import vllm.platforms
 from vllm.config import AttentionConfig, CacheConfig
 from vllm.config.cache import CacheDType
@@ -28,6 +31,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR
 from vllm.v1.attention.ops.turbo.format import (
     TURBO_PRESETS,
     TurboFormat,
@@ -143,18 +147,53 @@ def test_least_compute_capability(monkeypatch):
     assert supports(DeviceCapability(12, 0))
 
 
-def test_prefill_mode_is_validated():
-    assert AttentionConfig().turbo_prefill == "raw"
-    assert AttentionConfig(turbo_prefill="stored").turbo_prefill == "stored"
-    with pytest.raises(ValidationError, match="turbo_prefill"):
-        AttentionConfig(turbo_prefill="bogus")
+@pytest.mark.parametrize(
+    "option, values",
+    [
+        ("turbo_prefill", ["raw", "stored"]),
+        ("turbo_kernel", ["auto", "cuda", "triton"]),
+    ],
+)
+def test_attention_options(option, values):
+    """The first value is the default; none compiles the model anew."""
+    assert getattr(AttentionConfig(), option) == values[0]
+    configs = [AttentionConfig(**{option: value}) for value in values]
+    assert [getattr(config, option) for config in configs] == values
+    assert len({config.compute_hash() for config in configs}) == 1
+    assert AttentionConfig(use_non_causal=True).compute_hash() != (
+        AttentionConfig().compute_hash()
+    )
+    with pytest.raises(ValidationError, match=option):
+        AttentionConfig(**{option: "bogus"})
 
 
-def test_prefill_mode_recompiles_nothing():
-    raw, stored = AttentionConfig(), AttentionConfig(turbo_prefill="stored")
-    assert raw.compute_hash() == stored.compute_hash()
-    other = AttentionConfig(use_non_causal=True)
-    assert raw.compute_hash() != other.compute_hash()
+def test_wheels_have_the_cuda_sources():
+    """In a checkout or sdist, ``setup.py`` says what goes into a wheel."""
+    package = Path(vllm.__file__).parent
+    setup = package.with_name("setup.py")
+    if not setup.is_file():
+        pytest.skip("vLLM is installed from a wheel")
+    (value,) = (
+        node.value
+        for node in ast.parse(setup.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "package_data"
+    )
+    patterns = ast.literal_eval(value)["vllm"]
+    sources = {
+        path.relative_to(package).as_posix()
+        for path in (package / "v1/attention/ops/turbo/cuda").iterdir()
+    }
+    packaged = {name for name in sources for p in patterns if fnmatch(name, p)}
+    assert sources and packaged == sources
+
+
+def test_cuda_sources_are_all_here():
+    """Each file that a source includes, but the generated header, is beside it."""
+    found = {path.name for path in SOURCE_DIR.iterdir()}
+    for path in SOURCE_DIR.iterdir():
+        included = re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)
+        assert {n for n in included if not n.endswith("constants.h")} <= found
+    assert {"decode.cu", "store.cu"} <= found
 
 
 def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:
