@@ -5,11 +5,13 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
@@ -17,7 +19,13 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import prefill, reference
+from vllm.v1.attention.ops.turbo import (
+    cuda_decode,
+    cuda_store,
+    kernels,
+    prefill,
+    reference,
+)
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
     lock_workspace,
@@ -26,6 +34,7 @@ from vllm.v1.worker.workspace import (
 
 from .utils import (
     BF16,
+    CACHE_LAYOUTS,
     DEVICE,
     FP16,
     ON_GPU,
@@ -60,6 +69,9 @@ BATCHES = {
     "context of several pieces": [(1, 5), (2, 150), (10, 140)],
 }
 all_batches = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+KERNELS = ["triton", "cuda"] if ON_GPU and current_platform.is_cuda() else ["triton"]
+kernel_paths = pytest.mark.parametrize("path", KERNELS)
+all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
 prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
 
 
@@ -165,8 +177,16 @@ class Batch:
             )
 
 
-def set_flash_attn(impl: TurboAttentionImpl, path: str) -> None:
-    if path == "kernels alone":
+def set_path(impl: TurboAttentionImpl, path: str) -> None:
+    """Have the path's kernels run, and FlashAttention unless they are to be alone."""
+    if path != "torch":
+        impl.kernel_choice = path.removesuffix(" alone")
+        vars(impl).pop("kernels", None)
+        try:
+            impl.process_weights_after_loading(impl.dtype)
+        except ValueError as error:
+            pytest.skip(str(error))
+    if path.endswith(" alone"):
         impl.flash_attn = None
     elif not ON_GPU:
         impl.flash_attn = partial(flash_attn_stand_in)
@@ -175,14 +195,14 @@ def set_flash_attn(impl: TurboAttentionImpl, path: str) -> None:
 @requires_triton
 @all_batches
 @prefill_modes
-@pytest.mark.parametrize("path", ["torch", "kernels", "kernels alone"])
+@pytest.mark.parametrize("path", ["torch", *KERNELS, *(f"{k} alone" for k in KERNELS)])
 def test_batches(folder, requests, mode, path, monkeypatch):
     """Context is cut into pieces of the least size, 128 tokens."""
     monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     assert impl.tokens_per_piece == 128
-    set_flash_attn(impl, path)
+    set_path(impl, path)
     batch = Batch.make(impl, requests)
     metadata = make_builder(config, impl).build(0, batch.common)
     num_decodes = sum(num_queries == 1 for num_queries, _ in requests)
@@ -194,26 +214,27 @@ def test_batches(folder, requests, mode, path, monkeypatch):
 @requires_triton
 @all_presets
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("path", ["torch", "kernels"])
+@all_paths
 def test_presets(folder, name, dtype, path):
     config = make_vllm_config(folder, name, dtype)
     impl = make_impl(config)
-    set_flash_attn(impl, path)
+    set_path(impl, path)
     batch = Batch.make(impl, BATCHES["mixed"])
     metadata = make_builder(config, impl).build(0, batch.common)
     batch.check(impl, batch.run(impl, metadata, path))
 
 
 @requires_triton
-def test_paths_store_the_same_bytes(folder):
+@kernel_paths
+def test_paths_store_the_same_bytes(folder, path):
     config = make_vllm_config(folder)
     impl = make_impl(config)
+    set_path(impl, path)
     caches = []
-    for path in ("torch", "kernels"):
-        set_flash_attn(impl, path)
+    for each in ("torch", path):
         batch = Batch.make(impl, BATCHES["mixed"])
         metadata = make_builder(config, impl).build(0, batch.common)
-        batch.run(impl, metadata, path)
+        batch.run(impl, metadata, each)
         caches.append(batch.cache)
     assert torch.equal(caches[0], caches[1])
     num_tokens = batch.common.num_actual_tokens
@@ -241,15 +262,17 @@ def test_forward_takes_the_path_of_the_device(folder):
     assert result is output
     num_tokens = batch.common.num_actual_tokens
     batch.check(impl, output[:num_tokens])
-    expected = batch.run(impl, metadata, "kernels" if ON_GPU else "torch")
+    expected = batch.run(impl, metadata, "auto" if ON_GPU else "torch")
     assert torch.equal(output[:num_tokens], expected)
 
 
 @requires_triton
-def test_padded_decodes(folder):
+@kernel_paths
+def test_padded_decodes(folder, path):
     """As a CUDA graph of a larger batch has them: length 0, slot -1."""
     config = make_vllm_config(folder)
     impl = make_impl(config)
+    set_path(impl, path)
     batch = Batch.make(impl, [(1, 31), (1, 64)])
     common, num_padded = batch.common, 2 + PADDING
     starts = torch.arange(num_padded + 1, dtype=torch.int32)
@@ -290,7 +313,8 @@ def test_builder_interface(folder):
 
 @requires_triton
 @prefill_modes
-def test_profile_run_reserves_every_batch(folder, mode, monkeypatch):
+@kernel_paths
+def test_profile_run_reserves_every_batch(folder, mode, path, monkeypatch):
     """The workspace may not grow after the memory is profiled."""
     monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
     config = make_vllm_config(
@@ -302,7 +326,7 @@ def test_profile_run_reserves_every_batch(folder, mode, monkeypatch):
     )
     impl = make_impl(config)
     impl.num_sms = 4  # for several splits a sequence, on a CPU too
-    set_flash_attn(impl, "kernels")
+    set_path(impl, path)
     builder = make_builder(config, impl)
     if not ON_GPU:
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
@@ -321,17 +345,87 @@ def test_profile_run_reserves_every_batch(folder, mode, monkeypatch):
         ):
             batch = Batch.make(impl, requests)
             metadata = builder.build(0, batch.common)
-            batch.check(impl, batch.run(impl, metadata, "kernels"))
+            batch.check(impl, batch.run(impl, metadata, path))
     finally:
         reset_workspace_manager()
 
 
 @requires_triton
-def test_batch_of_one_step_after_another(folder):
+def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
+    """They say how many partial results there are, and what is made for good."""
+    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    config = make_vllm_config(
+        folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=8
+    )
+    impl = make_impl(config)
+    made = []
+    impl.kernels = kernels.triton_kernels()._replace(
+        num_kv_splits=lambda *args: 64, make_matrices=lambda *args: made.append(args)
+    )
+    builder = make_builder(config, impl)
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    init_workspace_manager(DEVICE)
+    try:
+        output = torch.empty(4, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+        impl.forward(None, output, output, output, None, None, output)
+        assert made == [(HEAD_SIZE, output.device)]
+        lock_workspace()
+        batch = Batch.make(impl, [(1, 40)] * 4)
+        metadata = builder.build(0, batch.common)
+        batch.check(impl, batch.run(impl, metadata, "triton"))
+    finally:
+        reset_workspace_manager()
+
+
+@requires_triton
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS, ids=lambda x: x.name)
+@prefill_modes
+def test_cuda_kernels_take_what_the_backend_hands_over(
+    folder, mode, dtype, cache_layout, monkeypatch
+):
+    """Their entry points check shapes, types, strides and alignment, of views of a
+    fused projection's output too. What is launched does nothing here.
+    """
+    launches = []
+    library = SimpleNamespace(turbo_store=lambda *args: launches.append("store") or 0)
+    module = SimpleNamespace(decode=lambda *args: launches.append("decode"))
+    monkeypatch.setattr(cuda_store, "load_library", lambda *args: library)
+    monkeypatch.setattr(cuda_decode, "load", lambda *args: module)
+    monkeypatch.setattr(
+        cuda_store, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
+    )
+    config = make_vllm_config(folder, "turbo4", dtype, mode)
+    impl = make_impl(config)
+    impl.kernels = kernels.cuda_kernels()
+    impl.num_sms = 4
+    impl.flash_attn = None
+    batch = Batch.make(impl, [(1, 40), (1, 0), (3, 0)])
+    metadata = make_builder(config, impl).build(0, batch.common)
+    cache = new_cache(
+        impl.layout, batch.cache.shape[0], NUM_KV_HEADS, BLOCK_SIZE, cache_layout
+    )
+    heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    qkv = gaussian(batch.query.shape[0], sum(heads) * HEAD_SIZE, dtype=dtype)
+    query, key, value = (
+        x.view(-1, count, HEAD_SIZE)
+        for x, count in zip(qkv.split([h * HEAD_SIZE for h in heads], -1), heads)
+    )
+    num_tokens = batch.common.num_actual_tokens
+    tokens = [x[:num_tokens] for x in (query, key, value)]
+    assert not any(x.is_contiguous() for x in tokens)
+    impl._forward_kernels(*tokens, cache, metadata, torch.empty_like(batch.query))
+    assert launches == ["store", "decode"]
+
+
+@requires_triton
+@kernel_paths
+def test_batch_of_one_step_after_another(folder, path):
     """A sequence prefilled in two chunks, then decoded, sees all its tokens."""
     config = make_vllm_config(folder, dtype=FP16, turbo_prefill="stored")
     impl = make_impl(config)
-    set_flash_attn(impl, "kernels")
+    set_path(impl, path)
     builder = make_builder(config, impl)
     whole = Batch.make(impl, [(40, 0)])
     table = whole.common.block_table_tensor

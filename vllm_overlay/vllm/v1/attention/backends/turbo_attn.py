@@ -8,7 +8,7 @@ dtype selects this backend; no other setting does.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -42,6 +42,11 @@ from vllm.v1.attention.ops.turbo.format import (
     TurboFormat,
     is_turbo_cache_dtype,
 )
+from vllm.v1.attention.ops.turbo.kernels import (
+    TurboKernels,
+    choose_kernels,
+    cuda_refusal,
+)
 from vllm.v1.attention.ops.turbo.prefill import (
     PrefillBuffers,
     PrefillMetadata,
@@ -49,7 +54,6 @@ from vllm.v1.attention.ops.turbo.prefill import (
     piece_tokens,
     prefill_attention,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.torch_attention import paged_attention
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -347,6 +351,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         self.layout = TurboFormat.from_cache_dtype(kv_cache_dtype, head_size)
         self.dtype = vllm_config.model_config.dtype
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        self.kernel_choice = vllm_config.attention_config.turbo_kernel
+        if self.kernel_choice == "cuda" and current_platform.is_cpu():
+            raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
         scheduler_config = vllm_config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
@@ -364,6 +371,19 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             ratio,
             "stored" if self.stored else "raw",
         )
+
+    @cached_property
+    def kernels(self) -> TurboKernels:
+        """What stores and decodes on a GPU."""
+        group = self.num_heads // self.num_kv_heads
+        return choose_kernels(self.kernel_choice, self.layout, group)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Choose the kernels, for building them may take seconds."""
+        if current_platform.is_cpu():
+            logger.info_once("Turbo KV cache: PyTorch's operators, on a CPU.")
+        else:
+            _ = self.kernels
 
     def forward(
         self,
@@ -419,9 +439,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if key.device.type == "cpu":
             reference.store(kv_cache, slot_mapping, key, value, self.layout)
         else:
-            from vllm.v1.attention.ops.turbo.triton_store import store
-
-            store(kv_cache, slot_mapping, key, value, self.layout)
+            self.kernels.store(kv_cache, slot_mapping, key, value, self.layout)
 
     def _forward_torch(
         self,
@@ -502,9 +520,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         metadata: TurboMetadata,
         output: torch.Tensor,
     ) -> None:
-        from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
         from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
-        from vllm.v1.attention.ops.turbo.triton_store import store
 
         num_decodes, prefill = metadata.num_decodes, metadata.prefill
         rows = slice(num_decodes, query.shape[0])
@@ -518,7 +534,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             )
         )
         decode_tokens = [x[:num_decodes] for x in (query, key, value)]
-        store(
+        self.kernels.store(
             kv_cache,
             metadata.slot_mapping[: query.shape[0]],
             key,
@@ -529,7 +545,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             query_scale,
             self.scale,
         )
-        decode_attention(
+        self.kernels.decode_attention(
             rotated_query,
             query_scale,
             kv_cache,
@@ -560,9 +576,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         )
 
     def _num_kv_splits(self, num_seqs: int) -> int:
-        from vllm.v1.attention.ops.turbo.triton_decode import num_kv_splits
-
-        return num_kv_splits(num_seqs, self.num_kv_heads, self.num_sms)
+        return self.kernels.num_kv_splits(num_seqs, self.num_kv_heads, self.num_sms)
 
     def _workspace(
         self,
@@ -614,5 +628,4 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             device,
         )
         # Kept for good by a cache: not to be made in a CUDA graph's pool.
-        for inverse in (False, True):
-            rotation_matrix(self.head_size, device, inverse=inverse)
+        self.kernels.make_matrices(self.head_size, device)

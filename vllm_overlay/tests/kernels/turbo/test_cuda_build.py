@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Building the CUDA kernels, and what is chosen where that fails."""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import regex as re
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import cuda_build, kernels
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+from .utils import ON_GPU, make_vllm_config, requires_triton
+
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+MODULE = CudaModule("decode", "turbo4_128", "constants.h", "#define A 1\n", ("-DB",))
+
+
+class FlashInfer:
+    """The part of FlashInfer's JIT that is used, whose compiler copies the header.
+
+    Attributes:
+        folder: Its cache.
+        tools: The programs on PATH.
+        error: What a build raises.
+        builds: The names of the modules that were built.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tools = {"nvcc", "ninja"}
+        self.error: Exception | None = None
+        self.builds: list[str] = []
+        self.flags: list[str] = []
+
+    def gen_jit_spec(
+        self,
+        name: str,
+        sources: list[Path],
+        extra_cuda_cflags: list[str],
+        extra_include_paths: list[Path],
+        use_fast_math: bool,
+    ) -> "FlashInfer.Spec":
+        assert not use_fast_math
+        assert all(source.is_file() for source in sources)
+        self.flags = extra_cuda_cflags
+        return self.Spec(self, name, extra_include_paths[-1])
+
+    class Spec:
+        def __init__(self, jit: "FlashInfer", name: str, header_dir: Path) -> None:
+            self.jit, self.name, self.header_dir = jit, name, header_dir
+            self.jit_library_path = jit.folder / name / f"{name}.so"
+
+        @property
+        def lock_path(self) -> Path:
+            self.jit.folder.mkdir(parents=True, exist_ok=True)
+            return self.jit.folder / f"{self.name}.lock"
+
+        def build(self) -> None:
+            if self.jit.error is not None:
+                raise self.jit.error
+            self.jit.builds.append(self.name)
+            self.jit_library_path.parent.mkdir(exist_ok=True)
+            (header,) = self.header_dir.iterdir()
+            shutil.copy(header, self.jit_library_path)
+
+    def modules(self) -> dict[str, ModuleType]:
+        names = ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")
+        package, jit, cpp_ext = modules = [ModuleType(name) for name in names]
+        package.jit, jit.cpp_ext = jit, cpp_ext
+        jit.env = ModuleType("flashinfer.jit.env")
+        jit.env.FLASHINFER_GEN_SRC_DIR = self.folder / "generated"
+        jit.gen_jit_spec = self.gen_jit_spec
+        jit.MissingJITCacheError = type("MissingJITCacheError", (RuntimeError,), {})
+        cpp_ext.get_cuda_path = lambda: "/toolkit"
+        return dict(zip(names, modules))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FlashInfer:
+    """FlashInfer, and a GPU to build for."""
+    jit = FlashInfer(tmp_path / "cache")
+    for name, module in jit.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def which(tool: str) -> str | None:
+        return tool if Path(tool).name in jit.tools else None
+
+    monkeypatch.setattr(shutil, "which", which)
+    monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
+    set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
+    return jit
+
+
+def set_platform(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: DeviceCapability | None
+) -> None:
+    for other in ("cuda", "rocm", "cpu"):
+        found = name == other
+        monkeypatch.setattr(
+            current_platform, f"is_{other}", lambda found=found: found, raising=False
+        )
+    monkeypatch.setattr(
+        current_platform, "get_device_capability", lambda *_, **__: capability
+    )
+    monkeypatch.setattr(
+        current_platform,
+        "has_device_capability",
+        lambda number, *_, **__: capability and capability.to_int() >= number,
+    )
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Levels and texts of what is logged, repeats too."""
+    records: list[tuple[int, str]] = []
+
+    def recorder(level: int) -> Callable[..., None]:
+        return lambda text, *args, **_: records.append((level, text % args))
+
+    for logger in (kernels.logger, cuda_build.logger):
+        for name, level in (("info", logging.INFO), ("warning", logging.WARNING)):
+            monkeypatch.setattr(logger, name, recorder(level))
+            monkeypatch.setattr(logger, f"{name}_once", recorder(level), raising=False)
+    return records
+
+
+def load(module: CudaModule = MODULE) -> str:
+    return build_and_load(module, lambda path: Path(path).read_text())
+
+
+def test_builds_once_and_says_so(flashinfer, log):
+    assert load() == MODULE.header
+    (name,) = flashinfer.builds
+    assert name.startswith("turbo_decode_turbo4_128_")
+    assert flashinfer.flags == ["-gencode=arch=compute_90,code=sm_90", "-DB"]
+    ((level, text),) = log
+    assert level == logging.INFO
+    assert "Building" in text and "decode" in text and "turbo4_128" in text
+    # Another process: FlashInfer sees to it that this one compiles nothing.
+    header = flashinfer.folder / "generated" / name / MODULE.header_name
+    os.utime(header, (1, 1))
+    assert load() == MODULE.header
+    assert flashinfer.builds == [name, name] and len(log) == 1
+    assert header.stat().st_mtime == 1, "rewriting the header compiles anew"
+    assert list(header.parent.iterdir()) == [header]
+
+
+def test_header_of_a_broken_build_is_replaced(flashinfer):
+    load()
+    (header,) = (flashinfer.folder / "generated").glob("*/constants.h")
+    header.write_text("#define A")
+    assert load() == MODULE.header
+
+
+def test_every_part_is_in_the_name(monkeypatch, tmp_path):
+    """An installation keeps no times that would tell old from new."""
+    shutil.copytree(cuda_build.SOURCE_DIR, tmp_path / "cuda")
+    monkeypatch.setattr(cuda_build, "SOURCE_DIR", tmp_path / "cuda")
+    names = {cuda_build.module_name(MODULE, ["-DB"])}
+    assert names == {cuda_build.module_name(MODULE, ["-DB"])}
+    names.add(cuda_build.module_name(MODULE, ["-DC"]))
+    names.add(cuda_build.module_name(MODULE._replace(header="#define A 2"), ["-DB"]))
+    names.add(cuda_build.module_name(MODULE._replace(kernel="store"), ["-DB"]))
+    for source in ("decode.cu", "format.cuh"):
+        with (tmp_path / "cuda" / source).open("a") as file:
+            file.write("//\n")
+        names.add(cuda_build.module_name(MODULE, ["-DB"]))
+    assert len(names) == 6
+
+
+def no_flashinfer(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+
+
+def no_nvcc(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.tools.remove("nvcc")
+
+
+def no_toolkit(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_cuda_path() -> str:
+        raise RuntimeError("Could not find nvcc")
+
+    cpp_ext = sys.modules["flashinfer.jit.cpp_ext"]
+    monkeypatch.setattr(cpp_ext, "get_cuda_path", get_cuda_path)
+    jit.tools.remove("nvcc")
+
+
+def no_ninja(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.tools.remove("ninja")
+
+
+def no_folder(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.folder.write_text("a file where a folder should be")
+
+
+def disabled(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.error = sys.modules["flashinfer.jit"].MissingJITCacheError("not found")
+
+
+def does_not_compile(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {number} {'x' * 5000}" for number in range(100)]
+    jit.error = RuntimeError("\n".join([*lines, "decode.cu(7): error: no", "stopped"]))
+
+
+FAILURES = {
+    no_flashinfer: "FlashInfer cannot be imported.*Install flashinfer-python",
+    no_nvcc: "no /toolkit/bin/nvcc.*set CUDA_HOME",
+    no_toolkit: "no nvcc.*set CUDA_HOME",
+    no_ninja: "no ninja.*Install ninja",
+    no_folder: "cannot be written.*Set FLASHINFER_WORKSPACE_BASE",
+    disabled: "is disabled.*Unset FLASHINFER_DISABLE_JIT",
+    does_not_compile: r"decode.cu was not compiled.*toolkit.*\(7\): error: no",
+}
+all_failures = pytest.mark.parametrize(
+    "fail, message", FAILURES.items(), ids=[fail.__name__ for fail in FAILURES]
+)
+
+
+@all_failures
+def test_failures_name_the_way_out(flashinfer, monkeypatch, fail, message):
+    fail(flashinfer, monkeypatch)
+    with pytest.raises(RuntimeError, match=f"(?s)cannot be built: .*{message}") as e:
+        load()
+    assert len(str(e.value)) < 5000, "the compiler's output is cut"
+
+
+def test_what_is_built_may_not_load(flashinfer):
+    def loader(path: str) -> None:
+        raise OSError("libcudart.so.13: cannot open")
+
+    with pytest.raises(RuntimeError, match="libcudart.*Remove .*turbo_decode") as e:
+        build_and_load(MODULE, loader)
+    assert isinstance(e.value.__cause__, OSError)
+
+
+@pytest.fixture
+def gpu(flashinfer, monkeypatch):
+    """As far as the choice goes, a GPU."""
+    kernels.cuda_build_error.cache_clear()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    yield flashinfer
+    kernels.cuda_build_error.cache_clear()
+
+
+def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
+    """The module of the kernels that are chosen."""
+    chosen = kernels.choose_kernels(choice, layout, 4)
+    modules = {
+        chosen.store.__module__.rpartition(".")[2].removesuffix("_store"),
+        chosen.decode_attention.__module__.rpartition(".")[2].removesuffix("_decode"),
+        chosen.num_kv_splits.__module__.rpartition(".")[2].removesuffix("_decode"),
+    }
+    (module,) = modules
+    return module
+
+
+@requires_triton
+@all_failures
+def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
+    """Here the store, which is built first, is what fails."""
+    fail(gpu, monkeypatch)
+    message = message.replace("decode.cu", "store.cu")
+    assert choose("auto") == "triton"
+    level, text = log[-1]
+    assert level == logging.WARNING
+    assert re.search(f"(?s)Triton kernels, because .*{message}.*\\.$", text)
+    with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
+        choose("cuda")
+
+
+@requires_triton
+def test_a_build_fails_once_for_all_layers(gpu, log):
+    does_not_compile(gpu, None)
+    for _ in range(3):
+        choose("auto")
+    assert sum("Building" in text for _, text in log) == 1
+
+
+@requires_triton
+@pytest.mark.parametrize("choice", ["auto", "cuda"])
+def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+
+    loaded = []
+    monkeypatch.setattr(cuda_store, "load_library", loaded.append)
+    monkeypatch.setattr(cuda_decode, "load", lambda *args: loaded.append(args))
+    assert choose(choice) == "cuda"
+    # The engine's device, by its index: the one that a cache's tensor has.
+    assert loaded == [LAYOUT, (LAYOUT, 4, torch.device("cuda", 0))]
+    assert log == [(logging.INFO, "Turbo KV cache: CUDA kernels.")]
+
+
+@requires_triton
+def test_triton_builds_nothing(gpu, log):
+    assert choose("triton") == "triton"
+    assert gpu.builds == []
+    assert log == [(logging.INFO, "Turbo KV cache: Triton kernels, as asked for.")]
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "platform, capability, head_size, reason",
+    [
+        ("rocm", DeviceCapability(9, 4), 128, "NVIDIA GPU"),
+        ("cuda", DeviceCapability(7, 5), 128, "capability 8.0"),
+        ("cuda", DeviceCapability(9, 0), 96, "head size 96"),
+    ],
+)
+def test_unsupported(gpu, log, monkeypatch, platform, capability, head_size, reason):
+    set_platform(monkeypatch, platform, capability)
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    assert choose("auto", layout) == "triton"
+    ((level, text),) = log
+    assert level == logging.INFO and reason in text
+    with pytest.raises(ValueError, match=f"turbo_kernel=cuda.*{reason}.*Use auto"):
+        choose("cuda", layout)
+    assert gpu.builds == []
+
+
+def make_impl(config: VllmConfig) -> TurboAttentionImpl:
+    with set_current_vllm_config(config):
+        return TurboAttentionImpl(4, 64, 0.125, 2, kv_cache_dtype="turbo4")
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton", "cuda"])
+def test_cpu(monkeypatch, tmp_path, choice):
+    """PyTorch, and no kernels to choose."""
+    set_platform(monkeypatch, "cpu", None)
+    config = make_vllm_config(tmp_path)
+    config.attention_config.turbo_kernel = choice
+    if choice == "cuda":
+        with pytest.raises(ValueError, match="turbo_kernel=cuda.*CPU.*Use auto"):
+            make_impl(config)
+        return
+    impl = make_impl(config)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert "kernels" not in vars(impl)
+
+
+@requires_triton
+@pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
+    impl = make_impl(make_vllm_config(tmp_path))
+    set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
+    calls = []
+
+    def record(*args) -> str:
+        calls.append(args)
+        return "kernels"
+
+    monkeypatch.setattr("vllm.v1.attention.backends.turbo_attn.choose_kernels", record)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert calls == [("auto", impl.layout, 2)]
+    assert impl.kernels == impl.kernels == "kernels"
+    assert len(calls) == 1

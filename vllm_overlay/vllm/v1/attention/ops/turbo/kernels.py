@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+
+logger = init_logger(__name__)
+
+
+class TurboKernels(NamedTuple):
+    """The entry points of one set of kernels, with the same parameters in each.
+
+    Attributes:
+        store: Quantises K and V into their slots, and rotates q.
+        decode_attention: Attends from one query token a sequence.
+        num_kv_splits: Partial results a sequence that ``decode_attention`` is to
+            have room for, by sequences, KV heads and multiprocessors.
+        make_matrices: Makes, by head size and device, what the kernels keep.
+
+    """
+
+    store: Callable[..., None]
+    decode_attention: Callable[..., None]
+    num_kv_splits: Callable[[int, int, int], int]
+    make_matrices: Callable[[int, torch.device], object]
+
+
+def _triton_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        rotation_matrix(head_size, device, inverse=inverse) for inverse in (False, True)
+    )
+
+
+def triton_kernels() -> TurboKernels:
+    """Triton's, for any GPU."""
+    from vllm.v1.attention.ops.turbo import triton_decode, triton_store
+
+    return TurboKernels(
+        triton_store.store,
+        triton_decode.decode_attention,
+        triton_decode.num_kv_splits,
+        _triton_matrices,
+    )
+
+
+def cuda_kernels() -> TurboKernels:
+    """CUDA's, for layouts without a ``cuda_error``."""
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+
+    def make_matrices(head_size: int, device: torch.device) -> None:
+        cuda_store.make_matrices(head_size, device)
+        _triton_matrices(head_size, device)  # of the merge, and of prefill
+
+    return TurboKernels(
+        cuda_store.store,
+        cuda_decode.decode_attention,
+        cuda_decode.num_kv_splits,
+        make_matrices,
+    )
+
+
+def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
+    """Why there are no CUDA kernels for this device and layout, if so."""
+    if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
+        return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
+    from vllm.v1.attention.ops.turbo import cuda_decode
+
+    return cuda_decode.unsupported_reason(layout)
+
+
+@cache
+def cuda_build_error(layout: TurboFormat, group: int) -> str | None:
+    """Build and load the CUDA kernels; why that failed, if it did.
+
+    Cached, so that a build that fails does so once for all layers.
+
+    Args:
+        layout: The cache's format.
+        group: Query heads a KV head.
+
+    """
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+
+    device = torch.device("cuda", torch.accelerator.current_device_index())
+    try:
+        cuda_store.load_library(layout)
+        cuda_decode.load(layout, group, device)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def cuda_refusal(reason: str) -> str:
+    """The message for CUDA kernels that were asked for and cannot be had."""
+    return (
+        f"attention_config.turbo_kernel=cuda cannot be used, because {reason}. "
+        "Use auto or triton instead."
+    )
+
+
+def choose_kernels(choice: str, layout: TurboFormat, group: int) -> TurboKernels:
+    """The kernels of a layer, built: to be called before the first request.
+
+    Args:
+        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
+        layout: The cache's format.
+        group: Query heads a KV head.
+
+    Raises:
+        ValueError: If CUDA's are asked for and cannot be had.
+
+    """
+    if choice == "triton":
+        logger.info_once("Turbo KV cache: Triton kernels, as asked for.")
+        return triton_kernels()
+    unsupported = cuda_unsupported_reason(layout)
+    error = None if unsupported else cuda_build_error(layout, group)
+    reason = unsupported or error
+    if reason is None:
+        logger.info_once("Turbo KV cache: CUDA kernels.")
+        return cuda_kernels()
+    if choice == "cuda":
+        raise ValueError(cuda_refusal(reason))
+    # The CUDA kernels are faster: worth a warning where the user can have them.
+    log = logger.info_once if unsupported else logger.warning_once
+    log("Turbo KV cache: Triton kernels, because %s.", reason)
+    return triton_kernels()
