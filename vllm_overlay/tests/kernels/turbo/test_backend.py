@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import (
     cuda_decode,
+    cuda_merge,
     cuda_store,
     kernels,
     prefill,
@@ -390,9 +391,14 @@ def test_cuda_kernels_take_what_the_backend_hands_over(
     """
     launches = []
     library = SimpleNamespace(turbo_store=lambda *args: launches.append("store") or 0)
-    module = SimpleNamespace(decode=lambda *args: launches.append("decode"))
+    module = SimpleNamespace(
+        decode=lambda *args: launches.append("decode"),
+        merge=lambda *args: launches.append("merge"),
+    )
     monkeypatch.setattr(cuda_store, "load_library", lambda *args: library)
-    monkeypatch.setattr(cuda_decode, "load", lambda *args: module)
+    for each in (cuda_decode, cuda_merge):
+        monkeypatch.setattr(each, "load", lambda *args: module)
+    monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
     monkeypatch.setattr(
         cuda_store, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
     )
@@ -416,7 +422,7 @@ def test_cuda_kernels_take_what_the_backend_hands_over(
     tokens = [x[:num_tokens] for x in (query, key, value)]
     assert not any(x.is_contiguous() for x in tokens)
     impl._forward_kernels(*tokens, cache, metadata, torch.empty_like(batch.query))
-    assert launches == ["store", "decode"]
+    assert launches == ["store", "decode", "merge"]
 
 
 @requires_triton

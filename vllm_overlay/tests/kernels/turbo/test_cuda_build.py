@@ -293,14 +293,15 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
 
     loaded = []
     monkeypatch.setattr(cuda_store, "load_library", loaded.append)
     monkeypatch.setattr(cuda_decode, "load", lambda *args: loaded.append(args))
+    monkeypatch.setattr(cuda_merge, "load", loaded.append)
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
-    assert loaded == [LAYOUT, (LAYOUT, 4, torch.device("cuda", 0))]
+    assert loaded == [LAYOUT, (LAYOUT, 4, torch.device("cuda", 0)), 128]
     assert log == [(logging.INFO, "Turbo KV cache: CUDA kernels.")]
 
 

@@ -3,7 +3,7 @@
 """Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
 
 As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly among
-its warps, whatever the lengths. ``triton_merge`` joins the partial results.
+its warps, whatever the lengths. ``cuda_merge`` joins the partial results.
 """
 
 import struct
@@ -18,12 +18,9 @@ from vllm.v1.attention.ops.turbo.cuda_build import (
     build_and_load,
     load_tvm_module,
 )
+from vllm.v1.attention.ops.turbo.cuda_merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import (
-    MAX_KV_SPLITS,
-    NewestToken,
-    merge_splits,
-)
+from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS, NewestToken
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # Bits of a trellis-coded code in the plane of branches; the path has one more.

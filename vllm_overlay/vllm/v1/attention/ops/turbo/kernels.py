@@ -58,7 +58,7 @@ def cuda_kernels() -> TurboKernels:
 
     def make_matrices(head_size: int, device: torch.device) -> None:
         cuda_store.make_matrices(head_size, device)
-        _triton_matrices(head_size, device)  # of the merge, and of prefill
+        _triton_matrices(head_size, device)  # of prefill
 
     return TurboKernels(
         cuda_store.store,
@@ -88,12 +88,13 @@ def cuda_build_error(layout: TurboFormat, group: int) -> str | None:
         group: Query heads a KV head.
 
     """
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
 
     device = torch.device("cuda", torch.accelerator.current_device_index())
     try:
         cuda_store.load_library(layout)
         cuda_decode.load(layout, group, device)
+        cuda_merge.load(layout.head_size)
     except RuntimeError as error:
         return str(error)
     return None
