@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The decode kernel's entry point. A module has one instance: cuda_decode.py defines
-// DECODE_PAIRED and DECODE_WARPS, and has turbo_constants.h of the layout included.
+// The decode kernel's entry point. A module has one instance: cuda_decode.py
+// defines DECODE_PAIRED and DECODE_WARPS, and has turbo_constants.h of the
+// layout included.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -17,8 +18,10 @@ using tvm::ffi::TensorView;
 // Pairs of tiles in flight a warp.
 constexpr int kStages = 2;
 constexpr int kThreads = 32 * DECODE_WARPS;
-constexpr size_t kSharedBytes = sizeof(turbo::Shared<DECODE_PAIRED, DECODE_WARPS, kStages>);
-constexpr auto kKernel = turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
+constexpr size_t kSharedBytes =
+    sizeof(turbo::Shared<DECODE_PAIRED, DECODE_WARPS, kStages>);
+constexpr auto kKernel =
+    turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
 
 void check(cudaError_t error) {
   TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
@@ -30,10 +33,10 @@ int prepare(int device) {
   static int num_sms[kMaxDevices] = {};
   TVM_FFI_ICHECK(device < kMaxDevices) << device;
   if (num_sms[device] == 0) {
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kSharedBytes));
-    check(cudaDeviceGetAttribute(&num_sms[device], cudaDevAttrMultiProcessorCount,
-                                 device));
+    check(cudaFuncSetAttribute(
+        kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    check(cudaDeviceGetAttribute(&num_sms[device],
+                                 cudaDevAttrMultiProcessorCount, device));
   }
   return num_sms[device];
 }

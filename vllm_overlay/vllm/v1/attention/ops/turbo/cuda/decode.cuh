@@ -14,15 +14,15 @@ __device__ __forceinline__ int num_tiles(const DecodeParams& p, int seq) {
   return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;
 }
 
-// How the tiles of all sequences and rows, in that order, are cut into ranges of one
-// size, one a team of warps, so that the GPU is evenly busy whatever the lengths. If
-// there are more, a team has several.
+// How the tiles of all sequences and rows, in that order, are cut into ranges
+// of one size, one a team of warps, so that the GPU is evenly busy whatever the
+// lengths. If there are more, a team has several.
 struct Partition {
   int team_size;
-  int range;     // tiles
+  int range;  // tiles
   int num_ranges;
-  bool aligned;  // whether ranges begin where rows do: tiles are counted as if each
-                 // row were a whole number of ranges
+  bool aligned;  // whether ranges begin where rows do: tiles are counted as if
+                 // each row were a whole number of ranges
 
   // The tiles that a row of `tiles` counts as.
   __device__ __forceinline__ int counted(int tiles) const {
@@ -30,12 +30,14 @@ struct Partition {
   }
 };
 
-// A row is a KV head's query heads of one pass. Teams are warps, or kTeamWarps where a
-// sequence would otherwise have more than num_splits partial results. With one split,
-// a result does not depend on what else is in the batch. Ranges that
-// begin where rows do need no split more; they are taken if they are no longer.
-__device__ __forceinline__ Partition partition(const DecodeParams& p, int num_rows,
-                                               int num_warps, int lane) {
+// A row is a KV head's query heads of one pass. Teams are warps, or kTeamWarps
+// where a sequence would otherwise have more than num_splits partial results.
+// With one split, a result does not depend on what else is in the batch. Ranges
+// that begin where rows do need no split more; they are taken if they are no
+// longer.
+__device__ __forceinline__ Partition partition(const DecodeParams& p,
+                                               int num_rows, int num_warps,
+                                               int lane) {
   int total = 0, longest = 0, num_filled = 0;
 #pragma unroll 1
   for (int seq = lane; seq < p.num_seqs; seq += 32) {
@@ -72,14 +74,16 @@ __device__ __forceinline__ Partition partition(const DecodeParams& p, int num_ro
   result.range = max(result.range, least);
   result.aligned = teams <= num_teams && range <= result.range;
   if (result.aligned) result.range = range;
-  result.num_ranges =
-      result.aligned ? teams : (total + result.range - 1) / max(result.range, 1);
+  result.num_ranges = result.aligned
+                          ? teams
+                          : (total + result.range - 1) / max(result.range, 1);
   return result;
 }
 
 // Mark the partial results of sequences without tokens.
 template <int WARPS>
-__device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp, int lane) {
+__device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp,
+                                           int lane) {
   const int num_partials = p.num_splits * p.num_kv_heads * p.group;
 #pragma unroll 1
   for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
@@ -93,10 +97,9 @@ __device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp, int 
 
 // Attend to a range: to parts of any few sequences.
 template <bool PAIRED, int WARPS, int STAGES>
-__device__ __forceinline__ void attend_range(Shared<PAIRED, WARPS, STAGES>& shared,
-                                             const DecodeParams& p,
-                                             const Partition& cut, int num_rows,
-                                             const Team& team, int index) {
+__device__ __forceinline__ void attend_range(
+    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Partition& cut, int num_rows, const Team& team, int index) {
   const int lane = threadIdx.x % 32;
   const int passes = num_rows / p.num_kv_heads;
   const int first = index * cut.range;
@@ -108,7 +111,8 @@ __device__ __forceinline__ void attend_range(Shared<PAIRED, WARPS, STAGES>& shar
     const int counted = cut.counted(tiles);
     const int end = before + inclusive_sum(counted, lane) * num_rows;
     const int begin = end - counted * num_rows;
-    uint32_t overlapping = __ballot_sync(~0u, begin < last && end > first && tiles > 0);
+    uint32_t overlapping =
+        __ballot_sync(~0u, begin < last && end > first && tiles > 0);
 #pragma unroll 1
     for (; overlapping != 0; overlapping &= overlapping - 1) {
       const int i = __ffs(overlapping) - 1;
@@ -144,7 +148,8 @@ template <bool PAIRED, int WARPS, int STAGES>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<Shared<PAIRED, WARPS, STAGES>*>(shared_bytes);
+  auto& shared =
+      *reinterpret_cast<Shared<PAIRED, WARPS, STAGES>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int passes = (p.group + kPassHeads<PAIRED> - 1) / kPassHeads<PAIRED>;
   const int num_rows = p.num_kv_heads * passes;

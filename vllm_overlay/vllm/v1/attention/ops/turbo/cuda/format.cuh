@@ -24,14 +24,13 @@ __device__ __forceinline__ __half2 as_half2(uint32_t bits) {
 // (a & b) | c in one instruction, which the compiler does not always find.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
-      : "=r"(result)
-      : "r"(a), "r"(b), "r"(c));
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
 // Where the mask is set a, elsewhere b.
-__device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a,
+                                           uint32_t b) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;"
       : "=r"(result)
@@ -39,15 +38,18 @@ __device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a, uint32_t b
   return result;
 }
 
-// a * b + c in one instruction, which is not split into a shift and an addition.
-__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+// a * b + c in one instruction, which is not split into a shift and an
+// addition.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b,
+                                                 uint32_t c) {
   uint32_t result;
   asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
 // Unlike __byte_perm, with the sign mode.
-__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t nibbles) {
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
+                                            uint32_t nibbles) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(nibbles));
   return result;
@@ -57,9 +59,10 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t nib
 //
 // prmt takes a nibble below 8 as an index; of a nibble from 8 it gives the sign
 // of the byte. Negative levels (codes below 8) are looked up by the codes, the
-// others by their complements. The sum of both bytes is KEY_LEVEL_UNIT * level: the
-// sign byte is -1 in the first table, whose counterpart is one too large, and 0 in
-// the second. The tensor core adds their products, so nothing has to join the two.
+// others by their complements. The sum of both bytes is KEY_LEVEL_UNIT * level:
+// the sign byte is -1 in the first table, whose counterpart is one too large,
+// and 0 in the second. The tensor core adds their products, so nothing has to
+// join the two.
 __device__ __forceinline__ uint32_t negative_levels(uint32_t codes) {
   return permute(KEY_NEGATIVE_LOW, KEY_NEGATIVE_HIGH, codes);
 }
@@ -69,8 +72,8 @@ __device__ __forceinline__ uint32_t positive_levels(uint32_t complements) {
 }
 
 // Positions v = (code - 15 / 2) / 4 of two tokens' codes in bits 2 to 5 of both
-// halves. With the bit below set the mantissa is a multiple of 2 * code + 1, so the
-// subtraction of its centre is exact.
+// halves. With the bit below set the mantissa is a multiple of 2 * code + 1, so
+// the subtraction of its centre is exact.
 __device__ __forceinline__ __half2 low_positions(uint32_t codes) {
   const __half2 shifted = as_half2(and_or(codes, 0x003C003Cu, 0x54025402u));
   return __hadd2(shifted, as_half2(0xD420D420u));  // 64 + code / 4 + 1 / 8 - 66
@@ -83,7 +86,8 @@ __device__ __forceinline__ __half2 high_positions(uint32_t codes) {
 }
 
 // Value coordinates v * (a + b * abs(v)), with the scale in (a, b).
-__device__ __forceinline__ uint32_t value_coordinates(__half2 v, __half2 a, __half2 b) {
+__device__ __forceinline__ uint32_t value_coordinates(__half2 v, __half2 a,
+                                                      __half2 b) {
   return as_bits(__hmul2(v, __hfma2(__habs2(v), b, a)));
 }
 

@@ -18,8 +18,8 @@ constexpr float kScaleUnit = 0x1p112f;
 
 template <bool PAIRED>
 struct Query {
-  // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the other
-  // half of the scale groups where the columns are not shared.
+  // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
+  // other half of the scale groups where the columns are not shared.
   static constexpr int kSides = PAIRED ? 1 : 2;
   uint32_t codes[kSides][kLaneUnits][2];
   float factor[2];  // of the scores, for this lane's two columns
@@ -47,8 +47,8 @@ struct Query {
   }
 };
 
-// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four have
-// the first half of the scale groups.
+// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
+// have the first half of the scale groups.
 __device__ __forceinline__ int key_place(int lane) {
   return (lane & 1) * 2 + (lane & 2) / 2;
 }
@@ -84,7 +84,8 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
   const float largest = __half2float(__hmax_nan(most.x, most.y));
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   const float scale = inside ? p_scales[head] : 0.0f;
-  const float factor = largest * (scale / (127.0f * KEY_LEVEL_UNIT)) * kScaleUnit;
+  const float factor =
+      largest * (scale / (127.0f * KEY_LEVEL_UNIT)) * kScaleUnit;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     query.factor[c] = __shfl_sync(~0u, factor, 4 * (2 * t + c));
@@ -101,8 +102,9 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
         const float x = __half2float(j % 2 == 0 ? pair.x : pair.y);
         bits[i] = __float_as_uint(fmaf(x, inverse, kMagic));
       }
-      const uint32_t word = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
-                                        __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+      const uint32_t word =
+          __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
+                      __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 #pragma unroll
       for (int side = 0; side < Query<PAIRED>::kSides; ++side) {
         const bool mine = t / 2 == (PAIRED ? column / 4 : side);
@@ -112,10 +114,11 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
   }
 }
 
-// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit codes are
-// made four by the trellis: see TurboFormat.
+// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
+// codes are made four by the trellis: see TurboFormat.
 __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
-                                               const uint8_t* tile, int n, int lane) {
+                                               const uint8_t* tile, int n,
+                                               int lane) {
   const uint8_t* row = tile + n * (HEAD_SIZE * KEY_BRANCH_BITS / 8);
   if constexpr (KEY_BITS == 4) {
     load_words(words, row + key_place(lane) * (4 * kLaneUnits));
@@ -128,8 +131,8 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
                           half * (2 * kLaneUnits));
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
-      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and the ones
-      // before, which go to 4k + 2a.
+      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
+      // the ones before, which go to 4k + 2a.
       const uint32_t path = paths[i / 2];
       const uint32_t changes = path ^ path << 4;
       const uint32_t low =
@@ -140,7 +143,8 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
   }
 }
 
-// A token's scale word of K for each half of the groups; lanes of PAIRED need one.
+// A token's scale word of K for each half of the groups; lanes of PAIRED need
+// one.
 struct KeyScales {
   uint32_t base, deltas;
 
@@ -163,18 +167,21 @@ struct KeyScales {
     const int shift = kScaleShift + SCALE_DELTA_STEP - 1 - place;
     const uint32_t mask = (1u << SCALE_DELTA_BITS) - 1;
     if (shift < 0) {
-      return __uint_as_float(base - (deltas >> -shift & mask << (place + shift)));
+      return __uint_as_float(base -
+                             (deltas >> -shift & mask << (place + shift)));
     }
     const uint32_t delta = deltas & mask << place;
     return __uint_as_float(multiply_add(delta, 0u - (1u << shift), base));
   }
 };
 
-// Scores of a tile, without the query's factor. Score c is of token g and column
-// 2 * t + c, score 2 + c of token g + 8.
+// Scores of a tile, without the query's factor. Score c is of token g and
+// column 2 * t + c, score 2 + c of token g + 8.
 template <bool PAIRED>
-__device__ __forceinline__ void key_scores(float (&scores)[4], const uint8_t* tile,
-                                           const Query<PAIRED>& query, int lane) {
+__device__ __forceinline__ void key_scores(float (&scores)[4],
+                                           const uint8_t* tile,
+                                           const Query<PAIRED>& query,
+                                           int lane) {
   constexpr int kSides = Query<PAIRED>::kSides;
   const int g = lane / 4, t = lane % 4;
   uint32_t words[2][kLaneUnits];
@@ -205,7 +212,7 @@ __device__ __forceinline__ void key_scores(float (&scores)[4], const uint8_t* ti
     }
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
-      const uint32_t(&q)[2] = query.codes[side][j];
+      const uint32_t (&q)[2] = query.codes[side][j];
       int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
       mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
       mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);

@@ -17,7 +17,8 @@ using Kernel = void (*)(turbo::MergeParams);
 
 template <typename T>
 Kernel kernel_of(bool with_newest) {
-  return with_newest ? turbo::merge_kernel<T, true> : turbo::merge_kernel<T, false>;
+  return with_newest ? turbo::merge_kernel<T, true>
+                     : turbo::merge_kernel<T, false>;
 }
 
 Kernel kernel_of(DLDataType dtype, bool with_newest) {
@@ -33,15 +34,16 @@ void check(cudaError_t error) {
 // Whether a kernel can begin before the one before it ends.
 bool can_overlap(int device) {
   int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
+                               device));
   return major >= 9;
 }
 
 // See turbo::MergeParams and cuda_merge.py for shapes and types.
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
-           TensorView output, TensorView query, TensorView key, TensorView value,
-           int64_t num_kv_heads, bool with_newest, double score_factor,
-           int64_t row_shift) {
+           TensorView output, TensorView query, TensorView key,
+           TensorView value, int64_t num_kv_heads, bool with_newest,
+           double score_factor, int64_t row_shift) {
   turbo::MergeParams p;
   p.partial = static_cast<const float*>(partial.data_ptr());
   p.partial_lse = static_cast<const float*>(partial_lse.data_ptr());

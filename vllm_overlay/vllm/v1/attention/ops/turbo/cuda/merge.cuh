@@ -1,22 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Merge of decode attention's splits: a row's partial results are joined, rotated back
-// and, if so asked, joined with the sequence's newest token, which is not quantised.
+// Merge of decode attention's splits: a row's partial results are joined,
+// rotated back and, if so asked, joined with the sequence's newest token, which
+// is not quantised.
 //
-// A row is a (sequence, query head) pair. It has as many warps as the GPU has room for;
-// block (i, j) has the j-th rows of kMergeWarps warps, of sequence i. The rotation is
-// H (s * x) / sqrt(D), H a Sylvester matrix and s signs: its inverse is a fast
-// Walsh-Hadamard transform of coordinates in registers and lanes.
+// A row is a (sequence, query head) pair. It has as many warps as the GPU has
+// room for; block (i, j) has the j-th rows of kMergeWarps warps, of sequence i.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-#include <type_traits>
-
-#include "turbo_merge_constants.h"
+#include "inverse_rotation.cuh"
 #include "warp.cuh"
 
 namespace turbo {
@@ -37,69 +30,26 @@ struct MergeParams {
   int64_t stride_key_head;
   int64_t stride_value_token;
   int64_t stride_value_head;
-  float score_factor;        // of a score, for base-2 softmax
-  int num_heads;             // Hq
-  int group;                 // query heads a KV head
+  float score_factor;  // of a score, for base-2 softmax
+  int num_heads;       // Hq
+  int group;           // query heads a KV head
   int num_splits;
-  int row_shift;             // a row has 1 << row_shift warps, up to kMergeWarps
+  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
 };
 
 constexpr int kMergeWarps = 8;
 constexpr int kMergeThreads = 32 * kMergeWarps;
-// Blocks a multiprocessor; more leave too few registers for the loads in flight.
+// Blocks a multiprocessor: more leave too few registers for loads in flight.
 constexpr int kMergeBlocks = 4;
-// A lane has four coordinates of each chunk of 128: (4 * lane + i) % D of chunk j.
-constexpr int kVector = 4;
-constexpr int kChunks = HEAD_SIZE < 128 ? 1 : HEAD_SIZE / 128;
-constexpr int kLanes = HEAD_SIZE < 128 ? HEAD_SIZE / kVector : 32;
-// Splits that a warp loads side by side, and one after the other before it waits.
-constexpr int kSideBySide = 32 / kLanes;
+// Loads of partial results that a warp has in flight.
 constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
 static_assert(MAX_SPLITS == 64, "a lane has two LSEs of a row");
-
-using Coordinates = float[kChunks][kVector];
 
 struct MergeShared {
   // Of each row, and at the end -inf; padded for banks.
   float lse[kMergeWarps][MAX_SPLITS + 4];
   float4 sums[kMergeWarps][HEAD_SIZE / kVector];  // of each warp
 };
-
-template <typename T>
-__device__ __forceinline__ float4 load_vector(const T* p) {
-  if constexpr (sizeof(T) == 4) {
-    return *reinterpret_cast<const float4*>(p);
-  } else {
-    const uint2 bits = *reinterpret_cast<const uint2*>(p);
-    if constexpr (std::is_same_v<T, __half>) {
-      const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
-      const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
-      return {low.x, low.y, high.x, high.y};
-    } else {
-      return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u),
-              __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xFFFF0000u)};
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_vector(T* p, const float (&x)[kVector]) {
-  if constexpr (sizeof(T) == 4) {
-    __stcg(reinterpret_cast<float4*>(p), make_float4(x[0], x[1], x[2], x[3]));
-  } else {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    Pair pairs[2];
-    if constexpr (std::is_same_v<T, __half>) {
-      pairs[0] = __floats2half2_rn(x[0], x[1]);
-      pairs[1] = __floats2half2_rn(x[2], x[3]);
-    } else {
-      pairs[0] = __floats2bfloat162_rn(x[0], x[1]);
-      pairs[1] = __floats2bfloat162_rn(x[2], x[3]);
-    }
-    const auto* words = reinterpret_cast<const uint32_t*>(pairs);
-    __stcg(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
-  }
-}
 
 // The largest number of a warp; NaN is above infinity.
 __device__ __forceinline__ float warp_max(float x) {
@@ -113,77 +63,6 @@ __device__ __forceinline__ float or_zero(float lse) {
   return lse == -INFINITY ? 0.0f : lse;
 }
 
-// Over LANES neighbouring lanes; each gets the same.
-template <int LANES>
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int mask = LANES / 2; mask > 0; mask /= 2) {
-    x += __shfl_xor_sync(~0u, x, mask);
-  }
-  return x;
-}
-
-// H x, unnormalised.
-__device__ __forceinline__ void hadamard(Coordinates& x, int lane) {
-#pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-    for (int width = 1; width < kVector; width *= 2) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (i & width) continue;
-        const float difference = x[j][i] - x[j][i | width];
-        x[j][i] += x[j][i | width];
-        x[j][i | width] = difference;
-      }
-    }
-  }
-#pragma unroll
-  for (int width = 1; width < kLanes; width *= 2) {
-    const float sign = lane & width ? -1.0f : 1.0f;
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        x[j][i] = fmaf(x[j][i], sign, __shfl_xor_sync(~0u, x[j][i], width));
-      }
-    }
-  }
-#pragma unroll
-  for (int width = 1; width < kChunks; width *= 2) {
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      if (j & width) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float difference = x[j][i] - x[j | width][i];
-        x[j][i] += x[j | width][i];
-        x[j | width][i] = difference;
-      }
-    }
-  }
-}
-
-__constant__ const uint32_t kRotationSigns[] = {ROTATION_SIGNS};
-
-// The signs of a lane's coordinates, as bits to flip.
-struct Signs {
-  uint32_t bits[kChunks];
-
-  __device__ __forceinline__ explicit Signs(int lane) {
-    constexpr int kWordLanes = 32 / kVector, kChunkWords = 128 / 32;
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      const int word = kChunkWords * j + lane % kLanes / kWordLanes;
-      bits[j] = kRotationSigns[word] >> (lane % kWordLanes * kVector);
-    }
-  }
-  __device__ __forceinline__ float apply(float x, int j, int i) const {
-    const uint32_t sign = bits[j] << (31 - i) & 0x80000000u;
-    return __uint_as_float(__float_as_uint(x) ^ sign);
-  }
-};
-
 // A row's newest token: its score, and its value.
 template <typename T>
 struct Newest {
@@ -195,8 +74,9 @@ struct Newest {
                                        int lane) {
     const int64_t kv_head = unsigned(head) / unsigned(p.group);
     const int first = lane % kLanes * kVector;
-    const T* query = static_cast<const T*>(p.query) + seq * p.stride_query_token +
-                     head * p.stride_query_head + first;
+    const T* query = static_cast<const T*>(p.query) +
+                     seq * p.stride_query_token + head * p.stride_query_head +
+                     first;
     const T* key = static_cast<const T*>(p.key) + seq * p.stride_key_token +
                    kv_head * p.stride_key_head + first;
     const T* row = static_cast<const T*>(p.value) + seq * p.stride_value_token +
@@ -219,13 +99,15 @@ struct Newest {
   }
 };
 
-// Let the LSEs of the block's rows come to shared memory, each once: neighbouring
-// heads' lie side by side.
-__device__ __forceinline__ void load_lses(MergeShared& shared, const MergeParams& p,
-                                          int seq, int first_head) {
+// Let the LSEs of the block's rows come to shared memory, each once:
+// neighbouring heads' lie side by side.
+__device__ __forceinline__ void load_lses(MergeShared& shared,
+                                          const MergeParams& p, int seq,
+                                          int first_head) {
   const int rows = kMergeWarps >> p.row_shift;
   const int row_bits = __ffs(rows) - 1;
-  if (threadIdx.x < kMergeWarps) shared.lse[threadIdx.x][MAX_SPLITS] = -INFINITY;
+  if (threadIdx.x < kMergeWarps)
+    shared.lse[threadIdx.x][MAX_SPLITS] = -INFINITY;
   const float* lses = p.partial_lse + int64_t(seq) * p.num_splits * p.num_heads;
 #pragma unroll
   for (int i = 0; i < kMergeWarps * MAX_SPLITS; i += kMergeThreads) {
@@ -256,18 +138,21 @@ __device__ __forceinline__ float4 load_if(bool condition, const float* p) {
   return x;
 }
 
-// Sum the partial results first, first + step, ... of a row with their weights. A split
-// of weight zero is not read.
+// Sum the partial results first, first + step, ... of a row with their weights.
+// A split of weight zero is not read.
 //
 // partial: the row's of split 0. count: splits up to the last that was written.
-__device__ __forceinline__ void add_partials(Coordinates& sum, const MergeParams& p,
-                                             const float* partial, const float* lse,
-                                             float reference, int first, int step,
-                                             int count, int lane) {
+__device__ __forceinline__ void add_partials(Coordinates& sum,
+                                             const MergeParams& p,
+                                             const float* partial,
+                                             const float* lse, float reference,
+                                             int first, int step, int count,
+                                             int lane) {
   const int stride = p.num_heads * HEAD_SIZE;
   const float* own = partial + lane % kLanes * kVector;
 #pragma unroll 1
-  for (int base = first; kSideBySide * base < count; base += step * kLoadsInFlight) {
+  for (int base = first; kSideBySide * base < count;
+       base += step * kLoadsInFlight) {
     float weight[kLoadsInFlight];
     float4 loaded[kLoadsInFlight][kChunks];
 #pragma unroll
@@ -276,7 +161,8 @@ __device__ __forceinline__ void add_partials(Coordinates& sum, const MergeParams
       weight[u] = exp2_approx(lse[min(split, MAX_SPLITS)] - reference);
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        loaded[u][j] = load_if(weight[u] != 0.0f, own + split * stride + 128 * j);
+        loaded[u][j] =
+            load_if(weight[u] != 0.0f, own + split * stride + 128 * j);
       }
     }
 #pragma unroll
@@ -300,13 +186,15 @@ __device__ __forceinline__ void add_partials(Coordinates& sum, const MergeParams
 }
 
 // Add the sums of a row's warps to that of its first, which alone goes on.
-__device__ __forceinline__ bool join_warps(MergeShared& shared, Coordinates& sum,
-                                           int warp, int warps, int lane) {
+__device__ __forceinline__ bool join_warps(MergeShared& shared,
+                                           Coordinates& sum, int warp,
+                                           int warps, int lane) {
   if (warps == 1) return true;
   const int place = lane % kLanes;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
-    shared.sums[warp][32 * j + place] = {sum[j][0], sum[j][1], sum[j][2], sum[j][3]};
+    shared.sums[warp][32 * j + place] = {sum[j][0], sum[j][1], sum[j][2],
+                                         sum[j][3]};
   }
   __syncthreads();
   if ((warp & (warps - 1)) != 0) return false;
@@ -324,12 +212,15 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared, Coordinates& sum
 
 // Rotate a row's sum back and write it.
 //
-// largest: LSE, -inf without splits. total: of the splits' weights relative to it.
+// largest: LSE, -inf without splits. total: of the splits' weights relative to
+// it.
 template <typename T, bool WITH_NEWEST>
-__device__ __forceinline__ void finish_row(Coordinates& sum, const MergeParams& p,
-                                           const Newest<T>& newest, const Signs& signs,
-                                           float largest, float total, int seq,
-                                           int head, int lane) {
+__device__ __forceinline__ void finish_row(Coordinates& sum,
+                                           const MergeParams& p,
+                                           const Newest<T>& newest,
+                                           const Signs& signs, float largest,
+                                           float total, int seq, int head,
+                                           int lane) {
   float rescale = 1.0f, newest_weight = 0.0f;
   if constexpr (WITH_NEWEST) {
     const float newest_lse = newest.lse(p);
@@ -338,7 +229,8 @@ __device__ __forceinline__ void finish_row(Coordinates& sum, const MergeParams& 
     newest_weight = exp2_approx(newest_lse - reference);
     total = fmaf(total, rescale, newest_weight);
   }
-  // At least about one, unless there are no tokens at all. Not "> 0": a NaN stays one.
+  // At least about one, unless there are no tokens at all. Not "> 0": a NaN
+  // stays one.
   const float inverse = total != 0.0f ? reciprocal_approx(total) : 0.0f;
   const float normaliser = rescale * INVERSE_SQRT * inverse;
   newest_weight *= inverse;
@@ -367,7 +259,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
   const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be uniform
+  const int warp =
+      __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = 1 << p.row_shift, r = warp >> p.row_shift;
   const int seq = blockIdx.x;
   const int first_head = blockIdx.y * (kMergeWarps >> p.row_shift);
@@ -388,16 +281,20 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   const float reference = or_zero(largest);
   const uint32_t written_low = __ballot_sync(~0u, low != -INFINITY);
   const uint32_t written_high = __ballot_sync(~0u, high != -INFINITY);
-  const int count = written_high ? 64 - __clz(written_high) : 32 - __clz(written_low);
+  const int count =
+      written_high ? 64 - __clz(written_high) : 32 - __clz(written_low);
   Coordinates sum = {};
   const float* partial =
-      p.partial + (int64_t(seq) * p.num_splits * p.num_heads + head) * HEAD_SIZE;
-  add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps, count, lane);
+      p.partial +
+      (int64_t(seq) * p.num_splits * p.num_heads + head) * HEAD_SIZE;
+  add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
+               count, lane);
   if (!join_warps(shared, sum, warp, warps, lane)) return;
   if (first_head + r >= p.num_heads) return;
-  const float total =
-      warp_sum<32>(exp2_approx(low - reference) + exp2_approx(high - reference));
-  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, seq, head, lane);
+  const float total = warp_sum<32>(exp2_approx(low - reference) +
+                                   exp2_approx(high - reference));
+  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, seq, head,
+                             lane);
 }
 
 }  // namespace turbo

@@ -13,8 +13,8 @@ namespace turbo {
 template <int N>
 constexpr int PARTS_OF = SCALE_GROUP / N;
 
-// Code words that a lane has a part of, and where in them its code i lies. Code e is
-// four bits of word e % 2, from bit 4 * (e / 2).
+// Code words that a lane has a part of, and where in them its code i lies. Code
+// e is four bits of word e % 2, from bit 4 * (e / 2).
 template <int N>
 constexpr int WORDS_OF = N == SCALE_GROUP ? 2 : 1;
 template <int N>
@@ -35,11 +35,11 @@ __device__ __forceinline__ uint16_t half_of_word(uint32_t word, int parity) {
   return static_cast<uint16_t>(half << ROTATION | half >> (16 - ROTATION));
 }
 
-// Write a unit, of group `group` (or that and NUM_GROUPS), of a token in its tile: see
-// TurboFormat for the order.
+// Write a unit, of group `group` (or that and NUM_GROUPS), of a token in its
+// tile: see TurboFormat for the order.
 template <bool IS_KEY>
-__device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane, int token,
-                                           int group, int upper) {
+__device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
+                                           int token, int group, int upper) {
   if constexpr (IS_KEY) {
     auto* row = reinterpret_cast<uint32_t*>(plane + token * (HEAD_SIZE / 2));
     row[group + upper * NUM_GROUPS] = codes;
@@ -53,13 +53,14 @@ __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane, int t
 
 // Write the code words of a vector.
 //
-// words: the lane's parts, magnitudes. signs: of the codes, in their lowest bits.
-// plane: the side's codes in a tile. token: in it. is_stored: whether to write at all.
+// words: the lane's parts, magnitudes. signs: of the codes, in their lowest
+// bits. plane: the side's codes in a tile. token: in it. is_stored: whether to
+// write at all.
 template <bool IS_KEY, int N>
 __device__ __forceinline__ void store_codes(
     const uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>],
-    const uint32_t (&signs)[GROUPS_A_LANE][WORDS_OF<N>], uint8_t* plane, int token,
-    bool is_stored) {
+    const uint32_t (&signs)[GROUPS_A_LANE][WORDS_OF<N>], uint8_t* plane,
+    int token, bool is_stored) {
   constexpr int PARTS = PARTS_OF<N>;
   const int part = part_of_lane<PARTS>();
   // Half of the levels are negative; codes of these run the other way.
@@ -90,11 +91,11 @@ __device__ __forceinline__ void store_codes(
   }
 }
 
-// Write the branches and path bits of a group of K. All lanes take part: neighbouring
-// groups share words.
+// Write the branches and path bits of a group of K. All lanes take part:
+// neighbouring groups share words.
 __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
-                                               uint8_t* plane, int token, int group,
-                                               bool is_stored) {
+                                               uint8_t* plane, int token,
+                                               int group, bool is_stored) {
   constexpr int BRANCH_BYTES = HEAD_SIZE / 4;
   constexpr int PATH_BYTES = HEAD_SIZE / 8;
   uint8_t* branch_row = plane + token * BRANCH_BYTES;
@@ -102,7 +103,8 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
   if (is_stored) reinterpret_cast<uint32_t*>(branch_row)[group] = branches;
   if constexpr (NUM_GROUPS % 2 == 1) {
     if (is_stored) {
-      reinterpret_cast<uint16_t*>(path_row)[group] = static_cast<uint16_t>(path);
+      reinterpret_cast<uint16_t*>(path_row)[group] =
+          static_cast<uint16_t>(path);
     }
   } else {
     // Pairs of bits, four bits apart.
@@ -118,8 +120,9 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
 }
 
 // Write the branches and path bits of a group of V.
-__device__ __forceinline__ void store_value_path(uint32_t branches, uint32_t path,
-                                                 uint8_t* plane, int token, int group) {
+__device__ __forceinline__ void store_value_path(uint32_t branches,
+                                                 uint32_t path, uint8_t* plane,
+                                                 int token, int group) {
   constexpr int PATHS_OFFSET = TILE_TOKENS * (HEAD_SIZE / 4);
   const int h = token / 8, t = token % 8 / 2, j = token % 2;
   uint8_t* place = plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
@@ -137,9 +140,10 @@ __device__ __forceinline__ void store_value_path(uint32_t branches, uint32_t pat
 // branches: two bits a code. plane: the side's codes in a tile. token: in it.
 // is_stored: whether to write at all.
 template <bool IS_KEY>
-__device__ __forceinline__ void store_paths(const uint32_t (&branches)[GROUPS_A_LANE],
-                                            const uint32_t (&paths)[GROUPS_A_LANE],
-                                            uint8_t* plane, int token, bool is_stored) {
+__device__ __forceinline__ void store_paths(
+    const uint32_t (&branches)[GROUPS_A_LANE],
+    const uint32_t (&paths)[GROUPS_A_LANE], uint8_t* plane, int token,
+    bool is_stored) {
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
     const int group = group_of_lane() + COLUMNS_A_WARP * j;

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The rotation of the turbo format in block fixed point (see reference.rotate), by
-// tensor cores: products of +-1 and integers that fp16 holds, summed exactly.
+// The rotation of the turbo format in block fixed point (see reference.rotate),
+// by tensor cores: products of +-1 and integers that fp16 holds, summed
+// exactly.
 //
-// A warp rotates eight columns at once. Column c is loaded by the four lanes 4 * c and
-// above. After the product, lane l has coordinates of the columns 2 * (l % 4) and one
-// more, of the scale groups l / 4, l / 4 + 8, ...: a group is in one lane. With 64
-// coordinates a column holds two vectors, one after the other.
+// A warp rotates eight columns at once. Column c is loaded by the four lanes 4
+// * c and above. After the product, lane l has coordinates of the columns 2 *
+// (l % 4) and one more, of the scale groups l / 4, l / 4 + 8, ...: a group is
+// in one lane. With 64 coordinates a column holds two vectors, one after the
+// other.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,18 +26,22 @@ constexpr int COLUMNS_A_WARP = 8;
 constexpr int VECTORS_A_COLUMN = HEAD_SIZE == 64 ? 2 : 1;
 // Lanes that share a vector after the product.
 constexpr int VECTOR_LANES = COLUMNS_A_WARP / VECTORS_A_COLUMN;
-constexpr int GROUPS_A_LANE = (NUM_GROUPS + COLUMNS_A_WARP - 1) / COLUMNS_A_WARP;
+constexpr int GROUPS_A_LANE =
+    (NUM_GROUPS + COLUMNS_A_WARP - 1) / COLUMNS_A_WARP;
 // A step of the product takes 16 rows of a column and gives 16.
 constexpr int MMA_ROWS = 16;
 constexpr int IN_BLOCKS = VECTORS_A_COLUMN * HEAD_SIZE / MMA_ROWS;
 constexpr int KV_BLOCKS = GROUPS_A_LANE * SCALE_GROUP / 2;
 constexpr int QUERY_BLOCKS = IN_BLOCKS;
-// Orders of powers of two: a product within blocks, then sums and differences of them.
+// Orders of powers of two: a product within blocks, then sums and differences
+// of them.
 constexpr bool IS_SYLVESTER = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
 
 constexpr uint32_t FULL_MASK = 0xFFFFFFFFu;
 
-__device__ __forceinline__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float as_float(uint32_t bits) {
+  return __uint_as_float(bits);
+}
 
 // 2**exponent, exact, for exponents in [-126, 127].
 __device__ __forceinline__ float power_of_two(int exponent) {
@@ -55,21 +61,24 @@ struct Input {
     if constexpr (IS_BF16) {
       return as_float(pair << 16);
     } else {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xFFFFu)));
+      return __half2float(
+          __ushort_as_half(static_cast<unsigned short>(pair & 0xFFFFu)));
     }
   }
   __device__ __forceinline__ static float high(uint32_t pair) {
     if constexpr (IS_BF16) {
       return as_float(pair & 0xFFFF0000u);
     } else {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+      return __half2float(
+          __ushort_as_half(static_cast<unsigned short>(pair >> 16)));
     }
   }
 };
 
 // Largest of the magnitudes' bits, over the lanes of a vector.
 template <int BLOCKS>
-__device__ __forceinline__ uint32_t largest_bits(const uint32_t (&x)[BLOCKS][2]) {
+__device__ __forceinline__ uint32_t
+largest_bits(const uint32_t (&x)[BLOCKS][2]) {
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i) {
@@ -97,13 +106,16 @@ __device__ __forceinline__ float to_integer(float x, float unit) {
 }
 
 template <bool IS_BF16, bool IS_SPECIAL, int BLOCKS>
-__device__ __forceinline__ void to_integers(uint32_t (&x)[BLOCKS][2], float unit) {
+__device__ __forceinline__ void to_integers(uint32_t (&x)[BLOCKS][2],
+                                            float unit) {
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float low = to_integer<IS_SPECIAL>(Input<IS_BF16>::low(x[i][j]), unit);
-      const float high = to_integer<IS_SPECIAL>(Input<IS_BF16>::high(x[i][j]), unit);
+      const float low =
+          to_integer<IS_SPECIAL>(Input<IS_BF16>::low(x[i][j]), unit);
+      const float high =
+          to_integer<IS_SPECIAL>(Input<IS_BF16>::high(x[i][j]), unit);
       const __half2 pair = __floats2half2_rn(low, high);
       x[i][j] = *reinterpret_cast<const uint32_t*>(&pair);
     }
@@ -123,7 +135,8 @@ __device__ __forceinline__ uint32_t without_nan(uint32_t pair, bool& has_nan) {
 template <bool IS_BF16>
 __device__ __forceinline__ int input_exponent(uint32_t largest) {
   // An infinity counts as the largest fp32 number.
-  return min(max(exponent_of(Input<IS_BF16>::low(largest)), MIN_INPUT_EXPONENT), 127);
+  return min(max(exponent_of(Input<IS_BF16>::low(largest)), MIN_INPUT_EXPONENT),
+             127);
 }
 
 // Load this lane's part of a column as fp16 integers.
@@ -214,14 +227,15 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[IN_BLOCKS][2],
     for (int out = 0; out < OUT_BLOCKS; ++out) {
 #pragma unroll
       for (int i = 0; i < IN_BLOCKS; ++i) {
-        multiply_add(y[out], __ldg(matrix + (out * IN_BLOCKS + i) * 32 + lane), x[i]);
+        multiply_add(y[out], __ldg(matrix + (out * IN_BLOCKS + i) * 32 + lane),
+                     x[i]);
       }
     }
   }
 }
 
-// Where rotated coordinate e of a lane's group j lies in rotate's result, for the
-// column 2 * (lane % 4).
+// Where rotated coordinate e of a lane's group j lies in rotate's result, for
+// the column 2 * (lane % 4).
 __device__ __forceinline__ constexpr int block_of(int j, int e) {
   return GROUPS_A_LANE == 1 ? e / 2 : e * (GROUPS_A_LANE / 2) + j / 2;
 }
@@ -234,18 +248,21 @@ __device__ __forceinline__ int vector_of_lane() {
   return threadIdx.x % 32 / 4 / VECTOR_LANES;
 }
 
-// What the lane that loaded a vector knows of it, for a lane that has its coordinates.
+// What the lane that loaded a vector knows of it, for a lane that has its
+// coordinates.
 __device__ __forceinline__ int from_loader(int x, int column) {
   const int source = LANES_A_COLUMN * column +
                      LANES_A_COLUMN / VECTORS_A_COLUMN * vector_of_lane();
   return __shfl_sync(FULL_MASK, x, source);
 }
 
-// Sizes of which a warp can also rotate one vector alone, in less time: four lanes then
-// share a group, and number i of lane l's coordinates of a group is 4 * i + l % 4.
+// Sizes of which a warp can also rotate one vector alone, in less time: four
+// lanes then share a group, and number i of lane l's coordinates of a group is
+// 4 * i + l % 4.
 //
-// The columns of the product are the eight blocks of a vector (of each PRODUCT, if that
-// has several); what is left are sums and differences of coordinates of four lanes.
+// The columns of the product are the eight blocks of a vector (of each PRODUCT,
+// if that has several); what is left are sums and differences of coordinates of
+// four lanes.
 constexpr bool HAS_SINGLES = IS_SYLVESTER && VECTORS_A_COLUMN == 1;
 constexpr int SINGLE_PARTS = 4;
 constexpr int SINGLE_ELEMENTS = SCALE_GROUP / SINGLE_PARTS;
@@ -253,7 +270,8 @@ constexpr int PRODUCTS = HAS_SINGLES ? GROUPS_A_LANE : 1;
 
 // Load and rotate a vector, or zeros if row is null.
 //
-// matrix: of rotation_fragments for singles; signs follow the product's operand.
+// matrix: of rotation_fragments for singles; signs follow the product's
+// operand.
 template <bool IS_BF16>
 __device__ __forceinline__ void rotate_single(
     const uint16_t* row, const uint4* __restrict__ matrix,
@@ -270,12 +288,14 @@ __device__ __forceinline__ void rotate_single(
   for (int m = 0; m < PRODUCTS; ++m) {
     // See rotation_fragments for the order.
     constexpr int HALF = GROUPS_A_LANE == 1 ? HEAD_SIZE / 2 : COLUMNS_A_WARP;
-    const int first = 4 * (part % 2) + HALF * (part / 2) + NUM_GROUPS * (column / 2) +
-                      4 * NUM_GROUPS * (column % 2) +
-                      (GROUPS_A_LANE == 4 ? m % 2 * 2 * COLUMNS_A_WARP : 0) +
-                      (GROUPS_A_LANE == 1 ? 0 : m / (GROUPS_A_LANE / 2)) * HEAD_SIZE / 2;
+    const int first =
+        4 * (part % 2) + HALF * (part / 2) + NUM_GROUPS * (column / 2) +
+        4 * NUM_GROUPS * (column % 2) +
+        (GROUPS_A_LANE == 4 ? m % 2 * 2 * COLUMNS_A_WARP : 0) +
+        (GROUPS_A_LANE == 1 ? 0 : m / (GROUPS_A_LANE / 2)) * HEAD_SIZE / 2;
     uint2 pairs = make_uint2(0, 0);
-    if (row != nullptr) pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    if (row != nullptr)
+      pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
     sign[m] = __ldg(signs + first / 4);
     x[m][0] = pairs.x;
     x[m][1] = pairs.y;
@@ -293,7 +313,8 @@ __device__ __forceinline__ void rotate_single(
         largest = __vmaxu2(largest, x[m][i] & 0x7FFF7FFFu);
       }
     }
-    largest = __reduce_max_sync(FULL_MASK, max(largest & 0xFFFFu, largest >> 16));
+    largest =
+        __reduce_max_sync(FULL_MASK, max(largest & 0xFFFFu, largest >> 16));
   }
   exponent = input_exponent<IS_BF16>(largest);
   to_integers<IS_BF16, true>(x, power_of_two(ROTATION_EXPONENT - exponent));
@@ -306,9 +327,12 @@ __device__ __forceinline__ void rotate_single(
     multiply_add(c, a, x[m]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // D = 128 has half of a group's coordinates in the other rows, else a group has.
-      const int j = GROUPS_A_LANE == 1 ? 0 : half + (GROUPS_A_LANE == 4 ? m % 2 * 2 : 0);
-      const int i = GROUPS_A_LANE == 1 ? 2 * half : 2 * (m / (GROUPS_A_LANE / 2));
+      // D = 128 has half of a group's coordinates in the other rows, else a
+      // group has.
+      const int j =
+          GROUPS_A_LANE == 1 ? 0 : half + (GROUPS_A_LANE == 4 ? m % 2 * 2 : 0);
+      const int i =
+          GROUPS_A_LANE == 1 ? 2 * half : 2 * (m / (GROUPS_A_LANE / 2));
       y[j][i] = __fadd_rn(c[2 * half], c[2 * half + 1]);
       y[j][i + 1] = __fsub_rn(c[2 * half], c[2 * half + 1]);
     }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Scales of the turbo format: their candidates, their choice and their words. A lane
-// has GROUPS_A_LANE groups: its group j is group lane / 4 + 8 * j of the vector.
+// Scales of the turbo format: their candidates, their choice and their words. A
+// lane has GROUPS_A_LANE groups: its group j is group lane / 4 + 8 * j of the
+// vector.
 //
-// Numbers are those of reference_codec, operation by operation; no product may be
-// fused with a sum but by name, and there only if the product is exact.
+// Numbers are those of reference_codec, operation by operation; no product may
+// be fused with a sum but by name, and there only if the product is exact.
 #pragma once
 
 #include <type_traits>
@@ -19,11 +20,12 @@ constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4B400000;
 
 // Groups of a word that lie in lanes side by side, padding included.
-constexpr int WORD_LANES = WORD_GROUPS > 4 || VECTOR_LANES == 4 ? VECTOR_LANES : 4;
+constexpr int WORD_LANES =
+    WORD_GROUPS > 4 || VECTOR_LANES == 4 ? VECTOR_LANES : 4;
 static_assert(WORD_GROUPS <= WORD_LANES);
 
-// Operations of reductions; over a whole warp they are one instruction, of integers that
-// are ordered as the numbers.
+// Operations of reductions; over a whole warp they are one instruction, of
+// integers that are ordered as the numbers.
 struct Sum {
   __device__ __forceinline__ static int of(int a, int b) { return a + b; }
   __device__ __forceinline__ static int of_warp(int x) {
@@ -32,7 +34,9 @@ struct Sum {
 };
 struct Largest {
   template <typename T>
-  __device__ __forceinline__ static T of(T a, T b) { return max(a, b); }
+  __device__ __forceinline__ static T of(T a, T b) {
+    return max(a, b);
+  }
   __device__ __forceinline__ static int of_warp(int x) {
     return __reduce_max_sync(FULL_MASK, x);
   }
@@ -43,7 +47,9 @@ struct Largest {
 };
 struct Least {
   template <typename T>
-  __device__ __forceinline__ static T of(T a, T b) { return min(a, b); }
+  __device__ __forceinline__ static T of(T a, T b) {
+    return min(a, b);
+  }
   __device__ __forceinline__ static int of_warp(int x) {
     return __reduce_min_sync(FULL_MASK, x);
   }
@@ -95,7 +101,8 @@ __device__ __forceinline__ T reduce_vector(T x) {
 template <typename Operation, int PARTS>
 __device__ __forceinline__ int reduce_word(int x) {
   if constexpr (PARTS * WORD_LANES == 32) {
-    const bool is_counted = !std::is_same_v<Operation, Sum> || part_of_lane<PARTS>() == 0;
+    const bool is_counted =
+        !std::is_same_v<Operation, Sum> || part_of_lane<PARTS>() == 0;
     return Operation::of_warp(is_counted ? x : 0);
   } else {
     return reduce<Operation, WORD_LANES>(x);
@@ -108,13 +115,15 @@ __device__ __forceinline__ int group_of_lane() {
 
 // Value of a scale code.
 __device__ __forceinline__ float scale_value(int code) {
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(code << SCALE_SHIFT)));
+  return __half2float(
+      __ushort_as_half(static_cast<unsigned short>(code << SCALE_SHIFT)));
 }
 
 // Code of the largest E5M3 number not above `largest`.
 __device__ __forceinline__ int scale_floor(float largest) {
   const int normal = (__float_as_int(largest) >> 20) - ((127 - 15) << 3);
-  const int subnormal = static_cast<int>(__fmul_rn(largest, 1.0f / SMALLEST_SCALE));
+  const int subnormal =
+      static_cast<int>(__fmul_rn(largest, 1.0f / SMALLEST_SCALE));
   return largest < 8 * SMALLEST_SCALE ? subnormal : normal;
 }
 
@@ -141,8 +150,8 @@ __device__ __forceinline__ void scales_in_reach(
     const int (&floors)[GROUPS_A_LANE],
     const int (&errors)[GROUPS_A_LANE][NUM_SCALE_CANDIDATES],
     int (&codes)[GROUPS_A_LANE]) {
-  // An error and the candidate that has it in one number, so that of equal errors the
-  // first candidate's is the least.
+  // An error and the candidate that has it in one number, so that of equal
+  // errors the first candidate's is the least.
   constexpr int CANDIDATE_BITS = 3;
   static_assert(NUM_SCALE_CANDIDATES <= 1 << CANDIDATE_BITS);
   constexpr int UNREACHED = 1 << 30;
@@ -204,7 +213,8 @@ __device__ __forceinline__ void store_scales(const int (&codes)[GROUPS_A_LANE],
     const uint32_t delta = is_group ? (base - codes[j]) / DELTA_STEP : 0;
     const uint32_t word =
         base + reduce_word<Sum, PARTS>(delta << (8 + DELTA_BITS * place));
-    if (place == 0 && is_group && row != nullptr && part_of_lane<PARTS>() == 0) {
+    if (place == 0 && is_group && row != nullptr &&
+        part_of_lane<PARTS>() == 0) {
       uint8_t* p_word = row + group / WORD_GROUPS * WORD_BYTES;
       if constexpr (WORD_BYTES == 4) {
         *reinterpret_cast<uint32_t*>(p_word) = word;

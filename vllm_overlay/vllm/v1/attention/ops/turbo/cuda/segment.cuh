@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention to a part of a sequence: copies of its tiles to shared memory, the loop
-// over them, and the partial result.
+// Attention to a part of a sequence: copies of its tiles to shared memory, the
+// loop over them, and the partial result.
 #pragma once
 
 #include "keys.cuh"
@@ -11,22 +11,22 @@
 namespace turbo {
 
 struct DecodeParams {
-  const __half* query;         // [B, Hq, D], rotated
-  const float* query_scale;    // [B, Hq]
-  const uint8_t* kv_cache;     // [num_blocks, H, N, C]
-  const int* block_table;      // [B, max_blocks]
-  const int* seq_lens;         // [B]
-  float* partial;              // [B, S, Hq, D]
-  float* partial_lse;          // [B, S, Hq], base 2
+  const __half* query;       // [B, Hq, D], rotated
+  const float* query_scale;  // [B, Hq]
+  const uint8_t* kv_cache;   // [num_blocks, H, N, C]
+  const int* block_table;    // [B, max_blocks]
+  const int* seq_lens;       // [B]
+  float* partial;            // [B, S, Hq, D]
+  float* partial_lse;        // [B, S, Hq], base 2
   int64_t stride_cache_block;
   int64_t stride_cache_head;
   int stride_block_table;
   int num_seqs;
   int num_kv_heads;
-  int group;                   // query heads a KV head
+  int group;  // query heads a KV head
   int tiles_per_block;
   int num_splits;
-  int num_newest;              // newest tokens that are left out
+  int num_newest;  // newest tokens that are left out
 };
 
 // A part of the tiles of a sequence and KV head.
@@ -49,7 +49,9 @@ struct Team {
 
   __device__ __forceinline__ explicit Team(int size)
       : first(threadIdx.x / 32 / size * size), size(size) {}
-  __device__ __forceinline__ int index() const { return threadIdx.x / 32 - first; }
+  __device__ __forceinline__ int index() const {
+    return threadIdx.x / 32 - first;
+  }
   __device__ __forceinline__ void sync() const {
     __syncwarp();
     if (size > 1) {
@@ -73,9 +75,9 @@ struct alignas(128) Shared {
 
 // Join the team's results and write them.
 template <bool PAIRED, int WARPS, int STAGES>
-__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared, Accumulator& acc,
-                              const DecodeParams& p, const Segment& segment,
-                              const Team& team) {
+__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
+                              Accumulator& acc, const DecodeParams& p,
+                              const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   __syncwarp();  // the warp's tiles have been read
@@ -99,8 +101,9 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared, Accumulator
   }
   team.sync();
   const int num_heads = p.num_kv_heads * p.group;
-  const int64_t partial_row = int64_t(segment.seq) * (p.num_splits - 1) * num_heads +
-                              int64_t(segment.split) * num_heads + segment.row;
+  const int64_t partial_row =
+      int64_t(segment.seq) * (p.num_splits - 1) * num_heads +
+      int64_t(segment.split) * num_heads + segment.row;
   constexpr int kHeadColumns = PAIRED ? 2 : 1;
 #pragma unroll 1
   for (int head = team.index(); head < segment.num_heads; head += team.size) {
@@ -141,16 +144,17 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared, Accumulator
     if (segment.ends) {
 #pragma unroll 1
       for (int s = segment.split + 1 + lane; s < p.num_splits; s += 32) {
-        p.partial_lse[partial_row + head + int64_t(s - segment.split) * num_heads] =
-            -INFINITY;
+        p.partial_lse[partial_row + head +
+                      int64_t(s - segment.split) * num_heads] = -INFINITY;
       }
     }
   }
   team.sync();  // before tiles are copied over what was read here
 }
 
-// The copies of a warp's tiles, two at a time, from pages to shared memory. Half of
-// the lanes copy a tile; lane i has the address of tile i % 2 of step i / 2.
+// The copies of a warp's tiles, two at a time, from pages to shared memory.
+// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
+// / 2.
 struct TileCopies {
   static constexpr int kHalf = 16, kChunk = 16;
   const DecodeParams& p;
@@ -162,9 +166,10 @@ struct TileCopies {
   int count;
   int lane;
 
-  __device__ __forceinline__ TileCopies(const DecodeParams& p, const Segment& segment,
-                                        const uint8_t* tiles, int index, int size,
-                                        int lane)
+  __device__ __forceinline__ TileCopies(const DecodeParams& p,
+                                        const Segment& segment,
+                                        const uint8_t* tiles, int index,
+                                        int size, int lane)
       : p(p), segment(segment), address(nullptr), lane(lane) {
     table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
     target = static_cast<uint32_t>(__cvta_generic_to_shared(tiles)) +
@@ -188,8 +193,8 @@ struct TileCopies {
     if (step < count) {
       if (step % kHalf == 0) load_addresses(step);
       const auto bits = reinterpret_cast<unsigned long long>(address);
-      const auto source = reinterpret_cast<const uint8_t*>(__shfl_sync(
-          ~0u, bits, step % kHalf * 2 + lane / kHalf));
+      const auto source = reinterpret_cast<const uint8_t*>(
+          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
       if (source != nullptr) {
 #pragma unroll
         for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
@@ -204,13 +209,15 @@ struct TileCopies {
   }
 };
 
-// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any bytes
-// there, and a weight of zero does not make a product with infinity or NaN zero.
-__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens, int lane) {
+// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any
+// bytes there, and a weight of zero does not make a product with infinity or
+// NaN zero.
+__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
+                                             int lane) {
   static_assert(2 * TILE_TOKENS == 32);
   if (lane >= num_tokens) {
-    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES + VALUE_SCALES_OFFSET +
-                   lane % TILE_TOKENS * (HEAD_SIZE / 32);
+    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES +
+                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * (HEAD_SIZE / 32);
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 32; i += 2) {
       *reinterpret_cast<uint16_t*>(row + i) = 0;
@@ -221,7 +228,8 @@ __device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens, int
 
 // Add two tiles to the running result.
 template <bool PAIRED>
-__device__ __forceinline__ void attend_tiles(Accumulator& acc, const uint8_t* tiles,
+__device__ __forceinline__ void attend_tiles(Accumulator& acc,
+                                             const uint8_t* tiles,
                                              const Query<PAIRED>& query,
                                              int num_tokens, int lane) {
   float scores[2][4];
@@ -232,19 +240,22 @@ __device__ __forceinline__ void attend_tiles(Accumulator& acc, const uint8_t* ti
   }
   weigh<PAIRED>(weights, acc, scores, query, num_tokens, lane);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
+  for (int i = 0; i < 2; ++i)
+    add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
 }
 
 template <bool PAIRED, int WARPS, int STAGES>
 __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
-                                       const DecodeParams& p, const Segment& segment,
+                                       const DecodeParams& p,
+                                       const Segment& segment,
                                        const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.warps[warp].tiles[0][0];
   constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
   TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
 #pragma unroll 1
-  for (int stage = 0; stage < STAGES; ++stage) copies.issue(stage, stage * kStageBytes);
+  for (int stage = 0; stage < STAGES; ++stage)
+    copies.issue(stage, stage * kStageBytes);
 
   Query<PAIRED> query;
   load_query(query, p.query + int64_t(segment.row) * HEAD_SIZE,
@@ -268,12 +279,14 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
   for (int i = 0; i < copies.count; ++i) {
     wait_copies<STAGES - 1>();
     __syncwarp();
-    if (num_tokens < 2 * TILE_TOKENS) clear_scales(tiles + offset, num_tokens, lane);
+    if (num_tokens < 2 * TILE_TOKENS)
+      clear_scales(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
     attend_tiles(acc, tiles + offset, query, num_tokens, lane);
     __syncwarp();
     copies.issue(i + STAGES, offset);
-    offset = offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    offset =
+        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
     num_tokens -= copies.stride * TILE_TOKENS;
   }
   write_partial<PAIRED>(shared, acc, p, segment, team);

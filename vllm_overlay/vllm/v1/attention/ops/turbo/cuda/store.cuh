@@ -10,16 +10,16 @@
 namespace turbo {
 
 struct StoreParams {
-  const uint16_t* key;           // [T, H, D]
-  const uint16_t* value;         // [T, H, D]
-  const uint16_t* query;         // [B, Hq, D]
-  uint8_t* kv_cache;             // [num_blocks, H, N, C]
-  const int64_t* slot_mapping;   // [T], below 2**31
-  const uint4* kv_matrix;        // fragments, by groups
-  const uint4* single_matrix;    // of a vector that has a warp
-  const uint4* query_matrix;     // fragments, in pairs of neighbours
-  __half2* rotated_query;        // [B, Hq, D / 2]
-  float* query_scale;            // [B, Hq]
+  const uint16_t* key;          // [T, H, D]
+  const uint16_t* value;        // [T, H, D]
+  const uint16_t* query;        // [B, Hq, D]
+  uint8_t* kv_cache;            // [num_blocks, H, N, C]
+  const int64_t* slot_mapping;  // [T], below 2**31
+  const uint4* kv_matrix;       // fragments, by groups
+  const uint4* single_matrix;   // of a vector that has a warp
+  const uint4* query_matrix;    // fragments, in pairs of neighbours
+  __half2* rotated_query;       // [B, Hq, D / 2]
+  float* query_scale;           // [B, Hq]
   int64_t stride_key_token;
   int64_t stride_key_head;
   int64_t stride_value_token;
@@ -37,8 +37,8 @@ struct StoreParams {
 };
 
 constexpr int STORE_THREADS = 128;
-// Pairs of a K and a V vector that a warp encodes, PARTS lanes a group, and queries that
-// it rotates.
+// Pairs of a K and a V vector that a warp encodes, PARTS lanes a group, and
+// queries that it rotates.
 template <int PARTS>
 constexpr int PAIRS_A_WARP = COLUMNS_A_WARP / 2 / PARTS * VECTORS_A_COLUMN;
 constexpr int QUERIES_A_WARP = COLUMNS_A_WARP * VECTORS_A_COLUMN;
@@ -53,8 +53,8 @@ __device__ __forceinline__ int vector_of_loader() {
 
 // One of a lane's rotated integers of a column, of its group j.
 template <int PARTS>
-__device__ __forceinline__ float integer_of(const float (&y)[KV_BLOCKS][4], int column,
-                                            int j, int i) {
+__device__ __forceinline__ float integer_of(const float (&y)[KV_BLOCKS][4],
+                                            int column, int j, int i) {
   const int part = part_of_lane<PARTS>();
   float result = 0.0f;
 #pragma unroll
@@ -76,11 +76,13 @@ constexpr int ELEMENTS = IS_TRELLIS<IS_KEY> ? SCALE_GROUP : SCALE_GROUP / PARTS;
 // x: integers. exponent: of the vector, see load_integers.
 // tile: or null to write nothing. token: place in the tile.
 template <bool IS_KEY, int PARTS, int N>
-__device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N], int exponent,
-                                              const WindowTables& tables, uint8_t* tile,
-                                              int token) {
+__device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N],
+                                              int exponent,
+                                              const WindowTables& tables,
+                                              uint8_t* tile, int token) {
   constexpr int CODES_OFFSET = IS_KEY ? 0 : VALUE_CODES_OFFSET;
-  constexpr int SCALES_OFFSET = IS_KEY ? KEY_SCALES_OFFSET : VALUE_SCALES_OFFSET;
+  constexpr int SCALES_OFFSET =
+      IS_KEY ? KEY_SCALES_OFFSET : VALUE_SCALES_OFFSET;
   constexpr int SHARES = PARTS_OF<N>;
   const float unit =
       __fmul_rn(power_of_two(exponent - ROTATION_EXPONENT), INVERSE_SQRT);
@@ -93,7 +95,8 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N], int 
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i < WORDS_OF<N>) signs[j][i] = 0;
-      signs[j][word_of<N>(i)] += (__float_as_uint(x[j][i]) >> 31) << shift_of<N>(i);
+      signs[j][word_of<N>(i)] += (__float_as_uint(x[j][i]) >> 31)
+                                 << shift_of<N>(i);
       largest[j] = fmaxf(largest[j], fabsf(x[j][i]));
     }
     largest_of_all = fmaxf(largest_of_all, largest[j]);
@@ -111,7 +114,8 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N], int 
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float magnitude = fminf(__fmul_rn(fabsf(x[j][i]), normalised_unit), limit);
+      const float magnitude =
+          fminf(__fmul_rn(fabsf(x[j][i]), normalised_unit), limit);
       x[j][i] = IS_TRELLIS<IS_KEY> ? copysignf(magnitude, x[j][i]) : magnitude;
     }
     largest[j] = fminf(__fmul_rn(largest[j], unit), SCALE_MAX);
@@ -122,12 +126,15 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N], int 
   scales = tile == nullptr ? nullptr : scales;
   uint8_t* codes = tile + CODES_OFFSET;
   if constexpr (IS_TRELLIS<IS_KEY>) {
-    encode_3_bits<IS_KEY, PARTS>(x, floors, normaliser, tables, codes, token, scales);
+    encode_3_bits<IS_KEY, PARTS>(x, floors, normaliser, tables, codes, token,
+                                 scales);
   } else {
     if ((IS_KEY || SHARES == 1) && __any_sync(FULL_MASK, is_tiny)) {
-      encode_4_bits<IS_KEY, true>(x, signs, floors, normaliser, codes, token, scales);
+      encode_4_bits<IS_KEY, true>(x, signs, floors, normaliser, codes, token,
+                                  scales);
     } else {
-      encode_4_bits<IS_KEY, false>(x, signs, floors, normaliser, codes, token, scales);
+      encode_4_bits<IS_KEY, false>(x, signs, floors, normaliser, codes, token,
+                                   scales);
     }
   }
 }
@@ -138,13 +145,15 @@ struct Place {
   int token = 0;
 
   // slot: or -1.
-  __device__ __forceinline__ Place(const StoreParams& params, int slot, int kv_head) {
+  __device__ __forceinline__ Place(const StoreParams& params, int slot,
+                                   int kv_head) {
     if (slot < 0) return;
     const int block = slot / params.block_size;
     const int position = slot - block * params.block_size;
     token = position % TILE_TOKENS;
     tile = params.kv_cache + block * params.stride_cache_block +
-           kv_head * params.stride_cache_head + position / TILE_TOKENS * TILE_BYTES;
+           kv_head * params.stride_cache_head +
+           position / TILE_TOKENS * TILE_BYTES;
   }
 };
 
@@ -160,7 +169,8 @@ __device__ __forceinline__ const uint16_t* vector_of(const StoreParams& params,
 
 template <bool IS_KEY, int PARTS>
 __device__ __forceinline__ void encode_column(const float (&y)[KV_BLOCKS][4],
-                                              int exponent, const WindowTables& tables,
+                                              int exponent,
+                                              const WindowTables& tables,
                                               const Place& place) {
   constexpr int N = ELEMENTS<IS_KEY, PARTS>;
   float x[GROUPS_A_LANE][N];
@@ -182,7 +192,8 @@ __device__ __forceinline__ void store_pairs(const StoreParams& params,
                                             bool with_value) {
   const int num_pairs = params.num_tokens * params.num_kv_heads;
   const int pair_column = threadIdx.x % LANES_A_COLUMN;
-  const int pair = first_pair + pair_column / PARTS * VECTORS_A_COLUMN + vector_of_lane();
+  const int pair =
+      first_pair + pair_column / PARTS * VECTORS_A_COLUMN + vector_of_lane();
   int slot = -1;
   if (pair < num_pairs) {
     slot = static_cast<int>(params.slot_mapping[pair / params.num_kv_heads]);
@@ -195,29 +206,34 @@ __device__ __forceinline__ void store_pairs(const StoreParams& params,
     const bool is_key = column % 2 == 0;
     const int loaded =
         first_pair + column / 2 / PARTS * VECTORS_A_COLUMN + vector_of_loader();
-    const bool is_loaded = loaded < num_pairs && (is_key ? with_key : with_value);
+    const bool is_loaded =
+        loaded < num_pairs && (is_key ? with_key : with_value);
     uint32_t integers[IN_BLOCKS][2];
     bool has_nan;
-    load_integers<IS_BF16>(is_loaded ? vector_of(params, is_key, loaded) : nullptr,
-                           integers, exponent, has_nan);
+    load_integers<IS_BF16>(
+        is_loaded ? vector_of(params, is_key, loaded) : nullptr, integers,
+        exponent, has_nan);
     rotate(integers, params.kv_matrix, y);
   }
   const Place place(params, slot, pair % params.num_kv_heads);
   const int key_exponent = from_loader(exponent, 2 * pair_column);
   const int value_exponent = from_loader(exponent, 2 * pair_column + 1);
   if (with_key) encode_column<true, PARTS>(y, key_exponent, tables[0], place);
-  if (with_value) encode_column<false, PARTS>(y, value_exponent, tables[1], place);
+  if (with_value)
+    encode_column<false, PARTS>(y, value_exponent, tables[1], place);
 }
 
 // Store a vector by a warp: all lanes have the same of it.
 template <bool IS_KEY, bool IS_BF16>
 __device__ __forceinline__ void store_single(const StoreParams& params,
-                                             const WindowTables& tables, int pair) {
-  const int slot = static_cast<int>(params.slot_mapping[pair / params.num_kv_heads]);
+                                             const WindowTables& tables,
+                                             int pair) {
+  const int slot =
+      static_cast<int>(params.slot_mapping[pair / params.num_kv_heads]);
   float y[GROUPS_A_LANE][SINGLE_ELEMENTS];
   int exponent;
-  rotate_single<IS_BF16>(vector_of(params, IS_KEY, pair), params.single_matrix, y,
-                         exponent);
+  rotate_single<IS_BF16>(vector_of(params, IS_KEY, pair), params.single_matrix,
+                         y, exponent);
   const Place place(params, slot, pair % params.num_kv_heads);
   if constexpr (IS_TRELLIS<IS_KEY>) {
     float x[GROUPS_A_LANE][SCALE_GROUP];
@@ -225,21 +241,25 @@ __device__ __forceinline__ void store_single(const StoreParams& params,
     for (int j = 0; j < GROUPS_A_LANE; ++j) {
 #pragma unroll
       for (int e = 0; e < SCALE_GROUP; ++e) {
-        x[j][e] = __shfl_sync(FULL_MASK, y[j][e / SINGLE_PARTS], e % SINGLE_PARTS,
-                              SINGLE_PARTS);
+        x[j][e] = __shfl_sync(FULL_MASK, y[j][e / SINGLE_PARTS],
+                              e % SINGLE_PARTS, SINGLE_PARTS);
       }
     }
-    encode_vector<IS_KEY, SINGLE_PARTS>(x, exponent, tables, place.tile, place.token);
+    encode_vector<IS_KEY, SINGLE_PARTS>(x, exponent, tables, place.tile,
+                                        place.token);
   } else {
-    encode_vector<IS_KEY, SINGLE_PARTS>(y, exponent, tables, place.tile, place.token);
+    encode_vector<IS_KEY, SINGLE_PARTS>(y, exponent, tables, place.tile,
+                                        place.token);
   }
 }
 
 // Rotate QUERIES_A_WARP queries.
 template <bool IS_BF16>
-__device__ __forceinline__ void rotate_queries(const StoreParams& params, int first) {
+__device__ __forceinline__ void rotate_queries(const StoreParams& params,
+                                               int first) {
   const int num_rows = params.num_queries * params.num_heads;
-  const int row = first + column_of_loader() * VECTORS_A_COLUMN + vector_of_loader();
+  const int row =
+      first + column_of_loader() * VECTORS_A_COLUMN + vector_of_loader();
   const uint16_t* query = nullptr;
   if (row < num_rows) {
     const int64_t token = row / params.num_heads;
@@ -268,7 +288,8 @@ __device__ __forceinline__ void rotate_queries(const StoreParams& params, int fi
         first + (2 * (lane % LANES_A_COLUMN) + column) * VECTORS_A_COLUMN +
         vector_of_lane();
     if (of_lane >= num_rows) continue;
-    __half2* p_row = params.rotated_query + static_cast<int64_t>(of_lane) * (HEAD_SIZE / 2);
+    __half2* p_row =
+        params.rotated_query + static_cast<int64_t>(of_lane) * (HEAD_SIZE / 2);
 #pragma unroll
     for (int i = 0; i < QUERY_BLOCKS; ++i) {
       p_row[i * VECTOR_LANES + lane / 4 % VECTOR_LANES] =
@@ -284,9 +305,11 @@ __host__ __device__ inline int num_pair_warps(const StoreParams& params) {
   return (params.num_tokens * params.num_kv_heads + PAIRS - 1) / PAIRS;
 }
 
-// With PARTS = 1 for many tokens. Else for few: K and V go to warps of their own.
+// With PARTS = 1 for many tokens. Else for few: K and V go to warps of their
+// own.
 template <bool IS_BF16, int PARTS>
-__global__ void __launch_bounds__(STORE_THREADS) store_kernel(const StoreParams params) {
+__global__ void __launch_bounds__(STORE_THREADS)
+    store_kernel(const StoreParams params) {
   // Of keys and of values.
   __shared__ WindowTables tables[2];
   if constexpr (KEY_BITS == 3) fill_tables<true>(tables[0]);
@@ -297,7 +320,8 @@ __global__ void __launch_bounds__(STORE_THREADS) store_kernel(const StoreParams 
   const int kv_warps = PARTS > 1 ? 2 * pair_warps : pair_warps;
   if (warp < kv_warps) {
     const bool with_key = warp < pair_warps;
-    const int first_pair = (with_key ? warp : warp - pair_warps) * PAIRS_A_WARP<PARTS>;
+    const int first_pair =
+        (with_key ? warp : warp - pair_warps) * PAIRS_A_WARP<PARTS>;
     if constexpr (HAS_SINGLES && PARTS == SINGLE_PARTS) {
       if (with_key) {
         store_single<true, IS_BF16>(params, tables[0], first_pair);

@@ -3,10 +3,10 @@
 //
 // The encoder of trellis-coded levels of the turbo format: see reference_codec.
 //
-// Of each subset the level nearest to a coordinate is one of four consecutive levels.
-// A table in shared memory has, for each such window w, its levels by subset; threshold
-// w lies between the windows w and w + 1. As in levels.cuh the window is guessed and
-// mended. State 2 * b(e - 1) + b(e) follows code e.
+// Of each subset the level nearest to a coordinate is one of four consecutive
+// levels. A table in shared memory has, for each such window w, its levels by
+// subset; threshold w lies between the windows w and w + 1. As in levels.cuh
+// the window is guessed and mended. State 2 * b(e - 1) + b(e) follows code e.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,8 @@ __device__ __forceinline__ void fill_tables(WindowTables& tables) {
   }
 }
 
-__device__ __forceinline__ float saturated_multiply_add(float a, float b, float c) {
+__device__ __forceinline__ float saturated_multiply_add(float a, float b,
+                                                        float c) {
   float result;
   asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
   return result;
@@ -85,7 +86,8 @@ struct Windows {
   uint32_t offset;  // base, less the bits of MAGIC in windows
 
   Windows() = default;
-  __device__ __forceinline__ Windows(float value, float normaliser, float guess_factor,
+  __device__ __forceinline__ Windows(float value, float normaliser,
+                                     float guess_factor,
                                      const WindowTables& tables) {
     scale = __fmul_rn(value, normaliser);
     // Of normalised coordinates; normalisers are powers of two.
@@ -102,9 +104,11 @@ struct Windows {
     constexpr int THRESHOLDS = offsetof(WindowTables, thresholds);
     const float z = __fmul_rn(x, reciprocal);
     const float position = saturated_multiply_add(z, guess, 0.5f);
-    const float floor = __fmaf_rd(position, (NUM_WINDOWS - 1) * ALMOST_ALL, MAGIC);
+    const float floor =
+        __fmaf_rd(position, (NUM_WINDOWS - 1) * ALMOST_ALL, MAGIC);
     const uint32_t guessed = __float_as_uint(floor) * WINDOW_BYTES + offset;
-    return next_window_if_greater(guessed, z, load_shared(guessed + THRESHOLDS));
+    return next_window_if_greater(guessed, z,
+                                  load_shared(guessed + THRESHOLDS));
   }
 
   __device__ __forceinline__ int error(float x, float level) const {
@@ -130,8 +134,8 @@ __device__ __forceinline__ void extend(int (&cost)[4], const int (&errors)[4]) {
 #pragma unroll
     for (int bit = 0; bit < 2; ++bit) {
       const int zero = cost[before] + errors[2 * bit + before];
-      extended[2 * before + bit] =
-          __viaddmin_s32(cost[2 + before], errors[2 * (1 - bit) + before], zero);
+      extended[2 * before + bit] = __viaddmin_s32(
+          cost[2 + before], errors[2 * (1 - bit) + before], zero);
     }
   }
 #pragma unroll
@@ -173,11 +177,11 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
 // The path of least error, bit e of which is b(e).
 //
 // A cost is an error, and below it the bits of its path since the middle or the
-// beginning, the newest highest: of equal errors the least cost is then that of the
-// path with the earlier bit zero. Bit b(e) is added with the errors of code e + 1,
-// whose subsets are odd if and only if it is set.
-__device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP], float factor,
-                                           const Windows& windows,
+// beginning, the newest highest: of equal errors the least cost is then that of
+// the path with the earlier bit zero. Bit b(e) is added with the errors of code
+// e + 1, whose subsets are odd if and only if it is set.
+__device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
+                                           float factor, const Windows& windows,
                                            uint32_t (&rows)[SCALE_GROUP]) {
   constexpr int HALF = SCALE_GROUP / 2;
   constexpr int PATH_BITS = HALF + 2;
@@ -219,7 +223,8 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP], float 
   const int state = best & 3;
   const int low = state % 2 == 0 ? cost[0] : cost[1];
   const int high = state % 2 == 0 ? cost[2] : cost[3];
-  const int late = ((state < 2 ? low : high) & PATH) + (state % 2 << (PATH_BITS - 1));
+  const int late =
+      ((state < 2 ? low : high) & PATH) + (state % 2 << (PATH_BITS - 1));
   // The lowest bits of `late` are b(6) and b(7).
   const int with_zero = (late & 2) == 0 ? early[0] : early[1];
   const int with_one = (late & 2) == 0 ? early[2] : early[3];
@@ -279,7 +284,8 @@ __device__ __forceinline__ float trellis_factor(
 
 // The branches of a path, two bits each.
 __device__ __forceinline__ uint32_t branches_of(const float (&x)[SCALE_GROUP],
-                                                float factor, const Windows& windows,
+                                                float factor,
+                                                const Windows& windows,
                                                 uint32_t path) {
   const uint32_t subsets = subsets_of(path);
   uint32_t word = 0;
@@ -295,13 +301,14 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[SCALE_GROUP],
 
 // Quantise a vector to three bits and write it.
 //
-// x: normalised, with signs. codes: the side's code plane. scales: the vector's.
-// PARTS: lanes that have the same group, and share the candidates of its scale.
+// x: normalised, with signs. codes: the side's code plane. scales: the
+// vector's. PARTS: lanes that have the same group, and share the candidates of
+// its scale.
 template <bool IS_KEY, int PARTS>
 __device__ __forceinline__ void encode_3_bits(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP], const int (&floors)[GROUPS_A_LANE],
-    float normaliser, const WindowTables& tables, uint8_t* codes, int token,
-    uint8_t* scales) {
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
   constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
   int scale_codes[GROUPS_A_LANE];
   int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
@@ -327,7 +334,8 @@ __device__ __forceinline__ void encode_3_bits(
   uint32_t branches[GROUPS_A_LANE];
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    windows[j] = Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+    windows[j] =
+        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
   }
   float factor = 1.0f;
   if constexpr (IS_KEY) {
@@ -343,7 +351,8 @@ __device__ __forceinline__ void encode_3_bits(
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
     branches[j] = branches_of(x[j], factor, windows[j], paths[j]);
   }
-  store_paths<IS_KEY>(branches, paths, codes, token, scales != nullptr && part == 0);
+  store_paths<IS_KEY>(branches, paths, codes, token,
+                      scales != nullptr && part == 0);
   store_scales<PARTS>(scale_codes, scales);
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Softmax, and the sum of a tile's values: O^T = V^T P^T, coordinates by query heads.
+// Softmax, and the sum of a tile's values: O^T = V^T P^T, coordinates by query
+// heads.
 #pragma once
 
 #include "fragments.cuh"
@@ -12,8 +13,8 @@ namespace turbo {
 // Scores above the running reference by more than this raise it.
 constexpr float kMaxExponent = 8.0f;
 constexpr float kNoReference = -1e30f;
-// One warp's running result. Lane 4 * g + t has columns 2 * t and 2 * t + 1, and
-// coordinates output_coordinate(i, 0) and, in the other half, (i, 1).
+// One warp's running result. Lane 4 * g + t has columns 2 * t and 2 * t + 1,
+// and coordinates output_coordinate(i, 0) and, in the other half, (i, 1).
 struct Accumulator {
   float output[kNumOutputs][4];
   float reference[2];
@@ -29,7 +30,8 @@ __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
 
 // Raise the references to the largest scores and rescale what is summed so far.
 template <int SCORES>
-__device__ __forceinline__ void raise(Accumulator& acc, const float (&scores)[SCORES]) {
+__device__ __forceinline__ void raise(Accumulator& acc,
+                                      const float (&scores)[SCORES]) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     float largest = acc.reference[c];
@@ -50,13 +52,14 @@ __device__ __forceinline__ void raise(Accumulator& acc, const float (&scores)[SC
   }
 }
 
-// Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and those
-// eight later, of column lane / 4. Tokens from num_tokens have none.
+// Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
+// those eight later, of column lane / 4. Tokens from num_tokens have none.
 template <bool PAIRED, int TILES>
-__device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2], Accumulator& acc,
+__device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
+                                      Accumulator& acc,
                                       const float (&scores)[TILES][4],
-                                      const Query<PAIRED>& query, int num_tokens,
-                                      int lane) {
+                                      const Query<PAIRED>& query,
+                                      int num_tokens, int lane) {
   const int g = lane / 4, t = lane % 4;
   constexpr int kTileScores = PAIRED ? 2 : 4, kScores = TILES * kTileScores;
   float own[kScores];
@@ -97,7 +100,8 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2], Accumulator
     }
     raise(acc, own);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) exponent[i] = own[i] - acc.reference[i % 2];
+    for (int i = 0; i < kScores; ++i)
+      exponent[i] = own[i] - acc.reference[i % 2];
   }
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) {
@@ -117,20 +121,21 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2], Accumulator
 }
 
 // Scales of V of tokens 8 * h + 2 * t and the next, of this lane's group.
-__device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h, int piece,
-                                                 int lane) {
+__device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
+                                                 int piece, int lane) {
   const int g = lane / 4 % kNumGroups, t = lane % 4;
   const uint8_t* row =
       tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * (HEAD_SIZE / 32);
   // The delta of group g, at the exponent's end in both halves.
   constexpr int kPlace = SCALE_SHIFT + SCALE_DELTA_STEP - 1;
-  constexpr uint32_t kMask = (0x00010001u << (kPlace + SCALE_DELTA_BITS)) -
-                             (0x00010001u << kPlace);
+  constexpr uint32_t kMask =
+      (0x00010001u << (kPlace + SCALE_DELTA_BITS)) - (0x00010001u << kPlace);
   const int shift = 8 - kPlace + SCALE_DELTA_BITS * g;
   uint32_t bases, deltas;
   if constexpr (HEAD_SIZE < 128) {
     bases = *reinterpret_cast<const uint32_t*>(row);
-    deltas = SCALE_DELTA_STEP > 1 ? bases >> (SCALE_DELTA_BITS * g) : bases >> shift;
+    deltas =
+        SCALE_DELTA_STEP > 1 ? bases >> (SCALE_DELTA_BITS * g) : bases >> shift;
   } else {
     uint32_t words[HEAD_SIZE / 64];
     load_words(words, row);
@@ -141,24 +146,28 @@ __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h, int
   return (bases & 0x00FF00FFu) * (1 << SCALE_SHIFT) - (deltas & kMask);
 }
 
-// Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, of this lane's group,
-// as low_positions and high_positions take them: words [unit][parity of the code].
+// Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, of this
+// lane's group, as low_positions and high_positions take them: words
+// [unit][parity of the code].
 __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
-                                                 const uint8_t* tile, int h, int piece,
-                                                 int lane) {
+                                                 const uint8_t* tile, int h,
+                                                 int piece, int lane) {
   const int g = lane / 4, t = lane % 4;
   const int group = g % kNumGroups + 8 * piece;
   const int lane_unit = g / kNumGroups;  // if a lane has but one of a group
   const uint8_t* codes = tile + VALUE_CODES_OFFSET;
   if constexpr (VALUE_BITS == 4) {
-    load_words(words, codes + 4 * HEAD_SIZE * h + 64 * group + 16 * t + 8 * lane_unit);
+    load_words(words,
+               codes + 4 * HEAD_SIZE * h + 64 * group + 16 * t + 8 * lane_unit);
   } else {
     uint32_t branches[2], paths[1];
     load_words(branches, codes + 2 * HEAD_SIZE * h + 32 * group + 8 * t);
-    load_words(paths, codes + VALUE_PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
+    load_words(paths,
+               codes + VALUE_PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
     const uint32_t path = paths[0];
     const uint32_t changes = path ^ path << 2 & 0xFFFCFFFCu;
-    // Bit 4k + 2c + p of a half is of code 2k + c of unit p, and the one before.
+    // Bit 4k + 2c + p of a half is of code 2k + c of unit p, and the one
+    // before.
     const uint32_t low[2] = {select(0x55555555u, changes, path & 0x7FFF7FFFu),
                              select(0xAAAAAAAAu, changes, path)};
 #pragma unroll
@@ -172,8 +181,10 @@ __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
 }
 
 // Add V^T P^T of a tile.
-__device__ __forceinline__ void add_values(Accumulator& acc, const uint8_t* tile,
-                                           const uint32_t (&weights)[2], int lane) {
+__device__ __forceinline__ void add_values(Accumulator& acc,
+                                           const uint8_t* tile,
+                                           const uint32_t (&weights)[2],
+                                           int lane) {
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     uint32_t words[2][kPieceWords];
@@ -197,15 +208,17 @@ __device__ __forceinline__ void add_values(Accumulator& acc, const uint8_t* tile
           const uint32_t swapped = __byte_perm(word, word, 0x2301);
           values[0][h][r] = value_coordinates(low_positions(word), a[h], b[h]);
           values[1][h][r] = value_coordinates(high_positions(word), a[h], b[h]);
-          values[2][h][r] = value_coordinates(low_positions(swapped), a[h], b[h]);
-          values[3][h][r] = value_coordinates(high_positions(swapped), a[h], b[h]);
+          values[2][h][r] =
+              value_coordinates(low_positions(swapped), a[h], b[h]);
+          values[3][h][r] =
+              value_coordinates(high_positions(swapped), a[h], b[h]);
         }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t(&x)[2][2] = values[i];
-        mma_f16(acc.output[piece * kPieceCodes + 4 * j + i], x[0][0], x[0][1], x[1][0],
-                x[1][1], weights[0], weights[1]);
+        const uint32_t (&x)[2][2] = values[i];
+        mma_f16(acc.output[piece * kPieceCodes + 4 * j + i], x[0][0], x[0][1],
+                x[1][0], x[1][1], weights[0], weights[1]);
       }
     }
   }

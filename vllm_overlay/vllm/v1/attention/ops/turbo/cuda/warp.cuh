@@ -51,8 +51,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 // Copy 16 bytes, not through L1.
-__device__ __forceinline__ void copy_async(uint32_t target, const uint8_t* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source)
+__device__ __forceinline__ void copy_async(uint32_t target,
+                                           const uint8_t* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
+               "l"(source)
                : "memory");
 }
 
@@ -66,7 +68,8 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Let the next kernel of the stream, if it was launched so, begin while this one runs.
+// Let the next kernel of the stream, if it was launched so, begin while this
+// one runs.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
