@@ -57,7 +57,7 @@ def _not_writable(error: OSError) -> RuntimeError:
 
 
 def _last_lines(text: str) -> str:
-    lines = text.rstrip().splitlines()[-_OUTPUT_LINES:]
+    lines = text.rstrip(" \n.").splitlines()[-_OUTPUT_LINES:]
     return "\n".join(line[:_OUTPUT_COLUMNS] for line in lines)
 
 
@@ -135,7 +135,7 @@ def _build(jit: Any, spec: Any, module: CudaModule) -> None:
         raise _failure(
             f"{module.kernel}.cu was not compiled or linked",
             "It takes a complete CUDA toolkit that knows this GPU; the compiler's "
-            f"last words:\n{_last_lines(str(error))}\n",
+            f"last words:\n{_last_lines(str(error))}",
         ) from error
 
 
