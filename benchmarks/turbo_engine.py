@@ -12,9 +12,10 @@ One JSON object a line:
 * `decode`: time a token and sequence (TPOT): the difference between many tokens and
   one, over the steps between.
 
-An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill. vLLM forces
-FlashAttention 2 on its own turboquant dtypes; where that is not installed,
---site-copy makes them run with FlashAttention 3, in a copy of vLLM.
+An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, and
+`turbo4:triton` turbo_kernel. vLLM forces FlashAttention 2 on its own turboquant dtypes;
+where that is not installed, --site-copy makes them run with FlashAttention 3, in a copy
+of vLLM.
 """
 
 import argparse
@@ -67,7 +68,7 @@ class Engine:
     def __init__(self, arm: str, args: argparse.Namespace) -> None:
         from vllm import LLM
 
-        cache_dtype, _, turbo_prefill = arm.partition(":")
+        cache_dtype, _, option = arm.partition(":")
         self.args = args
         self.longest = max(context for _, context in args.shapes)
         options: dict[str, Any] = {
@@ -80,8 +81,9 @@ class Engine:
             "max_num_seqs": args.max_num_seqs,
             "gpu_memory_utilization": args.gpu_memory_utilization,
         }
-        if turbo_prefill:
-            options["attention_config"] = {"turbo_prefill": turbo_prefill}
+        if option:
+            name = "turbo_prefill" if option in ("raw", "stored") else "turbo_kernel"
+            options["attention_config"] = {name: option}
         start = time.perf_counter()
         self.llm = LLM(str(args.model), **(options | args.engine_args))
         self.startup_s = time.perf_counter() - start

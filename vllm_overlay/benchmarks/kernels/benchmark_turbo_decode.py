@@ -11,6 +11,9 @@ arms in turn. One JSON object a line, for each arm and part:
   ``_unplanned`` arms let it choose the splits by itself.
 * ``store``: the step's K and V into the cache. turbo rotates q there, too; the
   quantisation of the fp8 arm's q is not counted.
+
+The turbo arms run the kernels that would be served, CUDA's where they can be had; the
+``_triton`` arms always run Triton's.
 """
 
 import argparse
@@ -47,6 +50,10 @@ ARMS: dict[str, Callable[..., Arm]] = {
         TurboQuantArm, cache_dtype="turboquant_4bit_nc"
     ),
     **{dtype: partial(TurboArm, cache_dtype=dtype) for dtype in TURBO_DTYPES},
+    **{
+        f"{dtype}_triton": partial(TurboArm, cache_dtype=dtype, kernels="triton")
+        for dtype in TURBO_DTYPES
+    },
 }  # fmt: skip
 DEFAULT_SHAPES = (
     "32x32768x32x8x128",
@@ -228,12 +235,14 @@ class Report:
 
 
 def choose_arms(args: argparse.Namespace) -> dict[str, Callable[..., Arm]]:
-    """The arms by name: those asked for, and the variants of turbo's."""
+    """The arms by name: those asked for, and the variants of turbo's on Triton."""
     arms = {name: ARMS[name] for name in args.arms}
     for dtype in [name for name in args.arms if name in TURBO_DTYPES]:
         for variant in args.variants:
             name = f"{dtype}[{','.join(map(str, variant))}]"
-            arms[name] = partial(TurboArm, cache_dtype=dtype, variant=variant)
+            arms[name] = partial(
+                TurboArm, cache_dtype=dtype, kernels="triton", variant=variant
+            )
     return arms
 
 

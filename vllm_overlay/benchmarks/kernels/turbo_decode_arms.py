@@ -301,7 +301,8 @@ class TurboArm(Arm):
     Args:
         batch: The decode step.
         cache_dtype: The preset.
-        variant: Block of tokens, warps and stages of the attention kernel, and
+        kernels: As ``attention_config.turbo_kernel``.
+        variant: Block of tokens, warps and stages of Triton's attention kernel, and
             splits a sequence (0: as served); None: as served.
         cache: Of another variant, to be shared.
 
@@ -311,12 +312,13 @@ class TurboArm(Arm):
         self,
         batch: Batch,
         cache_dtype: str,
+        kernels: str = "auto",
         variant: tuple[int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo import triton_decode
         from vllm.v1.attention.ops.turbo.format import TurboFormat
+        from vllm.v1.attention.ops.turbo.kernels import choose_kernels
 
         super().__init__(batch)
         shape, device = batch.shape, batch.device
@@ -327,12 +329,18 @@ class TurboArm(Arm):
         self.cache = cache if cache is not None else torch.full(
             (*pages, self.token_bytes), 0xFF, dtype=torch.uint8, device=device
         )  # fmt: skip
-        self.tuning = triton_decode.DecodeTuning(*variant[:3] if variant else ())
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
+        group = heads // shape.num_kv_heads
+        self.kernels = choose_kernels(kernels, self.layout, group)
+        self.options = {}
+        if variant:
+            from vllm.v1.attention.ops.turbo.triton_decode import DecodeTuning
+
+            self.options["tuning"] = DecodeTuning(*variant[:3])
         self.num_splits = variant[3] if variant else 0
         if self.num_splits == 0:
             units = 1 if device == "cpu" else num_compute_units()
-            self.num_splits = triton_decode.num_kv_splits(
+            self.num_splits = self.kernels.num_kv_splits(
                 num_seqs, shape.num_kv_heads, units
             )
         self.rotated_query = torch.empty_like(batch.query, dtype=torch.float16)
@@ -344,15 +352,11 @@ class TurboArm(Arm):
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        from vllm.v1.attention.ops.turbo.triton_store import store
-
-        store(self.cache, slots, key, value, self.layout)
+        self.kernels.store(self.cache, slots, key, value, self.layout)
 
     def store(self) -> None:
-        from vllm.v1.attention.ops.turbo.triton_store import store
-
         batch = self.batch
-        store(
+        self.kernels.store(
             self.cache,
             batch.slot_mapping,
             batch.key,
@@ -365,10 +369,8 @@ class TurboArm(Arm):
         )
 
     def attention(self) -> None:
-        from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
-
         batch = self.batch
-        decode_attention(
+        self.kernels.decode_attention(
             self.rotated_query,
             self.query_scale,
             self.cache,
@@ -378,7 +380,7 @@ class TurboArm(Arm):
             self.partial,
             self.partial_lse,
             batch.output,
-            self.tuning,
+            **self.options,
         )
 
     def held(
