@@ -26,7 +26,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 # Of the order of bytes within a plane.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 # Tokens a tile. A page is a whole number of tiles.
 TILE_TOKENS = 16
