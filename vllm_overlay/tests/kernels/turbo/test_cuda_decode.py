@@ -50,6 +50,12 @@ NUM_KV_HEADS = 2
 SEQ_LENS = [1, 15, 16, 17, 31, 32, 33, 0, 63, 64, 65, 1000, 2049, 4097, 5000]
 
 
+def rounded(query: torch.Tensor) -> torch.Tensor:
+    """Queries as the kernel sees them, rotated back."""
+    rotated = reference.rotate(query.float())
+    return reference.inverse_rotate(reference.round_query(rotated))
+
+
 def decode(
     query: torch.Tensor,
     cache: torch.Tensor,
@@ -114,7 +120,10 @@ def check_decode(
             continue
         key, value = load_context(cache, table[row], length, layout)
         scale = layout.head_size**-0.5
-        assert_by_2x_rule(output[part], query[part], key, value, scale, dtype)
+        target, _ = reference.attention(rounded(query[part]), key, value, scale)
+        assert_by_2x_rule(
+            output[part], query[part], key, value, scale, dtype, target=target
+        )
 
 
 @requires_cuda
@@ -204,7 +213,10 @@ def test_one_key_gives_its_value(layout):
 
 @requires_cuda
 def test_newest_token_is_attended_to_as_it_is():
-    """All but the last token come from the cache, that one from the arguments."""
+    """All but the last token come from the cache, that one from the arguments.
+
+    Its score is of q as it is, the others' of q in int8: coordinates of their own.
+    """
     seq_lens = [1, 17, 2000]
     cache = new_cache(LAYOUT, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
     table = make_block_table(seq_lens, 16)
@@ -218,7 +230,13 @@ def test_newest_token_is_attended_to_as_it_is():
         key, value = load_context(cache, table[row], length, LAYOUT)
         key[-1], value[-1] = newest_key[row].float(), newest_value[row].float()
         part = slice(row, row + 1)
-        assert_by_2x_rule(output[part], query[part], key, value, 128**-0.5, BF16)
+        both = torch.cat([rounded(query[part]), query[part].float()], -1)
+        keys = torch.cat([key, torch.zeros_like(key)], -1)
+        keys[-1] = keys[-1].roll(128, -1)
+        target, _ = reference.attention(both, keys, value, 128**-0.5)
+        assert_by_2x_rule(
+            output[part], query[part], key, value, 128**-0.5, BF16, target=target
+        )
 
 
 def test_constants_are_what_the_format_says():

@@ -74,6 +74,18 @@ def test_mean_squared_error_of_head_sizes(codebook, head_size):
     assert error <= factor * ERROR_BOUNDS[codebook], f"squared error {error:.5f}"
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_rounding_of_queries_is_small_beside_the_codes(head_size):
+    query = gaussian(4096, head_size)
+    rounded = reference.round_query(query)
+    error = ((rounded - query).square().sum() / query.square().sum()).item()
+    assert 2e-5 < error < 0.01 * ERROR_BOUNDS[KEY_CODEBOOKS[4]]
+
+
+def test_rounded_queries_of_zero_are_zero():
+    assert not reference.round_query(torch.zeros(2, 64)).any()
+
+
 @pytest.mark.parametrize("bits, bound", [(4, 0.0015), (3, 0.005)])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3])
 def test_each_key_is_unbiased(bits, bound, magnitude):

@@ -29,6 +29,7 @@ from vllm.v1.attention.ops.turbo.reference_codec import (
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 _FP32_MAX = torch.finfo(torch.float32).max
+_INT8_MAX = torch.iinfo(torch.int8).max
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -59,6 +60,25 @@ def inverse_rotate(y: torch.Tensor) -> torch.Tensor:
     head_size = y.shape[-1]
     matrix = rotation_matrix(head_size, y.device, torch.float32)
     return y.float() @ matrix.T * inverse_sqrt(head_size)
+
+
+def round_query(rotated_query: torch.Tensor) -> torch.Tensor:
+    """Round queries to int8 as the CUDA decode kernel does: one scale a head.
+
+    The rotation leaves no outliers: the squared error is 4e-5 of the query's, where
+    4-bit keys have 5e-3 of theirs.
+
+    Args:
+        rotated_query: (..., D), as ``rotate`` returns them.
+
+    Returns:
+        (..., D) fp32: what scores are made of.
+
+    """
+    query = rotated_query.to(torch.float16).float()
+    largest = query.abs().amax(-1, keepdim=True)
+    step = torch.where(largest > 0, largest, 1.0) / _INT8_MAX
+    return torch.round(query / step) * step
 
 
 @cache
