@@ -82,8 +82,13 @@ def test_rounding_of_queries_is_small_beside_the_codes(head_size):
     assert 2e-5 < error < 0.01 * ERROR_BOUNDS[KEY_CODEBOOKS[4]]
 
 
-def test_rounded_queries_of_zero_are_zero():
+def test_rounded_queries_at_the_edges():
     assert not reference.round_query(torch.zeros(2, 64)).any()
+    # Between two codes but for the rounding of 127 / 3, which is down.
+    query = torch.tensor([3.0, 1.5, -3.0, 0.0])
+    assert torch.equal(
+        reference.round_query(query) * (127 / 3), torch.tensor([127.0, 63, -127, 0])
+    )
 
 
 @pytest.mark.parametrize("bits, bound", [(4, 0.0015), (3, 0.005)])

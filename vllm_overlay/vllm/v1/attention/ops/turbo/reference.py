@@ -77,8 +77,12 @@ def round_query(rotated_query: torch.Tensor) -> torch.Tensor:
     """
     query = rotated_query.to(torch.float16).float()
     largest = query.abs().amax(-1, keepdim=True)
-    step = torch.where(largest > 0, largest, 1.0) / _INT8_MAX
-    return torch.round(query / step) * step
+    # In fp32 and rounded once, as there: half of the largest is next to a tie.
+    # (An int / tensor would be a reciprocal and a product.)
+    inverse = torch.full_like(largest, _INT8_MAX) / largest
+    inverse = torch.where(largest > 0, inverse, 0.0)
+    codes = torch.round(query.double() * inverse.double()).float()
+    return codes * (largest / _INT8_MAX)
 
 
 @cache
