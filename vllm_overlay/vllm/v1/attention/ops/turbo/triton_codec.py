@@ -59,6 +59,15 @@ _EVEN = tl.constexpr(0x55555555)
 
 
 @triton.jit
+def load(pointer, mask):
+    """Load, zero where the mask is false; None: everything."""
+    if mask is None:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=mask, other=0)
+
+
+@triton.jit
 def tile_pointers(
     page_ptr,  # [N] uint8 pointers to the (block, head) regions
     position,  # [N] position in the block
@@ -99,8 +108,8 @@ def value_pointers(
 @triton.jit
 def _load_halves(p_half, mask):
     """Load words of even and of odd codes as the halves of int32."""
-    even = tl.load(p_half, mask=mask, other=0).to(tl.int32) & 0xFFFF
-    return even | tl.load(p_half + 2, mask=mask, other=0).to(tl.int32) << 16
+    even = load(p_half, mask).to(tl.int32) & 0xFFFF
+    return even | load(p_half + 2, mask).to(tl.int32) << 16
 
 
 @triton.jit
@@ -130,7 +139,7 @@ def _load_value_units(
     branch = rotate_halves(_load_halves(p_half, mask), 12)
     paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
     p_path = value_pointers(paths_ptr, token, group, 4, HEAD_SIZE)
-    path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    path = load(p_path, mask).to(tl.int32) & 0xFFFF
     place = same_unit // NUM_GROUPS
     differs = path ^ path << 2
     # Of codes 2 * k + c, those of c = 1 into the upper half.
@@ -166,22 +175,22 @@ def load_units(
     if BITS == 4:
         row_ptr = codes_ptr + token * (HEAD_SIZE // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + unit
-        return tl.load(p_word, mask=mask, other=0)
+        return load(p_word, mask)
 
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     group = unit % NUM_GROUPS
     row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
     p_branch = row_ptr.to(tl.pointer_type(tl.int32)) + group
-    branch = tl.load(p_branch, mask=mask, other=0)
+    branch = load(p_branch, mask)
     row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
     place = same_unit // NUM_GROUPS
     if NUM_GROUPS % 2 == 0:
         p_path = row_ptr.to(tl.pointer_type(tl.int32)) + group // 2
-        path = tl.load(p_path, mask=mask, other=0)
+        path = load(p_path, mask)
         shift = same_unit % NUM_GROUPS % 2 * 2 + place
     else:
         p_path = row_ptr.to(tl.pointer_type(tl.int16)) + group
-        path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        path = load(p_path, mask).to(tl.int32) & 0xFFFF
         path = (path | path << 8) & 0x00FF00FF
         path = (path | path << 4) & 0x0F0F0F0F
         path = (path | path << 2) & _LOWER
@@ -201,13 +210,13 @@ def _load_scale_word(
 ):
     """Load little-endian words; bits above theirs are any."""
     if WORD_BYTES == 4:
-        return tl.load(word_ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+        return load(word_ptr.to(tl.pointer_type(tl.int32)), mask)
     if WORD_BYTES == 2:
         p_word = word_ptr.to(tl.pointer_type(tl.int16))
-        return tl.load(p_word, mask=mask, other=0).to(tl.int32)
-    word = tl.load(word_ptr, mask=mask, other=0).to(tl.int32)
+        return load(p_word, mask).to(tl.int32)
+    word = load(word_ptr, mask).to(tl.int32)
     for i in tl.static_range(1, WORD_BYTES):
-        part = tl.load(word_ptr + i, mask=mask, other=0).to(tl.int32)
+        part = load(word_ptr + i, mask).to(tl.int32)
         word |= part << (8 * i)
     return word
 

@@ -16,18 +16,23 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.triton_codec import (
     MIN_OUTPUT_COLUMNS,
     as_loaded,
-    key_coordinates,
     key_scale,
     layout_constants,
-    load_side,
-    step_positions,
+    load_scales,
+    load_units,
     tile_pointers,
-    value_coordinates,
 )
 from vllm.v1.attention.ops.turbo.triton_merge import (
     MAX_KV_SPLITS,
     NewestToken,
     merge_splits,
+)
+from vllm.v1.attention.ops.turbo.triton_operands import (
+    key_operands,
+    load_value_pairs,
+    value_coordinate,
+    value_operands,
+    value_places,
 )
 
 
@@ -56,7 +61,6 @@ def _scores(
     query,  # NUM_STEPS of [C, H] fp16
     tile_ptr,  # [N]
     token,  # [N]
-    inside,  # [N]
     column,  # [C]
     same_column,  # [C], from ``as_loaded``
     SCALES_OFFSET: tl.constexpr,
@@ -66,79 +70,76 @@ def _scores(
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """K q^T of one block of tokens, fp32 [N, H]."""
+    """K q^T of tokens, fp32 [N, H]."""
     tile_ptr = tile_ptr[:, None]
     token = token[:, None]
-    inside = inside[:, None]
     column = column[None, :]
     same_column = same_column[None, :]
-    word, scale = load_side(
-        tile_ptr,
+    # All that the table has may be read: what is not the sequence's is left out later.
+    mask = column < COLUMNS
+    if column.shape[1] == COLUMNS:
+        mask = None
+    word = load_units(
+        tile_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, False
+    )
+    scale = load_scales(
         tile_ptr + SCALES_OFFSET,
         token,
-        inside,
         column,
         same_column,
-        BITS,
-        False,
-        SCALE_WORDS,
+        None,
+        mask,
         HEAD_SIZE,
-        COLUMNS,
+        SCALE_WORDS,
     )
-    scale = key_scale(scale)
-    scores = tl.zeros([inside.shape[0], query[0].shape[1]], tl.float32)
+    keys = key_operands(
+        word, key_scale(scale), same_column, COEFFICIENTS, COLUMNS, HEAD_SIZE
+    )
+    scores = tl.zeros([token.shape[0], query[0].shape[1]], tl.float32)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, False, COLUMNS, HEAD_SIZE)
-        key = key_coordinates(v, scale, COEFFICIENTS)  # [N, C]
-        scores = tl.dot(key, query[i], scores)
+        scores = tl.dot(keys[i], query[i], scores)
     return scores
 
 
 @triton.jit
-def _accumulate_values(
+def _add_values(
     accumulator,  # NUM_STEPS of [C, H] fp32
     weights,  # [N, H] fp16
-    rescale,  # [H]
+    words,  # from ``load_value_pairs``
     tile_ptr,  # [N]
-    token,  # [N]
+    pair,  # [N]
     inside,  # [N]
     column,  # [C]
     same_column,  # [C], from ``as_loaded``
-    CODES_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
-    BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TOKEN: tl.constexpr,
 ):
-    """Rescale the accumulator and add V^T P of one block of tokens."""
-    tile_ptr = tile_ptr[None, :]
-    token = token[None, :]
+    """Add V^T P of the even or (TOKEN 1) odd tokens of pairs."""
+    # The cache holds any bytes where there is no token, but zero times infinity is
+    # not zero.
     inside = inside[None, :]
-    column = column[:, None]
-    same_column = same_column[:, None]
-    word, scale = load_side(
-        tile_ptr + CODES_OFFSET,
-        tile_ptr + SCALES_OFFSET,
-        token,
+    group, _, _ = value_places(column[:, None], COLUMNS, HEAD_SIZE)
+    same_group, _, _ = value_places(same_column[:, None], COLUMNS, HEAD_SIZE)
+    scale = load_scales(
+        (tile_ptr + SCALES_OFFSET)[None, :],
+        (2 * pair + TOKEN)[None, :],
+        group,
+        same_group,
         inside,
-        column,
-        same_column,
-        BITS,
-        True,
-        SCALE_WORDS,
+        inside & (column < COLUMNS)[:, None],
         HEAD_SIZE,
-        COLUMNS,
+        SCALE_WORDS,
     )
     linear = scale * COEFFICIENTS[0]
     quadratic = scale * COEFFICIENTS[1]
+    values = value_operands(words, linear, quadratic, TOKEN)  # [C, N]
     result = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, same_column, i, True, COLUMNS, HEAD_SIZE)
-        value = value_coordinates(v, linear, quadratic)  # [C, N]
-        rescaled = accumulator[i] * rescale[None, :]
-        result = result + (tl.dot(value, weights, rescaled),)
+        result = result + (tl.dot(values[i], weights, accumulator[i]),)
     return result
 
 
@@ -199,9 +200,8 @@ def _decode_kernel(
 
     column = tl.arange(0, BLOCK_C)
     same_column = as_loaded(column, seq_lens_ptr, seq_len < 0)
-    column_mask = column < COLUMNS
     p_query = query_ptr + column[:, None] + (row * HEAD_SIZE)[None, :]
-    query_mask = column_mask[:, None] & head_mask[None, :]
+    query_mask = (column < COLUMNS)[:, None] & head_mask[None, :]
     query = ()
     accumulator = ()
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
@@ -209,61 +209,88 @@ def _decode_kernel(
         accumulator = accumulator + (tl.zeros([BLOCK_C, BLOCK_H], tl.float32),)
     query_scale = tl.load(query_scale_ptr + row, mask=head_mask, other=0.0)
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_H], tl.float32)
+    # Of each place in a block, joined behind the loop.
+    running_sum = tl.zeros([BLOCK_N // 2, BLOCK_H], tl.float32)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
 
+    pair_of_block = tl.arange(0, BLOCK_N // 2)
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n < last
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=inside, other=0)
+        n = start + 2 * pair_of_block
+        inside = n < last, n + 1 < last
+        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=inside[0], other=0)
         page_ptr = cache_ptr + block.to(tl.int64) * stride_cache_block
         tile_ptr, token = tile_pointers(page_ptr, n % BLOCK_SIZE, TILE_BYTES)
+        pair = token // 2
 
-        scores = _scores(
-            query,
-            tile_ptr,
-            token,
-            inside,
-            column,
-            same_column,
-            KEY_SCALES_OFFSET,
-            KEY_COEFFICIENTS,
-            KEY_BITS,
-            SCALE_WORDS,
-            HEAD_SIZE,
-            COLUMNS,
-        )
-        scores = scores * query_scale[None, :]
-        scores = tl.where(inside[:, None], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 0))
+        scores = ()
+        for i in tl.static_range(2):
+            product = _scores(
+                query,
+                tile_ptr,
+                token + i,
+                column,
+                same_column,
+                KEY_SCALES_OFFSET,
+                KEY_COEFFICIENTS,
+                KEY_BITS,
+                SCALE_WORDS,
+                HEAD_SIZE,
+                COLUMNS,
+            )
+            product = product * query_scale[None, :]
+            product = tl.where(inside[i][:, None], product, float("-inf"))
+            scores = scores + (product,)
+        new_max = tl.max(tl.maximum(scores[0], scores[1]), 0)
+        new_max = tl.maximum(running_max, new_max)
         rescale = tl.exp2(running_max - new_max)
-        weights = tl.exp2(scores - new_max[None, :])
-        running_sum = running_sum * rescale + tl.sum(weights, 0)
+        running_sum = running_sum * rescale[None, :]
         running_max = new_max
-        accumulator = _accumulate_values(
-            accumulator,
-            weights.to(tl.float16),
-            rescale,
-            tile_ptr,
-            token,
-            inside,
-            column,
-            same_column,
-            VALUE_CODES_OFFSET,
-            VALUE_SCALES_OFFSET,
-            VALUE_COEFFICIENTS,
-            VALUE_BITS,
-            SCALE_WORDS,
+        rescaled = ()
+        for i in tl.static_range(HEAD_SIZE // COLUMNS):
+            rescaled = rescaled + (accumulator[i] * rescale[None, :],)
+        accumulator = rescaled
+
+        mask = (column < COLUMNS)[:, None]
+        if BLOCK_C == COLUMNS:
+            mask = None
+        words = load_value_pairs(
+            (tile_ptr + VALUE_CODES_OFFSET)[None, :],
+            pair[None, :],
+            column[:, None],
+            same_column[:, None],
+            mask,
             HEAD_SIZE,
             COLUMNS,
+            VALUE_BITS,
         )
+        for i in tl.static_range(2):
+            weights = tl.exp2(scores[i] - new_max[None, :])
+            running_sum += weights
+            accumulator = _add_values(
+                accumulator,
+                weights.to(tl.float16),
+                words,
+                tile_ptr,
+                pair,
+                inside[i],
+                column,
+                same_column,
+                VALUE_SCALES_OFFSET,
+                VALUE_COEFFICIENTS,
+                SCALE_WORDS,
+                HEAD_SIZE,
+                COLUMNS,
+                i,
+            )
 
-    tl.store(p_lse, running_max + tl.log2(running_sum), mask=head_mask)
-    p_partial = partial_ptr + (partial_row * HEAD_SIZE)[None, :] + column[:, None]
+    total = tl.sum(running_sum, 0)
+    tl.store(p_lse, running_max + tl.log2(total), mask=head_mask)
+    p_partial = partial_ptr + (partial_row * HEAD_SIZE)[None, :]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        result = accumulator[i] / running_sum[None, :]
-        tl.store(p_partial + i * COLUMNS, result, mask=query_mask)
+        coordinate = value_coordinate(column, i, COLUMNS, HEAD_SIZE)[:, None]
+        result = accumulator[i] / total[None, :]
+        tl.store(p_partial + coordinate, result, mask=query_mask)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
