@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode attention over the turbo KV cache, against bf16, fp8 and TurboQuant.
+"""Decode attention over the turbo KV cache, against the others that vLLM serves.
 
 Each arm first has to attend correctly on a small batch. Then its parts of a
 decode step are captured in CUDA graphs and replayed with a cold L2 cache, the
 arms in turn. One JSON object a line, for each arm and part:
 
 * ``attention``: from the query to the output, merge of the splits included.
-  FlashAttention is handed its schedule, which vLLM computes once a step; the
-  ``_unplanned`` arms let it choose the splits by itself.
+  FlashAttention and FlashInfer are handed their schedules, which vLLM computes once
+  a step; the ``_unplanned`` arms let FlashAttention choose the splits by itself.
 * ``store``: the step's K and V into the cache. turbo rotates q there, too; the
   quantisation of the fp8 arm's q is not counted.
 
 The turbo arms run the kernels that would be served, CUDA's where they can be had; the
-``_triton`` arms always run Triton's.
+``_triton`` arms always run Triton's. bf16 and fp8 are FlashAttention 3; ``_flashinfer``
+is XQA, which vLLM's FlashInfer backend takes on Hopper if it can reach NVIDIA's server,
+and ``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a
+row with its error.
 """
 
 import argparse
@@ -29,23 +32,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import regex as re
 import torch
-from turbo_decode_arms import (
-    DTYPE,
-    Arm,
-    Batch,
+from turbo_decode_arms import DTYPE, Arm, Batch, Shape, TurboArm
+from turbo_decode_peers import (
     FlashAttentionArm,
-    Shape,
-    TurboArm,
+    FlashInferArm,
+    Nvfp4Arm,
     TurboQuantArm,
+    XqaArm,
 )
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+# A name begins with that of its cache: arms with the same share one.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
     "bf16_unplanned": partial(FlashAttentionArm, fp8=False, planned=False),
+    "bf16_flashinfer": partial(XqaArm, fp8=False),
+    "bf16_flashinfer_fa2": FlashInferArm,
     "fp8": partial(FlashAttentionArm, fp8=True, planned=True),
     "fp8_unplanned": partial(FlashAttentionArm, fp8=True, planned=False),
+    "fp8_flashinfer": partial(XqaArm, fp8=True),
+    "nvfp4": Nvfp4Arm,
     "turboquant_4bit_nc": partial(
         TurboQuantArm, cache_dtype="turboquant_4bit_nc"
     ),
@@ -59,10 +67,18 @@ DEFAULT_SHAPES = (
     "32x32768x32x8x128",
     "128x4096x32x8x128",
     "1x131072x32x8x128",
+    "1x131072+63x2048x32x8x128",
     "32x32768x16x2x256",
+)
+SWEEP_SHAPES = tuple(
+    f"{batch}x{context}x32x8x128"
+    for batch in (1, 32)
+    for context in (1024, 4096, 16384, 65536, 131072)
 )
 # Sequences of the correctness gate: short, around a block's end, several splits.
 GATE_LENS = (1, 63, 16, 17, 700, 1029)
+# Of the gate: how far, at most, quantised K and V are from K and V.
+QUANTISATION_ERROR = 0.3
 SEED_TOKENS = 4096
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = 2 * 2**30
@@ -92,14 +108,20 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
     for i, length in enumerate(GATE_LENS):
         query, output = batch.query[i : i + 1].cpu(), batch.output[i].cpu().float()
         key, value = arm.held(keys[i], values[i], slots[i])
-        expected = attention(query.float(), key, value, arm.scale)[0][0]
+        for held, given in ((key, keys[i]), (value, values[i])):
+            far = (held - given.cpu()).norm() / given.cpu().norm()
+            assert far <= QUANTISATION_ERROR, (
+                f"{length} tokens: K or V off by {far:.3g}"
+            )
+        expected = arm.exact(query, key, value)[0]
         if arm.relative_error is not None:
             error = (output - expected).norm()
             bound = arm.relative_error * expected.norm()
         else:
+            plain = attention(query.float(), key, value, arm.scale)[0][0]
             same_dtype = attention(query, key.to(DTYPE), value.to(DTYPE), arm.scale)
             error = (output - expected).abs().max()
-            bound = 2 * (same_dtype[0][0].float() - expected).abs().max() + 1e-4
+            bound = 2 * (same_dtype[0][0].float() - plain).abs().max() + 1e-4
         # Written so that NaN fails.
         assert error <= bound, f"{length} tokens: error {error:.3g} > {bound:.3g}"
 
@@ -249,8 +271,8 @@ def choose_arms(args: argparse.Namespace) -> dict[str, Callable[..., Arm]]:
 def make_filled(
     name: str, make_arm: Callable[..., Arm], batch: Batch, others: dict[str, Arm]
 ) -> Arm:
-    """An arm with a full cache: that of its dtype, if it is a variant."""
-    base = others.get(name.partition("[")[0])
+    """An arm with a full cache: that of its dtype's own arm, if there is one."""
+    base = others.get(re.split(r"[_\[]", name)[0])
     if base is not None:
         return make_arm(batch, cache=base.cache)
     arm = make_arm(batch)
@@ -266,8 +288,7 @@ def time_shape(
     report: Report,
 ) -> None:
     """Time the arms on one shape, and report a row for each of their parts."""
-    seq_lens = [shape.context] * shape.batch
-    batch = Batch(shape, seq_lens, args.block_size, args.device)
+    batch = Batch(shape, shape.seq_lens, args.block_size, args.device)
     arms: dict[str, Arm] = {}
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
     for name, make_arm in makers.items():
@@ -283,7 +304,7 @@ def time_shape(
         row: dict[str, Any] = {"shape": str(shape), "arm": name, "part": part}
         row |= spread(times)
         if part == "attention":
-            num_bytes = shape.batch * shape.context * shape.num_kv_heads
+            num_bytes = sum(shape.seq_lens) * shape.num_kv_heads
             num_bytes *= arms[name].token_bytes
             rate = num_bytes / row["median_us"] * 1e-3
             row |= {
@@ -295,16 +316,12 @@ def time_shape(
         report.row(**row, **device_facts)
 
 
-def run_shape(
-    shape: Shape,
-    device_facts: dict[str, float],
-    args: argparse.Namespace,
-    report: Report,
-) -> bool:
-    """Gate and time the arms on one shape; whether all arms were right."""
+def choose_correct(
+    shape: Shape, args: argparse.Namespace, report: Report
+) -> dict[str, Callable[..., Arm]]:
+    """The arms that attend correctly with a shape's heads, by name."""
     correct: dict[str, Callable[..., Arm]] = {}
-    makers = choose_arms(args)
-    for name, make_arm in makers.items():
+    for name, make_arm in choose_arms(args).items():
         try:
             gate(make_arm, shape, args)
         except Exception:
@@ -313,10 +330,7 @@ def run_shape(
             correct[name] = make_arm
     if args.check_only:
         report.row(shape=str(shape), part="gate", correct=list(correct))
-    else:
-        time_shape(shape, correct, device_facts, args, report)
-        torch.accelerator.empty_cache()
-    return len(correct) == len(makers)
+    return correct
 
 
 def parse_variant(text: str) -> tuple[int, ...]:
@@ -334,7 +348,15 @@ def build_parser() -> argparse.ArgumentParser:
         type=Shape.parse,
         default=[Shape.parse(text) for text in DEFAULT_SHAPES],
         metavar="SHAPE",
-        help="batch x context x heads x KV heads x head size: 32x32768x32x8x128",
+        help="batch x context x heads x KV heads x head size: 32x32768x32x8x128; "
+        "of several lengths: 1x131072+63x2048x32x8x128",
+    )
+    parser.add_argument(
+        "--sweep",
+        dest="shapes",
+        action="store_const",
+        const=[Shape.parse(text) for text in SWEEP_SHAPES],
+        help="the shapes of the pictures: batch 1 and 32, 1024 to 131072 tokens",
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument(
@@ -365,8 +387,16 @@ def main() -> int:
     set_random_seed(0)
     report = Report(args.output, run_facts(args))
     device_facts = {} if args.check_only else measure_device(args)
-    correct = [run_shape(shape, device_facts, args, report) for shape in args.shapes]
-    return 0 if all(correct) else 1
+    correct: dict[tuple[int, int, int], dict[str, Callable[..., Arm]]] = {}
+    for shape in args.shapes:
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_size
+        if heads not in correct:
+            correct[heads] = choose_correct(shape, args, report)
+        if not args.check_only:
+            time_shape(shape, correct[heads], device_facts, args, report)
+            torch.accelerator.empty_cache()
+    num_arms = len(choose_arms(args))
+    return 0 if all(len(found) == num_arms for found in correct.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The arms of ``benchmark_turbo_decode.py``: ways to keep and read a KV cache.
+"""What ``benchmark_turbo_decode.py`` times: a decode step, and turbo's way through it.
 
-vLLM is imported where it is used, so that what one arm lacks ends that arm only.
+``turbo_decode_peers.py`` has the other ways. vLLM is imported where it is used, so that
+what one arm lacks ends that arm only.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,21 +16,32 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode batch: ``batch`` sequences of ``context`` tokens each."""
+    """One decode batch, of sequences of the same or of several lengths.
 
-    batch: int
-    context: int
+    Attributes:
+        groups: How many sequences, and how many tokens each of them has.
+
+    """
+
+    groups: tuple[tuple[int, int], ...]
     num_heads: int
     num_kv_heads: int
     head_size: int
 
     @staticmethod
     def parse(text: str) -> "Shape":
-        return Shape(*map(int, text.split("x")))
+        """Read ``32x32768x32x8x128`` or ``1x131072+63x2048x32x8x128``."""
+        *groups, last = [list(map(int, part.split("x"))) for part in text.split("+")]
+        pairs = [(count, length) for count, length in (*groups, last[:2])]
+        return Shape(tuple(pairs), *last[2:])
 
     def __str__(self) -> str:
-        sizes = (self.num_heads, self.num_kv_heads, self.head_size)
-        return "x".join(map(str, (self.batch, self.context, *sizes)))
+        groups = "+".join(f"{count}x{length}" for count, length in self.groups)
+        return f"{groups}x{self.num_heads}x{self.num_kv_heads}x{self.head_size}"
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [length for count, length in self.groups for _ in range(count)]
 
 
 class Batch:
@@ -39,7 +50,7 @@ class Batch:
     Attributes:
         query: (B, Hq, D); ``key`` and ``value`` (B, H, D): of the newest token.
         output: (B, Hq, D).
-        block_table: (B, max_blocks) int32, blocks in random order.
+        block_table: (B, max_blocks) int32, blocks in random order, then zeros.
         seq_lens: (B,) int32.
         slot_mapping: (B,) int64, slots of the newest tokens.
 
@@ -53,13 +64,16 @@ class Batch:
         self.device = device
         self.max_seq_len = max(seq_lens)
         num_seqs, size = len(seq_lens), shape.head_size
-        self.num_blocks = num_seqs * -(-self.max_seq_len // block_size)
+        blocks = [-(-length // block_size) for length in seq_lens]
+        self.num_blocks = sum(blocks)
         self.query = self.random(num_seqs, shape.num_heads, size)
         self.key = self.random(num_seqs, shape.num_kv_heads, size)
         self.value = self.random(num_seqs, shape.num_kv_heads, size)
         self.output = torch.full_like(self.query, float("nan"))
         order = torch.randperm(self.num_blocks, device=device)
-        self.block_table = order.to(torch.int32).view(num_seqs, -1)
+        self.block_table = torch.nn.utils.rnn.pad_sequence(
+            order.to(torch.int32).split(blocks), batch_first=True
+        )
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         last = [self.slots(i)[-1:] for i in range(num_seqs)]
         self.slot_mapping = torch.cat(last)
@@ -115,184 +129,13 @@ class Arm(ABC):
         """What the cache holds of ``key`` and ``value``: fp32, on the host."""
         return key.cpu().float(), value.cpu().float()
 
+    def exact(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention from (1, Hq, D) queries to what is held: fp32, on the host."""
+        from vllm.v1.attention.ops.turbo.reference import attention
 
-class FlashAttentionArm(Arm):
-    """FlashAttention 3 over bf16 or fp8 pages, called as vLLM's backend does."""
-
-    def __init__(self, batch: Batch, fp8: bool, planned: bool) -> None:
-        super().__init__(batch)
-        shape = batch.shape
-        size = (batch.num_blocks, batch.block_size, shape.num_kv_heads)
-        dtype = torch.uint8 if fp8 else DTYPE
-        self.cache = torch.zeros(
-            *size, 2 * shape.head_size, dtype=dtype, device=batch.device
-        )
-        self.token_bytes = 2 * shape.head_size * dtype.itemsize
-        self.kv_cache_dtype = "fp8" if fp8 else "auto"
-        if fp8:
-            self.relative_error = 0.15
-        self.one = torch.ones((), device=batch.device)
-        descale = self.one.expand(len(batch.seq_lens), shape.num_kv_heads)
-        self.options: dict[str, Any] = {
-            "cu_seqlens_q": torch.arange(
-                len(batch.seq_lens) + 1, dtype=torch.int32, device=batch.device
-            ),
-            "q_descale": descale,
-            "k_descale": descale,
-            "v_descale": descale,
-        }
-        self.query_dtype = torch.float8_e4m3fn if fp8 else DTYPE
-        self.query = batch.query.to(self.query_dtype)
-        if planned:
-            self.options |= self.plan()
-
-    def plan(self) -> dict[str, Any]:
-        """The schedule and the bound on splits of vLLM's full CUDA graphs."""
-        from vllm.config.attention import AttentionConfig
-        from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
-
-        batch, shape = self.batch, self.batch.shape
-        num_splits = AttentionConfig().flash_attn_max_num_splits_for_cuda_graph
-        metadata = get_scheduler_metadata(
-            batch_size=len(batch.seq_lens),
-            max_seqlen_q=1,
-            max_seqlen_k=batch.max_seq_len,
-            num_heads_q=shape.num_heads,
-            num_heads_kv=shape.num_kv_heads,
-            headdim=shape.head_size,
-            cache_seqlens=batch.seq_lens,
-            qkv_dtype=self.query_dtype,
-            cu_seqlens_q=self.options["cu_seqlens_q"],
-            page_size=batch.block_size,
-            causal=True,
-            num_splits=num_splits,
-        )
-        return {"scheduler_metadata": metadata, "num_splits": num_splits}
-
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        from vllm import _custom_ops as ops
-
-        key_cache, value_cache = self.cache.split(self.batch.shape.head_size, -1)
-        ops.reshape_and_cache_flash(
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slots,
-            self.kv_cache_dtype,
-            self.one,
-            self.one,
-        )
-
-    def attention(self) -> None:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
-        batch = self.batch
-        pages = self.cache.view(self.query_dtype)
-        key_cache, value_cache = pages.split(batch.shape.head_size, -1)
-        flash_attn_varlen_func(
-            q=self.query,
-            k=key_cache,
-            v=value_cache,
-            out=batch.output,
-            max_seqlen_q=1,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.scale,
-            causal=True,
-            block_table=batch.block_table,
-            fa_version=3,
-            **self.options,
-        )
-
-
-class TurboQuantArm(Arm):
-    """vLLM's ``turboquant_*`` presets."""
-
-    relative_error = 0.5
-
-    def __init__(self, batch: Batch, cache_dtype: str) -> None:
-        from vllm.config.attention import AttentionConfig
-        from vllm.model_executor.layers.quantization.turboquant.centroids import (
-            get_centroids,
-        )
-        from vllm.model_executor.layers.quantization.turboquant.config import (
-            TurboQuantConfig,
-        )
-        from vllm.v1.attention.ops.turbo.rotation import hadamard
-
-        super().__init__(batch)
-        size, heads = batch.shape.head_size, batch.shape.num_heads
-        config = TurboQuantConfig.from_cache_dtype(cache_dtype, size)
-        assert isinstance(config, TurboQuantConfig)
-        self.config = config
-        self.token_bytes = self.config.slot_size_aligned
-        device = batch.device
-        pages = (batch.num_blocks, batch.block_size, batch.shape.num_kv_heads)
-        self.cache = torch.zeros(
-            *pages, self.token_bytes, dtype=torch.uint8, device=device
-        )
-        self.rotation = (hadamard(size).float() / size**0.5).to(device)
-        self.centroids = get_centroids(size, self.config.centroid_bits).to(device)
-        levels, _ = self.centroids.sort()
-        self.midpoints = (levels[:-1] + levels[1:]) / 2
-        num_seqs = len(batch.seq_lens)
-        self.num_splits = AttentionConfig().tq_max_kv_splits_for_cuda_graph
-        self.partial = torch.empty(
-            num_seqs, heads, self.num_splits, size + 1, device=device
-        )
-        self.result = torch.empty_like(batch.query)
-        self.lse = torch.empty(num_seqs, heads, device=device)
-
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        from vllm.v1.attention.ops.triton_turboquant_store import (
-            triton_turboquant_store,
-        )
-
-        triton_turboquant_store(
-            key,
-            value,
-            self.cache,
-            slots,
-            self.rotation,
-            self.midpoints,
-            mse_bits=self.config.key_mse_bits,
-            key_packed_size=self.config.key_packed_size,
-            value_quant_bits=self.config.effective_value_quant_bits,
-            key_fp8=self.config.key_fp8,
-        )
-
-    def attention(self) -> None:
-        from vllm.v1.attention.ops.triton_turboquant_decode import (
-            triton_turboquant_decode_attention,
-        )
-
-        batch = self.batch
-        result = triton_turboquant_decode_attention(
-            query=batch.query,
-            kv_cache=self.cache,
-            block_table=batch.block_table,
-            seq_lens=batch.seq_lens,
-            Pi=self.rotation,
-            centroids=self.centroids,
-            scale=self.scale,
-            mse_bits=self.config.key_mse_bits,
-            key_packed_size=self.config.key_packed_size,
-            value_quant_bits=self.config.effective_value_quant_bits,
-            key_fp8=self.config.key_fp8,
-            norm_correction=self.config.norm_correction,
-            PiT=self.rotation,
-            mid_o_buf=self.partial,
-            output_buf=self.result,
-            lse_buf=self.lse,
-            max_num_kv_splits=self.num_splits,
-        )
-        # The backend copies, too.
-        batch.output.copy_(result)
+        return attention(query.float(), key, value, self.scale)[0]
 
 
 class TurboArm(Arm):
@@ -304,7 +147,7 @@ class TurboArm(Arm):
         kernels: As ``attention_config.turbo_kernel``.
         variant: Block of tokens, warps and stages of Triton's attention kernel, and
             splits a sequence (0: as served); None: as served.
-        cache: Of another variant, to be shared.
+        cache: Of another arm, to be shared.
 
     """
 
@@ -369,6 +212,8 @@ class TurboArm(Arm):
         )
 
     def attention(self) -> None:
+        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
         batch = self.batch
         self.kernels.decode_attention(
             self.rotated_query,
@@ -380,6 +225,7 @@ class TurboArm(Arm):
             self.partial,
             self.partial_lse,
             batch.output,
+            NewestToken(batch.query, batch.key, batch.value, self.scale),
             **self.options,
         )
 
@@ -389,6 +235,26 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo import reference
 
         pages = self.cache.cpu()
-        rotated_key, rotated_value = reference.load(pages, slots.cpu(), self.layout)
-        key = reference.inverse_rotate(rotated_key) * self.layout.key_codebook.gain
-        return key, reference.inverse_rotate(rotated_value)
+        rotated = reference.load(pages, slots.cpu(), self.layout)
+        held_key, held_value = map(reference.inverse_rotate, rotated)
+        held_key *= self.layout.key_codebook.gain
+        held_key[-1], held_value[-1] = key[-1].cpu(), value[-1].cpu()
+        return held_key, held_value
+
+    def exact(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend from q in int8 where the kernel does that, but not to the newest."""
+        from vllm.v1.attention.ops.turbo import reference
+        from vllm.v1.attention.ops.turbo.kernels import triton_kernels
+
+        query = query.float()
+        rounded = query
+        if self.kernels.decode_attention is not triton_kernels().decode_attention:
+            rounded = reference.round_query(reference.rotate(query))
+            rounded = reference.inverse_rotate(rounded)
+        # The two have coordinates of their own.
+        keys = torch.cat([key, torch.zeros_like(key)], -1)
+        keys[-1] = keys[-1].roll(key.shape[-1], -1)
+        queries = torch.cat([rounded, query], -1)
+        return reference.attention(queries, keys, value, self.scale)[0]
