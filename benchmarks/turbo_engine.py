@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Capacity, prefill and decode time of vLLM's engine, for several cache dtypes.
+"""Capacity, prefill, decode time and throughput of vLLM's engine, by cache dtype.
 
 Each arm is an engine in a process of its own, with dummy weights and CUDA graphs.
 One JSON object a line:
@@ -11,11 +11,15 @@ One JSON object a line:
 * `prefix_hit`: the same once more, when all of it is cached.
 * `decode`: time a token and sequence (TPOT): the difference between many tokens and
   one, over the steps between.
+* `throughput`, with --throughput: output tokens by wall time when all requests come at
+  once. With --kv-cache-memory-bytes every arm's cache has the same size; most shapes do
+  not fit then, so it is a run of its own, with an empty --shapes.
 
-An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, and
-`turbo4:triton` turbo_kernel. vLLM forces FlashAttention 2 on its own turboquant dtypes;
-where that is not installed, --site-copy makes them run with FlashAttention 3, in a copy
-of vLLM.
+An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
+turbo_kernel, and `fp8:FLASHINFER` the attention backend. `nvfp4` selects FlashInfer by
+itself and needs it installed, with nvcc and ninja: kernels are compiled at the first
+start. vLLM forces FlashAttention 2 on its own turboquant dtypes; where that is not
+installed, --site-copy makes them run with FlashAttention 3, in a copy of vLLM.
 """
 
 import argparse
@@ -50,6 +54,12 @@ WARM_UP_PROMPTS = 2
 WARM_UP_TOKENS = 12288
 # Small ids may be special.
 FIRST_TOKEN = 1000
+# The largest first: the others then find it in the prefix cache.
+SHAPES = ((1, 65536), (16, 32768), (64, 4096), (1, 2048))
+SWEEP_SHAPES = (
+    *((1, 65536), (16, 32768), (1, 32768), (64, 8192), (16, 8192), (1, 8192)),
+    *((64, 4096), (64, 2048), (16, 2048), (1, 2048)),
+)
 
 
 def emit(**fields: Any) -> None:
@@ -70,18 +80,26 @@ class Engine:
 
         cache_dtype, _, option = arm.partition(":")
         self.args = args
-        self.longest = max(context for _, context in args.shapes)
+        shapes = [(context, args.steps + 1) for _, context in args.shapes]
+        self.max_num_seqs = args.max_num_seqs
+        if args.throughput:
+            shapes.append(args.throughput[1:])
+            self.max_num_seqs = max(self.max_num_seqs, args.throughput[0])
+        self.longest = max(prompt for prompt, _ in shapes)
         options: dict[str, Any] = {
             "kv_cache_dtype": cache_dtype,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
-            "max_model_len": self.longest + args.steps + 1,
+            "max_model_len": max(map(sum, shapes)),
             "max_num_batched_tokens": args.max_num_batched_tokens,
-            "max_num_seqs": args.max_num_seqs,
+            "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": args.gpu_memory_utilization,
+            "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
         }
-        if option:
+        if option.isupper():
+            options["attention_backend"] = option
+        elif option:
             name = "turbo_prefill" if option in ("raw", "stored") else "turbo_kernel"
             options["attention_config"] = {name: option}
         start = time.perf_counter()
@@ -112,8 +130,7 @@ class Engine:
     def prompts(self, count: int, length: int, first_seed: int = 0) -> list[list[int]]:
         """Returns random prompts; shorter ones are prefixes of longer ones."""
         return [
-            random_prompt(first_seed + i, self.longest, self.vocab_size)[:length]
-            for i in range(count)
+            random_prompt(first_seed + i, length, self.vocab_size) for i in range(count)
         ]
 
     def warm_up(self) -> None:
@@ -154,6 +171,22 @@ class Engine:
             "steps": self.args.steps,
         }
 
+    def measure_throughput(self) -> dict[str, Any]:
+        """Returns the row of --throughput."""
+        requests, length, max_tokens = self.args.throughput
+        prompts = self.prompts(requests, length, first_seed=2_000_000)
+        seconds, _ = self.generate(prompts, max_tokens)
+        return {
+            "part": "throughput",
+            "requests": requests,
+            "input_tokens": length,
+            "output_tokens": max_tokens,
+            "seconds": seconds,
+            "output_tokens_per_s": requests * max_tokens / seconds,
+            "kv_cache_tokens": self.cache_config.kv_cache_size_tokens,
+            "kv_cache_memory_bytes": self.args.kv_cache_memory_bytes,
+        }
+
 
 def run_child(arm: str, args: argparse.Namespace) -> None:
     """Measures one arm; the rows go to the standard output."""
@@ -165,7 +198,8 @@ def run_child(arm: str, args: argparse.Namespace) -> None:
         kv_cache_tokens=cache_config.kv_cache_size_tokens,
         block_size=cache_config.block_size,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        max_num_seqs=args.max_num_seqs,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        max_num_seqs=engine.max_num_seqs,
     )
     engine.warm_up()
     for batch, context in args.shapes:
@@ -176,6 +210,8 @@ def run_child(arm: str, args: argparse.Namespace) -> None:
         except Exception as error:
             emit(shape=shape, error=f"{type(error).__name__}: {error}"[:500])
             raise
+    if args.throughput:
+        emit(**engine.measure_throughput())
     engine.llm.llm_engine.engine_core.shutdown()
 
 
@@ -276,12 +312,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", default=["auto", "fp8", "turbo4"])
     parser.add_argument(
         "--shapes",
-        nargs="+",
+        nargs="*",
         type=parse_shape,
-        default=[(16, 32768), (8, 32768)],
+        default=SHAPES,
         metavar="BATCHxCONTEXT",
         help="the largest first: the others then find it in the prefix cache",
     )
+    parser.add_argument(
+        "--sweep",
+        dest="shapes",
+        action="store_const",
+        const=SWEEP_SHAPES,
+        help="the shapes of the pictures: batch 1, 16 and 64, 2048 to 65536 tokens",
+    )
+    parser.add_argument(
+        "--throughput",
+        nargs=3,
+        type=int,
+        metavar=("REQUESTS", "INPUT", "OUTPUT"),
+        help="measure that, too: requests, and the tokens of each",
+    )
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="of every arm")
     parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
@@ -299,7 +350,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
+    if not args.shapes and not args.throughput:
+        parser.error("nothing to measure: neither --shapes nor --throughput")
     if args.child:
         run_child(args.child, args)
         return 0
