@@ -1,29 +1,35 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# What needs a GPU: gpu.sh [kernels|bench|engine|serve|quality|lab]...
+# What needs a GPU:
+# gpu.sh [kernels|bench|engine|throughput|pictures|serve|quality|lab]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS,
+# QUALITY_ARGS, LAB_ARGS.
 #
-# On an H200 quality takes less than ten minutes and lab a minute or two. quality
-# draws with matplotlib (requirements/test.txt), unless QUALITY_ARGS is --no-pictures.
+# throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
+# alone needs neither a GPU nor vLLM.
+#
+# On an H200 quality takes less than ten minutes and lab a minute or two. quality and
+# pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
+# is --no-pictures.
 set -u
 cd "$(dirname -- "$0")/.." || exit
 python=${PYTHON:-python3}
 out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- kernels bench engine serve quality lab
+[ $# -gt 0 ] || set -- kernels bench engine throughput pictures serve quality lab
 for section; do
   case $section in
-    kernels | bench | engine | serve | quality | lab) ;;
+    kernels | bench | engine | throughput | pictures | serve | quality | lab) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
 mkdir -p "$out" || exit
-if ! "$python" -c 'import vllm.v1.attention.ops.turbo'; then
+if [ "$*" != pictures ] && ! "$python" -c 'import vllm.v1.attention.ops.turbo'; then
   echo "gpu.sh: apply the series to $python's vLLM first: scripts/apply.sh" >&2
   exit 1
 fi
@@ -46,6 +52,16 @@ engine() {
     --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
 }
 
+throughput() {
+  "$python" benchmarks/turbo_engine.py --shapes --throughput 96 4096 512 \
+    --kv-cache-memory-bytes 8589934592 \
+    --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
+}
+
+pictures() {
+  "$python" benchmarks/pictures.py "$out" "$@"
+}
+
 serve() {
   "$python" benchmarks/turbo_serve.py \
     --output "$out/serve.jsonl" --log "$out/serve.log" "$@"
@@ -66,6 +82,8 @@ for section; do
     kernels) arguments=${KERNELS_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
+    throughput) arguments=${THROUGHPUT_ARGS:-} ;;
+    pictures) arguments=${PICTURES_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;

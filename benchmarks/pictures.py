@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Draws what the benchmarks measured, without a GPU.
+
+Beside each decode.jsonl goes decode.svg: microseconds of decode attention, and percent
+of the copy rate, against context. Beside each engine.jsonl goes tpot.svg: time per
+output token against context. Of a measurement made several times the last one counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from common import ROOT
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+# Text stays text, and the same rows give the same file.
+plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks"})
+
+
+class Look(NamedTuple):
+    """How a line is drawn.
+
+    Attributes:
+        arms: Its arms, in both files. Several ways to read one cache are drawn as one
+            line, of whichever is the fastest at each point.
+        label: In the legend, which also says of how many arms it is the fastest.
+        colour: Of line and markers.
+        marker: Of a point.
+
+    """
+
+    arms: tuple[str, ...]
+    label: str
+    colour: str
+    marker: str
+
+
+LOOKS = (
+    Look(
+        ("bf16", "bf16_flashinfer", "bf16_flashinfer_fa2", "auto", "auto:FLASHINFER"),
+        "bf16", "black", "s",
+    ),
+    Look(("fp8", "fp8_flashinfer", "fp8:FLASHINFER"), "fp8", "tab:blue", "D"),
+    Look(("nvfp4",), "nvfp4", "tab:purple", "^"),
+    Look(("turboquant_4bit_nc",), "turboquant_4bit_nc", "tab:red", "v"),
+    Look(("turbo4",), "turbo4", "tab:green", "o"),
+    Look(("k4v3",), "k4v3", "tab:olive", "o"),
+    Look(("turbo3",), "turbo3", "tab:cyan", "o"),
+)  # fmt: skip
+
+Row = dict[str, Any]
+# By arm, batch and context.
+Rows = dict[tuple[str, int, int], Row]
+
+
+def read_rows(path: Path, part: str, heads: str = "") -> Rows:
+    """Returns a file's rows of one part, of shapes with one length and these heads."""
+    rows = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        shape = row.get("shape", "")
+        if row.get("part") != part or "error" in row or "+" in shape:
+            continue
+        batch, context, *sizes = shape.split("x")
+        if "x".join(sizes) == heads:
+            rows[row["arm"], int(batch), int(context)] = row
+    return rows
+
+
+def lines(
+    rows: Rows, batch: int, field: str
+) -> Iterator[tuple[Look, list[tuple[int, Row]]]]:
+    """Yields each line of a batch size: contexts, and the row of the fastest arm."""
+    for look in LOOKS:
+        best: dict[int, Row] = {}
+        for (arm, size, context), row in rows.items():
+            if arm in look.arms and size == batch:
+                best[context] = min(best.get(context, row), row, key=lambda r: r[field])
+        if best:
+            yield look, sorted(best.items())
+
+
+def draw_lines(axis: Any, rows: Rows, batch: int, fastest: str, field: str) -> None:
+    contexts = sorted({context for _, size, context in rows if size == batch})
+    for look, points in lines(rows, batch, fastest):
+        x, y = zip(*((context, row[field]) for context, row in points))
+        arms = len({arm for arm, _, _ in rows if arm in look.arms})
+        label = look.label if arms == 1 else f"{look.label}, fastest of {arms}"
+        axis.plot(
+            x, y, label=label, color=look.colour, marker=look.marker, markersize=4
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(contexts, [thousands(context) for context in contexts])
+    axis.set_xlabel("context, tokens")
+    axis.grid(True, which="major", alpha=0.3)
+
+
+def draw_legend(axes: Any) -> None:
+    """Draws one legend, in the first of some panels, of the lines in all of them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= {line.get_label(): line for line in axis.get_lines()}
+    axes[0].legend(handles.values(), handles.keys(), fontsize=8)
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def gpus(rows: Rows) -> str:
+    return ", ".join(sorted({row["gpu"] for row in rows.values()}))
+
+
+def draw_decode(rows: Rows, batches: list[int], heads: str, path: Path) -> None:
+    """Draws decode attention: a column a batch size, time above, rate below."""
+    figure, grid = plt.subplots(
+        2, len(batches), figsize=(5 * len(batches), 7.5), squeeze=False, sharex="col"
+    )
+    for batch, (above, below) in zip(batches, grid.T):
+        draw_lines(above, rows, batch, "median_us", "median_us")
+        draw_lines(below, rows, batch, "median_us", "percent_of_copy")
+        above.set(title=f"batch {batch}", yscale="log", xlabel="")
+        below.set_ylim(bottom=0)
+    grid[0, 0].set_ylabel("decode attention, microseconds")
+    grid[1, 0].set_ylabel("bytes read, percent of the rate of a copy")
+    draw_legend(grid[0])
+    num_heads, num_kv_heads, head_size = heads.split("x")
+    shape = f"{num_heads}/{num_kv_heads} heads of {head_size}"
+    figure.suptitle(f"{gpus(rows)}, {shape}", fontsize=10)
+    save(figure, path)
+
+
+def draw_tpot(rows: Rows, path: Path) -> None:
+    """Draws the time per output token: a panel a batch size."""
+    batches = sorted({batch for _, batch, _ in rows})
+    figure, axes = plt.subplots(
+        1, len(batches), figsize=(1 + 3.5 * len(batches), 4), squeeze=False
+    )
+    for batch, axis in zip(batches, axes[0]):
+        draw_lines(axis, rows, batch, "tpot_ms", "tpot_ms")
+        axis.set(title=f"batch {batch}", yscale="log")
+        for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            ticks("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=7)
+    axes[0, 0].set_ylabel("time per output token, ms")
+    draw_legend(axes[0])
+    figure.suptitle(gpus(rows), fontsize=10)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    print(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "results", nargs="?", type=Path, default=ROOT / "benchmarks" / "results",
+        help="folder, searched with all below it",
+    )  # fmt: skip
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--heads", default="32x8x128", help="of decode.svg")
+    args = parser.parse_args()
+    drawn = 0
+    for path in sorted(args.results.rglob("decode.jsonl")):
+        rows = read_rows(path, "attention", args.heads)
+        rows = {key: row for key, row in rows.items() if key[1] in args.batches}
+        if rows:
+            batches = [b for b in args.batches if any(key[1] == b for key in rows)]
+            draw_decode(rows, batches, args.heads, path.with_name("decode.svg"))
+            drawn += 1
+    for path in sorted(args.results.rglob("engine.jsonl")):
+        rows = read_rows(path, "decode")
+        if rows:
+            draw_tpot(rows, path.with_name("tpot.svg"))
+            drawn += 1
+    if not drawn:
+        print(f"pictures.py: nothing to draw in {args.results}", file=sys.stderr)
+    return 0 if drawn else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
