@@ -91,17 +91,26 @@ def nibble_of(index, IS_VALUE: tl.constexpr):
 
 
 @triton.jit
-def value_pointers(
-    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a plane of V
+def value_rows(
+    ptr,  # uint8 pointers
     token,  # of that shape, place in the tile
-    group,  # [1, C] or [C, 1]
+    PLANE_OFFSET: tl.constexpr,
     PAIR_BYTES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """int16 pointers to a group's first word; pairs of tokens have PAIR_BYTES of it."""
+    """Pointers to tokens' first words; pairs of them have PAIR_BYTES of a group."""
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
-    row_ptr = codes_ptr + token // 8 * (4 * PAIR_BYTES * NUM_GROUPS)
-    row_ptr += token % 8 // 2 * PAIR_BYTES + token % 2 * 2
+    offset = token // 8 * (4 * PAIR_BYTES * NUM_GROUPS) + token % 2 * 2
+    return ptr + (PLANE_OFFSET + offset + token % 8 // 2 * PAIR_BYTES)
+
+
+@triton.jit
+def value_pointers(
+    row_ptr,  # [N, 1] or [1, N], from ``value_rows``
+    group,  # [1, C] or [C, 1]
+    PAIR_BYTES: tl.constexpr,
+):
+    """int16 pointers to groups' first words."""
     return (row_ptr + group * (4 * PAIR_BYTES)).to(tl.pointer_type(tl.int16))
 
 
@@ -132,13 +141,15 @@ def _load_value_units(
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     group = unit % NUM_GROUPS
     if BITS == 4:
-        p_half = value_pointers(codes_ptr, token, group, 16, HEAD_SIZE)
+        p_half = value_pointers(
+            value_rows(codes_ptr, token, 0, 16, HEAD_SIZE), group, 16
+        )
         return rotate_halves(_load_halves(p_half + unit // NUM_GROUPS * 4, mask), 14)
 
-    p_half = value_pointers(codes_ptr, token, group, 8, HEAD_SIZE)
+    p_half = value_pointers(value_rows(codes_ptr, token, 0, 8, HEAD_SIZE), group, 8)
     branch = rotate_halves(_load_halves(p_half, mask), 12)
     paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
-    p_path = value_pointers(paths_ptr, token, group, 4, HEAD_SIZE)
+    p_path = value_pointers(value_rows(paths_ptr, token, 0, 4, HEAD_SIZE), group, 4)
     path = load(p_path, mask).to(tl.int32) & 0xFFFF
     place = same_unit // NUM_GROUPS
     differs = path ^ path << 2

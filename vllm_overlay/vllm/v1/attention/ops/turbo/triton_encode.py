@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     scale_value,
     store_halves,
     value_pointers,
+    value_rows,
 )
 from vllm.v1.attention.ops.turbo.triton_rotate import load_integers, rotate_integers
 from vllm.v1.attention.ops.turbo.triton_scales import (
@@ -320,8 +321,6 @@ def encode_vectors(
             integers, matrix_ptr, coordinate, inside, HEAD_SIZE, BLOCK_D
         )
         y = y + (rotated * factor,)
-    codes_ptr = tile_ptr + CODES_OFFSET
-    scales_ptr = tile_ptr + SCALES_OFFSET
     if BITS == 4:
         CODEBOOK: tl.constexpr = _KEYS_4 if IS_KEY else _VALUES_4
         scale_code = choose_scales(y, CODEBOOK, BLOCK_G, SCALE_WORDS)
@@ -330,17 +329,12 @@ def encode_vectors(
         u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
         mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
         if IS_KEY:
-            row_ptr = (codes_ptr + token * (HEAD_SIZE // 2))[:, None]
+            row_ptr = (tile_ptr + (CODES_OFFSET + token * (HEAD_SIZE // 2)))[:, None]
             p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
             tl.store(p_word, word, mask=mask)
         else:
-            p_half = value_pointers(
-                codes_ptr[:, None],
-                token[:, None],
-                (u % NUM_GROUPS)[None, :],
-                16,
-                HEAD_SIZE,
-            )
+            row_ptr = value_rows(tile_ptr, token, CODES_OFFSET, 16, HEAD_SIZE)[:, None]
+            p_half = value_pointers(row_ptr, (u % NUM_GROUPS)[None, :], 16)
             p_half += (u // NUM_GROUPS * 4)[None, :]
             store_halves(p_half, rotate_halves(word, 2), mask)
     else:
@@ -359,11 +353,12 @@ def encode_vectors(
             factor,
             scale,
             path,
-            codes_ptr,
+            tile_ptr,
             token,
             token_mask,
+            CODES_OFFSET,
             IS_KEY,
             TRELLIS,
             HEAD_SIZE,
         )
-    store_scales(scale_code, scales_ptr, token, token_mask, SCALE_WORDS)
+    store_scales(scale_code, tile_ptr + SCALES_OFFSET, token, token_mask, SCALE_WORDS)

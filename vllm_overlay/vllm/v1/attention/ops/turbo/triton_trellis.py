@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     scale_value,
     store_halves,
     value_pointers,
+    value_rows,
 )
 from vllm.v1.attention.ops.turbo.triton_scales import (
     at,
@@ -288,9 +289,10 @@ def store_trellis(
     factor,  # [T, 1] fp32
     scale,  # [T, G] fp32
     path,  # [T, G] int32
-    codes_ptr,  # [T] uint8 pointers to a side's code plane
+    tile_ptr,  # [T] uint8 pointers to tiles
     token,  # [T] place in the tile
     token_mask,  # [T]
+    CODES_OFFSET: tl.constexpr,
     IS_KEY: tl.constexpr,
     CODEBOOK: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -305,15 +307,17 @@ def store_trellis(
             word |= branch << (2 * e)
         else:
             word |= branch << (e // 2 % 2 * 16 + (e // 4 * 4 + 6 - e % 2 * 2) % 16)
-    codes_ptr, token = codes_ptr[:, None], token[:, None]
-    token_mask = token_mask[:, None]
     if IS_KEY:
-        _store_key_trellis(word, path, codes_ptr, token, token_mask, HEAD_SIZE)
+        codes_ptr = (tile_ptr + CODES_OFFSET)[:, None]
+        token_mask = token_mask[:, None]
+        _store_key_trellis(word, path, codes_ptr, token[:, None], token_mask, HEAD_SIZE)
     else:
         group = tl.arange(0, scale.shape[1])[None, :]
-        mask = token_mask & (group < NUM_GROUPS)
-        p_half = value_pointers(codes_ptr, token, group, 8, HEAD_SIZE)
-        store_halves(p_half, word, mask)
-        paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
-        p_path = value_pointers(paths_ptr, token, group, 4, HEAD_SIZE)
-        tl.store(p_path, path.to(tl.int16), mask=mask)
+        mask = token_mask[:, None] & (group < NUM_GROUPS)
+        # One sum of all offsets: of a pointer to the plane Triton's compiler would
+        # make one with operands of two layouts.
+        row_ptr = value_rows(tile_ptr, token, CODES_OFFSET, 8, HEAD_SIZE)[:, None]
+        store_halves(value_pointers(row_ptr, group, 8), word, mask)
+        PATHS_OFFSET: tl.constexpr = CODES_OFFSET + _TILE * (HEAD_SIZE // 4)
+        row_ptr = value_rows(tile_ptr, token, PATHS_OFFSET, 4, HEAD_SIZE)[:, None]
+        tl.store(value_pointers(row_ptr, group, 4), path.to(tl.int16), mask=mask)
