@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode steps by the CUDA kernels, as the backend has them, and what they are to give.
+
+The caches are filled by the store kernel too, whose bytes are tested elsewhere.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store, reference
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
+from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
+
+NUM_KV_HEADS = 2
+BLOCK_SIZE = 32
+# Tokens that the references hold at once.
+PIECE = 32768
+
+
+class Scratch(NamedTuple):
+    """What a step writes, NaN before."""
+
+    rotated_query: torch.Tensor
+    query_scale: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
+    output: torch.Tensor
+
+    @staticmethod
+    def of(
+        query: torch.Tensor, num_splits: int, dtype: torch.dtype = BF16
+    ) -> "Scratch":
+        num_seqs, num_heads, head_size = query.shape
+
+        def rows(count: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
+            return torch.full((count, *shape), math.nan, dtype=dtype, device=DEVICE)
+
+        return Scratch(
+            rows(num_seqs, num_heads, head_size, dtype=torch.float16),
+            rows(num_seqs, num_heads),
+            rows(num_seqs * num_splits, num_heads, head_size),
+            rows(num_seqs * num_splits, num_heads),
+            rows(num_seqs, num_heads, head_size, dtype=dtype),
+        )
+
+
+class Step(NamedTuple):
+    """The inputs of a decode step of a layer.
+
+    Attributes:
+        query: (B, Hq, D).
+        key: (B, H, D), of the newest tokens.
+        value: (B, H, D).
+        slots: (B,) int64, where these go.
+        block_table: (B, max_blocks) int32.
+        seq_lens: (B,) int32, the newest tokens included.
+
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def run(
+        self,
+        cache: torch.Tensor,
+        layout: TurboFormat,
+        scratch: Scratch,
+        raw_newest: bool = False,
+    ) -> torch.Tensor:
+        """Store, attend and merge, as the backend does."""
+        scale = layout.head_size**-0.5
+        cuda_store.store(
+            cache,
+            self.slots,
+            self.key,
+            self.value,
+            layout,
+            self.query,
+            scratch.rotated_query,
+            scratch.query_scale,
+            scale,
+        )
+        newest = NewestToken(self.query, self.key, self.value, scale)
+        cuda_decode.decode_attention(
+            scratch.rotated_query,
+            scratch.query_scale,
+            cache,
+            self.block_table,
+            self.seq_lens,
+            layout,
+            scratch.partial,
+            scratch.partial_lse,
+            scratch.output,
+            newest if raw_newest else None,
+        )
+        return scratch.output
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Standard normal numbers, made on the device: there are many."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
+
+
+def served_splits(num_seqs: int) -> int:
+    num_sms = num_compute_units(torch.accelerator.current_device_index())
+    return cuda_decode.num_kv_splits(num_seqs, NUM_KV_HEADS, num_sms)
+
+
+def new_cache(layout: TurboFormat, num_blocks: int) -> torch.Tensor:
+    """Pages that were used before, by something else."""
+    shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layout.slot_size)
+    return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
+
+
+def fill(
+    cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+) -> None:
+    """Store the K and V of a sequence, both (T, H, D), by the kernel."""
+    slots = slots_of(block_table_row, 0, key.shape[0], BLOCK_SIZE)
+    cuda_store.store(cache, slots, key, value, layout)
+
+
+def random_sequences(
+    layout: TurboFormat, seq_lens: list[int], group: int = 4
+) -> tuple[torch.Tensor, Step]:
+    """A cache with Gaussian K and V of every sequence, and a step that adds none."""
+    size = layout.head_size
+    table = make_block_table(seq_lens, BLOCK_SIZE)
+    cache = new_cache(layout, num_blocks_for(seq_lens, BLOCK_SIZE))
+    for row, length in enumerate(seq_lens):
+        shape = (length, NUM_KV_HEADS, size)
+        key, value = (normal(*shape, seed=2 * row + side) for side in (0, 1))
+        fill(cache, table[row], key, value, layout)
+    return cache, step_of(layout, table, seq_lens, group)
+
+
+def step_of(
+    layout: TurboFormat, table: torch.Tensor, seq_lens: list[int], group: int = 4
+) -> Step:
+    """A step with Gaussian queries, whose newest tokens are stored already."""
+    num_seqs = len(seq_lens)
+    kv_shape = (num_seqs, NUM_KV_HEADS, layout.head_size)
+    return Step(
+        normal(num_seqs, group * NUM_KV_HEADS, layout.head_size, seed=1000),
+        normal(*kv_shape, seed=1001),
+        normal(*kv_shape, seed=1002),
+        torch.full((num_seqs,), -1, device=DEVICE),
+        table,
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def rows_of(step: Step, rows: list[int]) -> Step:
+    return Step(*(x[rows] for x in step))
+
+
+def rounded(query: torch.Tensor) -> torch.Tensor:
+    """Queries as the decode kernel sees them, fp32, rotated back."""
+    return reference.inverse_rotate(reference.round_query(reference.rotate(query)))
+
+
+def attend_in_pieces(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    length: int,
+    layout: TurboFormat,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Attention of queries (Q, Hq, D) to all of a sequence, (Q, Hq, D) fp32.
+
+    Scores, weights and the sums of a piece are in ``dtype``.
+    """
+    outputs, lses = [], []
+    for first in range(0, length, PIECE):
+        last = min(first + PIECE, length)
+        slots = slots_of(block_table_row, first, last, BLOCK_SIZE)
+        keys, values = reference.load(cache, slots, layout)
+        keys = reference.inverse_rotate(keys) * layout.key_codebook.gain
+        values = reference.inverse_rotate(values)
+        tensors = (x.to(dtype) for x in (queries, keys, values))
+        output, lse = reference.attention(
+            *tensors, layout.head_size**-0.5, causal=False
+        )
+        outputs.append(output.float())
+        lses.append(lse)
+    weights = torch.stack(lses).softmax(0)[..., None]
+    return (weights * torch.stack(outputs)).sum(0)
+
+
+def check_row(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    length: int,
+    layout: TurboFormat,
+) -> None:
+    """The 2x rule of ``utils``, for a sequence of any length.
+
+    Args:
+        output: (Hq, D).
+        query: (Hq, D).
+        cache: (num_blocks, H, N, C).
+        block_table_row: (max_blocks,).
+        length: Of the sequence.
+        layout: The cache's format.
+
+    """
+    where = cache, block_table_row, length, layout
+    both = torch.stack([query.float(), rounded(query)])
+    exact, target = attend_in_pieces(both, *where)
+    plain = attend_in_pieces(query[None], *where, dtype=query.dtype)[0].to(query.dtype)
+    allowed = 2 * (plain.float() - exact).abs().max() + 2**-11 * exact.abs().max()
+    error = (output.float() - target).abs().max()
+    assert error <= allowed, f"length {length}: error {error:.3g}, not {allowed:.3g}"
+
+
+def rotated_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    length: int,
+    layout: TurboFormat,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of the queries (Hq, D) that the kernel sees, not rotated back.
+
+    Returns:
+        Scores (Hq, T), values (Hq, T, D) as stored, and outputs (Hq, D), fp32.
+
+    """
+    slots = slots_of(block_table_row, 0, length, BLOCK_SIZE)
+    sides = reference.load(cache, slots, layout)
+    group = query.shape[0] // NUM_KV_HEADS
+    keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in sides)
+    factor = layout.key_codebook.gain * layout.head_size**-0.5
+    queries = reference.round_query(reference.rotate(query)) * factor
+    scores = (keys @ queries[..., None])[..., 0]
+    return scores, values, (scores.softmax(-1)[:, None] @ values)[:, 0]
+
+
+def assert_close_in_rotated_space(
+    output: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor
+) -> None:
+    """Compare fp32 outputs, rotated, where errors of values stay in a coordinate.
+
+    Args:
+        output: (..., D).
+        expected: (..., D), rotated.
+        magnitude: Weighted mean of the values' magnitudes, of which the rounding of
+            fp16 weights and products, denormal ones besides, is a part.
+
+    """
+    size = output.shape[-1]
+    matrix = reference.rotation_matrix(size, output.device, torch.float64)
+    rotated = output.double() @ matrix * size**-0.5
+    # The rotation back of fp32 numbers has rounding of its own.
+    largest = expected.abs().amax(-1, keepdim=True)
+    allowed = 2.0**-9 * magnitude + 2.0**-18 * largest + 2.0**-22
+    error = (rotated - expected).abs()
+    assert (error <= allowed).all(), (error / allowed).max()
