@@ -235,6 +235,108 @@ def test_it_waits_for_the_kernel_before_it():
         assert torch.equal(output, expected)
 
 
+@requires_cuda
+@all_sizes
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+@pytest.mark.parametrize("lse", [0.0, 14427.0, -14427.0])
+def test_equal_lses_give_the_mean(head_size, num_splits, lse):
+    """LSEs of scores of 1e4 either way, too."""
+    partial, _ = partial_results([num_splits], num_splits, 8, head_size)
+    lses = torch.full((num_splits, 8), lse, device=DEVICE)
+    output = merge(partial, lses, lengths([num_splits]), torch.float32)
+    matrix = rotation_matrix(head_size, output.device, torch.float64, inverse=True)
+    expected = partial.double().mean(0) @ matrix * head_size**-0.5
+    assert (output[0] - expected).abs().max() <= 2.0**-18 * expected.abs().max()
+
+
+@requires_cuda
+@all_sizes
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 63])
+def test_a_dominating_split_is_alone(head_size, place):
+    """Others' weights vanish, though their partial results are huge."""
+    partial, lse = partial_results([64], 64, 8, head_size)
+    partial *= 1e30
+    partial[place] /= 1e30
+    lse[place] = lse.max() + 200
+    output = merge(partial, lse, lengths([64]), torch.float32)
+    alone = merge(partial[place][None], lse[place][None], lengths([1]), torch.float32)
+    assert (output - alone).abs().max() <= 2.0**-20 * alone.abs().max()
+
+
+@requires_cuda
+@pytest.mark.parametrize("num_warps", [1, 8])
+def test_partial_results_beyond_4_gib(num_warps):
+    """Those of the last sequences; what lies between is not read."""
+    num_seqs, num_splits, num_heads, head_size = 2060, 64, 32, 256
+    shape = (num_seqs * num_splits, num_heads, head_size)
+    last = slice(-2 * num_splits, None)
+    partial = torch.empty(shape, device=DEVICE)
+    assert partial[: last.start].nbytes > 2**32
+    lse = torch.full(shape[:2], -math.inf, device=DEVICE)
+    partial[last], lse[last] = partial_results([64, 33], 64, num_heads, head_size)
+    seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=DEVICE)
+    seq_lens[-2:] = lengths([64, 33])
+    output = merge(partial, lse, seq_lens, BF16, num_warps=num_warps)
+    assert (output[:-2] == 0).all()
+    alone = merge(partial[last], lse[last], seq_lens[-2:], BF16, num_warps=num_warps)
+    assert torch.equal(output[-2:], alone)
+    assert (alone != 0).any()
+
+
+@requires_cuda
+@with_newest
+def test_a_graph_is_replayed_with_other_inputs(with_newest):
+    """Lengths and newest tokens are what is in the tensors at the replay."""
+    batches = [[3, 6, 0, 1], [0, 0, 0, 0], [6, 6, 6, 6], [1, 2, 0, 4]]
+    inputs = [
+        (*partial_results(counts, 6, 8, 128), lengths(counts)) for counts in batches
+    ]
+    inputs[1][2].zero_()
+    newest = newest_tokens(4, 4, 128, BF16)
+    given = newest if with_newest else None
+    static = tuple(torch.empty_like(x) for x in inputs[0])
+    output = torch.empty_like(newest.query)
+    merge(*inputs[0], BF16, given)  # builds and loads
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_merge.merge_splits(*static, output, NUM_KV_HEADS, given)
+    for index, batch in enumerate(inputs):
+        for x in newest[:3]:
+            x.copy_(gaussian(*x.shape, dtype=BF16, seed=index))
+        for target, source in zip(static, batch):
+            target.copy_(source)
+        output.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(output, merge(*batch, BF16, given))
+
+
+@requires_cuda
+def test_two_streams():
+    """Each merge waits for its own stream's work, and for no other's."""
+    sources = [partial_results(counts, 6, 8, 128) for counts in ([6] * 64, [3] * 64)]
+    seq_lens = lengths([6] * 64)
+    expected = [merge(*source, seq_lens, BF16) for source in sources]
+    targets = [[torch.zeros_like(x) for x in source] for source in sources]
+    streams = [torch.cuda.Stream() for _ in sources]
+    torch.accelerator.synchronize()
+    outputs: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for target, source in zip(targets[index], sources[index]):
+                    target.zero_()
+                    # A merge on another stream would run while this one sleeps.
+                    torch.cuda._sleep(100_000)
+                    target.copy_(source)
+                outputs[index].append(torch.empty_like(expected[index]))
+                cuda_merge.merge_splits(
+                    *targets[index], seq_lens, outputs[index][-1], NUM_KV_HEADS
+                )
+    torch.accelerator.synchronize()
+    for results, one in zip(outputs, expected):
+        assert all(torch.equal(output, one) for output in results)
+
+
 @all_sizes
 def test_signs_are_those_of_the_rotation(head_size):
     header = cuda_merge.constants_header(head_size)
