@@ -1,13 +1,16 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# What needs a GPU:
-# gpu.sh [kernels|bench|engine|throughput|pictures|serve|quality|lab]...
+# What needs a GPU, or many cores: gpu.sh
+# [kernels|architectures|bench|engine|throughput|pictures|serve|quality|lab]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, BENCH_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS,
-# QUALITY_ARGS, LAB_ARGS.
+# KERNELS_ARGS, ARCHITECTURES_ARGS, BENCH_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS,
+# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+#
+# architectures compiles every CUDA kernel for every architecture: a minute on 16
+# cores, and no GPU.
 #
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
@@ -21,10 +24,12 @@ python=${PYTHON:-python3}
 out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- kernels bench engine throughput pictures serve quality lab
+[ $# -gt 0 ] || set -- kernels architectures \
+  bench engine throughput pictures serve quality lab
 for section; do
   case $section in
-    kernels | bench | engine | throughput | pictures | serve | quality | lab) ;;
+    kernels | architectures | bench | engine) ;;
+    throughput | pictures | serve | quality | lab) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -40,6 +45,11 @@ kernels() {
   set -- $?
   tail -n 40 "$out/kernels.txt"
   return "$1"
+}
+
+architectures() {
+  "$python" vllm_overlay/tests/kernels/turbo/compile_kernels.py \
+    --output "$out/cuda_resources.json" "$@"
 }
 
 bench() {
@@ -80,6 +90,7 @@ failed=
 for section; do
   case $section in
     kernels) arguments=${KERNELS_ARGS:-} ;;
+    architectures) arguments=${ARCHITECTURES_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;

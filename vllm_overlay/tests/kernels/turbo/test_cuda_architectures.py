@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA kernels compile for each architecture, without spilling more than is known.
+
+Here are a few modules; ``compile_kernels.py`` compiles all.
+"""
+
+import importlib.util
+import json
+
+import pytest
+
+from .compile_kernels import (
+    ARCHITECTURES,
+    RECORDED,
+    CompileError,
+    Resources,
+    compile_module,
+    excess,
+    find_nvcc,
+    instances,
+    nvcc_release,
+    parse_resources,
+)
+
+NVCC = find_nvcc()
+requires_nvcc = pytest.mark.skipif(
+    NVCC is None or importlib.util.find_spec("tvm_ffi") is None,
+    reason="needs nvcc and apache-tvm-ffi",
+)
+# The oldest and the newest architecture, and the least shared memory.
+SUBSET = [
+    ("decode turbo4 128 paired", 80),
+    ("decode turbo3 64 full", 120),
+    ("decode k4v3 256 full", 89),
+    ("store turbo4 128", 80),
+    ("merge 128", 90),
+]
+
+
+def recorded() -> dict:
+    return json.loads(RECORDED.read_text())
+
+
+@requires_nvcc
+@pytest.mark.parametrize(
+    "name, capability", SUBSET, ids=[f"{name}-sm_{number}" for name, number in SUBSET]
+)
+def test_compiles_and_spills_no_more_than_is_recorded(name, capability):
+    module = instances(capability)[name]
+    found = compile_module(module, capability, NVCC)
+    assert 0 < found.registers <= 255
+    if nvcc_release(NVCC) != recorded()["nvcc"]:
+        pytest.skip("it compiles; spills are recorded for another release of nvcc")
+    assert excess(name, capability, found, recorded()) is None
+
+
+@requires_nvcc
+def test_a_module_that_cannot_be_compiled_is_an_error():
+    module = instances(90)["merge 128"]
+    broken = module._replace(header=module.header.replace("#define HEAD_SIZE", "//"))
+    with pytest.raises(CompileError, match="HEAD_SIZE"):
+        compile_module(broken, 90, NVCC)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_every_instance_is_recorded(capability):
+    """With registers that leave room for the block's warps."""
+    modules = instances(capability)
+    table = recorded()["modules"]
+    assert modules and table.keys() == modules.keys()
+    for name, module in modules.items():
+        registers, spills = table[name][str(capability)]
+        assert 0 < registers <= 255 and spills >= 0
+        flags = dict(flag[2:].split("=") for flag in module.flags if "-D" in flag)
+        if "DECODE_WARPS" in flags:
+            assert registers * 32 * int(flags["DECODE_WARPS"]) <= 65536
+
+
+def test_what_ptxas_says_is_read():
+    text = """
+ptxas info    : Function properties for one
+    16 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 96 registers, used 1 barriers
+ptxas info    : Function properties for other
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+"""
+    assert parse_resources(text) == Resources(168, 44)
+    with pytest.raises(CompileError, match="not understood"):
+        parse_resources("ptxas info    : 0 bytes gmem")
+
+
+def test_more_spills_than_recorded_are_told():
+    table = {"nvcc": "13.0", "modules": {"store": {"90": [96, 8]}}}
+    assert excess("store", 90, Resources(255, 8), table) is None
+    assert "12 bytes of spills, not 8" in excess("store", 90, Resources(9, 12), table)
+    # What nobody recorded may not spill.
+    assert excess("store", 80, Resources(96, 1), table) is not None
