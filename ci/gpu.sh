@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|bench|engine|throughput|pictures|serve|quality|lab]...
+# [kernels|architectures|sanitizer|bench|engine|throughput|pictures|serve|quality|lab]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, ARCHITECTURES_ARGS, BENCH_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS,
-# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, ENGINE_ARGS,
+# THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
-# cores, and no GPU.
+# cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
+# sure that it finds what is planted for it.
 #
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
@@ -24,11 +25,11 @@ python=${PYTHON:-python3}
 out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- kernels architectures \
+[ $# -gt 0 ] || set -- kernels architectures sanitizer \
   bench engine throughput pictures serve quality lab
 for section; do
   case $section in
-    kernels | architectures | bench | engine) ;;
+    kernels | architectures | sanitizer | bench | engine) ;;
     throughput | pictures | serve | quality | lab) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -50,6 +51,48 @@ kernels() {
 architectures() {
   "$python" vllm_overlay/tests/kernels/turbo/compile_kernels.py \
     --output "$out/cuda_resources.json" "$@"
+}
+
+# watch NAME TOOL STATUS [ARG]...: run the kernels under a tool, which is to end so.
+watch() {
+  log=$out/sanitizer-logs/$1.txt tool=$2 wanted=$3 padding=
+  shift 3
+  # An access past an allocation's end is to be in no other.
+  [ "$tool" != memcheck ] || padding='--padding 4096'
+  # shellcheck disable=SC2086 # words are arguments
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" $padding \
+    --target-processes application-only --error-exitcode 9 --print-limit 10 \
+    "$python" ci/sanitize.py "$@" >"$log" 2>&1
+  status=$?
+  summary=$(sed -n 's/^=* \(.*SUMMARY: .*\)/\1/p' "$log" | head -n 1)
+  echo "$tool${1:+ $*}: ${summary:-see $log} (status $status, to be $wanted)" |
+    tee -a "$out/sanitizer.txt"
+  [ "$status" -eq "$wanted" ]
+}
+
+sanitizer() {
+  sanitizer=$(command -v compute-sanitizer) ||
+    sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+  mkdir -p "$out/sanitizer-logs" || return
+  # Builds the kernels.
+  "$python" ci/sanitize.py "$@" >"$out/sanitizer.txt" 2>&1 || {
+    tail -n 20 "$out/sanitizer.txt"
+    return 1
+  }
+  jobs=
+  for tool in memcheck racecheck initcheck synccheck; do
+    watch "$tool" "$tool" 0 "$@" &
+    jobs="$jobs $!"
+  done
+  for tool in memcheck racecheck initcheck; do
+    watch "$tool-defect" "$tool" 9 --defect "$tool" &
+    jobs="$jobs $!"
+  done
+  set -- 0
+  for job in $jobs; do
+    wait "$job" || set -- 1
+  done
+  return "$1"
 }
 
 bench() {
@@ -91,6 +134,7 @@ for section; do
   case $section in
     kernels) arguments=${KERNELS_ARGS:-} ;;
     architectures) arguments=${ARCHITECTURES_ARGS:-} ;;
+    sanitizer) arguments=${SANITIZER_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
