@@ -335,8 +335,9 @@ def choose_correct(
 
 def parse_variant(text: str) -> tuple[int, ...]:
     numbers = tuple(map(int, text.split(",")))
-    if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,WARPS,STAGES,SPLITS")
+    if len(numbers) != 5:
+        fields = "N,WARPS,STAGES,REGISTERS,SPLITS"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {fields}")
     return numbers
 
 
@@ -364,9 +365,9 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=parse_variant,
         default=[],
-        metavar="N,WARPS,STAGES,SPLITS",
-        help="launches of the turbo attention kernel to try besides the one "
-        "served; SPLITS 0: as served",
+        metavar="N,WARPS,STAGES,REGISTERS,SPLITS",
+        help="launches of Triton's turbo attention kernel to try besides the one "
+        "served; REGISTERS 0: no limit; SPLITS 0: as served",
     )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=100)

@@ -145,7 +145,7 @@ class TurboArm(Arm):
         batch: The decode step.
         cache_dtype: The preset.
         kernels: As ``attention_config.turbo_kernel``.
-        variant: Block of tokens, warps and stages of Triton's attention kernel, and
+        variant: Block of tokens, warps, stages and registers of Triton's kernel, and
             splits a sequence (0: as served); None: as served.
         cache: Of another arm, to be shared.
 
@@ -156,7 +156,7 @@ class TurboArm(Arm):
         batch: Batch,
         cache_dtype: str,
         kernels: str = "auto",
-        variant: tuple[int, int, int, int] | None = None,
+        variant: tuple[int, int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
@@ -179,8 +179,8 @@ class TurboArm(Arm):
         if variant:
             from vllm.v1.attention.ops.turbo.triton_decode import DecodeTuning
 
-            self.options["tuning"] = DecodeTuning(*variant[:3])
-        self.num_splits = variant[3] if variant else 0
+            self.options["tuning"] = DecodeTuning(*variant[:4])
+        self.num_splits = variant[4] if variant else 0
         if self.num_splits == 0:
             units = 1 if device == "cpu" else num_compute_units()
             self.num_splits = self.kernels.num_kv_splits(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.triton_codec import (
@@ -37,23 +38,33 @@ from vllm.v1.attention.ops.turbo.triton_operands import (
 
 
 class DecodeTuning(NamedTuple):
-    """How the decode kernel is launched, by default as is best on an H200.
-
-    That is at head size 128 and GQA 4; ``benchmark_turbo_decode.py --variants``
-    compares others. The time goes into issuing instructions, so what keeps registers
-    matters more than what hides latency.
+    """How the decode kernel is launched.
 
     Attributes:
         block_n: Tokens a step of a program.
         num_warps: Warps a program. One is best: more would each dequantise
             the same values.
         num_stages: Depth of the software pipeline.
+        max_registers: Of a thread, on NVIDIA GPUs; None for no limit.
 
     """
 
-    block_n: int = 32
-    num_warps: int = 1
-    num_stages: int = 2
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def default_tuning(head_size: int) -> DecodeTuning:
+    """Launch parameters, chosen on an H200 at head size 128 and GQA 4.
+
+    ``benchmark_turbo_decode.py --variants`` compares others. The time goes into issuing
+    instructions: large blocks repeat the softmax and addresses least, and 168 registers
+    let 12 programs share a multiprocessor. Larger heads would spill then.
+    """
+    if head_size <= 128:
+        return DecodeTuning(64, 1, 3, max_registers=168)
+    return DecodeTuning(32, 1, 2)
 
 
 @triton.jit
@@ -338,7 +349,7 @@ def decode_attention(
         output: (B, Hq, D), written; last axis contiguous.
         newest: The last of each sequence's cached tokens, to be attended to
             in place of what the cache holds of it.
-        tuning: Launch parameters; None for the default.
+        tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
     num_seqs, num_heads, head_size = rotated_query.shape
@@ -352,9 +363,12 @@ def decode_attention(
     num_splits = partial.shape[0] // num_seqs
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
     if tuning is None:
-        tuning = DecodeTuning()
+        tuning = default_tuning(head_size)
     group = num_heads // num_kv_heads
     num_newest = 0 if newest is None else 1
+    options = {}
+    if tuning.max_registers and current_platform.is_cuda():
+        options["maxnreg"] = tuning.max_registers
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         rotated_query,
         query_scale,
@@ -376,5 +390,6 @@ def decode_attention(
         NUM_STAGES=tuning.num_stages,
         NUM_NEWEST=num_newest,
         num_warps=tuning.num_warps,
+        **options,
     )
     merge_splits(partial, partial_lse, seq_lens, output, num_kv_heads, newest)
