@@ -20,19 +20,23 @@ from vllm.v1.attention.ops.turbo.cuda_build import (
 )
 from vllm.v1.attention.ops.turbo.cuda_merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS, NewestToken
+from vllm.v1.attention.ops.turbo.triton_merge import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    count_sequences,
+)
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 BRANCH_BITS = 2
-# Query heads of a KV head up to which the tensor core's columns are shared by two
-# halves of the work.
-MAX_PAIRED_GROUP = 4
+# Queries of a KV head up to which the tensor core's columns are shared by two halves
+# of the work.
+MAX_PAIRED_QUERIES = 4
 # Warps a block, one block a multiprocessor; multiples of the team size in
 # segment.cuh. More leave too few registers. Two pairs of tiles a warp are in flight.
 _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
-# Splits of all sequences of a batch that there is room for in any case.
+# Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 4096
 # Queries in int8, each column's for both halves of the scale groups; a few numbers.
 _QUERY_COLUMNS = 2 * 8
@@ -107,9 +111,13 @@ def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
     return min(_max_warps(layout.head_size, paired), fitting)
 
 
-@cache
-def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
-    """Build, if need be, and load the module for query groups of a size.
+def load(layout: TurboFormat, num_queries: int, device: torch.device) -> Any:
+    """Build, if need be, and load the module for a number of queries.
+
+    Args:
+        layout: The cache's format.
+        num_queries: Queries of a sequence and KV head: query heads, times tokens.
+        device: Where it is to run.
 
     Raises:
         RuntimeError: If it cannot be built.
@@ -118,7 +126,11 @@ def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
     reason = unsupported_reason(layout)
     if reason is not None:
         raise RuntimeError(reason)
-    paired = group <= MAX_PAIRED_GROUP
+    return _load(layout, num_queries <= MAX_PAIRED_QUERIES, device)
+
+
+@cache
+def _load(layout: TurboFormat, paired: bool, device: torch.device) -> Any:
     properties = torch.cuda.get_device_properties(device)
     warps = num_warps(layout, paired, properties.shared_memory_per_block_optin)
     return build_and_load(
@@ -133,7 +145,9 @@ def load(layout: TurboFormat, group: int, device: torch.device) -> Any:
     )
 
 
-def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+def num_kv_splits(
+    num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
+) -> int:
     """Splits a sequence at most: room for partial results.
 
     The kernel itself decides on the ranges that its warps attend to, by lengths. A
@@ -145,13 +159,14 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
         num_seqs: Sequences in the (padded) batch.
         num_kv_heads: KV heads.
         num_sms: Multiprocessors of the GPU.
+        query_len: Query tokens a sequence.
 
     """
     num_seqs = max(1, num_seqs)
     teams = num_sms * _max_warps(128, True) // _TEAM_WARPS
     alone = -(-teams // num_kv_heads) + 1
     average = -(-teams * _TEAM_WARPS // (num_seqs * num_kv_heads))
-    room = max(_MAX_PARTIALS // num_seqs, 2 * average + 1)
+    room = max(_MAX_PARTIALS // (num_seqs * query_len), 2 * average + 1)
     return max(2, min(MAX_KV_SPLITS, alone, room))
 
 
@@ -166,26 +181,33 @@ def decode_attention(
     partial_lse: torch.Tensor,
     output: torch.Tensor,
     newest: NewestToken | None = None,
+    query_len: int = 1,
+    query_start_loc: torch.Tensor | None = None,
 ) -> None:
-    """Attend from one query token a sequence to the sequence's cached tokens.
+    """Attend from each sequence's last tokens to its cached tokens, causally.
 
     Args:
-        rotated_query: (B, Hq, D) fp16 contiguous, from ``triton_store.store``.
-        query_scale: (B, Hq) fp32 contiguous, likewise.
+        rotated_query: (T, Hq, D) fp16 contiguous, from ``triton_store.store``; a
+            sequence's tokens one after the other.
+        query_scale: (T, Hq) fp32 contiguous, likewise.
         kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a
             (block, head) contiguous, strides multiples of 16 bytes.
         block_table: (>= B, max_blocks) int32.
-        seq_lens: (>= B,) int32; zero for padding, whose output is zero.
+        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
+            output is zero.
         layout: The cache's format, for which ``unsupported_reason`` is None.
-        partial: (B * S, Hq, D) fp32 scratch, contiguous; S splits a sequence at
-            most. With S = 1 a result does not depend on the rest of the batch.
-        partial_lse: (B * S, Hq) fp32 scratch, contiguous.
-        output: (B, Hq, D), written; last axis contiguous.
-        newest: The last of each sequence's cached tokens, to be attended to
-            in place of what the cache holds of it.
+        partial: (B * Q * S, Hq, D) fp32 scratch, contiguous; S splits a sequence
+            at most. With S = 1 a result does not depend on the rest of the batch.
+        partial_lse: (B * Q * S, Hq) fp32 scratch, contiguous.
+        output: (T, Hq, D), written; last axis contiguous.
+        newest: The query tokens, to be attended to in place of what the cache holds
+            of them.
+        query_len: Q, query tokens a sequence, at most.
+        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
+            the last is not written. None if each has Q, so that T = B * Q.
 
     """
-    num_seqs, num_heads, _ = rotated_query.shape
+    num_tokens, num_heads, _ = rotated_query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
     assert block_size % fmt.TILE_TOKENS == 0, block_size
     assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
@@ -194,11 +216,12 @@ def decode_attention(
     assert rotated_query.is_contiguous() and query_scale.is_contiguous()
     assert partial.is_contiguous() and partial_lse.is_contiguous()
     assert output.stride(2) == 1 and block_table.stride(1) == 1
+    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
     if num_seqs == 0:
         return
-    num_splits = partial.shape[0] // num_seqs
+    num_splits = partial.shape[0] // (num_seqs * query_len)
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
-    load(layout, num_heads // num_kv_heads, kv_cache.device).decode(
+    load(layout, num_heads // num_kv_heads * query_len, kv_cache.device).decode(
         rotated_query,
         query_scale,
         kv_cache,
@@ -206,6 +229,18 @@ def decode_attention(
         seq_lens,
         partial,
         partial_lse,
-        0 if newest is None else 1,
+        query_start_loc,
+        num_seqs,
+        query_len,
+        newest is not None,
     )
-    merge_splits(partial, partial_lse, seq_lens, output, num_kv_heads, newest)
+    merge_splits(
+        partial,
+        partial_lse,
+        seq_lens,
+        output,
+        num_kv_heads,
+        newest,
+        query_len=query_len,
+        query_start_loc=query_start_loc,
+    )

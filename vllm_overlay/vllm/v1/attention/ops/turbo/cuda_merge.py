@@ -12,7 +12,11 @@ from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.triton_codec import LOG2_E
-from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS, NewestToken
+from vllm.v1.attention.ops.turbo.triton_merge import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    count_sequences,
+)
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,6 +94,8 @@ def merge_splits(
     num_kv_heads: int,
     newest: NewestToken | None = None,
     num_warps: int | None = None,
+    query_len: int = 1,
+    query_start_loc: torch.Tensor | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -98,24 +104,29 @@ def merge_splits(
     ``newest`` and ``seq_lens``.
 
     Args:
-        partial: (B * S, Hq, D) fp32, contiguous, each a softmax of its own; S
+        partial: (B * S * Q, Hq, D) fp32, contiguous, each a softmax of its own; S
             splits a sequence. Not read where the LSE is -inf.
-        partial_lse: (B * S, Hq) fp32, contiguous, in base 2.
-        seq_lens: (>= B,) int32, the newest token included.
-        output: (B, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
+        partial_lse: (B * S * Q, Hq) fp32, contiguous, in base 2.
+        seq_lens: (>= B,) int32, the newest tokens included.
+        output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
         num_kv_heads: KV heads.
         newest: The tokens that the splits leave out, of ``output``'s dtype; None if
             there are none.
         num_warps: Warps a row; None to choose by the batch.
+        query_len: Q, query tokens a sequence, at most.
+        query_start_loc: (B + 1,) int32, where sequences' tokens begin; None if each
+            has Q, so that T = B * Q.
 
     Raises:
         RuntimeError: If the kernel cannot be built.
 
     """
-    num_seqs, num_heads, head_size = output.shape
+    num_tokens, num_heads, head_size = output.shape
+    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
     if num_seqs == 0:
         return
-    num_splits = partial.shape[0] // num_seqs
+    num_rows = num_seqs * query_len * num_heads
+    num_splits = partial.shape[0] // (num_seqs * query_len)
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
     assert partial.dtype == partial_lse.dtype == torch.float32
     assert partial.is_contiguous() and partial_lse.is_contiguous()
@@ -133,7 +144,7 @@ def merge_splits(
         _check_vectors(name, x)
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
-        num_warps = warps_a_row(num_seqs * num_heads, num_splits, num_sms)
+        num_warps = warps_a_row(num_rows, num_splits, num_sms)
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
     load(head_size).merge(
         partial,
@@ -146,5 +157,8 @@ def merge_splits(
         num_kv_heads,
         with_newest,
         scale * LOG2_E,
+        query_start_loc,
+        num_seqs,
+        query_len,
         num_warps.bit_length() - 1,
     )

@@ -21,16 +21,16 @@ class TurboKernels(NamedTuple):
 
     Attributes:
         store: Quantises K and V into their slots, and rotates q.
-        decode_attention: Attends from one query token a sequence.
-        num_kv_splits: Partial results a sequence that ``decode_attention`` is to
-            have room for, by sequences, KV heads and multiprocessors.
+        decode_attention: Attends from as many query tokens of each sequence.
+        num_kv_splits: Partial results a query that ``decode_attention`` is to have
+            room for, by sequences, KV heads, multiprocessors and query tokens.
         make_matrices: Makes, by head size and device, what the kernels keep.
 
     """
 
     store: Callable[..., None]
     decode_attention: Callable[..., None]
-    num_kv_splits: Callable[[int, int, int], int]
+    num_kv_splits: Callable[[int, int, int, int], int]
     make_matrices: Callable[[int, torch.device], object]
 
 
@@ -78,7 +78,7 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
 
 
 @cache
-def cuda_build_error(layout: TurboFormat, group: int) -> str | None:
+def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str | None:
     """Build and load the CUDA kernels; why that failed, if it did.
 
     Cached, so that a build that fails does so once for all layers.
@@ -86,6 +86,7 @@ def cuda_build_error(layout: TurboFormat, group: int) -> str | None:
     Args:
         layout: The cache's format.
         group: Query heads a KV head.
+        query_len: Query tokens a sequence at most.
 
     """
     from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
@@ -93,7 +94,8 @@ def cuda_build_error(layout: TurboFormat, group: int) -> str | None:
     device = torch.device("cuda", torch.accelerator.current_device_index())
     try:
         cuda_store.load_library(layout)
-        cuda_decode.load(layout, group, device)
+        for num_queries in sorted({group, group * query_len}):
+            cuda_decode.load(layout, num_queries, device)
         cuda_merge.load(layout.head_size)
     except RuntimeError as error:
         return str(error)
@@ -108,13 +110,16 @@ def cuda_refusal(reason: str) -> str:
     )
 
 
-def choose_kernels(choice: str, layout: TurboFormat, group: int) -> TurboKernels:
+def choose_kernels(
+    choice: str, layout: TurboFormat, group: int, query_len: int = 1
+) -> TurboKernels:
     """The kernels of a layer, built: to be called before the first request.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
         layout: The cache's format.
         group: Query heads a KV head.
+        query_len: Query tokens a sequence at most.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -124,7 +129,7 @@ def choose_kernels(choice: str, layout: TurboFormat, group: int) -> TurboKernels
         logger.info_once("Turbo KV cache: Triton kernels, as asked for.")
         return triton_kernels()
     unsupported = cuda_unsupported_reason(layout)
-    error = None if unsupported else cuda_build_error(layout, group)
+    error = None if unsupported else cuda_build_error(layout, group, query_len)
     reason = unsupported or error
     if reason is None:
         logger.info_once("Turbo KV cache: CUDA kernels.")

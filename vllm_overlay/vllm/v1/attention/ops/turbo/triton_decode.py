@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode attention over packed pages: split-KV attention, then merge.
 
-One program serves all query heads of a KV head, so a page is read once. The
-attention runs in rotated space; ``triton_merge`` has the way back. Softmax is
-in base 2.
+One program serves all query heads of a KV head, so a page is read once; more query
+tokens take more programs. The attention runs in rotated space; ``triton_merge`` has
+the way back. Softmax is in base 2.
 """
 
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
 from vllm.v1.attention.ops.turbo.triton_merge import (
     MAX_KV_SPLITS,
     NewestToken,
+    count_sequences,
     merge_splits,
 )
 from vllm.v1.attention.ops.turbo.triton_operands import (
@@ -156,13 +157,14 @@ def _add_values(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
-    query_ptr,  # [B, Hq, D] fp16, rotated
-    query_scale_ptr,  # [B, Hq] fp32
+    query_ptr,  # [T, Hq, D] fp16, rotated
+    query_scale_ptr,  # [T, Hq] fp32
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [B, max_blocks]
     seq_lens_ptr,  # [B]
-    partial_ptr,  # [B, S, Hq, D] fp32
-    partial_lse_ptr,  # [B, S, Hq] fp32, base 2
+    query_start_loc_ptr,  # [B + 1]
+    partial_ptr,  # [B, S, Q, Hq, D] fp32
+    partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
     num_splits,
     stride_cache_block,
     stride_cache_head,
@@ -185,25 +187,39 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    NUM_NEWEST: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    WITH_NEWEST: tl.constexpr,
 ):
-    """Program (b, h, s): split s of sequence b, KV head h.
+    """Program (b, h, s): split s // P of sequence b, KV head h.
 
-    The last NUM_NEWEST tokens, 0 or 1, are left to the merge.
+    P programs share the queries, BLOCK_H each. The query tokens themselves are left to
+    the merge, if so asked.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    PARTS: tl.constexpr = (QUERY_LEN * GROUP + BLOCK_H - 1) // BLOCK_H
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + batch) - NUM_NEWEST
+    split = tl.program_id(2) // PARTS
+    if UNIFORM:
+        first_token = batch * QUERY_LEN
+        query_len = QUERY_LEN
+    else:
+        first_token = tl.load(query_start_loc_ptr + batch)
+        query_len = tl.load(query_start_loc_ptr + batch + 1) - first_token
+    seq_len = tl.load(seq_lens_ptr + batch)
+    if WITH_NEWEST:
+        seq_len -= query_len
     split_size = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
     first = split * split_size
     last = tl.minimum(first + split_size, seq_len)
 
-    h = tl.arange(0, BLOCK_H)
-    head_mask = h < GROUP
-    row = batch * NUM_HEADS + kv_head * GROUP + h
-    partial_row = row + (batch * (num_splits - 1) + split) * NUM_HEADS
+    h = tl.program_id(2) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_mask = h < query_len * GROUP
+    query_token = h // GROUP
+    own_row = query_token * NUM_HEADS + kv_head * GROUP + h % GROUP
+    row = first_token.to(tl.int64) * NUM_HEADS + own_row
+    partial_row = (batch * num_splits + split) * (QUERY_LEN * NUM_HEADS) + own_row
     p_lse = partial_lse_ptr + partial_row
     if first >= last:
         tl.store(p_lse, float("-inf"), mask=head_mask)
@@ -251,9 +267,16 @@ def _decode_kernel(
             )
             product = product * query_scale[None, :]
             product = tl.where(inside[i][:, None], product, float("-inf"))
+            if QUERY_LEN > 1 and not WITH_NEWEST:
+                end = seq_len - query_len + 1 + query_token
+                seen = (n + i)[:, None] < end[None, :]
+                product = tl.where(seen, product, float("-inf"))
             scores = scores + (product,)
         new_max = tl.max(tl.maximum(scores[0], scores[1]), 0)
         new_max = tl.maximum(running_max, new_max)
+        if QUERY_LEN > 1 and not WITH_NEWEST:
+            # A query may see none of the tokens so far.
+            new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
         rescale = tl.exp2(running_max - new_max)
         running_sum = running_sum * rescale[None, :]
         running_max = new_max
@@ -304,7 +327,9 @@ def _decode_kernel(
         tl.store(p_partial + coordinate, result, mask=query_mask)
 
 
-def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
+def num_kv_splits(
+    num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
+) -> int:
     """Splits a sequence, so that the programs fill the GPU.
 
     It depends on the batch alone, not on the lengths, so a CUDA graph of a
@@ -314,10 +339,12 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
         num_seqs: Sequences in the (padded) batch.
         num_kv_heads: KV heads.
         num_sms: Multiprocessors of the GPU.
+        query_len: Query tokens a sequence.
 
     """
     programs_per_sm = 32
-    wanted = triton.cdiv(num_sms * programs_per_sm, max(1, num_seqs * num_kv_heads))
+    programs = max(1, num_seqs * query_len * num_kv_heads)
+    wanted = triton.cdiv(num_sms * programs_per_sm, programs)
     return max(1, min(MAX_KV_SPLITS, wanted))
 
 
@@ -332,49 +359,59 @@ def decode_attention(
     partial_lse: torch.Tensor,
     output: torch.Tensor,
     newest: NewestToken | None = None,
+    query_len: int = 1,
+    query_start_loc: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Attend from one query token a sequence to the sequence's cached tokens.
+    """Attend from each sequence's last tokens to its cached tokens, causally.
 
     Args:
-        rotated_query: (B, Hq, D) fp16 contiguous, from ``triton_store.store``.
-        query_scale: (B, Hq) fp32 contiguous, likewise.
+        rotated_query: (T, Hq, D) fp16 contiguous, from ``triton_store.store``; a
+            sequence's tokens one after the other.
+        query_scale: (T, Hq) fp32 contiguous, likewise.
         kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a
             (block, head) contiguous.
         block_table: (>= B, max_blocks) int32.
-        seq_lens: (>= B,) int32; zero for padding, whose output is zero.
+        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
+            output is zero.
         layout: The cache's format.
-        partial: (B * S, Hq, D) fp32 scratch, contiguous; S splits a sequence.
-        partial_lse: (B * S, Hq) fp32 scratch, contiguous.
-        output: (B, Hq, D), written; last axis contiguous.
-        newest: The last of each sequence's cached tokens, to be attended to
-            in place of what the cache holds of it.
+        partial: (B * Q * S, Hq, D) fp32 scratch, contiguous; S splits a sequence.
+        partial_lse: (B * Q * S, Hq) fp32 scratch, contiguous.
+        output: (T, Hq, D), written; last axis contiguous.
+        newest: The query tokens, to be attended to in place of what the cache holds
+            of them.
+        query_len: Q, query tokens a sequence, at most.
+        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
+            the last is not written. None if each has Q, so that T = B * Q.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
-    num_seqs, num_heads, head_size = rotated_query.shape
+    num_tokens, num_heads, head_size = rotated_query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
     assert block_size % 16 == 0, block_size
     assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
     assert partial.is_contiguous() and partial_lse.is_contiguous()
     assert output.stride(2) == 1 and block_table.stride(1) == 1
+    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
     if num_seqs == 0:
         return
-    num_splits = partial.shape[0] // num_seqs
+    num_splits = partial.shape[0] // (num_seqs * query_len)
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
     if tuning is None:
         tuning = default_tuning(head_size)
     group = num_heads // num_kv_heads
-    num_newest = 0 if newest is None else 1
+    block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(group))
+    parts = triton.cdiv(group * query_len, block_h)
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
-    _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+    _decode_kernel[(num_seqs, num_kv_heads, num_splits * parts)](
         rotated_query,
         query_scale,
         kv_cache,
         block_table,
         seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc,
         partial,
         partial_lse,
         num_splits,
@@ -385,11 +422,22 @@ def decode_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         **layout_constants(layout),
-        BLOCK_H=max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(group)),
+        BLOCK_H=block_h,
         BLOCK_N=tuning.block_n,
         NUM_STAGES=tuning.num_stages,
-        NUM_NEWEST=num_newest,
+        QUERY_LEN=query_len,
+        UNIFORM=query_start_loc is None,
+        WITH_NEWEST=newest is not None,
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(partial, partial_lse, seq_lens, output, num_kv_heads, newest)
+    merge_splits(
+        partial,
+        partial_lse,
+        seq_lens,
+        output,
+        num_kv_heads,
+        newest,
+        query_len,
+        query_start_loc,
+    )

@@ -13,6 +13,7 @@
 
 namespace {
 
+using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 // Pairs of tiles in flight a warp.
@@ -44,7 +45,8 @@ int prepare(int device) {
 // See turbo::DecodeParams and cuda_decode.py for shapes and types.
 void decode(TensorView query, TensorView query_scale, TensorView kv_cache,
             TensorView block_table, TensorView seq_lens, TensorView partial,
-            TensorView partial_lse, int64_t num_newest) {
+            TensorView partial_lse, Optional<TensorView> query_start_loc,
+            int64_t num_seqs, int64_t query_len, bool with_newest) {
   turbo::DecodeParams p;
   p.query = static_cast<const __half*>(query.data_ptr());
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
@@ -56,12 +58,19 @@ void decode(TensorView query, TensorView query_scale, TensorView kv_cache,
   p.stride_cache_block = kv_cache.stride(0);
   p.stride_cache_head = kv_cache.stride(1);
   p.stride_block_table = static_cast<int>(block_table.stride(0));
-  p.num_seqs = static_cast<int>(query.size(0));
+  p.query_start_loc = nullptr;
+  if (query_start_loc.has_value()) {
+    p.query_start_loc =
+        static_cast<const int*>(query_start_loc.value().data_ptr());
+  }
+  p.query_len = static_cast<int>(query_len);
+  p.with_newest = with_newest;
+  p.most_hidden = with_newest ? 0 : p.query_len - 1;
+  p.num_seqs = static_cast<int>(num_seqs);
   p.num_kv_heads = static_cast<int>(kv_cache.size(1));
   p.group = static_cast<int>(query.size(1)) / p.num_kv_heads;
   p.tiles_per_block = static_cast<int>(kv_cache.size(2)) / TILE_TOKENS;
-  p.num_splits = static_cast<int>(partial.size(0)) / p.num_seqs;
-  p.num_newest = static_cast<int>(num_newest);
+  p.num_splits = static_cast<int>(partial.size(0) / (num_seqs * query_len));
   const DLDevice device = query.device();
   const int num_blocks = prepare(device.device_id);
   const auto stream = static_cast<cudaStream_t>(

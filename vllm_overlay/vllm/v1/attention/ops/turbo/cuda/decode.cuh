@@ -10,7 +10,7 @@ namespace turbo {
 
 __device__ __forceinline__ int num_tiles(const DecodeParams& p, int seq) {
   if (seq >= p.num_seqs) return 0;
-  const int tokens = p.seq_lens[seq] - p.num_newest;
+  const int tokens = p.num_tokens(seq);
   return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;
 }
 
@@ -30,7 +30,7 @@ struct Partition {
   }
 };
 
-// A row is a KV head's query heads of one pass. Teams are warps, or kTeamWarps
+// A row is a KV head's queries of one pass. Teams are warps, or kTeamWarps
 // where a sequence would otherwise have more than num_splits partial results.
 // With one split, a result does not depend on what else is in the batch. Ranges
 // that begin where rows do need no split more; they are taken if they are no
@@ -84,7 +84,7 @@ __device__ __forceinline__ Partition partition(const DecodeParams& p,
 template <int WARPS>
 __device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp,
                                            int lane) {
-  const int num_partials = p.num_splits * p.num_kv_heads * p.group;
+  const int num_partials = p.num_splits * p.num_queries();
 #pragma unroll 1
   for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
     if (num_tiles(p, seq) > 0) continue;
@@ -126,15 +126,14 @@ __device__ __forceinline__ void attend_range(
         const int start = seq_first + row * row_tiles;
         if (start >= last) break;
         const int kv_head = row / passes;
-        const int head = row % passes * kPassHeads<PAIRED>;
         Segment segment;
         segment.seq = seq;
-        segment.row = (seq * p.num_kv_heads + kv_head) * p.group + head;
-        segment.num_heads = min(p.group - head, kPassHeads<PAIRED>);
+        segment.kv_head = kv_head;
+        segment.first_column = row % passes * kPassColumns<PAIRED>;
         segment.cache = p.kv_cache + kv_head * p.stride_cache_head;
         segment.first_tile = max(first - start, 0);
         segment.last_tile = min(last - start, seq_tiles);
-        segment.num_tokens = p.seq_lens[seq] - p.num_newest;
+        segment.num_tokens = p.num_tokens(seq);
         segment.split = index - start / cut.range;
         segment.ends = segment.last_tile == seq_tiles;
         attend<PAIRED>(shared, p, segment, team);
@@ -151,7 +150,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   auto& shared =
       *reinterpret_cast<Shared<PAIRED, WARPS, STAGES>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int passes = (p.group + kPassHeads<PAIRED> - 1) / kPassHeads<PAIRED>;
+  const int passes =
+      (p.num_columns() + kPassColumns<PAIRED> - 1) / kPassColumns<PAIRED>;
   const int num_rows = p.num_kv_heads * passes;
   start_next_kernel();
 

@@ -3,13 +3,13 @@
 //
 // What lanes of a warp have of a tile of 16 tokens.
 //
-// Tokens are the rows of the tensor core's result and query heads its eight
+// Tokens are the rows of the tensor core's result and queries its eight
 // columns: S^T = K q^T and O^T = V^T P^T. Where a coordinate sits in a fragment
 // is free, so a lane's codes of a token are whole words. Softmax is in base 2.
 //
-// With up to four query heads (PAIRED), columns 4 to 7 of K q^T hold the
-// products of the other half of the scale groups, and those of O^T the tokens 8
-// to 15.
+// A query is one of a query head and query token. With up to four (PAIRED),
+// columns 4 to 7 of K q^T hold the products of the other half of the scale
+// groups, and those of O^T the tokens 8 to 15.
 #pragma once
 
 #include "format.cuh"
@@ -18,9 +18,9 @@
 namespace turbo {
 
 constexpr int kColumns = 8;
-// Query heads of a KV head that are attended to at once.
+// Queries of a KV head that attend at once.
 template <bool PAIRED>
-constexpr int kPassHeads = PAIRED ? kColumns / 2 : kColumns;
+constexpr int kPassColumns = PAIRED ? kColumns / 2 : kColumns;
 // Units of a token that a lane has of K.
 constexpr int kLaneUnits = NUM_UNITS / 4;
 constexpr int kNumGroups = NUM_UNITS / 2;

@@ -53,19 +53,21 @@ __device__ __forceinline__ int key_place(int lane) {
   return (lane & 1) * 2 + (lane & 2) / 2;
 }
 
-// Quantise num_heads queries of a KV head to int8, one factor a head.
+// Quantise the columns' queries to int8, one factor each.
+//
+// rows: their places in p_queries and p_scales; -1 for a column without one.
 template <bool PAIRED>
 __device__ __forceinline__ void load_query(Query<PAIRED>& query,
                                            const __half* p_queries,
-                                           const float* p_scales, int num_heads,
-                                           int lane) {
+                                           const float* p_scales,
+                                           const int* rows, int lane) {
   const int column = lane / 4, t = lane % 4;
-  const int head = PAIRED ? column % 4 : column;
-  const bool inside = head < num_heads;
+  const int row = rows[column];
+  const bool inside = row >= 0;
   __half2 q[8][kLaneUnits / 2];
   __half2 most = __float2half2_rn(0.0f);
   const __half* p_query =
-      p_queries + head * HEAD_SIZE + kLaneUnits * key_place(lane);
+      p_queries + row * HEAD_SIZE + kLaneUnits * key_place(lane);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -83,7 +85,7 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
   }
   const float largest = __half2float(__hmax_nan(most.x, most.y));
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-  const float scale = inside ? p_scales[head] : 0.0f;
+  const float scale = inside ? p_scales[row] : 0.0f;
   const float factor =
       largest * (scale / (127.0f * KEY_LEVEL_UNIT)) * kScaleUnit;
 #pragma unroll

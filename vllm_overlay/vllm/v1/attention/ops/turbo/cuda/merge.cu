@@ -12,6 +12,7 @@
 
 namespace {
 
+using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 using Kernel = void (*)(turbo::MergeParams);
 
@@ -43,7 +44,8 @@ bool can_overlap(int device) {
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,
-           double score_factor, int64_t row_shift) {
+           double score_factor, Optional<TensorView> query_start_loc,
+           int64_t num_seqs, int64_t query_len, int64_t row_shift) {
   turbo::MergeParams p;
   p.partial = static_cast<const float*>(partial.data_ptr());
   p.partial_lse = static_cast<const float*>(partial_lse.data_ptr());
@@ -63,13 +65,20 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.score_factor = static_cast<float>(score_factor);
   p.num_heads = static_cast<int>(output.size(1));
   p.group = p.num_heads / static_cast<int>(num_kv_heads);
-  p.num_splits = static_cast<int>(partial.size(0) / output.size(0));
+  p.query_start_loc = nullptr;
+  if (query_start_loc.has_value()) {
+    p.query_start_loc =
+        static_cast<const int*>(query_start_loc.value().data_ptr());
+  }
+  p.query_len = static_cast<int>(query_len);
+  p.num_queries = p.query_len * p.num_heads;
+  p.num_splits = static_cast<int>(partial.size(0) / (num_seqs * query_len));
   p.row_shift = static_cast<int>(row_shift);
 
   const int rows = turbo::kMergeWarps >> p.row_shift;
   const DLDevice device = output.device();
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(output.size(0), (p.num_heads + rows - 1) / rows);
+  config.gridDim = dim3(num_seqs, (p.num_queries + rows - 1) / rows);
   config.blockDim = turbo::kMergeThreads;
   config.stream = static_cast<cudaStream_t>(
       TVMFFIEnvGetStream(device.device_type, device.device_id));

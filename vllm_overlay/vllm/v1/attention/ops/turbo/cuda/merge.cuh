@@ -2,11 +2,12 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Merge of decode attention's splits: a row's partial results are joined,
-// rotated back and, if so asked, joined with the sequence's newest token, which
-// is not quantised.
+// rotated back and, if so asked, joined with the sequence's newest tokens,
+// which are not quantised.
 //
-// A row is a (sequence, query head) pair. It has as many warps as the GPU has
-// room for; block (i, j) has the j-th rows of kMergeWarps warps, of sequence i.
+// A row is a query, one of a sequence, query token and query head. It has as
+// many warps as the GPU has room for; block (i, j) has the j-th rows of
+// kMergeWarps warps, of sequence i.
 #pragma once
 
 #include "inverse_rotation.cuh"
@@ -15,13 +16,14 @@
 namespace turbo {
 
 struct MergeParams {
-  const float* partial;      // [B, S, Hq, D], rotated
-  const float* partial_lse;  // [B, S, Hq], base 2; -inf: not written
-  const int* seq_lens;       // [B]
-  void* output;              // [B, Hq, D]
-  const void* query;         // [B, Hq, D], not rotated
-  const void* key;           // [B, H, D], of the newest tokens
-  const void* value;         // [B, H, D]
+  const float* partial;        // [B, S, Q, Hq, D], rotated
+  const float* partial_lse;    // [B, S, Q, Hq], base 2; -inf: no tokens
+  const int* seq_lens;         // [B]
+  const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  void* output;                // [T, Hq, D]
+  const void* query;           // [T, Hq, D], not rotated
+  const void* key;             // [T, H, D], of the newest tokens
+  const void* value;           // [T, H, D]
   int64_t stride_output_token;
   int64_t stride_output_head;
   int64_t stride_query_token;
@@ -33,6 +35,8 @@ struct MergeParams {
   float score_factor;  // of a score, for base-2 softmax
   int num_heads;       // Hq
   int group;           // query heads a KV head
+  int query_len;       // Q, most query tokens of a sequence
+  int num_queries;     // Q * Hq
   int num_splits;
   int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
 };
@@ -63,61 +67,100 @@ __device__ __forceinline__ float or_zero(float lse) {
   return lse == -INFINITY ? 0.0f : lse;
 }
 
-// A row's newest token: its score, and its value.
-template <typename T>
-struct Newest {
-  bool exists;
-  float score;  // the lane's part
-  float4 value[kChunks];
+// A query: its head, and its token, of the batch and of the sequence's.
+struct Row {
+  int64_t token;
+  int head, place;
+  int query_len;  // of the sequence
 
-  __device__ __forceinline__ void load(const MergeParams& p, int seq, int head,
-                                       int lane) {
-    const int64_t kv_head = unsigned(head) / unsigned(p.group);
-    const int first = lane % kLanes * kVector;
-    const T* query = static_cast<const T*>(p.query) +
-                     seq * p.stride_query_token + head * p.stride_query_head +
-                     first;
-    const T* key = static_cast<const T*>(p.key) + seq * p.stride_key_token +
-                   kv_head * p.stride_key_head + first;
-    const T* row = static_cast<const T*>(p.value) + seq * p.stride_value_token +
-                   kv_head * p.stride_value_head + first;
-    // Padding has no token; what is there may be NaN.
-    exists = p.seq_lens[seq] > 0;
-    score = 0.0f;
+  __device__ __forceinline__ Row(const MergeParams& p, int seq, int index)
+      : place(unsigned(index) / unsigned(p.num_heads)), query_len(p.query_len) {
+    head = index - place * p.num_heads;
+    int first = seq * p.query_len;
+    if (p.query_start_loc != nullptr) {
+      first = p.query_start_loc[seq];
+      query_len = p.query_start_loc[seq + 1] - first;
+    }
+    token = int64_t(first) + place;
+  }
+};
+
+// Attention of a row to the newest tokens, up to its own.
+struct Newest {
+  float largest = -INFINITY;   // score
+  float total = 0.0f;          // of the weights relative to it
+  float4 value[kChunks] = {};  // sum, with these weights
+
+  __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks]) {
+    const float larger = fmaxf(largest, score);
+    const float reference = or_zero(larger);
+    const float rescale = exp2_approx(largest - reference);
+    const float weight = exp2_approx(score - reference);
+    largest = larger;
+    total = fmaf(total, rescale, weight);
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-      const float4 q = load_vector(query + 128 * j);
-      const float4 k = load_vector(key + 128 * j);
-      value[j] = load_vector(row + 128 * j);
-      if (!exists) value[j] = {};
-      score += q.x * k.x + q.y * k.y + (q.z * k.z + q.w * k.w);
+      value[j].x = fmaf(weight, v[j].x, value[j].x * rescale);
+      value[j].y = fmaf(weight, v[j].y, value[j].y * rescale);
+      value[j].z = fmaf(weight, v[j].z, value[j].z * rescale);
+      value[j].w = fmaf(weight, v[j].w, value[j].w * rescale);
     }
   }
-  __device__ __forceinline__ float lse(const MergeParams& p) const {
-    const float product = warp_sum<kLanes>(score);
-    return exists ? p.score_factor * product : -INFINITY;
+
+  template <typename T>
+  __device__ __forceinline__ void attend(const MergeParams& p, int seq,
+                                         const Row& row, int lane) {
+    const int64_t kv_head = unsigned(row.head) / unsigned(p.group);
+    const int first = lane % kLanes * kVector;
+    const T* query = static_cast<const T*>(p.query) +
+                     row.token * p.stride_query_token +
+                     row.head * p.stride_query_head + first;
+    const T* key =
+        static_cast<const T*>(p.key) + kv_head * p.stride_key_head + first;
+    const T* value =
+        static_cast<const T*>(p.value) + kv_head * p.stride_value_head + first;
+    float4 q[kChunks], v[kChunks];
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
+    // Padding has no tokens; what is there may be NaN.
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    const int places = row.place + 1 - missing;
+#pragma unroll 1
+    for (int i = places - 1; i >= 0; --i) {
+      const int64_t token = row.token - i;
+      float score = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const float4 k =
+            load_vector(key + token * p.stride_key_token + 128 * j);
+        v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
+        score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
+      }
+      add(p.score_factor * warp_sum<kLanes>(score), v);
+    }
   }
 };
 
 // Let the LSEs of the block's rows come to shared memory, each once:
-// neighbouring heads' lie side by side.
+// neighbouring rows' lie side by side.
 __device__ __forceinline__ void load_lses(MergeShared& shared,
                                           const MergeParams& p, int seq,
-                                          int first_head) {
+                                          int first_row) {
   const int rows = kMergeWarps >> p.row_shift;
   const int row_bits = __ffs(rows) - 1;
   if (threadIdx.x < kMergeWarps)
     shared.lse[threadIdx.x][MAX_SPLITS] = -INFINITY;
-  const float* lses = p.partial_lse + int64_t(seq) * p.num_splits * p.num_heads;
+  const float* lses =
+      p.partial_lse + int64_t(seq) * p.num_splits * p.num_queries;
 #pragma unroll
   for (int i = 0; i < kMergeWarps * MAX_SPLITS; i += kMergeThreads) {
     const int index = i + int(threadIdx.x);
     const int r = index & (rows - 1), split = index >> row_bits;
     if (split >= MAX_SPLITS) break;
-    const int head = first_head + r;
+    const int row = first_row + r;
     float lse = -INFINITY;
-    if (split < p.num_splits && head < p.num_heads) {
-      lse = __ldcg(lses + split * p.num_heads + head);
+    if (split < p.num_splits && row < p.num_queries) {
+      lse = __ldcg(lses + split * p.num_queries + row);
     }
     shared.lse[r][split] = lse;
   }
@@ -148,7 +191,7 @@ __device__ __forceinline__ void add_partials(Coordinates& sum,
                                              const float* lse, float reference,
                                              int first, int step, int count,
                                              int lane) {
-  const int stride = p.num_heads * HEAD_SIZE;
+  const int stride = p.num_queries * HEAD_SIZE;
   const float* own = partial + lane % kLanes * kVector;
 #pragma unroll 1
   for (int base = first; kSideBySide * base < count;
@@ -215,19 +258,15 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared,
 // largest: LSE, -inf without splits. total: of the splits' weights relative to
 // it.
 template <typename T, bool WITH_NEWEST>
-__device__ __forceinline__ void finish_row(Coordinates& sum,
-                                           const MergeParams& p,
-                                           const Newest<T>& newest,
-                                           const Signs& signs, float largest,
-                                           float total, int seq, int head,
-                                           int lane) {
+__device__ __forceinline__ void finish_row(
+    Coordinates& sum, const MergeParams& p, const Newest& newest,
+    const Signs& signs, float largest, float total, const Row& row, int lane) {
   float rescale = 1.0f, newest_weight = 0.0f;
   if constexpr (WITH_NEWEST) {
-    const float newest_lse = newest.lse(p);
-    const float reference = or_zero(fmaxf(largest, newest_lse));
+    const float reference = or_zero(fmaxf(largest, newest.largest));
     rescale = exp2_approx(largest - reference);
-    newest_weight = exp2_approx(newest_lse - reference);
-    total = fmaf(total, rescale, newest_weight);
+    newest_weight = exp2_approx(newest.largest - reference);
+    total = fmaf(total, rescale, newest_weight * newest.total);
   }
   // At least about one, unless there are no tokens at all. Not "> 0": a NaN
   // stays one.
@@ -235,8 +274,8 @@ __device__ __forceinline__ void finish_row(Coordinates& sum,
   const float normaliser = rescale * INVERSE_SQRT * inverse;
   newest_weight *= inverse;
   hadamard(sum, lane);
-  T* output = static_cast<T*>(p.output) + seq * p.stride_output_token +
-              head * p.stride_output_head + lane % kLanes * kVector;
+  T* output = static_cast<T*>(p.output) + row.token * p.stride_output_token +
+              row.head * p.stride_output_head + lane % kLanes * kVector;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     float x[kVector];
@@ -263,16 +302,21 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
       __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = 1 << p.row_shift, r = warp >> p.row_shift;
   const int seq = blockIdx.x;
-  const int first_head = blockIdx.y * (kMergeWarps >> p.row_shift);
+  const int first_row = blockIdx.y * (kMergeWarps >> p.row_shift);
   // Warps of no row take another's and write nothing.
-  const int head = min(first_head + r, p.num_heads - 1);
+  const int index = min(first_row + r, p.num_queries - 1);
+  const Row row(p, seq, index);
 
   // What does not depend on the decode kernel is done while that still runs.
   const Signs signs(lane);
-  Newest<T> newest;
-  if constexpr (WITH_NEWEST) newest.load(p, seq, head, lane);
+  Newest newest;
+  if constexpr (WITH_NEWEST) {
+    if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
+      newest.attend<T>(p, seq, row, lane);
+    }
+  }
   wait_for_previous_kernel();
-  load_lses(shared, p, seq, first_head);
+  load_lses(shared, p, seq, first_row);
   __syncthreads();
 
   const float* lse = shared.lse[r];
@@ -286,15 +330,14 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   Coordinates sum = {};
   const float* partial =
       p.partial +
-      (int64_t(seq) * p.num_splits * p.num_heads + head) * HEAD_SIZE;
+      (int64_t(seq) * p.num_splits * p.num_queries + index) * HEAD_SIZE;
   add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
                count, lane);
   if (!join_warps(shared, sum, warp, warps, lane)) return;
-  if (first_head + r >= p.num_heads) return;
+  if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));
-  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, seq, head,
-                             lane);
+  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, row, lane);
 }
 
 }  // namespace turbo

@@ -11,13 +11,14 @@
 namespace turbo {
 
 struct DecodeParams {
-  const __half* query;       // [B, Hq, D], rotated
-  const float* query_scale;  // [B, Hq]
-  const uint8_t* kv_cache;   // [num_blocks, H, N, C]
-  const int* block_table;    // [B, max_blocks]
-  const int* seq_lens;       // [B]
-  float* partial;            // [B, S, Hq, D]
-  float* partial_lse;        // [B, S, Hq], base 2
+  const __half* query;         // [T, Hq, D], rotated
+  const float* query_scale;    // [T, Hq]
+  const uint8_t* kv_cache;     // [num_blocks, H, N, C]
+  const int* block_table;      // [B, max_blocks]
+  const int* seq_lens;         // [B]
+  const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  float* partial;              // [B, S, Q, Hq, D]
+  float* partial_lse;          // [B, S, Q, Hq], base 2
   int64_t stride_cache_block;
   int64_t stride_cache_head;
   int stride_block_table;
@@ -26,14 +27,36 @@ struct DecodeParams {
   int group;  // query heads a KV head
   int tiles_per_block;
   int num_splits;
-  int num_newest;  // newest tokens that are left out
+  int query_len;    // Q, most query tokens of a sequence: its last
+  int with_newest;  // whether query tokens' K and V are left out
+  int most_hidden;  // of the others, those that the first query does not see
+
+  // Of a sequence, at most.
+  __device__ __forceinline__ int num_queries() const {
+    return query_len * num_kv_heads * group;
+  }
+  // Of a KV head, at most.
+  __device__ __forceinline__ int num_columns() const {
+    return query_len * group;
+  }
+  __device__ __forceinline__ int first_token(int seq) const {
+    return query_start_loc ? query_start_loc[seq] : seq * query_len;
+  }
+  __device__ __forceinline__ int num_query_tokens(int seq) const {
+    return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
+                           : query_len;
+  }
+  // Cached tokens that a sequence's queries are to see.
+  __device__ __forceinline__ int num_tokens(int seq) const {
+    return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
+  }
 };
 
 // A part of the tiles of a sequence and KV head.
 struct Segment {
   int seq;
-  int row;                    // of the first query head
-  int num_heads;              // query heads, up to eight
+  int kv_head;
+  int first_column;           // of the KV head's queries
   const uint8_t* cache;       // of the KV head
   int first_tile, last_tile;  // of the sequence
   int num_tokens;             // of the sequence
@@ -71,7 +94,30 @@ struct alignas(128) Shared {
   typename Query<PAIRED>::Kept queries[WARPS];
   float reference[WARPS][kColumns];
   float sum[WARPS][kColumns];
+  int rows[WARPS][kColumns];    // the columns' queries of the sequence, or -1
+  int hidden[WARPS][kColumns];  // tokens of the segment that they do not see
 };
+
+// Note which queries a segment's columns are.
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ __forceinline__ void note_columns(
+    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Segment& segment, int lane) {
+  if (lane < kColumns) {
+    const int warp = threadIdx.x / 32;
+    const int column = segment.first_column + lane % kPassColumns<PAIRED>;
+    const int token = column / p.group;
+    const int query_len = p.num_query_tokens(segment.seq);
+    const int row =
+        (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+    shared.rows[warp][lane] = token < query_len ? row : -1;
+    const int after =
+        max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
+    const int hidden = p.with_newest ? 0 : query_len - 1 - token;
+    shared.hidden[warp][lane] = max(hidden - after, 0);
+  }
+  __syncwarp();
+}
 
 // Join the team's results and write them.
 template <bool PAIRED, int WARPS, int STAGES>
@@ -100,19 +146,22 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
     }
   }
   team.sync();
-  const int num_heads = p.num_kv_heads * p.group;
-  const int64_t partial_row =
-      int64_t(segment.seq) * (p.num_splits - 1) * num_heads +
-      int64_t(segment.split) * num_heads + segment.row;
-  constexpr int kHeadColumns = PAIRED ? 2 : 1;
+  const int num_queries = p.num_queries();
+  const int64_t first_row =
+      (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
+  constexpr int kQueryColumns = PAIRED ? 2 : 1;
 #pragma unroll 1
-  for (int head = team.index(); head < segment.num_heads; head += team.size) {
+  for (int query = team.index(); query < kPassColumns<PAIRED>;
+       query += team.size) {
+    const int own_row = shared.rows[warp][query];
+    if (own_row < 0) break;
+    const int64_t partial_row = first_row + own_row;
     float largest = kNoReference;
 #pragma unroll 1
     for (int w = team.first; w < team.first + team.size; ++w) {
 #pragma unroll
-      for (int c = 0; c < kHeadColumns; ++c) {
-        largest = fmaxf(largest, shared.reference[w][head + 4 * c]);
+      for (int c = 0; c < kQueryColumns; ++c) {
+        largest = fmaxf(largest, shared.reference[w][query + 4 * c]);
       }
     }
     float total = 0.0f;
@@ -120,8 +169,8 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
 #pragma unroll 1
     for (int w = team.first; w < team.first + team.size; ++w) {
 #pragma unroll
-      for (int c = 0; c < kHeadColumns; ++c) {
-        const int column = head + 4 * c;
+      for (int c = 0; c < kQueryColumns; ++c) {
+        const int column = query + 4 * c;
         const float weight = exp2_approx(shared.reference[w][column] - largest);
         total += weight * shared.sum[w][column];
         const float2* row =
@@ -135,17 +184,17 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
     }
     const float inverse = 1.0f / total;
     float2* row =
-        reinterpret_cast<float2*>(p.partial + (partial_row + head) * HEAD_SIZE);
+        reinterpret_cast<float2*>(p.partial + partial_row * HEAD_SIZE);
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 64; ++i) {
       row[32 * i + lane] = {output[i].x * inverse, output[i].y * inverse};
     }
-    if (lane == 0) p.partial_lse[partial_row + head] = largest + log2f(total);
+    if (lane == 0) p.partial_lse[partial_row] = largest + log2f(total);
     if (segment.ends) {
 #pragma unroll 1
       for (int s = segment.split + 1 + lane; s < p.num_splits; s += 32) {
-        p.partial_lse[partial_row + head +
-                      int64_t(s - segment.split) * num_heads] = -INFINITY;
+        p.partial_lse[partial_row + int64_t(s - segment.split) * num_queries] =
+            -INFINITY;
       }
     }
   }
@@ -231,14 +280,14 @@ template <bool PAIRED>
 __device__ __forceinline__ void attend_tiles(Accumulator& acc,
                                              const uint8_t* tiles,
                                              const Query<PAIRED>& query,
-                                             int num_tokens, int lane) {
+                                             const Visible& visible, int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
   }
-  weigh<PAIRED>(weights, acc, scores, query, num_tokens, lane);
+  weigh<PAIRED>(weights, acc, scores, query, visible, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
@@ -257,9 +306,12 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
   for (int stage = 0; stage < STAGES; ++stage)
     copies.issue(stage, stage * kStageBytes);
 
+  note_columns(shared, p, segment, lane);
   Query<PAIRED> query;
-  load_query(query, p.query + int64_t(segment.row) * HEAD_SIZE,
-             p.query_scale + segment.row, segment.num_heads, lane);
+  const int64_t first_query =
+      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  load_query(query, p.query + first_query * HEAD_SIZE,
+             p.query_scale + first_query, shared.rows[warp], lane);
   query.keep(shared.queries[warp], lane);
   Accumulator acc;
 #pragma unroll
@@ -282,7 +334,8 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
     if (num_tokens < 2 * TILE_TOKENS)
       clear_scales(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
-    attend_tiles(acc, tiles + offset, query, num_tokens, lane);
+    const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
+    attend_tiles(acc, tiles + offset, query, visible, lane);
     __syncwarp();
     copies.issue(i + STAGES, offset);
     offset =

@@ -52,14 +52,22 @@ __device__ __forceinline__ void raise(Accumulator& acc,
   }
 }
 
+// Which of tiles' tokens there are: num_tokens, of which a column does not see
+// the last hidden[column], at most most_hidden.
+struct Visible {
+  int num_tokens;
+  int most_hidden;
+  const int* hidden;  // [kColumns]
+};
+
 // Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
-// those eight later, of column lane / 4. Tokens from num_tokens have none.
+// those eight later, of column lane / 4. Tokens that are not visible have none.
 template <bool PAIRED, int TILES>
 __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
                                       Accumulator& acc,
                                       const float (&scores)[TILES][4],
                                       const Query<PAIRED>& query,
-                                      int num_tokens, int lane) {
+                                      const Visible& visible, int lane) {
   const int g = lane / 4, t = lane % 4;
   constexpr int kTileScores = PAIRED ? 2 : 4, kScores = TILES * kTileScores;
   float own[kScores];
@@ -78,25 +86,27 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
       }
     }
   }
-  bool outside[kScores / 2];
-#pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) {
-    const int half = PAIRED ? t / 2 : i % 2;
-    const int tile = 2 * i / kTileScores;
-    outside[i] = TILE_TOKENS * tile + 8 * half + g >= num_tokens;
-  }
   float exponent[kScores];
   float above = 0.0f;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     exponent[i] = fmaf(own[i], query.factor[i % 2], -acc.reference[i % 2]);
-    if (outside[i / 2]) exponent[i] = -INFINITY;
     above = fmaxf(above, exponent[i]);
   }
-  if (__any_sync(~0u, above > kMaxExponent)) {
+  const bool ends =
+      visible.num_tokens < TILES * TILE_TOKENS + visible.most_hidden;
+  if (__any_sync(~0u, above > kMaxExponent) || ends) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      own[i] = outside[i / 2] ? -INFINITY : own[i] * query.factor[i % 2];
+    for (int i = 0; i < kScores; ++i) own[i] *= query.factor[i % 2];
+    if (ends) {
+      const int last[2] = {visible.num_tokens - visible.hidden[2 * t],
+                           visible.num_tokens - visible.hidden[2 * t + 1]};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int half = PAIRED ? t / 2 : i / 2 % 2;
+        const int token = TILE_TOKENS * (i / kTileScores) + 8 * half + g;
+        if (token >= last[i % 2]) own[i] = -INFINITY;
+      }
     }
     raise(acc, own);
 #pragma unroll

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode of several query tokens a sequence, as speculative verification has them:
+CUDA's kernels and Triton's, against causal attention over the stored K and V.
+"""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo import (
+    cuda_decode,
+    reference,
+    triton_decode,
+)
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
+from .utils import (
+    BF16,
+    CAN_RUN_KERNELS,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    assert_by_2x_rule,
+    fill_cache,
+    gaussian,
+    load_context,
+    make_block_table,
+    new_cache,
+    num_blocks_for,
+    slots_of,
+)
+
+CAN_RUN_CUDA = ON_GPU and current_platform.is_cuda()
+KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
+all_kernels = pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU"),
+        ),
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(
+                not CAN_RUN_KERNELS, reason="needs a GPU, or TRITON_INTERPRET=1"
+            ),
+        ),
+    ],
+)
+LAYOUTS = [
+    TurboFormat.from_cache_dtype(name, size)
+    for name in TURBO_PRESETS
+    for size in cuda_decode.SUPPORTED_HEAD_SIZES
+]
+all_layouts = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
+)
+all_query_lens = pytest.mark.parametrize("query_len", [1, 2, 3, 4, 8])
+newest_or_stored = pytest.mark.parametrize(
+    "with_newest", [True, False], ids=["newest", "stored"]
+)
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+NUM_KV_HEADS = 2
+BLOCK_SIZE = 48
+# Tokens past the last sequence's.
+PADDING = 2
+
+
+def lengths(query_len: int) -> list[int]:
+    """Around the query's tokens, and these around the ends of tiles and splits."""
+    short = {0, 1, query_len - 1, query_len, query_len + 1, 16 + query_len // 2, 33}
+    if not ON_GPU:
+        return sorted(short)
+    longer = {31, 32, 32 + query_len - 1, 48, 63 + query_len, 1000, 2049, 4096 + 2}
+    return sorted(short | longer)
+
+
+class Batch:
+    """Sequences in a cache, their last tokens' q, and other K and V of these.
+
+    Args:
+        layout: The cache's format.
+        seq_lens: Lengths, which may be less than the queries'.
+        query_lens: Query tokens of each sequence, or of all.
+        group: Query heads a KV head.
+        dtype: The model's.
+
+    """
+
+    def __init__(
+        self,
+        layout: TurboFormat,
+        seq_lens: list[int],
+        query_lens: list[int] | int,
+        group: int,
+        dtype: torch.dtype = FP16,
+    ) -> None:
+        self.layout, self.seq_lens = layout, seq_lens
+        self.is_uniform = isinstance(query_lens, int)
+        if isinstance(query_lens, int):
+            query_lens = [query_lens] * len(seq_lens)
+        self.query_len = max(query_lens)
+        self.starts = [0, *accumulate(query_lens)]
+        num_blocks = num_blocks_for(seq_lens, BLOCK_SIZE)
+        self.cache = new_cache(layout, num_blocks, NUM_KV_HEADS, BLOCK_SIZE)
+        self.table = make_block_table(seq_lens, BLOCK_SIZE)
+        fill_cache(self.cache, self.table, seq_lens, layout, dtype)
+        self.num_heads = group * NUM_KV_HEADS
+        self.scale = layout.head_size**-0.5
+        heads = [self.num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
+        num_tokens = self.starts[-1] + (0 if self.is_uniform else PADDING)
+        qkv = gaussian(num_tokens, sum(heads), layout.head_size, dtype=dtype, seed=7)
+        self.query, self.key, self.value = qkv.split(heads, 1)
+        for start, query_len, length in zip(self.starts, query_lens, seq_lens):
+            # What is there of tokens that do not exist, as in padding.
+            qkv[start : start + max(query_len - length, 0)] = math.nan
+
+    def decode(
+        self, kernel: str, with_newest: bool, num_splits: int = 8
+    ) -> torch.Tensor:
+        """(T, Hq, D); scratch and output are NaN before."""
+        num_partials = len(self.seq_lens) * self.query_len * num_splits
+        rotated = reference.rotate(self.query.float()).to(FP16).contiguous()
+        gain = self.layout.key_codebook.gain
+        scale = gain * self.scale / math.log(2)
+        shape = (num_partials, self.num_heads, self.layout.head_size)
+        partial = torch.full(shape, math.nan, device=DEVICE)
+        output = torch.full(rotated.shape, math.nan, device=DEVICE).to(self.query)
+        starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
+        newest = NewestToken(self.query, self.key, self.value, self.scale)
+        KERNELS[kernel].decode_attention(
+            rotated,
+            torch.full(rotated.shape[:2], scale, device=DEVICE),
+            self.cache,
+            self.table,
+            torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE),
+            self.layout,
+            partial,
+            partial[:, :, 0].contiguous(),
+            output,
+            newest if with_newest else None,
+            self.query_len,
+            None if self.is_uniform else starts,
+        )
+        return output
+
+    def check(self, kernel: str, with_newest: bool, output: torch.Tensor) -> None:
+        """Compare each sequence by the 2x rule, and what sees no tokens to zero."""
+        assert output[self.starts[-1] :].isnan().all()
+        for row, length in enumerate(self.seq_lens):
+            start, end = self.starts[row : row + 2]
+            seen = min(length, end - start)
+            assert (output[start : end - seen] == 0).all()
+            if seen == 0:
+                continue
+            part = slice(end - seen, end)
+            query = self.query[part]
+            key, value = load_context(self.cache, self.table[row], length, self.layout)
+            if with_newest:
+                key[-seen:], value[-seen:] = self.key[part], self.value[part]
+            target = None
+            if kernel == "cuda":
+                target = self.target(query, key, value, seen if with_newest else 0)
+            assert_by_2x_rule(
+                output[part],
+                query,
+                key,
+                value,
+                self.scale,
+                query.dtype,
+                kernel == "triton",
+                target,
+            )
+
+    def target(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_newest: int,
+    ) -> torch.Tensor:
+        """Attention from q in int8, but as it is to the newest tokens: each of both
+        in coordinates of its own.
+        """
+        rotated = reference.rotate(query.float())
+        rounded = reference.inverse_rotate(reference.round_query(rotated))
+        keys = torch.cat([key, torch.zeros_like(key)], -1)
+        newest = slice(len(keys) - num_newest, len(keys))
+        keys[newest] = keys[newest].roll(self.layout.head_size, -1)
+        both = torch.cat([rounded, query.float()], -1)
+        return reference.attention(both, keys, value, self.scale)[0]
+
+
+@all_kernels
+@all_layouts
+@all_query_lens
+@pytest.mark.parametrize("group", [1, 4, 5, 8])
+@newest_or_stored
+def test_against_reference(kernel, layout, query_len, group, with_newest):
+    if kernel == "triton" and (layout.head_size != 64 or group in (4, 8)):
+        pytest.skip("an instance each would take long to compile")
+    batch = Batch(layout, lengths(query_len), query_len, group)
+    output = batch.decode(kernel, with_newest)
+    batch.check(kernel, with_newest, output)
+    if kernel == "cuda":
+        again = batch.decode(kernel, with_newest)
+        assert torch.equal(output, again)
+
+
+@all_kernels
+@all_layouts
+@pytest.mark.parametrize("group", [1, 4])
+@newest_or_stored
+def test_queries_of_different_lengths(kernel, layout, group, with_newest):
+    if kernel == "triton" and layout.head_size != 64:
+        pytest.skip("an instance each would take long to compile")
+    query_lens = [1, 4, 3, 1, 2, 4, 0, 0]
+    seq_lens = [1, 70, 2, 17, 33, 4, 5, 0]
+    if ON_GPU:
+        seq_lens[:2] = [1001, 4098]
+    batch = Batch(layout, seq_lens, query_lens, group)
+    batch.check(kernel, with_newest, batch.decode(kernel, with_newest))
+
+
+@all_kernels
+@newest_or_stored
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+@pytest.mark.parametrize("query_len, group", [(4, 1), (2, 4), (3, 8)])
+def test_splits(kernel, with_newest, num_splits, query_len, group):
+    """Splits may end anywhere within a sequence's last tokens."""
+    seq_lens = [70 + i for i in range(40)] if ON_GPU else [70, 63]
+    batch = Batch(LAYOUT, seq_lens, query_len, group, BF16)
+    output = batch.decode(kernel, with_newest, num_splits)
+    batch.check(kernel, with_newest, output)
+
+
+@all_kernels
+@pytest.mark.parametrize("query_len, group", [(2, 1), (3, 4), (8, 5)])
+def test_as_one_token_after_the_other(kernel, query_len, group):
+    seq_lens = [query_len, 16 + query_len // 2, 64]
+    batch = Batch(LAYOUT, seq_lens, query_len, group)
+    together, queries = batch.decode(kernel, False), batch.query
+    batch.query_len = 1
+    for i in range(query_len):
+        batch.query = queries[i::query_len]
+        batch.seq_lens = [length - query_len + i + 1 for length in seq_lens]
+        alone = batch.decode(kernel, False)
+        allowed = 2**-9 * alone.abs().max()
+        assert (together[i::query_len] - alone).abs().max() <= allowed
+
+
+@all_kernels
+@newest_or_stored
+def test_later_tokens_change_no_bit(kernel, with_newest):
+    seq_lens, query_len = [4, 18, 33, 66], 4
+    batch = Batch(LAYOUT, seq_lens, query_len, 4)
+    before = batch.decode(kernel, with_newest)
+    for row, length in enumerate(seq_lens):
+        slots = slots_of(batch.table[row], length - 1, length, BLOCK_SIZE)
+        large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
+        reference.store(batch.cache, slots, large, large, LAYOUT)
+        batch.key[batch.starts[row + 1] - 1] *= 100
+        batch.value[batch.starts[row + 1] - 1] *= 100
+    after = batch.decode(kernel, with_newest)
+    is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
+    assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
+
+
+@pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+@newest_or_stored
+@pytest.mark.parametrize("query_lens", [3, [3, 1, 2, 3]], ids=["uniform", "ragged"])
+def test_a_graph_takes_other_lengths(with_newest, query_lens):
+    """The grid is constant, and lengths are read on the device alone."""
+    batch = Batch(LAYOUT, [300, 35, 1000, 0], query_lens, 4)
+    expected = batch.decode("cuda", with_newest)
+    starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE)
+    lens = torch.ones_like(seq_lens)
+    rotated = reference.rotate(batch.query.float()).to(FP16).contiguous()
+    scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
+    partial = torch.empty((4 * 3 * 8, batch.num_heads, 128), device=DEVICE)
+    newest = NewestToken(batch.query, batch.key, batch.value, batch.scale)
+    arguments = (
+        rotated,
+        torch.full(rotated.shape[:2], scale, device=DEVICE),
+        batch.cache,
+        batch.table.clamp(max=batch.cache.shape[0] - 1),
+        lens,
+        LAYOUT,
+        partial,
+        partial[:, :, 0].contiguous(),
+        output := torch.full_like(expected, math.nan),
+        newest if with_newest else None,
+        batch.query_len,
+        None if batch.is_uniform else starts,
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_decode.decode_attention(*arguments)
+    lens.copy_(seq_lens)
+    graph.replay()
+    end = batch.starts[-1]
+    assert torch.equal(output[:end], expected[:end])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_room_for_partial_results(kernel):
+    """It grows with the query tokens less than they do, down to one or two."""
+    splits = KERNELS[kernel].num_kv_splits
+    for num_seqs in (1, 32, 128, 1024):
+        counts = [splits(num_seqs, 8, 132, query_len) for query_len in (1, 2, 4, 8)]
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] == splits(num_seqs, 8, 132) and counts[-1] >= 1
