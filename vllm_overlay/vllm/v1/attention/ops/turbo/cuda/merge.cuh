@@ -202,10 +202,11 @@ __device__ __forceinline__ void add_partials(Coordinates& sum,
     for (int u = 0; u < kLoadsInFlight; ++u) {
       const int split = kSideBySide * (base + step * u) + lane / kLanes;
       weight[u] = exp2_approx(lse[min(split, MAX_SPLITS)] - reference);
+      // A reference of NaN makes all weights NaN.
+      const bool is_read = weight[u] != 0.0f && split < count;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        loaded[u][j] =
-            load_if(weight[u] != 0.0f, own + split * stride + 128 * j);
+        loaded[u][j] = load_if(is_read, own + split * stride + 128 * j);
       }
     }
 #pragma unroll
