@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
@@ -74,6 +74,16 @@ KERNELS = ["triton", "cuda"] if ON_GPU and current_platform.is_cuda() else ["tri
 kernel_paths = pytest.mark.parametrize("path", KERNELS)
 all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
 prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
+
+
+# The same where requests bring up to two drafts.
+SPECULATIVE_BATCHES = {
+    "uniform": [(3, 31), (3, 0), (3, 62)],
+    "one token each": [(1, 31), (1, 64)],
+    "ragged": [(3, 31), (1, 64), (2, 0), (3, 14)],
+    "mixed": [(1, 40), (3, 30), (20, 0), (5, 65)],
+    "prefills alone": [(4, 64), (5, 0)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +277,79 @@ def test_forward_takes_the_path_of_the_device(folder):
     assert torch.equal(output[:num_tokens], expected)
 
 
+def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
+    """The configuration, with requests that bring some drafts to verify."""
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    return config
+
+
+@requires_triton
+@pytest.mark.parametrize("name", SPECULATIVE_BATCHES)
+@prefill_modes
+@all_paths
+def test_batches_with_drafts(folder, name, mode, path):
+    """Drafts are decoded, as lengths on the host are not exact for them."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
+    impl = make_impl(config)
+    set_path(impl, path)
+    requests = SPECULATIVE_BATCHES[name]
+    batch = Batch.make(impl, requests)
+    query_lens = [query_len for query_len, _ in requests if query_len <= 3]
+    num_decodes = len(query_lens)
+    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
+    upper_bound[:num_decodes] += 7
+    common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
+    metadata = make_builder(config, impl).build(0, common)
+    assert metadata.num_decodes == num_decodes
+    assert metadata.num_decode_tokens == sum(query_lens)
+    assert (metadata.prefill is None) == (num_decodes == len(requests))
+    assert (metadata.decode_start_loc is None) == (len(set(query_lens)) <= 1)
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+def test_padded_drafts(folder, mode, path):
+    """As a CUDA graph of a larger batch has them: the requests of padding begin where
+    the tokens end, and yet their tokens are counted.
+    """
+    config = with_drafts(make_vllm_config(folder, turbo_prefill=mode), PADDING - 1)
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, [(PADDING, 31), (PADDING, 64)])
+    common = batch.common
+    starts = torch.tensor([0, PADDING, 2 * PADDING, 2 * PADDING], dtype=torch.int32)
+    table = torch.zeros(3, common.block_table_tensor.shape[1]).int()
+    table[:2] = common.block_table_tensor
+    lens = torch.tensor([31 + PADDING, 64 + PADDING, 0], dtype=torch.int32)
+    padded = common.replace(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(DEVICE),
+        seq_lens_cpu_upper_bound=lens,
+        num_reqs=3,
+        num_actual_tokens=3 * PADDING,
+        block_table_tensor=table.to(DEVICE),
+    )
+    metadata = make_builder(config, impl).build(0, padded)
+    assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 3 * PADDING
+    assert metadata.decode_query_len == PADDING and metadata.decode_start_loc is None
+    output = torch.full_like(batch.query, 7)
+    impl._forward_kernels(
+        batch.query, batch.key, batch.value, batch.cache, metadata, output
+    )
+    num_tokens = 2 * PADDING
+    assert (output[num_tokens:] == 0).all()
+    batch.check(impl, output[:num_tokens])
+
+
 @requires_triton
 @kernel_paths
 def test_padded_decodes(folder, path):
@@ -305,8 +388,12 @@ def test_builder_interface(folder):
     impl = make_impl(config)
     builder = make_builder(config, impl)
     support = builder.get_cudagraph_support(config, builder.kv_cache_spec)
-    assert support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support == AttentionCGSupport.UNIFORM_BATCH
     assert builder.reorder_batch_threshold == 1
+    with_drafts(config)
+    builder = make_builder(config, impl)
+    assert builder.reorder_batch_threshold == 3
+    assert make_impl(config).max_decode_query_len == 3
     assert builder.tokens_per_piece == impl.tokens_per_piece
     assert TurboAttentionBackend.get_builder_cls() is TurboMetadataBuilder
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl
@@ -314,8 +401,9 @@ def test_builder_interface(folder):
 
 @requires_triton
 @prefill_modes
+@pytest.mark.parametrize("num_drafts", [0, 2])
 @kernel_paths
-def test_profile_run_reserves_every_batch(folder, mode, path, monkeypatch):
+def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkeypatch):
     """The workspace may not grow after the memory is profiled."""
     monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
     config = make_vllm_config(
@@ -325,6 +413,8 @@ def test_profile_run_reserves_every_batch(folder, mode, path, monkeypatch):
         max_num_seqs=4,
         max_num_batched_tokens=48,
     )
+    if num_drafts:
+        with_drafts(config, num_drafts)
     impl = make_impl(config)
     impl.num_sms = 4  # for several splits a sequence, on a CPU too
     set_path(impl, path)
@@ -343,6 +433,7 @@ def test_profile_run_reserves_every_batch(folder, mode, path, monkeypatch):
             [(48, 0)],
             [(48, 100)],
             [(1, 40), (1, 40), (23, 50), (23, 50)],
+            *([[(3, 40)] * 4, [(1, 9), (3, 40), (2, 9)]] if num_drafts else []),
         ):
             batch = Batch.make(impl, requests)
             metadata = builder.build(0, batch.common)

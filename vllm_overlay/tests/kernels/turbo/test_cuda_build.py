@@ -365,6 +365,6 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
 
     monkeypatch.setattr("vllm.v1.attention.backends.turbo_attn.choose_kernels", record)
     impl.process_weights_after_loading(torch.bfloat16)
-    assert calls == [("auto", impl.layout, 2)]
+    assert calls == [("auto", impl.layout, 2, 1)]
     assert impl.kernels == impl.kernels == "kernels"
     assert len(calls) == 1

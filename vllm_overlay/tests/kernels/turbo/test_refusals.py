@@ -13,7 +13,6 @@ import torch
 
 from vllm.config import (
     KVTransferConfig,
-    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -175,18 +174,6 @@ def with_attribute(config: VllmConfig, name: str, value: object) -> VllmConfig:
     changed = copy(config)
     setattr(changed, name, value)
     return changed
-
-
-def test_speculative_decoding(config):
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=2,
-        prompt_lookup_max=3,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    with refused("speculative decoding"):
-        make_impl(with_attribute(config, "speculative_config", speculative))
 
 
 def make_spec(spec_type: type = FullAttentionSpec, **changes) -> AttentionSpec:

@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
+    max_decode_query_len,
 )
 from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
@@ -224,14 +225,20 @@ class TurboAttentionBackend(AttentionBackend):
 
 @dataclass
 class TurboMetadata(AttentionMetadata):
-    """One batch: decode requests (one query token each) first, then prefills.
+    """One batch: decode requests first, then prefills.
+
+    A decode request has one query token and those that it is to verify.
 
     Attributes:
         num_actual_tokens: Query tokens, without padding.
         slot_mapping: (T,) slots of the query tokens, -1 for none.
         seq_lens: (R,) int32 lengths, query tokens included.
         block_table: (R, max_blocks) int32.
-        num_decodes: Decode requests and tokens; with CUDA graphs, padded.
+        num_decodes: Decode requests; with CUDA graphs, padded.
+        num_decode_tokens: Their query tokens, likewise.
+        decode_query_len: Query tokens of a decode request, at most.
+        decode_start_loc: (num_decodes + 1,) int32 on the device, where their tokens
+            begin; None if each has ``decode_query_len``.
         prefill: The others; None if there are none.
 
     """
@@ -241,15 +248,17 @@ class TurboMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     num_decodes: int
+    num_decode_tokens: int
+    decode_query_len: int
+    decode_start_loc: torch.Tensor | None
     prefill: PrefillMetadata | None
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     """Builds ``TurboMetadata``."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
 
     def __init__(
         self,
@@ -266,7 +275,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             reasons.append("enable_permute_local_kv")
         if reasons:
             raise ValueError(refusal(cache_dtype, ", ".join(reasons)))
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.tokens_per_piece = piece_tokens(
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -282,9 +291,18 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         fast_build: bool = False,
     ) -> TurboMetadata:
         common = common_attn_metadata
+        # Not by whether they are prefilled: lengths on the host are not exact for
+        # requests whose drafts are verified, so no such may go the prefill way.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=1
+            common, decode_threshold=self.reorder_batch_threshold
         )
+        query_len, is_uniform = 1, True
+        if self.reorder_batch_threshold > 1 and num_decodes > 0:
+            query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
+            # A padded batch has requests without tokens at its end, and the tokens
+            # that these would have.
+            query_len = max(int(query_lens.max()), 1)
+            is_uniform = num_decodes * query_len == num_decode_tokens
         prefill = None
         if num_prefills > 0:
             # Exact on prefill rows.
@@ -303,7 +321,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             slot_mapping=common.slot_mapping,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
-            num_decodes=num_decode_tokens,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            decode_query_len=query_len,
+            decode_start_loc=(
+                None if is_uniform else common.query_start_loc[: num_decodes + 1]
+            ),
             prefill=prefill,
         )
 
@@ -334,7 +357,6 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             "logits soft cap": bool(logits_soft_cap),
             f"attention type {attn_type}": attn_type != AttentionType.DECODER,
             "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            "speculative decoding": vllm_config.speculative_config is not None,
         }
         refused |= {
             name: value is not None and value is not False
@@ -356,6 +378,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
         scheduler_config = vllm_config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
+        self.max_decode_query_len = max_decode_query_len(vllm_config)
         self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
         self.max_num_tokens = scheduler_config.max_num_batched_tokens
         self.tokens_per_piece = piece_tokens(
@@ -376,7 +399,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     def kernels(self) -> TurboKernels:
         """What stores and decodes on a GPU."""
         group = self.num_heads // self.num_kv_heads
-        return choose_kernels(self.kernel_choice, self.layout, group)
+        return choose_kernels(
+            self.kernel_choice, self.layout, group, self.max_decode_query_len
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
@@ -452,14 +477,17 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     ) -> None:
         slots = metadata.slot_mapping[: query.shape[0]]
         reference.store(kv_cache, slots, key, value, self.layout)
-        num_decodes = metadata.num_decodes
+        num_tokens = metadata.num_decode_tokens
+        start_loc = metadata.decode_start_loc
+        if start_loc is None:
+            start_loc = torch.arange(0, num_tokens + 1, metadata.decode_query_len)
         self._attend_torch(
-            *(x[:num_decodes] for x in (query, key, value)),
+            *(x[:num_tokens] for x in (query, key, value)),
             kv_cache,
             metadata.block_table,
-            list(range(num_decodes + 1)),
-            metadata.seq_lens[:num_decodes].tolist(),
-            output[:num_decodes],
+            start_loc.tolist(),
+            metadata.seq_lens[: metadata.num_decodes].tolist(),
+            output[:num_tokens],
         )
         self._prefill_torch(query, key, value, kv_cache, metadata, output)
 
@@ -475,7 +503,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         prefill = metadata.prefill
         if prefill is None:
             return
-        rows = slice(metadata.num_decodes, query.shape[0])
+        rows = slice(metadata.num_decode_tokens, query.shape[0])
         self._attend_torch(
             query[rows],
             key[rows],
@@ -522,18 +550,18 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     ) -> None:
         from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
-        num_decodes, prefill = metadata.num_decodes, metadata.prefill
-        rows = slice(num_decodes, query.shape[0])
+        num_decode_tokens, prefill = metadata.num_decode_tokens, metadata.prefill
+        rows = slice(num_decode_tokens, query.shape[0])
         needs_buffers = prefill is not None and (self.stored or prefill.context)
         rotated_query, query_scale, partial_output, partial_lse, *prefill_buffers = (
             self._workspace(
-                num_decodes,
-                num_decodes * self._num_kv_splits(num_decodes),
-                query.shape[0] - num_decodes if needs_buffers else 0,
+                num_decode_tokens,
+                self._num_partials(metadata.num_decodes, metadata.decode_query_len),
+                query.shape[0] - num_decode_tokens if needs_buffers else 0,
                 query.device,
             )
         )
-        decode_tokens = [x[:num_decodes] for x in (query, key, value)]
+        decode_tokens = [x[:num_decode_tokens] for x in (query, key, value)]
         self.kernels.store(
             kv_cache,
             metadata.slot_mapping[: query.shape[0]],
@@ -554,8 +582,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.layout,
             partial_output,
             partial_lse,
-            output[:num_decodes],
+            output[:num_decode_tokens],
             None if self.stored else NewestToken(*decode_tokens, self.scale),
+            metadata.decode_query_len,
+            metadata.decode_start_loc,
         )
         if prefill is None:
             return
@@ -575,12 +605,15 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.flash_attn,
         )
 
-    def _num_kv_splits(self, num_seqs: int) -> int:
-        return self.kernels.num_kv_splits(num_seqs, self.num_kv_heads, self.num_sms)
+    def _num_partials(self, num_seqs: int, query_len: int) -> int:
+        splits = self.kernels.num_kv_splits(
+            num_seqs, self.num_kv_heads, self.num_sms, query_len
+        )
+        return num_seqs * query_len * splits
 
     def _workspace(
         self,
-        num_decodes: int,
+        num_decode_tokens: int,
         num_partials: int,
         num_prefill_tokens: int,
         device: torch.device,
@@ -595,8 +628,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         """
         heads, size = self.num_heads, self.head_size
         wanted = [
-            ((num_decodes, heads, size), torch.float16),
-            ((num_decodes, heads), torch.float32),
+            ((num_decode_tokens, heads, size), torch.float16),
+            ((num_decode_tokens, heads), torch.float32),
             ((num_partials, heads, size), torch.float32),
             ((num_partials, heads), torch.float32),
         ]
@@ -618,11 +651,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if not is_workspace_manager_initialized():
             return
         num_partials = max(
-            count * self._num_kv_splits(count)
+            self._num_partials(count, query_len)
             for count in range(1, self.max_num_seqs + 1)
+            for query_len in range(1, self.max_decode_query_len + 1)
         )
         self._workspace(
-            self.max_num_seqs,
+            self.max_num_seqs * self.max_decode_query_len,
             num_partials,
             self.max_num_tokens,
             device,
