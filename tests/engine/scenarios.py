@@ -5,7 +5,7 @@
 import random
 from typing import Any
 
-from harness import BASE_ARGS, Call, Engine
+from harness import BASE_ARGS, Call, Engine, Runner
 
 BLOCK = BASE_ARGS["block_size"]
 MAX_LEN = BASE_ARGS["max_model_len"]
@@ -35,15 +35,25 @@ MIXED = [LONG, *FOLLOWERS]
 NUM_SCARCE_BLOCKS = 15
 SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
 
-REFERENCE = [*PROMPTS, *MIXED, *SCARCE]
+# Their ends were there before, so that drafts are found; some as often, some rarely.
+NUM_DRAFTS = 3
+REPETITIVE = [
+    (text(9, 400 + index) * 12)[: BLOCK + 11 * index] for index in range(3)
+] + PROMPTS[3:5]
+
+REFERENCE = [*PROMPTS, *MIXED, *SCARCE, *REPETITIVE[:3]]
 
 
-def engines(kv_cache_dtype: str, prefill: str | None) -> dict[str, Engine]:
+def engines(
+    kv_cache_dtype: str, prefill: str | None, runner: Runner
+) -> dict[str, Engine]:
     """Returns the engines of one dtype, with all they shall answer alike.
 
     Args:
         kv_cache_dtype: As on vLLM's command line.
         prefill: `turbo_prefill`, or None where there is no such setting.
+        runner: Of vLLM's own kernels that drafts take, the interpreter runs none, so
+            runner V2 has no engine with drafts.
 
     """
     common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "dtype": "float32"}
@@ -53,7 +63,7 @@ def engines(kv_cache_dtype: str, prefill: str | None) -> dict[str, Engine]:
     def call(prompts: list[list[int]], **options: Any) -> Call:
         return Call(prompts, NUM_GENERATED, **options)
 
-    return {
+    result = {
         "plain": Engine(
             common,
             {
@@ -84,3 +94,17 @@ def engines(kv_cache_dtype: str, prefill: str | None) -> dict[str, Engine]:
         ),
         "zeroed": Engine(common, {"batched": call(PROMPTS)}, zero_attention=True),
     }
+    if runner == "v1":
+        # Numba, which finds drafts, ends what vLLM's CPU platform does at an engine's
+        # start: no engine can follow in the process.
+        speculative = {
+            "method": "ngram",
+            "num_speculative_tokens": NUM_DRAFTS,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        }
+        result["drafts"] = Engine(
+            common | {"speculative_config": speculative},
+            {"batched": call(REPETITIVE), "one": call(REPETITIVE[:1])},
+        )
+    return result

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness import (
+    Engine,
     Jobs,
     Runner,
     decided_tokens,
@@ -24,10 +25,12 @@ from scenarios import (
     FOLLOWERS,
     LONG,
     MIXED,
+    NUM_DRAFTS,
     NUM_GENERATED,
     PREFIX,
     PROMPTS,
     REFERENCE,
+    REPETITIVE,
     SCARCE,
     TURBO_DTYPES,
     engines,
@@ -54,6 +57,10 @@ class Case:
     @property
     def name(self) -> str:
         return "-".join(filter(None, (self.dtype, self.prefill, self.runner)))
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return engines(self.dtype, self.prefill, self.runner)
 
 
 EQUAL = [Case("auto", "v1"), Case("auto", "v2")] + [
@@ -112,7 +119,7 @@ def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
         if callspec and "outcome" in callspec.params:
             cases[callspec.params["outcome"]] = None
     for case in cases:
-        jobs.start(case.name, case.runner, engines(case.dtype, case.prefill))
+        jobs.start(case.name, case.runner, case.engines)
     return Outcome(request.param, jobs.results[request.param.name].result())
 
 
@@ -157,6 +164,22 @@ def test_chunked_prefill(outcome: Outcome):
 def test_preemption(outcome: Outcome):
     assert outcome.call("scarce", "scarce")["num_preemptions"] > 0
     outcome.assert_as_alone("scarce", "scarce", SCARCE)
+
+
+def test_drafts(outcome: Outcome):
+    """What is verified in one step is what steps of one token give."""
+    if outcome.case.runner == "v2":
+        pytest.skip("vLLM's kernels for drafts do not run in the interpreter")
+    verified = [
+        {new for new, computed in step if computed}
+        for call in ("batched", "one")
+        for step in outcome.call("drafts", call)["steps"]
+    ]
+    most = 1 + NUM_DRAFTS
+    assert {most} in verified
+    assert any(len(lengths) > 1 and most in lengths for lengths in verified)
+    outcome.assert_as_alone("drafts", "batched", REPETITIVE)
+    outcome.assert_as_alone("drafts", "one", REPETITIVE[:1])
 
 
 def test_attention_decides_every_answer(outcome: Outcome):
