@@ -42,7 +42,7 @@ ARCHITECTURES = {
     100: 232448,
     120: 101376,
 }
-GROUPS = {"paired": cuda_decode.MAX_PAIRED_GROUP, "full": 8}
+GROUPS = {"paired": cuda_decode.MAX_PAIRED_QUERIES, "full": 8}
 RECORDED = Path(__file__).with_name("cuda_resources.json")
 # Those of FlashInfer's that have a say in the device code.
 FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
