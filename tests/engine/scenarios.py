@@ -35,13 +35,13 @@ MIXED = [LONG, *FOLLOWERS]
 NUM_SCARCE_BLOCKS = 15
 SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
 
-# Their ends were there before, so that drafts are found; some as often, some rarely.
+# Drafts are what followed the last token where it was before: always found in a prompt
+# of all bytes, and sometimes in the others.
 NUM_DRAFTS = 3
-REPETITIVE = [
-    (text(9, 400 + index) * 12)[: BLOCK + 11 * index] for index in range(3)
-] + PROMPTS[3:5]
+ALL_BYTES = random.Random(400).sample(range(256), k=256)
+DRAFTED = [ALL_BYTES, *PROMPTS[2:5]]
 
-REFERENCE = [*PROMPTS, *MIXED, *SCARCE, *REPETITIVE[:3]]
+REFERENCE = [*PROMPTS, *MIXED, *SCARCE, ALL_BYTES]
 
 
 def engines(
@@ -105,6 +105,6 @@ def engines(
         }
         result["drafts"] = Engine(
             common | {"speculative_config": speculative},
-            {"batched": call(REPETITIVE), "one": call(REPETITIVE[:1])},
+            {"batched": call(DRAFTED), "one": call([ALL_BYTES])},
         )
     return result

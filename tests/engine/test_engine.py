@@ -21,7 +21,9 @@ from harness import (
     max_logprob_difference,
 )
 from scenarios import (
+    ALL_BYTES,
     BLOCK,
+    DRAFTED,
     FOLLOWERS,
     LONG,
     MIXED,
@@ -30,7 +32,6 @@ from scenarios import (
     PREFIX,
     PROMPTS,
     REFERENCE,
-    REPETITIVE,
     SCARCE,
     TURBO_DTYPES,
     engines,
@@ -178,8 +179,8 @@ def test_drafts(outcome: Outcome):
     most = 1 + NUM_DRAFTS
     assert {most} in verified
     assert any(len(lengths) > 1 and most in lengths for lengths in verified)
-    outcome.assert_as_alone("drafts", "batched", REPETITIVE)
-    outcome.assert_as_alone("drafts", "one", REPETITIVE[:1])
+    outcome.assert_as_alone("drafts", "batched", DRAFTED)
+    outcome.assert_as_alone("drafts", "one", [ALL_BYTES])
 
 
 def test_attention_decides_every_answer(outcome: Outcome):
