@@ -13,6 +13,7 @@ import torch
 
 from vllm.config import (
     KVTransferConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -174,6 +175,26 @@ def with_attribute(config: VllmConfig, name: str, value: object) -> VllmConfig:
     changed = copy(config)
     setattr(changed, name, value)
     return changed
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle", "mtp", "draft_model"])
+def test_speculative_decoding(config, method):
+    """Drafts are verified; a drafter with a cache of its own is not served yet."""
+    speculative = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=2,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    # A checkpoint of a drafter would be needed otherwise.
+    speculative.method = method
+    changed = with_attribute(config, "speculative_config", speculative)
+    if method == "ngram":
+        make_impl(changed)
+        return
+    with refused("speculative decoding with a draft model"):
+        make_impl(changed)
 
 
 def make_spec(spec_type: type = FullAttentionSpec, **changes) -> AttentionSpec:

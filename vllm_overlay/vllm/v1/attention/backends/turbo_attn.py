@@ -351,12 +351,15 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         **unsupported: object,
     ) -> None:
         vllm_config = get_current_vllm_config()
+        speculative = vllm_config.speculative_config
         refused = {
             "ALiBi": alibi_slopes is not None,
             "sliding window": sliding_window is not None,
             "logits soft cap": bool(logits_soft_cap),
             f"attention type {attn_type}": attn_type != AttentionType.DECODER,
             "KV sharing between layers": kv_sharing_target_layer_name is not None,
+            "speculative decoding with a draft model": speculative is not None
+            and speculative.uses_draft_kv_cache(),
         }
         refused |= {
             name: value is not None and value is not False
