@@ -186,25 +186,10 @@ def decode_attention(
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens, causally.
 
-    Args:
-        rotated_query: (T, Hq, D) fp16 contiguous, from ``triton_store.store``; a
-            sequence's tokens one after the other.
-        query_scale: (T, Hq) fp32 contiguous, likewise.
-        kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a
-            (block, head) contiguous, strides multiples of 16 bytes.
-        block_table: (>= B, max_blocks) int32.
-        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
-            output is zero.
-        layout: The cache's format, for which ``unsupported_reason`` is None.
-        partial: (B * Q * S, Hq, D) fp32 scratch, contiguous; S splits a sequence
-            at most. With S = 1 a result does not depend on the rest of the batch.
-        partial_lse: (B * Q * S, Hq) fp32 scratch, contiguous.
-        output: (T, Hq, D), written; last axis contiguous.
-        newest: The query tokens, to be attended to in place of what the cache holds
-            of them.
-        query_len: Q, query tokens a sequence, at most.
-        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
-            the last is not written. None if each has Q, so that T = B * Q.
+    Arguments are those of ``triton_decode.decode_attention``, of a layout without an
+    ``unsupported_reason``, with blocks and heads of the cache at multiples of 16 bytes.
+    S is the most splits of a sequence; with S = 1 a result does not depend on the rest
+    of the batch.
 
     """
     num_tokens, num_heads, _ = rotated_query.shape

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda_build import (
+    CudaModule,
+    build_and_load,
+    load_tvm_module,
+)
 from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.triton_codec import LOG2_E
@@ -55,13 +59,7 @@ def load(head_size: int) -> Any:
     assert head_size in SUPPORTED_HEAD_SIZES, head_size
     header = constants_header(head_size)
     module = CudaModule("merge", str(head_size), "turbo_merge_constants.h", header)
-
-    def load_module(path: str) -> Any:
-        import tvm_ffi
-
-        return tvm_ffi.load_module(path)
-
-    return build_and_load(module, load_module)
+    return build_and_load(module, load_tvm_module)
 
 
 def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:

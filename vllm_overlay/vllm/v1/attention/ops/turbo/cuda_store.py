@@ -152,20 +152,8 @@ def store(
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
 
-    Args:
-        kv_cache: (num_blocks, H, N, C) uint8; a (block, head) is contiguous and
-            starts at a multiple of 16 bytes.
-        slot_mapping: (T,) int64 block * N + position, or -1 to skip the token.
-        key: (T', H, D) fp16 or bf16, T' >= T, last axis contiguous.
-        value: (T', H, D), likewise.
-        layout: The cache's format.
-        query: (B, Hq, D), likewise; the decode queries.
-        rotated_query: (B, Hq, D) fp16 output: rotated, each row divided by a
-            power of two.
-        query_scale: (B, Hq) fp32 output: what scores of that row are to be
-            multiplied by; it holds ``scale``, log2(e) and the keys' gain.
-        scale: Softmax scale.
-        tuning: Launch parameters; None to choose by the number of tokens.
+    Arguments are those of ``triton_store.store``, with blocks and heads of the cache at
+    multiples of 16 bytes, and vectors at multiples of 8.
 
     Raises:
         RuntimeError: If the kernels cannot be built or launched.
