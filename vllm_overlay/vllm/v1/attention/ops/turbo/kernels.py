@@ -3,7 +3,8 @@
 """Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
 
 from collections.abc import Callable
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
 
 @cache
 def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str | None:
-    """Build and load the CUDA kernels; why that failed, if it did.
+    """Build and load the CUDA kernels, side by side; why that failed, if it did.
 
     Cached, so that a build that fails does so once for all layers.
 
@@ -92,11 +93,18 @@ def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str
     from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
 
     device = torch.device("cuda", torch.accelerator.current_device_index())
+    loads: list[Callable[[], object]] = [partial(cuda_store.load_library, layout)]
+    loads += [
+        partial(cuda_decode.load, layout, num_queries, device)
+        for num_queries in sorted({group, group * query_len})
+    ]
+    loads.append(partial(cuda_merge.load, layout.head_size))
+    # The compiler takes a core for each.
+    with ThreadPoolExecutor(len(loads)) as pool:
+        results = [pool.submit(load) for load in loads]
     try:
-        cuda_store.load_library(layout)
-        for num_queries in sorted({group, group * query_len}):
-            cuda_decode.load(layout, num_queries, device)
-        cuda_merge.load(layout.head_size)
+        for result in results:
+            result.result()
     except RuntimeError as error:
         return str(error)
     return None
