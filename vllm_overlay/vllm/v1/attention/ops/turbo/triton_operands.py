@@ -24,7 +24,7 @@ _USE_PTX = tl.constexpr(
     current_platform.is_cuda() and not triton.knobs.runtime.interpret
 )
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
-_UNIT_WORDS = tl.constexpr(2)
+_WORD_HALVES = tl.constexpr(2)
 # Steps that one word of a unit has codes for.
 _WORD_STEPS = tl.constexpr(4)
 _EVEN_BITS = tl.constexpr(0x55555555)
@@ -110,7 +110,7 @@ _VALUE_CONSTRAINTS = tl.constexpr(_OUTPUTS + "r,r,r,r")
 
 @triton.jit
 def _position(bits):
-    """V = code / 4 - 15 / 8 of a code in bits 4 to 7, fp16, exact."""
+    """Position v = code / 4 - 15 / 8 of a code in bits 4 to 7, fp16, exact."""
     CENTER: tl.constexpr = 16.0 + 15 / 8
     return (bits & 0xF0 | 0x4C00).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
 
@@ -130,7 +130,7 @@ def key_operands(
     if FOLD > 1:
         word = word >> same_column // NUM_UNITS * 4
     operands = ()
-    for half in tl.static_range(_UNIT_WORDS):
+    for half in tl.static_range(_WORD_HALVES):
         if _USE_PTX:
             codes = tl.inline_asm_elementwise(
                 _KEY_PTX[half],
