@@ -221,8 +221,8 @@ struct TileCopies {
                                         int size, int lane)
       : p(p), segment(segment), address(nullptr), lane(lane) {
     table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
-    target = static_cast<uint32_t>(__cvta_generic_to_shared(tiles)) +
-             (lane / kHalf) * TILE_BYTES + (lane % kHalf) * kChunk;
+    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
+             (lane % kHalf) * kChunk;
     first = segment.first_tile + 2 * index;
     stride = 2 * size;
     count = (segment.last_tile - first + stride - 1) / stride;
