@@ -106,7 +106,8 @@ __device__ __forceinline__ void note_columns(
   if (lane < kColumns) {
     const int warp = threadIdx.x / 32;
     const int column = segment.first_column + lane % kPassColumns<PAIRED>;
-    const int token = column / p.group;
+    // One query token needs no division.
+    const int token = column < p.group ? 0 : column / p.group;
     const int query_len = p.num_query_tokens(segment.seq);
     const int row =
         (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;

@@ -95,18 +95,14 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
   }
   const bool ends =
       visible.num_tokens < TILES * TILE_TOKENS + visible.most_hidden;
-  if (__any_sync(~0u, above > kMaxExponent) || ends) {
+  if (__any_sync(~0u, above > kMaxExponent || ends)) {
+    const int last[2] = {visible.num_tokens - visible.hidden[2 * t],
+                         visible.num_tokens - visible.hidden[2 * t + 1]};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) own[i] *= query.factor[i % 2];
-    if (ends) {
-      const int last[2] = {visible.num_tokens - visible.hidden[2 * t],
-                           visible.num_tokens - visible.hidden[2 * t + 1]};
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const int half = PAIRED ? t / 2 : i / 2 % 2;
-        const int token = TILE_TOKENS * (i / kTileScores) + 8 * half + g;
-        if (token >= last[i % 2]) own[i] = -INFINITY;
-      }
+    for (int i = 0; i < kScores; ++i) {
+      const int half = PAIRED ? t / 2 : i / 2 % 2;
+      const int token = TILE_TOKENS * (i / kTileScores) + 8 * half + g;
+      own[i] = token < last[i % 2] ? own[i] * query.factor[i % 2] : -INFINITY;
     }
     raise(acc, own);
 #pragma unroll
