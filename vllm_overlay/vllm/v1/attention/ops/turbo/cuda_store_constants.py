@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the CUDA store takes from the format: its constants and its rotation."""
 
-import struct
+import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -17,16 +18,19 @@ from vllm.v1.attention.ops.turbo.rotation import (
     rotation_signs,
 )
 
-_HALF = fmt.NUM_LEVELS // 2
 # Rows and columns of a product of tensor cores, and lanes of a warp.
 _MMA_ROWS = 16
 _MMA_COLUMNS = 8
 _WARP_LANES = 32
-# floor(x) of small x is the lowest bits of x + _MAGIC, rounded down.
-_MAGIC = 12582912
-# Exponents of what a lookup makes of bytes: such that a scale, times what brings it
-# back, is a normal number.
-_LOOKUP_EXPONENTS = range(-110, 60)
+# The largest quotient of two scales that are neighbours, but for subnormal ones.
+_SHARED_SCALES = 9 / 8
+# The largest magnitude over its group's least scale candidate.
+_LARGEST_MAGNITUDE = 5 / 4
+# How far inside its interval a row begins: rows are found with a few units of fp32.
+_SLACK = 1e-3
+_STEPS_TRIED = 4096
+# Below half of the last place of every magnitude but zero, times any scale.
+_NEGLIGIBLE = 2.0**-50
 
 
 def _guess(thresholds: tuple[float, ...]) -> float:
@@ -35,10 +39,6 @@ def _guess(thresholds: tuple[float, ...]) -> float:
     high = min((k + 1) / t for k, t in enumerate(thresholds))
     assert 1.02 * low < high, (low, high)
     return (low * high) ** 0.5
-
-
-def _word(values: list[int]) -> str:
-    return f"0x{int.from_bytes(bytes(values), 'little'):08X}u"
 
 
 def _float(value: float) -> str:
@@ -50,79 +50,72 @@ def _fp32(value: float) -> str:
     return f"{fp32(value).hex()}f"
 
 
-class _Lookup:
-    """What prmt makes of a byte x: sign * (zero + x * ulp), a float."""
+class _Folds(NamedTuple):
+    """Thresholds by magnitudes over the scale, in even steps: see levels.cuh.
 
-    def __init__(self, fill: int) -> None:
-        bits = fill * 0x01010100
-        self.exponent = (bits >> 23 & 0xFF) - 127
-        self.sign = -1.0 if bits >> 31 else 1.0
-        self.zero = abs(struct.unpack("<f", struct.pack("<I", bits))[0])
-        self.ulp = 2.0 ** (self.exponent - 23)
+    Attributes:
+        step: Magnitude, over the scale, to a row.
+        first_rows: The row that each threshold begins with.
+        num_rows: Rows of magnitudes up to ``_LARGEST_MAGNITUDE``.
 
-    def constants(self, offset: int, unit: float) -> tuple[str, str]:
-        """Z and U such that (lookup - Z) * U is (x - offset) * unit."""
-        zero = self.sign * (self.zero + offset * self.ulp)
-        return _float(zero), _float(self.sign / self.ulp * unit)
+    """
 
-
-def _key_tables(codebook: Codebook) -> dict[str, str]:
-    """Tables of bytes of a key codebook, and how to read what is looked up."""
-    levels = [round(m * fmt.KEY_LEVEL_UNIT) for m in codebook.magnitudes]
-    thresholds = [low + high for low, high in zip(levels, levels[1:])]
-    offset = 0xFF - levels[-1]
-    level_bytes = [m + offset for m in levels]
-    assert level_bytes[0] >= 0x80, "the sign of each byte is to make 0xFF"
-    # The last is not used: the index of the highest level needs no threshold.
-    threshold_bytes = [*thresholds, 0]
-    for fill in range(_HALF - 1):
-        lookups = _Lookup(threshold_bytes[fill]), _Lookup(level_bytes[fill])
-        if all(lookup.exponent in _LOOKUP_EXPONENTS for lookup in lookups):
-            break
-    else:
-        raise AssertionError((threshold_bytes, level_bytes))
-    base = _MAGIC + fill * 0x1110
-    zero, unit = lookups[0].constants(0, 0.5 / fmt.KEY_LEVEL_UNIT)
-    level_zero, level_unit = lookups[1].constants(offset, 1 / fmt.KEY_LEVEL_UNIT)
-    return {
-        "KEY_INDEX_MAGIC": _float(float(base)),
-        "KEY_INDEX_BASE": f"0x{0x4B000000 + base - 0x800000:08X}",
-        "KEY_THRESHOLDS_LOW": _word(threshold_bytes[:4]),
-        "KEY_THRESHOLDS_HIGH": _word(threshold_bytes[4:]),
-        "KEY_THRESHOLD_ZERO": zero,
-        "KEY_THRESHOLD_UNIT": unit,
-        "KEY_LEVELS_LOW": _word(level_bytes[:4]),
-        "KEY_LEVELS_HIGH": _word(level_bytes[4:]),
-        "KEY_LEVEL_ZERO": level_zero,
-        "KEY_LEVEL_UNIT": level_unit,
-    }
+    step: float
+    first_rows: tuple[int, ...]
+    num_rows: int
 
 
-def _value_polynomial(codebook: Codebook) -> dict[str, str]:
-    """Coefficients of a value codebook in the position u, checked to be exact."""
-    a, b = codebook.coefficients
-    linear, quadratic = a / 4, b / 16
-    # Scales from 7 / 8 up are less than this far apart.
-    pairs = zip(codebook.thresholds, codebook.thresholds[1:])
-    assert all(high / low > 8 / 7 for low, high in pairs)
+def _row(low: float, high: float, step: float) -> int | None:
+    """The row whose start is well within an interval."""
+    row = round((low + high) / 2 / step)
+    return row if low * (1 + _SLACK) < row * step < high * (1 - _SLACK) else None
+
+
+@cache
+def _folds(codebook: Codebook, limit: float) -> _Folds:
+    """The coarsest table for scales up to ``_SHARED_SCALES`` apart and factors.
+
+    Args:
+        codebook: Of a side.
+        limit: How far from 1 a factor may be.
+
+    """
+    # The lowest is between the levels on both sides of zero.
+    thresholds = (0.0, *codebook.thresholds)
+    intervals = []
+    for below, here in zip(thresholds, thresholds[1:]):
+        # From half of a threshold on a difference from it is exact.
+        low = max(below * max(_SHARED_SCALES, 1 / (1 - limit)), here / 2 * _SHARED_SCALES)
+        intervals.append((low, here / (1 + limit)))
+    first_of_all = intervals[0][1]
+    for i in range(_STEPS_TRIED):
+        step = first_of_all * (1 - i / _STEPS_TRIED)
+        rows = [_row(*interval, step) for interval in intervals]
+        found = [row for row in rows if row is not None]
+        if len(found) == len(rows):
+            num_rows = math.floor(_LARGEST_MAGNITUDE / step) + 1
+            return _Folds(step, (0, *found), num_rows)
+    raise AssertionError(intervals)
+
+
+def _fold_constants(name: str, codebook: Codebook, limit: float) -> dict[str, str]:
+    """The table of a side, checked to be exact with every scale."""
+    folds = _folds(codebook, limit)
+    gaps = zip(codebook.magnitudes, codebook.magnitudes[1:])
+    half_gaps = [codebook.magnitudes[0], *((high - low) / 2 for low, high in gaps)]
     for significand in range(8, 16):
         # Every scale is one of these times a power of two.
-        factors = [x * significand for x in (linear, quadratic, quadratic / 4)]
-        for index, level in enumerate(codebook.magnitudes):
-            u = index + 0.5
-            inner = factors[0] + factors[1] * u
-            exact = [*factors, inner, inner * u]
-            assert inner * u == level * significand
-            assert all(fp32(x) == x for x in exact), (index, exact)
-        for index, threshold in enumerate(codebook.thresholds):
-            u = index + 1.0
-            inner = factors[0] + factors[1] * u
-            exact = [inner, inner * u + factors[2]]
-            assert exact[1] == threshold * significand
-            slope = factors[0] - factors[1]
-            exact += [slope, slope + factors[1] * (u + 0.5)]
-            assert all(fp32(x) == x for x in exact), (index, exact)
-    return {"VALUE_LINEAR": _float(linear), "VALUE_QUADRATIC": _float(quadratic)}
+        numbers = [*codebook.magnitudes, *codebook.thresholds, *half_gaps]
+        assert all(fp32(x * significand) == x * significand for x in numbers)
+    # Zero is above the lowest.
+    thresholds = [-_NEGLIGIBLE, *codebook.thresholds]
+    return {
+        f"{name}_FOLD_STEP": _fp32(folds.step),
+        f"{name}_FOLD_FIRST_ROWS": ", ".join(map(str, folds.first_rows)),
+        f"{name}_FOLD_THRESHOLDS": ", ".join(map(_float, thresholds)),
+        f"{name}_FOLD_HALF_GAPS": ", ".join(map(_float, half_gaps)),
+        f"{name}_MAGNITUDES": ", ".join(map(_float, codebook.magnitudes)),
+    }
 
 
 def _trellis(key: Codebook, value: Codebook) -> dict[str, str]:
@@ -157,6 +150,10 @@ def constants_header(layout: TurboFormat) -> str:
     assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
     assert fmt.ERROR_MAX == 1.0, "squares are saturated"
     words = layout.scale_words
+    sides = (
+        ("KEY", layout.key_codebook, fmt.UNBIAS_LIMIT),
+        ("VALUE", layout.value_codebook, 0.0),
+    )
     constants = {
         "HEAD_SIZE": layout.head_size,
         "NUM_GROUPS": layout.num_groups,
@@ -192,10 +189,8 @@ def constants_header(layout: TurboFormat) -> str:
         "PRODUCT_FRACTION_BITS": fmt.PRODUCT_FRACTION_BITS,
         "BIAS_WEIGHT": _float(fmt.BIAS_WEIGHT),
         "KEY_GAIN": _fp32(layout.key_codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS)),
-        "KEY_GUESS": _fp32(_guess(layout.key_codebook.thresholds)),
-        "VALUE_GUESS": _fp32(_guess(layout.value_codebook.thresholds)),
-        **_key_tables(layout.key_codebook),
-        **_value_polynomial(layout.value_codebook),
+        "FOLD_ROWS": max(_folds(codebook, limit).num_rows for _, codebook, limit in sides),
+        **{k: v for side in sides for k, v in _fold_constants(*side).items()},
         **_trellis(layout.key_codebook, layout.value_codebook),
     }
     lines = ["#pragma once", ""]

@@ -10,46 +10,39 @@
 
 namespace turbo {
 
-// Errors of each candidate of a scale, over a group.
+// Errors of each candidate of a scale, over the lane's part of a group.
 template <bool IS_KEY, bool IS_TINY, int N>
-__device__ __forceinline__ int candidate_error(const float (&x)[N], int code,
-                                               float normaliser) {
-  const typename IndexType<IS_KEY, IS_TINY>::type index(
-      __fmul_rn(scale_value(code), normaliser));
-  int error = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) error += rounded_square(index.error(x[i]));
-  return reduce_parts<Sum, PARTS_OF<N>>(error);
-}
-
-// Errors of the candidates of a value's scale. From one candidate to the next
-// the nearest level is the same or one lower, but for the smallest scales.
-__device__ __forceinline__ void value_errors(
-    const float (&x)[SCALE_GROUP], int floor, float normaliser,
+__device__ __forceinline__ void candidate_errors(
+    const float (&x)[N], int floor, float normaliser, const FoldTables& tables,
     int (&errors)[NUM_SCALE_CANDIDATES]) {
-  float positions[SCALE_GROUP];
-  const ValuePosition first(
-      __fmul_rn(scale_value(scale_candidate(floor, 0)), normaliser));
-  int error = 0;
+  // Candidates that share rows. Subnormal scales are too far apart.
+  constexpr int SHARING = IS_TINY ? 1 : 2;
+  constexpr int UNROLLED = IS_TINY ? 1 : NUM_SCALE_CANDIDATES;
+#pragma unroll UNROLLED
+  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += SHARING) {
+    float scales[SHARING];
+    int sums[SHARING];
 #pragma unroll
-  for (int i = 0; i < SCALE_GROUP; ++i) {
-    positions[i] = first.nearest(x[i]);
-    error += rounded_square(first.error_at(positions[i], x[i]));
-  }
-  errors[0] = error;
-#pragma unroll 1
-  for (int candidate = 1; candidate < NUM_SCALE_CANDIDATES; ++candidate) {
-    const ValuePosition index(
-        __fmul_rn(scale_value(scale_candidate(floor, candidate)), normaliser));
-    error = 0;
+    for (int c = 0; c < SHARING; ++c) {
+      const int code = scale_candidate(floor, first + c);
+      scales[c] = __fmul_rn(scale_value(code), normaliser);
+      sums[c] = 0;
+    }
+    const FoldRows<IS_KEY, IS_TINY> rows(scales[0], tables);
 #pragma unroll
-    for (int i = 0; i < SCALE_GROUP; ++i) {
-      positions[i] = index.nearest_below(positions[i], x[i]);
-      error += rounded_square(index.error_at(positions[i], x[i]));
+    for (int i = 0; i < N; ++i) {
+      const float2 fold = load_shared_2(rows.of(x[i]));
+#pragma unroll
+      for (int c = 0; c < SHARING; ++c) {
+        sums[c] += rounded_square(fold_error(x[i], fold, scales[c]));
+      }
     }
 #pragma unroll
-    for (int k = 1; k < NUM_SCALE_CANDIDATES; ++k) {
-      errors[k] = candidate == k ? error : errors[k];
+    for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+#pragma unroll
+      for (int c = 0; c < SHARING; ++c) {
+        errors[k] = first + c == k ? sums[c] : errors[k];
+      }
     }
   }
 }
@@ -58,50 +51,58 @@ __device__ __forceinline__ void value_errors(
 template <bool IS_KEY, bool IS_TINY, int N>
 __device__ __forceinline__ void choose_scales(
     const float (&x)[GROUPS_A_LANE][N], const int (&floors)[GROUPS_A_LANE],
-    float normaliser, int (&codes)[GROUPS_A_LANE]) {
+    float normaliser, const FoldTables& tables, int (&codes)[GROUPS_A_LANE]) {
   int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
-  if constexpr (!IS_KEY && !IS_TINY && N == SCALE_GROUP) {
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      value_errors(x[j], floors[j], normaliser, errors[j]);
-    }
-    scales_in_reach<PARTS_OF<N>>(floors, errors, codes);
-    return;
-  }
-  // What few coordinates leave idle, several candidates fill.
-  constexpr int UNROLLED = N == SCALE_GROUP ? 1 : NUM_SCALE_CANDIDATES;
-#pragma unroll UNROLLED
-  for (int candidate = 0; candidate < NUM_SCALE_CANDIDATES; ++candidate) {
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    candidate_errors<IS_KEY, IS_TINY>(x[j], floors[j], normaliser, tables,
+                                      errors[j]);
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      const int error = candidate_error<IS_KEY, IS_TINY>(
-          x[j], scale_candidate(floors[j], candidate), normaliser);
-#pragma unroll
-      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
-        errors[j][k] = candidate == k ? error : errors[j][k];
-      }
+    for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+      errors[j][k] = reduce_parts<Sum, PARTS_OF<N>>(errors[j][k]);
     }
   }
   scales_in_reach<PARTS_OF<N>>(floors, errors, codes);
 }
 
-template <typename Index, int N>
-__device__ __forceinline__ Unbiasing unbias(
-    const float (&x)[GROUPS_A_LANE][N], const Index (&index)[GROUPS_A_LANE]) {
+// The factor of a key. No factor moves a coordinate past more than one
+// threshold, so products are computed for the levels around it only once.
+template <bool IS_TINY, int N>
+__device__ __forceinline__ Unbiasing
+unbias(const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
+       const FoldRows<true, IS_TINY> (&rows)[GROUPS_A_LANE]) {
   constexpr int PARTS = PARTS_OF<N>;
   const int square = square_of(x);
   Unbiasing key = Unbiasing::of<PARTS>(square);
+  float thresholds[GROUPS_A_LANE][N];
+  int steps[GROUPS_A_LANE][N];
+  int rest_below = square;
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float2 fold = load_shared_2(rows[j].of(x[j][i]));
+      const float threshold = __fmul_rn(fold.x, scales[j]);
+      const float half_gap = __fmul_rn(fold.y, scales[j]);
+      // Products are sums with MAGIC, as many as the square's.
+      const int below = __float_as_int(
+          rounded_product(x[j][i], __fsub_rn(threshold, half_gap)));
+      const int above = __float_as_int(
+          rounded_product(x[j][i], __fadd_rn(threshold, half_gap)));
+      thresholds[j][i] = threshold;
+      steps[j][i] = above - below;
+      rest_below -= below;
+    }
+  }
 #pragma unroll 1
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
-    // Products are sums with MAGIC, too, and as many.
-    int rest = square;
+    int rest = rest_below;
 #pragma unroll
     for (int j = 0; j < GROUPS_A_LANE; ++j) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const int nearest = index[j].nearest(__fmul_rn(x[j][i], key.next));
-        rest -=
-            __float_as_int(rounded_product(x[j][i], index[j].decoded(nearest)));
+        rest = subtract_if_greater(rest, __fmul_rn(x[j][i], key.next),
+                                   thresholds[j][i], steps[j][i]);
       }
     }
     key.update(round, reduce_vector<Sum, PARTS>(rest));
@@ -129,30 +130,35 @@ __device__ __forceinline__ float cost_of_move(float x, float decoded,
 
 // The magnitudes' indices of a key, four bits each, with one moved if that is
 // worth it.
-template <typename Index, int N>
+template <bool IS_TINY, int N>
 __device__ __forceinline__ void key_codes(
-    const float (&x)[GROUPS_A_LANE][N], const Index (&index)[GROUPS_A_LANE],
-    uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
+    const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
+    const FoldTables& tables, uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
   constexpr int PARTS = PARTS_OF<N>;
   constexpr int NONE = HEAD_SIZE;
-  const Unbiasing key = unbias(x, index);
+  FoldRows<true, IS_TINY> rows[GROUPS_A_LANE];
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    rows[j] = FoldRows<true, IS_TINY>(scales[j], tables);
+  }
+  const Unbiasing key = unbias(x, scales, rows);
   const int outwards = key.rest > 0.0f ? 1 : -1;
-  const int last = key.rest > 0.0f ? NUM_LEVELS / 2 - 1 : 0;
+  const uint32_t moves = shared_address(tables.moves[key.rest > 0.0f]);
   float least = as_float(0x7F800000u);
   int first = NONE;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #pragma unroll
     for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      const int nearest = index[j].nearest(__fmul_rn(x[j][i], key.factor));
-      const int code = min(nearest, Index::FIRST + NUM_LEVELS / 2 - 1);
+      const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
       if (i < WORDS_OF<N>) words[j][i] = 0;
-      words[j][word_of<N>(i)] += static_cast<uint32_t>(code - Index::FIRST)
-                                 << shift_of<N>(i);
-      const float decoded = index[j].decoded(code);
-      const float moved = index[j].decoded(code + outwards);
-      const float cost = cost_of_move(x[j][i], decoded, moved, key);
-      if (code != Index::FIRST + last && cost < least) {
+      words[j][word_of<N>(i)] += static_cast<uint32_t>(index) << shift_of<N>(i);
+      // Of a level that cannot be moved the other is infinite, and the cost
+      // that, too, or no number.
+      const float2 levels = load_shared_2(moves + index * FOLD_BYTES);
+      const float cost = cost_of_move(x[j][i], __fmul_rn(levels.x, scales[j]),
+                                      __fmul_rn(levels.y, scales[j]), key);
+      if (cost < least) {
         least = cost;
         first = i * PARTS * NUM_GROUPS + COLUMNS_A_WARP * j;
       }
@@ -180,27 +186,19 @@ __device__ __forceinline__ void key_codes(
 }
 
 // The magnitudes' indices of a value, four bits each.
-template <int N>
+template <bool IS_TINY, int N>
 __device__ __forceinline__ void value_codes(
-    const float (&x)[GROUPS_A_LANE][N],
-    const ValuePosition (&index)[GROUPS_A_LANE],
-    uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
-  // Floats between 2**22 and 2**23 are in steps of 1/2: the lowest bits are
-  // twice the position, which is one more than twice the index.
-  constexpr float HALVES = 6291456.0f;
+    const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
+    const FoldTables& tables, uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    const FoldRows<false, IS_TINY> rows(scales[j], tables);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float position = index[j].nearest(x[j][i]);
-      const uint32_t twice = __float_as_uint(__fadd_rn(position, HALVES));
+      const int index = rows.nearest(x[j][i], 1.0f, scales[j]);
       if (i < WORDS_OF<N>) words[j][i] = 0;
-      words[j][word_of<N>(i)] += (twice - __float_as_uint(HALVES))
-                                 << shift_of<N>(i);
+      words[j][word_of<N>(i)] += static_cast<uint32_t>(index) << shift_of<N>(i);
     }
-#pragma unroll
-    for (int w = 0; w < WORDS_OF<N>; ++w)
-      words[j][w] = words[j][w] >> 1 & 0x77777777u;
   }
 }
 
@@ -212,21 +210,20 @@ template <bool IS_KEY, bool IS_TINY, int N>
 __device__ __forceinline__ void encode_4_bits(
     const float (&x)[GROUPS_A_LANE][N],
     const uint32_t (&signs)[GROUPS_A_LANE][WORDS_OF<N>],
-    const int (&floors)[GROUPS_A_LANE], float normaliser, uint8_t* codes,
-    int token, uint8_t* scales) {
-  using Index = typename IndexType<IS_KEY, IS_TINY>::type;
+    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const FoldTables& tables, uint8_t* codes, int token, uint8_t* scales) {
   int scale_codes[GROUPS_A_LANE];
-  choose_scales<IS_KEY, IS_TINY>(x, floors, normaliser, scale_codes);
+  choose_scales<IS_KEY, IS_TINY>(x, floors, normaliser, tables, scale_codes);
   uint32_t words[GROUPS_A_LANE][WORDS_OF<N>];
-  Index index[GROUPS_A_LANE];
+  float chosen[GROUPS_A_LANE];
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    index[j] = Index(__fmul_rn(scale_value(scale_codes[j]), normaliser));
+    chosen[j] = __fmul_rn(scale_value(scale_codes[j]), normaliser);
   }
   if constexpr (IS_KEY) {
-    key_codes(x, index, words);
+    key_codes<IS_TINY>(x, chosen, tables, words);
   } else {
-    value_codes(x, index, words);
+    value_codes<IS_TINY>(x, chosen, tables, words);
   }
   store_codes<IS_KEY, N>(words, signs, codes, token, scales != nullptr);
   store_scales<PARTS_OF<N>>(scale_codes, scales);

@@ -1,34 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The nearest levels to coordinates: see reference_codec.
+// The nearest levels to magnitudes: see reference_codec.
 //
-// A level is guessed and mended: the thresholds between levels are even enough
-// for floor(GUESS * magnitude / scale) to be either the index of the nearest
-// level or the one below, which one comparison with the threshold between them,
-// as the reference makes it, decides. cuda_store_constants.py checks that.
+// With a threshold t between two levels, h from either, the error of the nearer
+// is ||x| - t * scale| - h * scale. The inner difference is exact if |x| is at
+// least half of t * scale, so the outer one is rounded as the reference's is. A
+// table has t and h in even steps of |x| / scale, so coarse that rows are found
+// without a comparison: a row holds for scales up to 9/8 of the one it was found
+// with, and for factors of a key's search. cuda_store_constants.py sees to that.
 #pragma once
+
+#include <cstddef>
 
 #include "scales.cuh"
 
 namespace turbo {
 
-__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
-                                            uint32_t nibbles) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(nibbles));
+constexpr int HALF_LEVELS = NUM_LEVELS / 2;
+constexpr int FOLD_BYTES = sizeof(float2);
+
+// In shared memory.
+struct FoldTables {
+  float2 folds[FOLD_ROWS];    // t, h
+  float2 indices[FOLD_ROWS];  // t, the index of the level below it
+  // A level and the one it may be moved to, inwards or outwards.
+  float2 moves[2][HALF_LEVELS];
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* place) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ float2 load_shared_2(uint32_t address) {
+  float2 result;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(result.x), "=f"(result.y)
+               : "r"(address));
   return result;
 }
 
+// Fill the tables of a side: a warp, before a barrier.
+template <bool IS_KEY>
+__device__ __forceinline__ void fill_tables(FoldTables& tables) {
+  constexpr int FIRST_ROWS[2][HALF_LEVELS] = {{KEY_FOLD_FIRST_ROWS},
+                                              {VALUE_FOLD_FIRST_ROWS}};
+  constexpr float THRESHOLDS[2][HALF_LEVELS] = {{KEY_FOLD_THRESHOLDS},
+                                                {VALUE_FOLD_THRESHOLDS}};
+  constexpr float HALF_GAPS[2][HALF_LEVELS] = {{KEY_FOLD_HALF_GAPS},
+                                               {VALUE_FOLD_HALF_GAPS}};
+  constexpr float LEVELS[2][HALF_LEVELS] = {{KEY_MAGNITUDES},
+                                            {VALUE_MAGNITUDES}};
+  constexpr int SIDE = IS_KEY ? 0 : 1;
+  const float none = as_float(0x7F800000u);
+  const int lane = threadIdx.x % 32;
+  const bool is_outwards = lane >= HALF_LEVELS;
+  float2 fold = make_float2(0.0f, 0.0f), move = fold;
+  int index = 0;
+#pragma unroll
+  for (int i = 0; i < HALF_LEVELS; ++i) {
+    const bool is_here = lane >= FIRST_ROWS[SIDE][i];
+    fold.x = is_here ? THRESHOLDS[SIDE][i] : fold.x;
+    fold.y = is_here ? HALF_GAPS[SIDE][i] : fold.y;
+    index += is_here ? 1 : 0;
+    const float inner = i > 0 ? LEVELS[SIDE][max(i - 1, 0)] : none;
+    const float outer =
+        i + 1 < HALF_LEVELS ? LEVELS[SIDE][(i + 1) % HALF_LEVELS] : none;
+    const bool is_level = lane % HALF_LEVELS == i;
+    move.x = is_level ? LEVELS[SIDE][i] : move.x;
+    move.y = is_level ? (is_outwards ? outer : inner) : move.y;
+  }
+  // The first threshold is zero; below it there is no level.
+  if (lane < FOLD_ROWS) {
+    tables.folds[lane] = fold;
+    tables.indices[lane] = make_float2(fold.x, __int_as_float(index - 2));
+  }
+  if (IS_KEY && lane < NUM_LEVELS) {
+    tables.moves[is_outwards][lane % HALF_LEVELS] = move;
+  }
+}
+
 // x + (a > b), in two instructions.
-__device__ __forceinline__ float add_if_greater(float x, float a, float b) {
+__device__ __forceinline__ int add_if_greater(int x, float a, float b) {
   asm("{\n"
       ".reg .pred is_greater;\n"
       "setp.gt.f32 is_greater, %1, %2;\n"
-      "@is_greater add.rn.f32 %0, %0, 0f3F800000;\n"
+      "@is_greater add.s32 %0, %0, 1;\n"
       "}"
-      : "+f"(x)
+      : "+r"(x)
       : "f"(a), "f"(b));
+  return x;
+}
+
+// x - (a > b ? y : 0), in two instructions.
+__device__ __forceinline__ int subtract_if_greater(int x, float a, float b,
+                                                   int y) {
+  asm("{\n"
+      ".reg .pred is_greater;\n"
+      "setp.gt.f32 is_greater, %1, %2;\n"
+      "@is_greater sub.s32 %0, %0, %3;\n"
+      "}"
+      : "+r"(x)
+      : "f"(a), "f"(b), "r"(y));
   return x;
 }
 
@@ -41,118 +114,49 @@ __device__ __forceinline__ float reciprocal(float x) {
 // What zero scales are taken for: a magnitude is zero or far above.
 constexpr float ALMOST_ZERO = 7.7037198e-34f;  // 2**-110
 
-// Indices of key levels. A key's levels and twice its thresholds are integers,
-// which prmt looks up in tables of bytes by the low nibble of an index; the
-// other three bytes of a result make it a float that has the integer in its
-// lowest bits. Of a nibble of 8 and more prmt makes 0xFF from the sign of a
-// byte, which is the highest level.
+// Rows of a table for magnitudes in a group.
 //
-// IS_TINY: whether magnitudes may exceed twice the scale.
-template <bool IS_TINY>
-struct KeyIndex {
-  static constexpr int FIRST = KEY_INDEX_BASE;  // index 0, bits of a float
-  float scale, guess, limit, threshold_unit, threshold_zero, level_unit;
-  uint32_t thresholds_low, levels_low;
-
-  KeyIndex() = default;
-  // scale: normalised.
-  __device__ __forceinline__ explicit KeyIndex(float normalised_scale) {
-    scale = normalised_scale;
-    const float not_zero = fmaxf(scale, ALMOST_ZERO);
-    guess = __fmul_rn(KEY_GUESS, reciprocal(not_zero));
-    limit = __fmul_rn(2.0f, not_zero);
-    threshold_unit = __fmul_rn(KEY_THRESHOLD_UNIT, scale);
-    threshold_zero = __fmul_rn(-KEY_THRESHOLD_ZERO, threshold_unit);
-    level_unit = __fmul_rn(KEY_LEVEL_UNIT, scale);
-    // The sign is zero, which keeps the compiler from moving constants again
-    // and again.
-    const uint32_t sign = __float_as_uint(scale) >> 31;
-    thresholds_low = KEY_THRESHOLDS_LOW + sign;
-    levels_low = KEY_LEVELS_LOW + sign;
-  }
-
-  // The index, added to FIRST; if above 7 it stands for 7.
-  __device__ __forceinline__ int nearest(float magnitude) const {
-    const float limited = IS_TINY ? fminf(magnitude, limit) : magnitude;
-    const float index = __fmaf_rd(limited, guess, KEY_INDEX_MAGIC);
-    const float looked_up = as_float(
-        permute(thresholds_low, KEY_THRESHOLDS_HIGH, __float_as_uint(index)));
-    const float threshold =
-        __fmaf_rn(looked_up, threshold_unit, threshold_zero);
-    return __float_as_int(add_if_greater(index, magnitude, threshold));
-  }
-
-  // The level, in units of its own.
-  __device__ __forceinline__ float level(int index) const {
-    const float looked_up =
-        as_float(permute(levels_low, KEY_LEVELS_HIGH, index));
-    return __fsub_rn(looked_up, KEY_LEVEL_ZERO);
-  }
-
-  __device__ __forceinline__ float decoded(int index) const {
-    return __fmul_rn(level(index), level_unit);
-  }
-
-  __device__ __forceinline__ float error(float magnitude) const {
-    return __fmaf_rn(-level(nearest(magnitude)), level_unit, magnitude);
-  }
-};
-
-// Positions, index + 1/2, of value levels, which are (VALUE_LINEAR +
-// VALUE_QUADRATIC * position) * position. So are the thresholds, but for a
-// constant. Each, times a scale, is an fp32 number, and so are the terms.
-struct ValuePosition {
-  static constexpr float LAST = NUM_LEVELS / 2 - 0.5f;
-  float guess, linear, quadratic, constant;
-
-  ValuePosition() = default;
-  __device__ __forceinline__ explicit ValuePosition(float scale) {
-    guess = __fmul_rn(VALUE_GUESS, reciprocal(fmaxf(scale, ALMOST_ZERO)));
-    linear = __fmul_rn(VALUE_LINEAR, scale);
-    quadratic = __fmul_rn(VALUE_QUADRATIC, scale);
-    constant = __fmul_rn(0.25f * VALUE_QUADRATIC, scale);
-  }
-
-  __device__ __forceinline__ float nearest(float magnitude) const {
-    // The threshold above level i is at i + 1.
-    const float above =
-        __fsub_rn(__fmaf_rd(magnitude, guess, MAGIC + 1.0f), MAGIC);
-    const float threshold =
-        __fmaf_rn(__fmaf_rn(above, quadratic, linear), above, constant);
-    const float position =
-        add_if_greater(__fsub_rn(above, 0.5f), magnitude, threshold);
-    return fminf(position, LAST);
-  }
-
-  __device__ __forceinline__ float error(float magnitude) const {
-    return error_at(nearest(magnitude), magnitude);
-  }
-
-  __device__ __forceinline__ float error_at(float position,
-                                            float magnitude) const {
-    return __fmaf_rn(-__fmaf_rn(position, quadratic, linear), position,
-                     magnitude);
-  }
-
-  // The nearest position, if that is `position` or the one below it.
-  __device__ __forceinline__ float nearest_below(float position,
-                                                 float magnitude) const {
-    // The threshold in terms of the position, which is half above it.
-    const float slope = __fsub_rn(linear, quadratic);
-    const float threshold = __fmaf_rn(__fmaf_rn(position, quadratic, slope),
-                                      position, __fmul_rn(-0.5f, slope));
-    return fmaxf(
-        add_if_greater(__fsub_rn(position, 1.0f), magnitude, threshold), 0.5f);
-  }
-};
-
+// IS_TINY: whether magnitudes may exceed 5/4 of the scale.
 template <bool IS_KEY, bool IS_TINY>
-struct IndexType {
-  using type = ValuePosition;
+struct FoldRows {
+  static constexpr float STEP = IS_KEY ? KEY_FOLD_STEP : VALUE_FOLD_STEP;
+  float guess, limit;
+  uint32_t offset;
+
+  FoldRows() = default;
+  // scale: normalised; the least of those that the rows are for.
+  __device__ __forceinline__ FoldRows(float scale, const FoldTables& tables) {
+    const float not_zero = fmaxf(scale, ALMOST_ZERO);
+    guess = __fmul_rn(1.0f / STEP, reciprocal(not_zero));
+    limit = __fmul_rn((FOLD_ROWS - 0.5f) * STEP, not_zero);
+    offset = shared_address(&tables) -
+             FOLD_BYTES * static_cast<uint32_t>(MAGIC_BITS);
+  }
+
+  // Shared address of the row, in `folds`, of a magnitude.
+  __device__ __forceinline__ uint32_t of(float magnitude) const {
+    const float limited = IS_TINY ? fminf(magnitude, limit) : magnitude;
+    const float row = __fmaf_rd(limited, guess, MAGIC);
+    return __float_as_uint(row) * FOLD_BYTES + offset;
+  }
+
+  // Index of the nearest level to factor * magnitude.
+  __device__ __forceinline__ int nearest(float magnitude, float factor,
+                                         float scale) const {
+    const float2 row =
+        load_shared_2(of(magnitude) + offsetof(FoldTables, indices));
+    const int index =
+        add_if_greater(__float_as_int(row.y), __fmul_rn(magnitude, factor),
+                       __fmul_rn(row.x, scale));
+    return IS_TINY ? max(index, 0) : index;
+  }
 };
-template <bool IS_TINY>
-struct IndexType<true, IS_TINY> {
-  using type = KeyIndex<IS_TINY>;
-};
+
+// What the nearest level leaves, given the row.
+__device__ __forceinline__ float fold_error(float magnitude, float2 fold,
+                                            float scale) {
+  const float from_threshold = __fmaf_rn(-fold.x, scale, magnitude);
+  return __fmaf_rn(-fold.y, scale, fabsf(from_threshold));
+}
 
 }  // namespace turbo

@@ -268,22 +268,23 @@ constexpr int SINGLE_PARTS = 4;
 constexpr int SINGLE_ELEMENTS = SCALE_GROUP / SINGLE_PARTS;
 constexpr int PRODUCTS = HAS_SINGLES ? GROUPS_A_LANE : 1;
 
-// Load and rotate a vector, or zeros if row is null.
-//
+// What a lane loads of a vector, and of the rotation.
+struct SingleInput {
+  uint4 factor;
+  uint32_t x[PRODUCTS][2];
+  uint2 sign[PRODUCTS];
+};
+
 // matrix: of rotation_fragments for singles; signs follow the product's
 // operand.
-template <bool IS_BF16>
-__device__ __forceinline__ void rotate_single(
-    const uint16_t* row, const uint4* __restrict__ matrix,
-    float (&y)[GROUPS_A_LANE][SINGLE_ELEMENTS], int& exponent) {
+__device__ __forceinline__ SingleInput load_single(
+    const uint16_t* row, const uint4* __restrict__ matrix) {
   const int lane = threadIdx.x % 32;
   const int part = lane % SINGLE_PARTS;
   const int column = lane / SINGLE_PARTS;
-  const uint4 a = __ldg(matrix + lane);
   const auto* signs = reinterpret_cast<const uint2*>(matrix + 32);
-  uint32_t x[PRODUCTS][2];
-  uint2 sign[PRODUCTS];
-  uint32_t largest = 0;
+  SingleInput result;
+  result.factor = __ldg(matrix + lane);
 #pragma unroll
   for (int m = 0; m < PRODUCTS; ++m) {
     // See rotation_fragments for the order.
@@ -293,14 +294,25 @@ __device__ __forceinline__ void rotate_single(
         4 * NUM_GROUPS * (column % 2) +
         (GROUPS_A_LANE == 4 ? m % 2 * 2 * COLUMNS_A_WARP : 0) +
         (GROUPS_A_LANE == 1 ? 0 : m / (GROUPS_A_LANE / 2)) * HEAD_SIZE / 2;
-    uint2 pairs = make_uint2(0, 0);
-    if (row != nullptr)
-      pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
-    sign[m] = __ldg(signs + first / 4);
-    x[m][0] = pairs.x;
-    x[m][1] = pairs.y;
-    largest = __vmaxu2(largest, pairs.x & 0x7FFF7FFFu);
-    largest = __vmaxu2(largest, pairs.y & 0x7FFF7FFFu);
+    const uint2 pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    result.x[m][0] = pairs.x;
+    result.x[m][1] = pairs.y;
+    result.sign[m] = __ldg(signs + first / 4);
+  }
+  return result;
+}
+
+template <bool IS_BF16>
+__device__ __forceinline__ void rotate_single(
+    SingleInput& input, float (&y)[GROUPS_A_LANE][SINGLE_ELEMENTS],
+    int& exponent) {
+  const int part = threadIdx.x % SINGLE_PARTS;
+  uint32_t(&x)[PRODUCTS][2] = input.x;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int m = 0; m < PRODUCTS; ++m) {
+    largest = __vmaxu2(largest, x[m][0] & 0x7FFF7FFFu);
+    largest = __vmaxu2(largest, x[m][1] & 0x7FFF7FFFu);
   }
   largest = __reduce_max_sync(FULL_MASK, max(largest & 0xFFFFu, largest >> 16));
   if (largest >= Input<IS_BF16>::INFINITY_BITS) {
@@ -321,10 +333,10 @@ __device__ __forceinline__ void rotate_single(
 #pragma unroll
   for (int m = 0; m < PRODUCTS; ++m) {
     // Signs are bits to flip.
-    x[m][0] ^= sign[m].x;
-    x[m][1] ^= sign[m].y;
+    x[m][0] ^= input.sign[m].x;
+    x[m][1] ^= input.sign[m].y;
     float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    multiply_add(c, a, x[m]);
+    multiply_add(c, input.factor, x[m]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // D = 128 has half of a group's coordinates in the other rows, else a

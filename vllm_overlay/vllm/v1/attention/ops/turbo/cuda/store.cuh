@@ -5,7 +5,7 @@
 #pragma once
 
 #include "encode.cuh"
-#include "trellis.cuh"
+#include "trellis_parts.cuh"
 
 namespace turbo {
 
@@ -67,6 +67,14 @@ __device__ __forceinline__ float integer_of(const float (&y)[KV_BLOCKS][4],
 
 template <bool IS_KEY>
 constexpr bool IS_TRELLIS = (IS_KEY ? KEY_BITS : VALUE_BITS) == 3;
+template <bool IS_KEY>
+using SideTables =
+    std::conditional_t<IS_TRELLIS<IS_KEY>, WindowTables, FoldTables>;
+struct Tables {
+  SideTables<true> key;
+  SideTables<false> value;
+};
+
 // Coordinates of a group that a lane has. A trellis is not shared.
 template <bool IS_KEY, int PARTS>
 constexpr int ELEMENTS = IS_TRELLIS<IS_KEY> ? SCALE_GROUP : SCALE_GROUP / PARTS;
@@ -78,7 +86,7 @@ constexpr int ELEMENTS = IS_TRELLIS<IS_KEY> ? SCALE_GROUP : SCALE_GROUP / PARTS;
 template <bool IS_KEY, int PARTS, int N>
 __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N],
                                               int exponent,
-                                              const WindowTables& tables,
+                                              const SideTables<IS_KEY>& tables,
                                               uint8_t* tile, int token) {
   constexpr int CODES_OFFSET = IS_KEY ? 0 : VALUE_CODES_OFFSET;
   constexpr int SCALES_OFFSET =
@@ -107,7 +115,6 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N],
   const float normaliser =
       power_of_two(-max(exponent_of(largest_of_all), -ERROR_MAX_EXPONENT));
   const float normalised_unit = __fmul_rn(unit, normaliser);
-  const float limit = __fmul_rn(SCALE_MAX, normaliser);
   int floors[GROUPS_A_LANE];
   bool is_tiny = false;
 #pragma unroll
@@ -115,12 +122,26 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N],
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float magnitude =
-          fminf(__fmul_rn(fabsf(x[j][i]), normalised_unit), limit);
+          __fmul_rn(fabsf(x[j][i]), normalised_unit);
       x[j][i] = IS_TRELLIS<IS_KEY> ? copysignf(magnitude, x[j][i]) : magnitude;
     }
     largest[j] = fminf(__fmul_rn(largest[j], unit), SCALE_MAX);
     floors[j] = scale_floor(largest[j]);
-    is_tiny |= largest[j] > 0.0f && largest[j] < 8 * SMALLEST_SCALE;
+    // Where nothing is stored zeros are no concern.
+    const bool is_counted =
+        largest[j] > 0.0f ||
+        (tile != nullptr && group_of_lane() + COLUMNS_A_WARP * j < NUM_GROUPS);
+    is_tiny |= is_counted && largest[j] < 16 * SMALLEST_SCALE;
+  }
+  if (__any_sync(FULL_MASK, largest_of_all >= SCALE_MAX)) {
+    // Magnitudes are limited; the sign comes first.
+    const float limit = __fmul_rn(SCALE_MAX, normaliser);
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        x[j][i] = fminf(fmaxf(x[j][i], -limit), limit);
+    }
   }
   uint8_t* scales = tile + SCALES_OFFSET + token * (NUM_WORDS * WORD_BYTES);
   scales = tile == nullptr ? nullptr : scales;
@@ -129,12 +150,12 @@ __device__ __forceinline__ void encode_vector(float (&x)[GROUPS_A_LANE][N],
     encode_3_bits<IS_KEY, PARTS>(x, floors, normaliser, tables, codes, token,
                                  scales);
   } else {
-    if ((IS_KEY || SHARES == 1) && __any_sync(FULL_MASK, is_tiny)) {
-      encode_4_bits<IS_KEY, true>(x, signs, floors, normaliser, codes, token,
-                                  scales);
+    if (__any_sync(FULL_MASK, is_tiny)) {
+      encode_4_bits<IS_KEY, true>(x, signs, floors, normaliser, tables, codes,
+                                  token, scales);
     } else {
-      encode_4_bits<IS_KEY, false>(x, signs, floors, normaliser, codes, token,
-                                   scales);
+      encode_4_bits<IS_KEY, false>(x, signs, floors, normaliser, tables, codes,
+                                   token, scales);
     }
   }
 }
@@ -170,7 +191,7 @@ __device__ __forceinline__ const uint16_t* vector_of(const StoreParams& params,
 template <bool IS_KEY, int PARTS>
 __device__ __forceinline__ void encode_column(const float (&y)[KV_BLOCKS][4],
                                               int exponent,
-                                              const WindowTables& tables,
+                                              const SideTables<IS_KEY>& tables,
                                               const Place& place) {
   constexpr int N = ELEMENTS<IS_KEY, PARTS>;
   float x[GROUPS_A_LANE][N];
@@ -187,7 +208,7 @@ __device__ __forceinline__ void encode_column(const float (&y)[KV_BLOCKS][4],
 // Store K, V or both of PAIRS_A_WARP (token, head) pairs.
 template <bool IS_BF16, int PARTS>
 __device__ __forceinline__ void store_pairs(const StoreParams& params,
-                                            const WindowTables (&tables)[2],
+                                            const Tables& tables,
                                             int first_pair, bool with_key,
                                             bool with_value) {
   const int num_pairs = params.num_tokens * params.num_kv_heads;
@@ -218,22 +239,20 @@ __device__ __forceinline__ void store_pairs(const StoreParams& params,
   const Place place(params, slot, pair % params.num_kv_heads);
   const int key_exponent = from_loader(exponent, 2 * pair_column);
   const int value_exponent = from_loader(exponent, 2 * pair_column + 1);
-  if (with_key) encode_column<true, PARTS>(y, key_exponent, tables[0], place);
+  if (with_key) encode_column<true, PARTS>(y, key_exponent, tables.key, place);
   if (with_value)
-    encode_column<false, PARTS>(y, value_exponent, tables[1], place);
+    encode_column<false, PARTS>(y, value_exponent, tables.value, place);
 }
 
 // Store a vector by a warp: all lanes have the same of it.
 template <bool IS_KEY, bool IS_BF16>
 __device__ __forceinline__ void store_single(const StoreParams& params,
-                                             const WindowTables& tables,
+                                             SingleInput& input, int slot,
+                                             const SideTables<IS_KEY>& tables,
                                              int pair) {
-  const int slot =
-      static_cast<int>(params.slot_mapping[pair / params.num_kv_heads]);
   float y[GROUPS_A_LANE][SINGLE_ELEMENTS];
   int exponent;
-  rotate_single<IS_BF16>(vector_of(params, IS_KEY, pair), params.single_matrix,
-                         y, exponent);
+  rotate_single<IS_BF16>(input, y, exponent);
   const Place place(params, slot, pair % params.num_kv_heads);
   if constexpr (IS_TRELLIS<IS_KEY>) {
     float x[GROUPS_A_LANE][SCALE_GROUP];
@@ -310,23 +329,35 @@ __host__ __device__ inline int num_pair_warps(const StoreParams& params) {
 template <bool IS_BF16, int PARTS>
 __global__ void __launch_bounds__(STORE_THREADS)
     store_kernel(const StoreParams params) {
-  // Of keys and of values.
-  __shared__ WindowTables tables[2];
-  if constexpr (KEY_BITS == 3) fill_tables<true>(tables[0]);
-  if constexpr (VALUE_BITS == 3) fill_tables<false>(tables[1]);
-  if constexpr (KEY_BITS == 3 || VALUE_BITS == 3) __syncthreads();
+  __shared__ Tables tables;
+  constexpr bool IS_SINGLE = HAS_SINGLES && PARTS == SINGLE_PARTS;
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int pair_warps = num_pair_warps<PARTS>(params);
   const int kv_warps = PARTS > 1 ? 2 * pair_warps : pair_warps;
+  const bool with_key = warp < pair_warps;
+  const int first_pair =
+      (with_key ? warp : warp - pair_warps) * PAIRS_A_WARP<PARTS>;
+  // Loads take long.
+  SingleInput input;
+  int slot = -1;
+  if (IS_SINGLE && warp < kv_warps) {
+    slot = static_cast<int>(
+        __ldg(params.slot_mapping + first_pair / params.num_kv_heads));
+    input = load_single(vector_of(params, with_key, first_pair),
+                        params.single_matrix);
+  }
+  const int warp_in_block = threadIdx.x / 32;
+  if (warp_in_block == 0) fill_tables<true>(tables.key);
+  if (warp_in_block == (blockDim.x > 32)) fill_tables<false>(tables.value);
+  __syncthreads();
   if (warp < kv_warps) {
-    const bool with_key = warp < pair_warps;
-    const int first_pair =
-        (with_key ? warp : warp - pair_warps) * PAIRS_A_WARP<PARTS>;
-    if constexpr (HAS_SINGLES && PARTS == SINGLE_PARTS) {
+    if constexpr (IS_SINGLE) {
       if (with_key) {
-        store_single<true, IS_BF16>(params, tables[0], first_pair);
+        store_single<true, IS_BF16>(params, input, slot, tables.key,
+                                    first_pair);
       } else {
-        store_single<false, IS_BF16>(params, tables[1], first_pair);
+        store_single<false, IS_BF16>(params, input, slot, tables.value,
+                                     first_pair);
       }
     } else {
       store_pairs<IS_BF16, PARTS>(params, tables, first_pair, with_key,

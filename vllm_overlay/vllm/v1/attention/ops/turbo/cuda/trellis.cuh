@@ -24,24 +24,29 @@ struct WindowTables {
   float4 thresholds[NUM_WINDOWS];  // in the first component
 };
 
-// Fill the tables of a side: all threads of a block, before a barrier.
+// Fill the tables of a side: a warp, before a barrier.
 template <bool IS_KEY>
 __device__ __forceinline__ void fill_tables(WindowTables& tables) {
   constexpr float ALL_LEVELS[2][NUM_LEVELS] = {{KEY_TRELLIS_LEVELS},
                                                {VALUE_TRELLIS_LEVELS}};
   constexpr float ALL_THRESHOLDS[2][NUM_WINDOWS] = {{KEY_TRELLIS_THRESHOLDS},
                                                     {VALUE_TRELLIS_THRESHOLDS}};
+  const int lane = threadIdx.x % 32;
+  float of_subset[NUM_SUBSETS] = {};
+  float threshold = 0.0f;
 #pragma unroll
   for (int w = 0; w < NUM_WINDOWS; ++w) {
-    if (threadIdx.x % 32 != w) continue;
-    float of_subset[NUM_SUBSETS];
+    threshold = lane == w ? ALL_THRESHOLDS[!IS_KEY][w] : threshold;
 #pragma unroll
     for (int i = 0; i < NUM_SUBSETS; ++i) {
-      of_subset[(w + i) % NUM_SUBSETS] = ALL_LEVELS[!IS_KEY][w + i];
+      float& level = of_subset[(w + i) % NUM_SUBSETS];
+      level = lane == w ? ALL_LEVELS[!IS_KEY][w + i] : level;
     }
-    tables.levels[w] =
+  }
+  if (lane < NUM_WINDOWS) {
+    tables.levels[lane] =
         make_float4(of_subset[0], of_subset[1], of_subset[2], of_subset[3]);
-    tables.thresholds[w].x = ALL_THRESHOLDS[!IS_KEY][w];
+    tables.thresholds[lane].x = threshold;
   }
 }
 
@@ -154,6 +159,19 @@ __device__ __forceinline__ void begin(int (&cost)[4], const int (&first)[4],
   }
 }
 
+// Path bits are kept beside costs, of half of a group at a time and of the state
+// before it.
+constexpr int HALF_PATH = SCALE_GROUP / 2;
+constexpr int PATH_BITS = HALF_PATH + 2;
+constexpr int PATH = (1 << PATH_BITS) - 1;
+
+__device__ __forceinline__ int select_state(const int (&of_states)[4],
+                                            int state) {
+  const int low = state % 2 == 0 ? of_states[0] : of_states[1];
+  const int high = state % 2 == 0 ? of_states[2] : of_states[3];
+  return state < 2 ? low : high;
+}
+
 // Error of the best path of a group.
 __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
                                              const Windows& windows) {
@@ -183,9 +201,6 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
 __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
                                            float factor, const Windows& windows,
                                            uint32_t (&rows)[SCALE_GROUP]) {
-  constexpr int HALF = SCALE_GROUP / 2;
-  constexpr int PATH_BITS = HALF + 2;
-  constexpr int PATH = (1 << PATH_BITS) - 1;
   int cost[4], first[4], early[4];
 #pragma unroll
   for (int e = 0; e < SCALE_GROUP; ++e) {
@@ -194,7 +209,7 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     int errors[4];
     windows.errors(scaled, rows[e], errors);
     // b(e - 1) is bit e - 1 in the first half, bit e - 7 in the second.
-    const int bit = e == 0 ? 0 : 1 << (e <= HALF - 1 ? e - 1 : e - HALF + 1);
+    const int bit = e == 0 ? 0 : 1 << (e <= HALF_PATH - 1 ? e - 1 : e - HALF_PATH + 1);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       errors[s] = (errors[s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
@@ -207,10 +222,10 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     } else {
       extend(cost, errors);
     }
-    if (e == HALF - 1) {
+    if (e == HALF_PATH - 1) {
 #pragma unroll
       for (int state = 0; state < 4; ++state) {
-        early[state] = (cost[state] & PATH) + (state % 2 << (HALF - 1));
+        early[state] = (cost[state] & PATH) + (state % 2 << (HALF_PATH - 1));
         cost[state] = (cost[state] & ~PATH) + state / 2;
       }
     }
@@ -221,15 +236,12 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     best = min(best, cost[state] >> PATH_BITS << 2 | state);
   }
   const int state = best & 3;
-  const int low = state % 2 == 0 ? cost[0] : cost[1];
-  const int high = state % 2 == 0 ? cost[2] : cost[3];
   const int late =
-      ((state < 2 ? low : high) & PATH) + (state % 2 << (PATH_BITS - 1));
+      (select_state(cost, state) & PATH) + (state % 2 << (PATH_BITS - 1));
   // The lowest bits of `late` are b(6) and b(7).
-  const int with_zero = (late & 2) == 0 ? early[0] : early[1];
-  const int with_one = (late & 2) == 0 ? early[2] : early[3];
-  const int first_half = (late & 1) == 0 ? with_zero : with_one;
-  return first_half + (late >> 2 << HALF);
+  const int first_half =
+      select_state(early, (late & 1) << 1 | (late >> 1 & 1));
+  return first_half + (late >> 2 << HALF_PATH);
 }
 
 // Bit i of 16 moved to bit 2 * i.
@@ -283,14 +295,14 @@ __device__ __forceinline__ float trellis_factor(
 }
 
 // The branches of a path, two bits each.
-__device__ __forceinline__ uint32_t branches_of(const float (&x)[SCALE_GROUP],
+template <int N>
+__device__ __forceinline__ uint32_t branches_of(const float (&x)[N],
                                                 float factor,
                                                 const Windows& windows,
-                                                uint32_t path) {
-  const uint32_t subsets = subsets_of(path);
+                                                uint32_t subsets) {
   uint32_t word = 0;
 #pragma unroll
-  for (int e = 0; e < SCALE_GROUP; ++e) {
+  for (int e = 0; e < N; ++e) {
     const uint32_t window =
         (windows.row(__fmul_rn(x[e], factor)) - windows.base) / WINDOW_BYTES;
     const uint32_t subset = subsets >> (2 * e) & 3;
@@ -299,44 +311,12 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[SCALE_GROUP],
   return word;
 }
 
-// Quantise a vector to three bits and write it.
-//
-// x: normalised, with signs. codes: the side's code plane. scales: the
-// vector's. PARTS: lanes that have the same group, and share the candidates of
-// its scale.
-template <bool IS_KEY, int PARTS>
-__device__ __forceinline__ void encode_3_bits(
+// Paths and branches of a vector.
+template <bool IS_KEY>
+__device__ __forceinline__ void paths_of(
     const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const int (&floors)[GROUPS_A_LANE], float normaliser,
-    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
-  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
-  int scale_codes[GROUPS_A_LANE];
-  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
-  const int part = part_of_lane<PARTS>();
-#pragma unroll 1
-  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += PARTS) {
-#pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      const int code = scale_candidate(floors[j], first + part);
-      const Windows windows(scale_value(code), normaliser, GUESS, tables);
-      const int error = trellis_error(x[j], windows);
-#pragma unroll
-      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
-        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
-        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
-      }
-    }
-  }
-  scales_in_reach<PARTS>(floors, errors, scale_codes);
-
-  Windows windows[GROUPS_A_LANE];
-  uint32_t paths[GROUPS_A_LANE];
-  uint32_t branches[GROUPS_A_LANE];
-#pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    windows[j] =
-        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
-  }
+    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE],
+    uint32_t (&branches)[GROUPS_A_LANE]) {
   float factor = 1.0f;
   if constexpr (IS_KEY) {
     factor = trellis_factor(x, windows, paths);
@@ -349,11 +329,9 @@ __device__ __forceinline__ void encode_3_bits(
   }
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    branches[j] = branches_of(x[j], factor, windows[j], paths[j]);
+    branches[j] =
+        branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
   }
-  store_paths<IS_KEY>(branches, paths, codes, token,
-                      scales != nullptr && part == 0);
-  store_scales<PARTS>(scale_codes, scales);
 }
 
 }  // namespace turbo

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The search for a group's best path by the lanes that share it: each extends
+// paths from every state by its own codes, four in a row, and then the lanes
+// join theirs one after the other. See trellis.cuh.
+#pragma once
+
+#include "trellis.cuh"
+
+namespace turbo {
+
+constexpr int PATH_PARTS = SINGLE_PARTS;
+constexpr int PART_CODES = SCALE_GROUP / PATH_PARTS;
+static_assert(PATH_PARTS == 4 && PART_CODES == 4);
+
+// Costs of the best paths from each state to each by a part's codes.
+using Transfers = int[4][4];
+
+// errors: of a part's codes by subset, with path bits.
+__device__ __forceinline__ void extend_part(
+    const int (&errors)[PART_CODES][NUM_SUBSETS], Transfers& costs) {
+#pragma unroll
+  for (int from = 0; from < 4; ++from) {
+    const int first = from / 2, second = from % 2;
+#pragma unroll
+    for (int state = 0; state < 4; ++state) {
+      const int before = state / 2, bit = state % 2;
+      costs[from][state] = errors[0][2 * (before ^ first) + second] +
+                           errors[1][2 * (bit ^ second) + before];
+    }
+#pragma unroll
+    for (int i = 2; i < PART_CODES; ++i) extend(costs[from], errors[i]);
+  }
+}
+
+// Costs of the paths from state zero, in the last part those of the group.
+//
+// early: in the second part, path bits of the group's first half.
+__device__ __forceinline__ void join_parts(const Transfers& costs,
+                                           int (&joined)[4], int (&early)[4]) {
+  const int part = part_of_lane<PATH_PARTS>();
+#pragma unroll
+  for (int state = 0; state < 4; ++state) joined[state] = costs[0][state];
+#pragma unroll
+  for (int i = 1; i < PATH_PARTS; ++i) {
+    int before[4];
+#pragma unroll
+    for (int from = 0; from < 4; ++from) {
+      before[from] = __shfl_up_sync(FULL_MASK, joined[from], 1, PATH_PARTS);
+      if (i == PATH_PARTS / 2) {
+        // Path bits begin anew with the state's.
+        before[from] =
+            part == i ? (before[from] & ~PATH) + from / 2 : before[from];
+      }
+    }
+#pragma unroll
+    for (int state = 0; state < 4; ++state) {
+      int least = before[0] + costs[0][state];
+#pragma unroll
+      for (int from = 1; from < 4; ++from) {
+        least = __viaddmin_s32(before[from], costs[from][state], least);
+      }
+      joined[state] = part == i ? least : joined[state];
+    }
+    if (i == PATH_PARTS / 2 - 1) {
+#pragma unroll
+      for (int state = 0; state < 4; ++state) {
+        early[state] = (joined[state] & PATH) + (state % 2 << (HALF_PATH - 1));
+      }
+    }
+  }
+}
+
+// The best path of a group, and its error.
+struct FoundPath {
+  int error;
+  uint32_t path;
+};
+
+// x: the part's coordinates, times the factor of a key.
+__device__ __forceinline__ FoundPath search_parts(const float (&x)[PART_CODES],
+                                                  const Windows& windows,
+                                                  uint32_t (&rows)[PART_CODES]) {
+  const int part = part_of_lane<PATH_PARTS>();
+  // As in `search`: b(e - 1) is bit e - 1 in the first half, else e - 7.
+  const int first_bit =
+      part % 2 * PART_CODES + (part < PATH_PARTS / 2 ? 0 : 2);
+  int errors[PART_CODES][NUM_SUBSETS];
+#pragma unroll
+  for (int i = 0; i < PART_CODES; ++i) {
+    rows[i] = windows.row(x[i]);
+    windows.errors(x[i], rows[i], errors[i]);
+    const int bit = 1 << (first_bit + i) >> 1;
+#pragma unroll
+    for (int s = 0; s < NUM_SUBSETS; ++s) {
+      errors[i][s] = (errors[i][s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
+    }
+  }
+  Transfers costs;
+  extend_part(errors, costs);
+  int joined[4], early[4];
+  join_parts(costs, joined, early);
+
+  int best = 0x7FFFFFFF;
+#pragma unroll
+  for (int state = 0; state < 4; ++state) {
+    best = min(best, joined[state] >> PATH_BITS << 2 | state);
+  }
+  const int state = best & 3;
+  const int late =
+      (select_state(joined, state) & PATH) + (state % 2 << (PATH_BITS - 1));
+  // The lowest bits of `late` are b(6) and b(7).
+  const int of_last = __shfl_sync(FULL_MASK, late, PATH_PARTS - 1, PATH_PARTS);
+  const int middle = (of_last & 1) << 1 | (of_last >> 1 & 1);
+  const int first_half =
+      __shfl_sync(FULL_MASK, select_state(early, middle), PATH_PARTS / 2 - 1,
+                  PATH_PARTS);
+  FoundPath found;
+  found.error =
+      __shfl_sync(FULL_MASK, best >> 2, PATH_PARTS - 1, PATH_PARTS);
+  found.path = first_half + (of_last >> 2 << HALF_PATH);
+  return found;
+}
+
+// The part's coordinates.
+__device__ __forceinline__ void own_part(const float (&x)[SCALE_GROUP],
+                                         float factor,
+                                         float (&own)[PART_CODES]) {
+  const int part = part_of_lane<PATH_PARTS>();
+#pragma unroll
+  for (int i = 0; i < PART_CODES; ++i) {
+    const float low = part % 2 == 0 ? x[i] : x[PART_CODES + i];
+    const float high =
+        part % 2 == 0 ? x[2 * PART_CODES + i] : x[3 * PART_CODES + i];
+    own[i] = __fmul_rn(part < 2 ? low : high, factor);
+  }
+}
+
+// Bits 2 * i and above: the subset of the part's code i.
+__device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
+  return subsets_of(path) >> (2 * PART_CODES * part_of_lane<PATH_PARTS>());
+}
+
+// See reference_codec._unbiased: the factor of a key whose paths are best.
+__device__ __forceinline__ float factor_by_parts(
+    const float (&x)[GROUPS_A_LANE][PART_CODES],
+    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE]) {
+  const int square = square_of(x);
+  Unbiasing key = Unbiasing::of<PATH_PARTS>(square);
+#pragma unroll 1
+  for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
+    int rest = square;
+    uint32_t found[GROUPS_A_LANE];
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      uint32_t rows[PART_CODES];
+      float scaled[PART_CODES];
+#pragma unroll
+      for (int i = 0; i < PART_CODES; ++i) {
+        scaled[i] = __fmul_rn(x[j][i], key.next);
+      }
+      found[j] = search_parts(scaled, windows[j], rows).path;
+      const uint32_t subsets = subsets_of_part(found[j]);
+#pragma unroll
+      for (int i = 0; i < PART_CODES; ++i) {
+        const float level = load_shared(rows[i] | subset_offset(subsets, i));
+        const float decoded = __fmul_rn(level, windows[j].scale);
+        rest -= __float_as_int(rounded_product(x[j][i], decoded));
+      }
+    }
+    if (key.update(round, reduce_vector<Sum, PATH_PARTS>(rest))) {
+#pragma unroll
+      for (int j = 0; j < GROUPS_A_LANE; ++j) paths[j] = found[j];
+    }
+  }
+  return key.factor;
+}
+
+// Paths and branches of a vector, whose groups are shared.
+template <bool IS_KEY>
+__device__ __forceinline__ void paths_by_parts(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE],
+    uint32_t (&branches)[GROUPS_A_LANE]) {
+  float own[GROUPS_A_LANE][PART_CODES];
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) own_part(x[j], 1.0f, own[j]);
+  float factor = 1.0f;
+  if constexpr (IS_KEY) {
+    factor = factor_by_parts(own, windows, paths);
+  } else {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      uint32_t rows[PART_CODES];
+      paths[j] = search_parts(own[j], windows[j], rows).path;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    const uint32_t of_part =
+        branches_of(own[j], factor, windows[j], subsets_of_part(paths[j]));
+    branches[j] = reduce_parts<Sum, PATH_PARTS>(
+        static_cast<int>(of_part << (2 * PART_CODES *
+                                     part_of_lane<PATH_PARTS>())));
+  }
+}
+
+// Quantise a vector to three bits and write it.
+//
+// x: normalised, with signs. codes: the side's code plane. scales: the
+// vector's. PARTS: lanes that have the same group, and share the candidates of
+// its scale.
+template <bool IS_KEY, int PARTS>
+__device__ __forceinline__ void encode_3_bits(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
+  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  int scale_codes[GROUPS_A_LANE];
+  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
+  const int part = part_of_lane<PARTS>();
+  // Candidates that are left are searched by the parts of a group together.
+  constexpr int ALONE = PARTS == PATH_PARTS
+                            ? NUM_SCALE_CANDIDATES / PARTS * PARTS
+                            : NUM_SCALE_CANDIDATES;
+#pragma unroll 1
+  for (int first = 0; first < ALONE; first += PARTS) {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      const int code = scale_candidate(floors[j], first + part);
+      const Windows windows(scale_value(code), normaliser, GUESS, tables);
+      const int error = trellis_error(x[j], windows);
+#pragma unroll
+      for (int k = 0; k < ALONE; ++k) {
+        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
+        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = ALONE; k < NUM_SCALE_CANDIDATES; ++k) {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      const int code = scale_candidate(floors[j], k);
+      const Windows windows(scale_value(code), normaliser, GUESS, tables);
+      float own[PART_CODES];
+      uint32_t rows[PART_CODES];
+      own_part(x[j], 1.0f, own);
+      errors[j][k] = search_parts(own, windows, rows).error;
+    }
+  }
+  scales_in_reach<PARTS>(floors, errors, scale_codes);
+
+  Windows windows[GROUPS_A_LANE];
+  uint32_t paths[GROUPS_A_LANE];
+  uint32_t branches[GROUPS_A_LANE];
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    windows[j] =
+        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+  }
+  if constexpr (PARTS == PATH_PARTS) {
+    paths_by_parts<IS_KEY>(x, windows, paths, branches);
+  } else {
+    paths_of<IS_KEY>(x, windows, paths, branches);
+  }
+  store_paths<IS_KEY>(branches, paths, codes, token,
+                      scales != nullptr && part == 0);
+  store_scales<PARTS>(scale_codes, scales);
+}
+
+}  // namespace turbo
