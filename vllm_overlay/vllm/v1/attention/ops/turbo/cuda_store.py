@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda_store_constants import (
     constants_header,
+    level_tables,
     rotation_fragments,
     single_fragments,
 )
@@ -62,6 +63,7 @@ class _StoreParams(ctypes.Structure):
                 "query_matrix",
                 "rotated_query",
                 "query_scale",
+                "tables",
             )
         ),
         *(
@@ -192,6 +194,7 @@ def store(
         *(x.data_ptr() for x in make_matrices(head_size, kv_cache.device)),
         None if rotated_query is None else rotated_query.data_ptr(),
         None if query_scale is None else query_scale.data_ptr(),
+        level_tables(layout, kv_cache.device).data_ptr(),
         *key_rows[1:],
         *value_rows[1:],
         *query_rows[1:],

@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the CUDA store takes from the format: its constants and its rotation."""
 
+import bisect
 import math
+import struct
 from functools import cache
 from typing import NamedTuple
 
@@ -85,7 +87,9 @@ def _folds(codebook: Codebook, limit: float) -> _Folds:
     intervals = []
     for below, here in zip(thresholds, thresholds[1:]):
         # From half of a threshold on a difference from it is exact.
-        low = max(below * max(_SHARED_SCALES, 1 / (1 - limit)), here / 2 * _SHARED_SCALES)
+        low = max(
+            below * max(_SHARED_SCALES, 1 / (1 - limit)), here / 2 * _SHARED_SCALES
+        )
         intervals.append((low, here / (1 + limit)))
     first_of_all = intervals[0][1]
     for i in range(_STEPS_TRIED):
@@ -98,49 +102,82 @@ def _folds(codebook: Codebook, limit: float) -> _Folds:
     raise AssertionError(intervals)
 
 
-def _fold_constants(name: str, codebook: Codebook, limit: float) -> dict[str, str]:
-    """The table of a side, checked to be exact with every scale."""
+def _bits(index: int) -> float:
+    """The float that has the bits of an integer."""
+    return struct.unpack("<f", struct.pack("<i", index))[0]
+
+
+def _fold_tables(codebook: Codebook, limit: float, num_rows: int) -> list[float]:
+    """FoldTables of levels.cuh, checked to be exact with every scale."""
     folds = _folds(codebook, limit)
-    gaps = zip(codebook.magnitudes, codebook.magnitudes[1:])
-    half_gaps = [codebook.magnitudes[0], *((high - low) / 2 for low, high in gaps)]
+    magnitudes = codebook.magnitudes
+    gaps = zip(magnitudes, magnitudes[1:])
+    half_gaps = [magnitudes[0], *((high - low) / 2 for low, high in gaps)]
     for significand in range(8, 16):
         # Every scale is one of these times a power of two.
-        numbers = [*codebook.magnitudes, *codebook.thresholds, *half_gaps]
+        numbers = [*magnitudes, *codebook.thresholds, *half_gaps]
         assert all(fp32(x * significand) == x * significand for x in numbers)
     # Zero is above the lowest.
     thresholds = [-_NEGLIGIBLE, *codebook.thresholds]
-    return {
-        f"{name}_FOLD_STEP": _fp32(folds.step),
-        f"{name}_FOLD_FIRST_ROWS": ", ".join(map(str, folds.first_rows)),
-        f"{name}_FOLD_THRESHOLDS": ", ".join(map(_float, thresholds)),
-        f"{name}_FOLD_HALF_GAPS": ", ".join(map(_float, half_gaps)),
-        f"{name}_MAGNITUDES": ", ".join(map(_float, codebook.magnitudes)),
-    }
+    rows = [bisect.bisect(folds.first_rows, row) - 1 for row in range(num_rows)]
+    table = [x for i in rows for x in (thresholds[i], half_gaps[i])]
+    table += [x for i in rows for x in (thresholds[i], _bits(i - 1))]
+    inwards = zip(magnitudes, (math.inf, *magnitudes))
+    outwards = zip(magnitudes, (*magnitudes[1:], math.inf))
+    return table + [x for move in (*inwards, *outwards) for x in move]
 
 
-def _trellis(key: Codebook, value: Codebook) -> dict[str, str]:
-    """Levels of both sides, and thresholds between windows of a level a subset."""
-    constants = {}
-    for name, codebook in (("KEY", key), ("VALUE", value)):
-        by_branch = zip(*codebook.subset_thresholds)
-        thresholds = [fp32(t) for branch in by_branch for t in branch]
-        assert thresholds == sorted(thresholds)
-        # Window w, in the middle of all, is at w + 1/2 windows.
-        count = len(thresholds)
-        half = thresholds[count // 2 :]
-        unit = 1 / _guess(tuple(half)) * count
-        positions = [count * (t / unit + 0.5) for t in thresholds]
-        assert all(j < p < j + 1 for j, p in enumerate(positions)), positions
-        levels = [fp32(level) for level in codebook.levels]
-        for significand in range(8, 16):
-            products = [level * significand for level in levels]
-            assert all(fp32(x) == x for x in products)
-        constants[f"{name}_TRELLIS_GUESS"] = _fp32(1 / unit)
-        constants[f"{name}_TRELLIS_LEVELS"] = ", ".join(map(_float, levels))
-        # Of the last window there is no next.
-        thresholds.append(0.0)
-        constants[f"{name}_TRELLIS_THRESHOLDS"] = ", ".join(map(_float, thresholds))
-    return constants
+def _window_tables(codebook: Codebook) -> list[float]:
+    """WindowTables of trellis.cuh."""
+    levels, subsets = codebook.levels, fmt.NUM_SUBSETS
+    windows = range(fmt.NUM_LEVELS - subsets + 1)
+    table = [levels[w + (s - w) % subsets] for w in windows for s in range(subsets)]
+    # Of the last window there is no next.
+    thresholds = [*_window_thresholds(codebook), 0.0]
+    return table + [x for t in thresholds for x in (t, 0.0, 0.0, 0.0)]
+
+
+def _fold_rows(layout: TurboFormat) -> int:
+    return max(_folds(*side).num_rows for side in _sides(layout))
+
+
+def _sides(layout: TurboFormat) -> tuple[tuple[Codebook, float], ...]:
+    """The codebooks of K and V, and how far from 1 factors may be."""
+    return (layout.key_codebook, fmt.UNBIAS_LIMIT), (layout.value_codebook, 0.0)
+
+
+@cache
+def level_tables(layout: TurboFormat, device: torch.device) -> torch.Tensor:
+    """Tables of store.cuh: fp32, of K and of V."""
+    table: list[float] = []
+    for codebook, limit in _sides(layout):
+        if codebook.trellis:
+            table += _window_tables(codebook)
+        else:
+            table += _fold_tables(codebook, limit, _fold_rows(layout))
+    # By bytes, for some are those of integers.
+    packed = bytearray(struct.pack(f"<{len(table)}f", *table))
+    return torch.frombuffer(packed, dtype=torch.float32).to(device)
+
+
+def _window_thresholds(codebook: Codebook) -> list[float]:
+    by_branch = zip(*codebook.subset_thresholds)
+    return [fp32(t) for branch in by_branch for t in branch]
+
+
+def _trellis_guess(codebook: Codebook) -> str:
+    """Windows of a level a subset to a unit, the middle one at zero."""
+    thresholds = _window_thresholds(codebook)
+    assert thresholds == sorted(thresholds)
+    # Window w, in the middle of all, is at w + 1/2 windows.
+    count = len(thresholds)
+    unit = 1 / _guess(tuple(thresholds[count // 2 :])) * count
+    positions = [count * (t / unit + 0.5) for t in thresholds]
+    assert all(j < p < j + 1 for j, p in enumerate(positions)), positions
+    for significand in range(8, 16):
+        products = [fp32(level) * significand for level in codebook.levels]
+        assert all(fp32(x) == x for x in products)
+    return _fp32(1 / unit)
 
 
 def constants_header(layout: TurboFormat) -> str:
@@ -150,10 +187,7 @@ def constants_header(layout: TurboFormat) -> str:
     assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
     assert fmt.ERROR_MAX == 1.0, "squares are saturated"
     words = layout.scale_words
-    sides = (
-        ("KEY", layout.key_codebook, fmt.UNBIAS_LIMIT),
-        ("VALUE", layout.value_codebook, 0.0),
-    )
+    key, value = _sides(layout)
     constants = {
         "HEAD_SIZE": layout.head_size,
         "NUM_GROUPS": layout.num_groups,
@@ -189,9 +223,11 @@ def constants_header(layout: TurboFormat) -> str:
         "PRODUCT_FRACTION_BITS": fmt.PRODUCT_FRACTION_BITS,
         "BIAS_WEIGHT": _float(fmt.BIAS_WEIGHT),
         "KEY_GAIN": _fp32(layout.key_codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS)),
-        "FOLD_ROWS": max(_folds(codebook, limit).num_rows for _, codebook, limit in sides),
-        **{k: v for side in sides for k, v in _fold_constants(*side).items()},
-        **_trellis(layout.key_codebook, layout.value_codebook),
+        "FOLD_ROWS": _fold_rows(layout),
+        "KEY_FOLD_STEP": _fp32(_folds(*key).step),
+        "VALUE_FOLD_STEP": _fp32(_folds(*value).step),
+        "KEY_TRELLIS_GUESS": _trellis_guess(key[0]),
+        "VALUE_TRELLIS_GUESS": _trellis_guess(value[0]),
     }
     lines = ["#pragma once", ""]
     lines += [f"#define {name} {value}" for name, value in constants.items()]

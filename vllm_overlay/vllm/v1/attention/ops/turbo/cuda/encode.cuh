@@ -48,13 +48,15 @@ __device__ __forceinline__ void candidate_errors(
 }
 
 // See reference_codec.choose_scales.
-template <bool IS_KEY, bool IS_TINY, int N>
-__device__ __forceinline__ void choose_scales(
-    const float (&x)[GROUPS_A_LANE][N], const int (&floors)[GROUPS_A_LANE],
-    float normaliser, const FoldTables& tables, int (&codes)[GROUPS_A_LANE]) {
-  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
+template <bool IS_KEY, bool IS_TINY, int J, int N>
+__device__ __forceinline__ void choose_scales(const float (&x)[J][N],
+                                              const int (&floors)[J],
+                                              float normaliser,
+                                              const FoldTables& tables,
+                                              int (&codes)[J]) {
+  int errors[J][NUM_SCALE_CANDIDATES];
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
     candidate_errors<IS_KEY, IS_TINY>(x[j], floors[j], normaliser, tables,
                                       errors[j]);
 #pragma unroll
@@ -67,18 +69,18 @@ __device__ __forceinline__ void choose_scales(
 
 // The factor of a key. No factor moves a coordinate past more than one
 // threshold, so products are computed for the levels around it only once.
-template <bool IS_TINY, int N>
+template <bool IS_TINY, int J, int N>
 __device__ __forceinline__ Unbiasing
-unbias(const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
-       const FoldRows<true, IS_TINY> (&rows)[GROUPS_A_LANE]) {
+unbias(const float (&x)[J][N], const float (&scales)[J],
+       const FoldRows<true, IS_TINY> (&rows)[J]) {
   constexpr int PARTS = PARTS_OF<N>;
   const int square = square_of(x);
   Unbiasing key = Unbiasing::of<PARTS>(square);
-  float thresholds[GROUPS_A_LANE][N];
-  int steps[GROUPS_A_LANE][N];
+  float thresholds[J][N];
+  int steps[J][N];
   int rest_below = square;
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float2 fold = load_shared_2(rows[j].of(x[j][i]));
@@ -98,14 +100,14 @@ unbias(const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
     int rest = rest_below;
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    for (int j = 0; j < J; ++j) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         rest = subtract_if_greater(rest, __fmul_rn(x[j][i], key.next),
                                    thresholds[j][i], steps[j][i]);
       }
     }
-    key.update(round, reduce_vector<Sum, PARTS>(rest));
+    key.update(round, reduce_vector<Sum, PARTS>(rest, round));
   }
   return key;
 }
@@ -130,15 +132,16 @@ __device__ __forceinline__ float cost_of_move(float x, float decoded,
 
 // The magnitudes' indices of a key, four bits each, with one moved if that is
 // worth it.
-template <bool IS_TINY, int N>
-__device__ __forceinline__ void key_codes(
-    const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
-    const FoldTables& tables, uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
+template <bool IS_TINY, int J, int N>
+__device__ __forceinline__ void key_codes(const float (&x)[J][N],
+                                          const float (&scales)[J],
+                                          const FoldTables& tables,
+                                          uint32_t (&words)[J][WORDS_OF<N>]) {
   constexpr int PARTS = PARTS_OF<N>;
   constexpr int NONE = HEAD_SIZE;
-  FoldRows<true, IS_TINY> rows[GROUPS_A_LANE];
+  FoldRows<true, IS_TINY> rows[J];
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
     rows[j] = FoldRows<true, IS_TINY>(scales[j], tables);
   }
   const Unbiasing key = unbias(x, scales, rows);
@@ -149,7 +152,7 @@ __device__ __forceinline__ void key_codes(
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    for (int j = 0; j < J; ++j) {
       const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
       if (i < WORDS_OF<N>) words[j][i] = 0;
       words[j][word_of<N>(i)] += static_cast<uint32_t>(index) << shift_of<N>(i);
@@ -164,18 +167,18 @@ __device__ __forceinline__ void key_codes(
       }
     }
   }
-  const float best = reduce_vector<Least, PARTS>(least);
-  const int group = group_of_lane();
+  const float best = reduce_vector<Least, PARTS>(least, 0);
+  const int group = group_of_lane<PARTS>(0);
   const int here = first + part_of_lane<PARTS>() * NUM_GROUPS + group;
   const int mine = least == best && group < NUM_GROUPS ? here : NONE;
-  const int chosen = reduce_vector<Least, PARTS>(mine);
+  const int chosen = reduce_vector<Least, PARTS>(mine, 1);
   const bool worth =
       best < __fmul_rn(__fmul_rn(key.rest, key.rest), BIAS_WEIGHT);
   if (worth && mine == chosen) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
-      for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      for (int j = 0; j < J; ++j) {
         const bool is_chosen =
             first == i * PARTS * NUM_GROUPS + COLUMNS_A_WARP * j;
         words[j][word_of<N>(i)] +=
@@ -186,12 +189,13 @@ __device__ __forceinline__ void key_codes(
 }
 
 // The magnitudes' indices of a value, four bits each.
-template <bool IS_TINY, int N>
-__device__ __forceinline__ void value_codes(
-    const float (&x)[GROUPS_A_LANE][N], const float (&scales)[GROUPS_A_LANE],
-    const FoldTables& tables, uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>]) {
+template <bool IS_TINY, int J, int N>
+__device__ __forceinline__ void value_codes(const float (&x)[J][N],
+                                            const float (&scales)[J],
+                                            const FoldTables& tables,
+                                            uint32_t (&words)[J][WORDS_OF<N>]) {
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
     const FoldRows<false, IS_TINY> rows(scales[j], tables);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -206,18 +210,17 @@ __device__ __forceinline__ void value_codes(
 //
 // codes: the side's plane. token: place in the tile. scales: the vector's, or
 // null to write nothing.
-template <bool IS_KEY, bool IS_TINY, int N>
+template <bool IS_KEY, bool IS_TINY, int J, int N>
 __device__ __forceinline__ void encode_4_bits(
-    const float (&x)[GROUPS_A_LANE][N],
-    const uint32_t (&signs)[GROUPS_A_LANE][WORDS_OF<N>],
-    const int (&floors)[GROUPS_A_LANE], float normaliser,
-    const FoldTables& tables, uint8_t* codes, int token, uint8_t* scales) {
-  int scale_codes[GROUPS_A_LANE];
+    const float (&x)[J][N], const uint32_t (&signs)[J][WORDS_OF<N>],
+    const int (&floors)[J], float normaliser, const FoldTables& tables,
+    uint8_t* codes, int token, uint8_t* scales) {
+  int scale_codes[J];
   choose_scales<IS_KEY, IS_TINY>(x, floors, normaliser, tables, scale_codes);
-  uint32_t words[GROUPS_A_LANE][WORDS_OF<N>];
-  float chosen[GROUPS_A_LANE];
+  uint32_t words[J][WORDS_OF<N>];
+  float chosen[J];
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
     chosen[j] = __fmul_rn(scale_value(scale_codes[j]), normaliser);
   }
   if constexpr (IS_KEY) {

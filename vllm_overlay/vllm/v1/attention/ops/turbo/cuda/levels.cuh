@@ -7,8 +7,9 @@
 // is ||x| - t * scale| - h * scale. The inner difference is exact if |x| is at
 // least half of t * scale, so the outer one is rounded as the reference's is. A
 // table has t and h in even steps of |x| / scale, so coarse that rows are found
-// without a comparison: a row holds for scales up to 9/8 of the one it was found
-// with, and for factors of a key's search. cuda_store_constants.py sees to that.
+// without a comparison: a row holds for scales up to 9/8 of the one it was
+// found with, and for factors of a key's search. cuda_store_constants.py sees
+// to that.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ namespace turbo {
 constexpr int HALF_LEVELS = NUM_LEVELS / 2;
 constexpr int FOLD_BYTES = sizeof(float2);
 
-// In shared memory.
+// In shared memory; cuda_store_constants.py makes them.
 struct FoldTables {
   float2 folds[FOLD_ROWS];    // t, h
   float2 indices[FOLD_ROWS];  // t, the index of the level below it
@@ -38,46 +39,6 @@ __device__ __forceinline__ float2 load_shared_2(uint32_t address) {
                : "=f"(result.x), "=f"(result.y)
                : "r"(address));
   return result;
-}
-
-// Fill the tables of a side: a warp, before a barrier.
-template <bool IS_KEY>
-__device__ __forceinline__ void fill_tables(FoldTables& tables) {
-  constexpr int FIRST_ROWS[2][HALF_LEVELS] = {{KEY_FOLD_FIRST_ROWS},
-                                              {VALUE_FOLD_FIRST_ROWS}};
-  constexpr float THRESHOLDS[2][HALF_LEVELS] = {{KEY_FOLD_THRESHOLDS},
-                                                {VALUE_FOLD_THRESHOLDS}};
-  constexpr float HALF_GAPS[2][HALF_LEVELS] = {{KEY_FOLD_HALF_GAPS},
-                                               {VALUE_FOLD_HALF_GAPS}};
-  constexpr float LEVELS[2][HALF_LEVELS] = {{KEY_MAGNITUDES},
-                                            {VALUE_MAGNITUDES}};
-  constexpr int SIDE = IS_KEY ? 0 : 1;
-  const float none = as_float(0x7F800000u);
-  const int lane = threadIdx.x % 32;
-  const bool is_outwards = lane >= HALF_LEVELS;
-  float2 fold = make_float2(0.0f, 0.0f), move = fold;
-  int index = 0;
-#pragma unroll
-  for (int i = 0; i < HALF_LEVELS; ++i) {
-    const bool is_here = lane >= FIRST_ROWS[SIDE][i];
-    fold.x = is_here ? THRESHOLDS[SIDE][i] : fold.x;
-    fold.y = is_here ? HALF_GAPS[SIDE][i] : fold.y;
-    index += is_here ? 1 : 0;
-    const float inner = i > 0 ? LEVELS[SIDE][max(i - 1, 0)] : none;
-    const float outer =
-        i + 1 < HALF_LEVELS ? LEVELS[SIDE][(i + 1) % HALF_LEVELS] : none;
-    const bool is_level = lane % HALF_LEVELS == i;
-    move.x = is_level ? LEVELS[SIDE][i] : move.x;
-    move.y = is_level ? (is_outwards ? outer : inner) : move.y;
-  }
-  // The first threshold is zero; below it there is no level.
-  if (lane < FOLD_ROWS) {
-    tables.folds[lane] = fold;
-    tables.indices[lane] = make_float2(fold.x, __int_as_float(index - 2));
-  }
-  if (IS_KEY && lane < NUM_LEVELS) {
-    tables.moves[is_outwards][lane % HALF_LEVELS] = move;
-  }
 }
 
 // x + (a > b), in two instructions.

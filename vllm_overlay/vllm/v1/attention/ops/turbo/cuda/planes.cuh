@@ -56,19 +56,19 @@ __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
 // words: the lane's parts, magnitudes. signs: of the codes, in their lowest
 // bits. plane: the side's codes in a tile. token: in it. is_stored: whether to
 // write at all.
-template <bool IS_KEY, int N>
+template <bool IS_KEY, int N, int J>
 __device__ __forceinline__ void store_codes(
-    const uint32_t (&words)[GROUPS_A_LANE][WORDS_OF<N>],
-    const uint32_t (&signs)[GROUPS_A_LANE][WORDS_OF<N>], uint8_t* plane,
-    int token, bool is_stored) {
+    const uint32_t (&words)[J][WORDS_OF<N>],
+    const uint32_t (&signs)[J][WORDS_OF<N>], uint8_t* plane, int token,
+    bool is_stored) {
   constexpr int PARTS = PARTS_OF<N>;
   const int part = part_of_lane<PARTS>();
   // Half of the levels are negative; codes of these run the other way.
   constexpr uint32_t POSITIVE = PARTS == 4 ? 0x08080808u : 0x88888888u;
   constexpr uint32_t ALL = 15;
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    const int group = group_of_lane() + COLUMNS_A_WARP * j;
+  for (int j = 0; j < J; ++j) {
+    const int group = group_of_lane<PARTS>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
     uint32_t codes[WORDS_OF<N>];
 #pragma unroll
@@ -139,14 +139,14 @@ __device__ __forceinline__ void store_value_path(uint32_t branches,
 //
 // branches: two bits a code. plane: the side's codes in a tile. token: in it.
 // is_stored: whether to write at all.
-template <bool IS_KEY>
-__device__ __forceinline__ void store_paths(
-    const uint32_t (&branches)[GROUPS_A_LANE],
-    const uint32_t (&paths)[GROUPS_A_LANE], uint8_t* plane, int token,
-    bool is_stored) {
+template <bool IS_KEY, int PARTS, int J>
+__device__ __forceinline__ void store_paths(const uint32_t (&branches)[J],
+                                            const uint32_t (&paths)[J],
+                                            uint8_t* plane, int token,
+                                            bool is_stored) {
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    const int group = group_of_lane() + COLUMNS_A_WARP * j;
+  for (int j = 0; j < J; ++j) {
+    const int group = group_of_lane<PARTS>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
     if constexpr (IS_KEY) {
       store_key_path(branches[j], paths[j], plane, token, group, is_group);

@@ -11,9 +11,11 @@
 
 #include <type_traits>
 
-#include "rotate.cuh"
+#include "rotate_single.cuh"
 
 namespace turbo {
+
+constexpr int STORE_THREADS = 128;
 
 // Numbers of the magnitude of 2**22 and more are integers.
 constexpr float MAGIC = 12582912.0f;
@@ -87,14 +89,32 @@ __device__ __forceinline__ T reduce_parts(T x) {
   return x;
 }
 
-// Over a vector.
+// Over a vector. Of reductions in a row turns differ.
 template <typename Operation, int PARTS, typename T>
-__device__ __forceinline__ T reduce_vector(T x) {
+__device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
   if constexpr (PARTS * VECTOR_LANES == 32) {
-    return Operation::of_warp(x);
+    x = Operation::of_warp(x);
   } else {
-    return reduce<Operation, VECTOR_LANES>(reduce_parts<Operation, PARTS>(x));
+    x = reduce<Operation, VECTOR_LANES>(reduce_parts<Operation, PARTS>(x));
   }
+  if constexpr (IS_SINGLE<PARTS> && SINGLE_WARPS > 1) {
+    static_assert(sizeof(T) == sizeof(int));
+    constexpr int MAX_WARPS = STORE_THREADS / 32;
+    __shared__ T of_warps[2][MAX_WARPS];
+    const int warp = threadIdx.x / 32;
+    const int first = warp - warp % SINGLE_WARPS;
+    if (threadIdx.x % 32 == 0) of_warps[turn % 2][warp] = x;
+    // Barrier 0 is the block's.
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SINGLE_WARPS),
+                 "n"(32 * SINGLE_WARPS)
+                 : "memory");
+    x = of_warps[turn % 2][first];
+#pragma unroll
+    for (int i = 1; i < SINGLE_WARPS; ++i) {
+      x = Operation::of(x, of_warps[turn % 2][first + i]);
+    }
+  }
+  return x;
 }
 
 // Over a word's groups, of which all parts have the same.
@@ -109,8 +129,11 @@ __device__ __forceinline__ int reduce_word(int x) {
   }
 }
 
-__device__ __forceinline__ int group_of_lane() {
-  return threadIdx.x % 32 / 4 % VECTOR_LANES;
+// The lane's group j.
+template <int PARTS>
+__device__ __forceinline__ int group_of_lane(int j) {
+  const int of_warp = IS_SINGLE<PARTS> ? warp_of_vector() : 0;
+  return threadIdx.x % 32 / 4 % VECTOR_LANES + COLUMNS_A_WARP * (of_warp + j);
 }
 
 // Value of a scale code.
@@ -145,11 +168,10 @@ __device__ __forceinline__ int rounded_square(float error) {
 }
 
 // See reference_codec.scales_in_reach. Errors are integers.
-template <int PARTS>
+template <int PARTS, int J>
 __device__ __forceinline__ void scales_in_reach(
-    const int (&floors)[GROUPS_A_LANE],
-    const int (&errors)[GROUPS_A_LANE][NUM_SCALE_CANDIDATES],
-    int (&codes)[GROUPS_A_LANE]) {
+    const int (&floors)[J], const int (&errors)[J][NUM_SCALE_CANDIDATES],
+    int (&codes)[J]) {
   // An error and the candidate that has it in one number, so that of equal
   // errors the first candidate's is the least.
   constexpr int CANDIDATE_BITS = 3;
@@ -157,7 +179,7 @@ __device__ __forceinline__ void scales_in_reach(
   constexpr int UNREACHED = 1 << 30;
   constexpr int REACH = ((1 << DELTA_BITS) - 1) * DELTA_STEP;
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
     int tried[NUM_SCALE_CANDIDATES];
     int keys[NUM_SCALE_CANDIDATES];
     int best_key = UNREACHED;
@@ -169,10 +191,12 @@ __device__ __forceinline__ void scales_in_reach(
     }
     constexpr int CANDIDATE = (1 << CANDIDATE_BITS) - 1;
     const int best = scale_candidate(floors[j], best_key & CANDIDATE);
-    const bool is_group = group_of_lane() + COLUMNS_A_WARP * j < NUM_GROUPS;
+    const bool is_group = group_of_lane<PARTS>(j) < NUM_GROUPS;
     const int largest = reduce_word<Largest, PARTS>(is_group ? best : 0);
     int least = UNREACHED;
-#pragma unroll
+    // Few instructions are to be fetched where they run once.
+    constexpr int UNROLLED = IS_SINGLE<PARTS> ? 1 : NUM_BASE_OFFSETS;
+#pragma unroll UNROLLED
     for (int i = 0; i < NUM_BASE_OFFSETS; ++i) {
       const int base = max(largest - i, 0);
       int key = UNREACHED;
@@ -201,12 +225,12 @@ __device__ __forceinline__ void scales_in_reach(
 // Write the scale words of a vector.
 //
 // row: the vector's scales, or null to write nothing.
-template <int PARTS>
-__device__ __forceinline__ void store_scales(const int (&codes)[GROUPS_A_LANE],
+template <int PARTS, int J>
+__device__ __forceinline__ void store_scales(const int (&codes)[J],
                                              uint8_t* row) {
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    const int group = group_of_lane() + COLUMNS_A_WARP * j;
+  for (int j = 0; j < J; ++j) {
+    const int group = group_of_lane<PARTS>(j);
     const int place = group % WORD_GROUPS;
     const bool is_group = group < NUM_GROUPS;
     const int base = reduce_word<Largest, PARTS>(is_group ? codes[j] : 0);

@@ -24,32 +24,6 @@ struct WindowTables {
   float4 thresholds[NUM_WINDOWS];  // in the first component
 };
 
-// Fill the tables of a side: a warp, before a barrier.
-template <bool IS_KEY>
-__device__ __forceinline__ void fill_tables(WindowTables& tables) {
-  constexpr float ALL_LEVELS[2][NUM_LEVELS] = {{KEY_TRELLIS_LEVELS},
-                                               {VALUE_TRELLIS_LEVELS}};
-  constexpr float ALL_THRESHOLDS[2][NUM_WINDOWS] = {{KEY_TRELLIS_THRESHOLDS},
-                                                    {VALUE_TRELLIS_THRESHOLDS}};
-  const int lane = threadIdx.x % 32;
-  float of_subset[NUM_SUBSETS] = {};
-  float threshold = 0.0f;
-#pragma unroll
-  for (int w = 0; w < NUM_WINDOWS; ++w) {
-    threshold = lane == w ? ALL_THRESHOLDS[!IS_KEY][w] : threshold;
-#pragma unroll
-    for (int i = 0; i < NUM_SUBSETS; ++i) {
-      float& level = of_subset[(w + i) % NUM_SUBSETS];
-      level = lane == w ? ALL_LEVELS[!IS_KEY][w + i] : level;
-    }
-  }
-  if (lane < NUM_WINDOWS) {
-    tables.levels[lane] =
-        make_float4(of_subset[0], of_subset[1], of_subset[2], of_subset[3]);
-    tables.thresholds[lane].x = threshold;
-  }
-}
-
 __device__ __forceinline__ float saturated_multiply_add(float a, float b,
                                                         float c) {
   float result;
@@ -159,8 +133,8 @@ __device__ __forceinline__ void begin(int (&cost)[4], const int (&first)[4],
   }
 }
 
-// Path bits are kept beside costs, of half of a group at a time and of the state
-// before it.
+// Path bits are kept beside costs, of half of a group at a time and of the
+// state before it.
 constexpr int HALF_PATH = SCALE_GROUP / 2;
 constexpr int PATH_BITS = HALF_PATH + 2;
 constexpr int PATH = (1 << PATH_BITS) - 1;
@@ -209,7 +183,8 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     int errors[4];
     windows.errors(scaled, rows[e], errors);
     // b(e - 1) is bit e - 1 in the first half, bit e - 7 in the second.
-    const int bit = e == 0 ? 0 : 1 << (e <= HALF_PATH - 1 ? e - 1 : e - HALF_PATH + 1);
+    const int bit =
+        e == 0 ? 0 : 1 << (e <= HALF_PATH - 1 ? e - 1 : e - HALF_PATH + 1);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       errors[s] = (errors[s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
@@ -239,8 +214,7 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
   const int late =
       (select_state(cost, state) & PATH) + (state % 2 << (PATH_BITS - 1));
   // The lowest bits of `late` are b(6) and b(7).
-  const int first_half =
-      select_state(early, (late & 1) << 1 | (late >> 1 & 1));
+  const int first_half = select_state(early, (late & 1) << 1 | (late >> 1 & 1));
   return first_half + (late >> 2 << HALF_PATH);
 }
 
@@ -286,7 +260,7 @@ __device__ __forceinline__ float trellis_factor(
         rest -= __float_as_int(rounded_product(x[j][e], decoded));
       }
     }
-    if (key.update(round, reduce_vector<Sum, 1>(rest))) {
+    if (key.update(round, reduce_vector<Sum, 1>(rest, round))) {
 #pragma unroll
       for (int j = 0; j < GROUPS_A_LANE; ++j) paths[j] = found[j];
     }
@@ -329,9 +303,52 @@ __device__ __forceinline__ void paths_of(
   }
 #pragma unroll
   for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    branches[j] =
-        branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
+    branches[j] = branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
   }
+}
+
+// Quantise a vector to three bits and write it.
+//
+// x: normalised, with signs. codes: the side's code plane. scales: the
+// vector's. PARTS: lanes that have the same group, and share the candidates of
+// its scale.
+template <bool IS_KEY, int PARTS>
+__device__ __forceinline__ void encode_3_bits(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
+  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  int scale_codes[GROUPS_A_LANE];
+  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
+  const int part = part_of_lane<PARTS>();
+#pragma unroll 1
+  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += PARTS) {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      const int code = scale_candidate(floors[j], first + part);
+      const Windows windows(scale_value(code), normaliser, GUESS, tables);
+      const int error = trellis_error(x[j], windows);
+#pragma unroll
+      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
+        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
+      }
+    }
+  }
+  scales_in_reach<PARTS>(floors, errors, scale_codes);
+
+  Windows windows[GROUPS_A_LANE];
+  uint32_t paths[GROUPS_A_LANE];
+  uint32_t branches[GROUPS_A_LANE];
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    windows[j] =
+        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+  }
+  paths_of<IS_KEY>(x, windows, paths, branches);
+  store_paths<IS_KEY, PARTS>(branches, paths, codes, token,
+                             scales != nullptr && part == 0);
+  store_scales<PARTS>(scale_codes, scales);
 }
 
 }  // namespace turbo

@@ -79,13 +79,12 @@ struct FoundPath {
 };
 
 // x: the part's coordinates, times the factor of a key.
-__device__ __forceinline__ FoundPath search_parts(const float (&x)[PART_CODES],
-                                                  const Windows& windows,
-                                                  uint32_t (&rows)[PART_CODES]) {
+__device__ __forceinline__ FoundPath
+search_parts(const float (&x)[PART_CODES], const Windows& windows,
+             uint32_t (&rows)[PART_CODES]) {
   const int part = part_of_lane<PATH_PARTS>();
   // As in `search`: b(e - 1) is bit e - 1 in the first half, else e - 7.
-  const int first_bit =
-      part % 2 * PART_CODES + (part < PATH_PARTS / 2 ? 0 : 2);
+  const int first_bit = part % 2 * PART_CODES + (part < PATH_PARTS / 2 ? 0 : 2);
   int errors[PART_CODES][NUM_SUBSETS];
 #pragma unroll
   for (int i = 0; i < PART_CODES; ++i) {
@@ -113,28 +112,12 @@ __device__ __forceinline__ FoundPath search_parts(const float (&x)[PART_CODES],
   // The lowest bits of `late` are b(6) and b(7).
   const int of_last = __shfl_sync(FULL_MASK, late, PATH_PARTS - 1, PATH_PARTS);
   const int middle = (of_last & 1) << 1 | (of_last >> 1 & 1);
-  const int first_half =
-      __shfl_sync(FULL_MASK, select_state(early, middle), PATH_PARTS / 2 - 1,
-                  PATH_PARTS);
+  const int first_half = __shfl_sync(FULL_MASK, select_state(early, middle),
+                                     PATH_PARTS / 2 - 1, PATH_PARTS);
   FoundPath found;
-  found.error =
-      __shfl_sync(FULL_MASK, best >> 2, PATH_PARTS - 1, PATH_PARTS);
+  found.error = __shfl_sync(FULL_MASK, best >> 2, PATH_PARTS - 1, PATH_PARTS);
   found.path = first_half + (of_last >> 2 << HALF_PATH);
   return found;
-}
-
-// The part's coordinates.
-__device__ __forceinline__ void own_part(const float (&x)[SCALE_GROUP],
-                                         float factor,
-                                         float (&own)[PART_CODES]) {
-  const int part = part_of_lane<PATH_PARTS>();
-#pragma unroll
-  for (int i = 0; i < PART_CODES; ++i) {
-    const float low = part % 2 == 0 ? x[i] : x[PART_CODES + i];
-    const float high =
-        part % 2 == 0 ? x[2 * PART_CODES + i] : x[3 * PART_CODES + i];
-    own[i] = __fmul_rn(part < 2 ? low : high, factor);
-  }
 }
 
 // Bits 2 * i and above: the subset of the part's code i.
@@ -142,132 +125,90 @@ __device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
   return subsets_of(path) >> (2 * PART_CODES * part_of_lane<PATH_PARTS>());
 }
 
-// See reference_codec._unbiased: the factor of a key whose paths are best.
-__device__ __forceinline__ float factor_by_parts(
-    const float (&x)[GROUPS_A_LANE][PART_CODES],
-    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE]) {
-  const int square = square_of(x);
-  Unbiasing key = Unbiasing::of<PATH_PARTS>(square);
-#pragma unroll 1
-  for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
-    int rest = square;
-    uint32_t found[GROUPS_A_LANE];
+// Products of a part's coordinates and what is decoded of a path, as the bits
+// of floats, see rounded_product.
+__device__ __forceinline__ int products_of_part(
+    const float (&x)[PART_CODES], const uint32_t (&rows)[PART_CODES],
+    float scale, uint32_t path) {
+  const uint32_t subsets = subsets_of_part(path);
+  int sum = 0;
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      uint32_t rows[PART_CODES];
-      float scaled[PART_CODES];
-#pragma unroll
-      for (int i = 0; i < PART_CODES; ++i) {
-        scaled[i] = __fmul_rn(x[j][i], key.next);
-      }
-      found[j] = search_parts(scaled, windows[j], rows).path;
-      const uint32_t subsets = subsets_of_part(found[j]);
-#pragma unroll
-      for (int i = 0; i < PART_CODES; ++i) {
-        const float level = load_shared(rows[i] | subset_offset(subsets, i));
-        const float decoded = __fmul_rn(level, windows[j].scale);
-        rest -= __float_as_int(rounded_product(x[j][i], decoded));
-      }
-    }
-    if (key.update(round, reduce_vector<Sum, PATH_PARTS>(rest))) {
-#pragma unroll
-      for (int j = 0; j < GROUPS_A_LANE; ++j) paths[j] = found[j];
-    }
+  for (int i = 0; i < PART_CODES; ++i) {
+    const float level = load_shared(rows[i] | subset_offset(subsets, i));
+    sum += __float_as_int(rounded_product(x[i], __fmul_rn(level, scale)));
   }
-  return key.factor;
-}
-
-// Paths and branches of a vector, whose groups are shared.
-template <bool IS_KEY>
-__device__ __forceinline__ void paths_by_parts(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE],
-    uint32_t (&branches)[GROUPS_A_LANE]) {
-  float own[GROUPS_A_LANE][PART_CODES];
-#pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) own_part(x[j], 1.0f, own[j]);
-  float factor = 1.0f;
-  if constexpr (IS_KEY) {
-    factor = factor_by_parts(own, windows, paths);
-  } else {
-#pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      uint32_t rows[PART_CODES];
-      paths[j] = search_parts(own[j], windows[j], rows).path;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    const uint32_t of_part =
-        branches_of(own[j], factor, windows[j], subsets_of_part(paths[j]));
-    branches[j] = reduce_parts<Sum, PATH_PARTS>(
-        static_cast<int>(of_part << (2 * PART_CODES *
-                                     part_of_lane<PATH_PARTS>())));
-  }
+  return sum;
 }
 
 // Quantise a vector to three bits and write it.
 //
-// x: normalised, with signs. codes: the side's code plane. scales: the
-// vector's. PARTS: lanes that have the same group, and share the candidates of
-// its scale.
-template <bool IS_KEY, int PARTS>
-__device__ __forceinline__ void encode_3_bits(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const int (&floors)[GROUPS_A_LANE], float normaliser,
+// x: the part's coordinates, normalised, with signs. codes: the side's code
+// plane. scales: the vector's.
+template <bool IS_KEY, int J>
+__device__ __forceinline__ void encode_3_bits_by_parts(
+    const float (&x)[J][PART_CODES], const int (&floors)[J], float normaliser,
     const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
   constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
-  int scale_codes[GROUPS_A_LANE];
-  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
-  const int part = part_of_lane<PARTS>();
-  // Candidates that are left are searched by the parts of a group together.
-  constexpr int ALONE = PARTS == PATH_PARTS
-                            ? NUM_SCALE_CANDIDATES / PARTS * PARTS
-                            : NUM_SCALE_CANDIDATES;
+  constexpr int ROUNDS = IS_KEY ? UNBIAS_ROUNDS + 1 : 1;
+  int scale_codes[J] = {};
+  int errors[J][NUM_SCALE_CANDIDATES];
+  Windows windows[J];
+  uint32_t paths[J];
+  int square = 0;
+  Unbiasing key;
+  if constexpr (IS_KEY) {
+    square = square_of(x);
+    key = Unbiasing::of<PATH_PARTS>(square);
+  }
+  // Candidates of the scale, then rounds: one search, that it is fetched once.
 #pragma unroll 1
-  for (int first = 0; first < ALONE; first += PARTS) {
+  for (int step = 0; step < NUM_SCALE_CANDIDATES + ROUNDS; ++step) {
+    const int round = step - NUM_SCALE_CANDIDATES;
+    if (round == 0) scales_in_reach<PATH_PARTS>(floors, errors, scale_codes);
+    int rest = square;
+    uint32_t found[J];
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      const int code = scale_candidate(floors[j], first + part);
-      const Windows windows(scale_value(code), normaliser, GUESS, tables);
-      const int error = trellis_error(x[j], windows);
+    for (int j = 0; j < J; ++j) {
+      const int code =
+          round < 0 ? scale_candidate(floors[j], step) : scale_codes[j];
+      windows[j] = Windows(scale_value(code), normaliser, GUESS, tables);
+      float scaled[PART_CODES];
 #pragma unroll
-      for (int k = 0; k < ALONE; ++k) {
-        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
-        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
+      for (int i = 0; i < PART_CODES; ++i) {
+        scaled[i] = IS_KEY ? __fmul_rn(x[j][i], key.next) : x[j][i];
+      }
+      uint32_t rows[PART_CODES];
+      const FoundPath best = search_parts(scaled, windows[j], rows);
+#pragma unroll
+      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+        errors[j][k] = step == k ? best.error : errors[j][k];
+      }
+      found[j] = best.path;
+      if (IS_KEY && round >= 0) {
+        rest -= products_of_part(x[j], rows, windows[j].scale, found[j]);
       }
     }
-  }
-#pragma unroll
-  for (int k = ALONE; k < NUM_SCALE_CANDIDATES; ++k) {
-#pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
-      const int code = scale_candidate(floors[j], k);
-      const Windows windows(scale_value(code), normaliser, GUESS, tables);
-      float own[PART_CODES];
-      uint32_t rows[PART_CODES];
-      own_part(x[j], 1.0f, own);
-      errors[j][k] = search_parts(own, windows, rows).error;
+    bool is_best = true;
+    if (IS_KEY && round >= 0) {
+      is_best = key.update(round, reduce_vector<Sum, PATH_PARTS>(rest, round));
     }
-  }
-  scales_in_reach<PARTS>(floors, errors, scale_codes);
-
-  Windows windows[GROUPS_A_LANE];
-  uint32_t paths[GROUPS_A_LANE];
-  uint32_t branches[GROUPS_A_LANE];
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
-    windows[j] =
-        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+    for (int j = 0; j < J; ++j) paths[j] = is_best ? found[j] : paths[j];
   }
-  if constexpr (PARTS == PATH_PARTS) {
-    paths_by_parts<IS_KEY>(x, windows, paths, branches);
-  } else {
-    paths_of<IS_KEY>(x, windows, paths, branches);
+
+  uint32_t branches[J];
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const uint32_t of_part =
+        branches_of(x[j], key.factor, windows[j], subsets_of_part(paths[j]));
+    const int shift = 2 * PART_CODES * part_of_lane<PATH_PARTS>();
+    branches[j] =
+        reduce_parts<Sum, PATH_PARTS>(static_cast<int>(of_part << shift));
   }
-  store_paths<IS_KEY>(branches, paths, codes, token,
-                      scales != nullptr && part == 0);
-  store_scales<PARTS>(scale_codes, scales);
+  store_paths<IS_KEY, PATH_PARTS>(
+      branches, paths, codes, token,
+      scales != nullptr && part_of_lane<PATH_PARTS>() == 0);
+  store_scales<PATH_PARTS>(scale_codes, scales);
 }
 
 }  // namespace turbo

@@ -17,11 +17,11 @@ __device__ __forceinline__ float rounded_product(float x, float decoded) {
 
 // The square of a vector, as the lane's summand with MAGIC_BITS for each
 // coordinate.
-template <int N>
-__device__ __forceinline__ int square_of(const float (&x)[GROUPS_A_LANE][N]) {
+template <int J, int N>
+__device__ __forceinline__ int square_of(const float (&x)[J][N]) {
   int square = 0;
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < J; ++j) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float product = __fmul_rn(x[j][i], x[j][i]);
@@ -43,11 +43,12 @@ struct Unbiasing {
   // square: of the vector. PARTS: lanes that share its coordinates.
   template <int PARTS>
   __device__ __forceinline__ static Unbiasing of(int square_sum) {
-    constexpr uint32_t OFFSET = GROUPS_A_LANE * (SCALE_GROUP / PARTS) *
-                                static_cast<uint32_t>(MAGIC_BITS);
+    constexpr int GROUPS = IS_SINGLE<PARTS> ? 1 : GROUPS_A_LANE;
+    constexpr uint32_t OFFSET =
+        GROUPS * (SCALE_GROUP / PARTS) * static_cast<uint32_t>(MAGIC_BITS);
     Unbiasing result;
     result.square =
-        reduce_vector<Sum, PARTS>(square_sum - static_cast<int>(OFFSET));
+        reduce_vector<Sum, PARTS>(square_sum - static_cast<int>(OFFSET), 1);
     result.reciprocal = __frcp_rn(fmaxf(result.square, 1.0f));
     return result;
   }
