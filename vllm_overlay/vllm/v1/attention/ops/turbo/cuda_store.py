@@ -35,15 +35,21 @@ class StoreTuning(NamedTuple):
     threads: int
 
 
-# Up to so many K and V vectors so many lanes share a group, on an H200 with D = 128:
-# a trellis, which is not shared, is repeated by them.
-_FEW_VECTORS = {"turbo4": (4096, 4), "k4v3": (4096, 2), "turbo3": (2048, 2)}
+# Up to so many K and V vectors four lanes share a group, and up to so many two, on an
+# H200 with D = 128 and cold caches. A trellis is shared by four only.
+_FEW_VECTORS = {
+    "turbo4": ((2048, 4), (16384, 2)),
+    "k4v3": ((1024, 4), (8192, 2)),
+    "turbo3": ((2048, 4), (4096, 2)),
+}
 
 
 def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
     """Launch parameters for so many K and V vectors."""
-    limit, parts = _FEW_VECTORS[layout.name]
-    return StoreTuning(parts if num_vectors <= limit else 1, threads=128)
+    for limit, parts in _FEW_VECTORS[layout.name]:
+        if num_vectors <= limit:
+            return StoreTuning(parts, threads=128)
+    return StoreTuning(parts=1, threads=128)
 
 
 class _StoreParams(ctypes.Structure):

@@ -36,10 +36,6 @@ struct StoreParams {
   float query_factor;
 };
 
-// Pairs of a K and a V vector that a warp encodes, PARTS lanes a group, and
-// queries that it rotates.
-template <int PARTS>
-constexpr int PAIRS_A_WARP = COLUMNS_A_WARP / 2 / PARTS * VECTORS_A_COLUMN;
 // Divides numbers below 2**31 by an invariant one, in few instructions
 // (Granlund and Montgomery, doi:10.1145/178243.178249).
 struct Divisor {
@@ -61,14 +57,21 @@ struct Divisor {
   }
 };
 
+// More queries take less time by eights.
+constexpr int MAX_SINGLE_QUERIES = 512;
+
 struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
+  // Whether a query has warps of its own, too, where K and V have.
+  bool has_single_queries;
 
   explicit KernelParams(const StoreParams& params)
       : StoreParams(params),
         by_kv_heads(params.num_kv_heads),
         by_heads(params.num_heads),
-        by_block(params.block_size) {}
+        by_block(params.block_size),
+        has_single_queries(params.num_queries * params.num_heads <=
+                           MAX_SINGLE_QUERIES) {}
 };
 
 // Where a token's bytes go: a tile, or null, and a place in it.

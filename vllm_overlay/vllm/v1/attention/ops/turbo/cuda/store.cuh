@@ -12,9 +12,13 @@
 
 namespace turbo {
 
-// Of STORE_THREADS threads on a multiprocessor.
+// Blocks of STORE_THREADS that a multiprocessor is to have room for.
 template <int PARTS>
-constexpr int MIN_BLOCKS = PARTS * GROUPS_A_LANE == 1 ? STORE_MIN_BLOCKS : 1;
+constexpr int MIN_BLOCKS = PARTS * GROUPS_A_LANE == 1 ? 5 : 1;
+// Pairs of a K and a V vector that a warp encodes, PARTS lanes a group, and
+// queries that it rotates.
+template <int PARTS>
+constexpr int PAIRS_A_WARP = COLUMNS_A_WARP / 2 / PARTS * VECTORS_A_COLUMN;
 constexpr int QUERIES_A_WARP = COLUMNS_A_WARP * VECTORS_A_COLUMN;
 
 __device__ __forceinline__ int column_of_loader() {
@@ -149,7 +153,9 @@ __device__ __forceinline__ void rotate_queries(const KernelParams& params,
 template <int PARTS>
 __host__ __device__ inline int num_pair_warps(const StoreParams& params) {
   constexpr int PAIRS = PAIRS_A_WARP<PARTS>;
-  return (params.num_tokens * params.num_kv_heads + PAIRS - 1) / PAIRS;
+  const int num_pairs = params.num_tokens * params.num_kv_heads;
+  return IS_SINGLE<PARTS> ? num_pairs * SINGLE_WARPS
+                          : (num_pairs + PAIRS - 1) / PAIRS;
 }
 
 // With PARTS = 1 for many tokens. Else for few: K and V go to warps of their
@@ -159,41 +165,47 @@ __global__ void __launch_bounds__(STORE_THREADS, MIN_BLOCKS<PARTS>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if constexpr (IS_SINGLE<PARTS>) {
-    store_single<IS_BF16>(params, tables, warp / SINGLE_WARPS);
-    return;
-  }
-  load_tables(params, tables);
   const int pair_warps = num_pair_warps<PARTS>(params);
   const int kv_warps = PARTS > 1 ? 2 * pair_warps : pair_warps;
-  if (warp < kv_warps) {
+  const bool is_query = warp >= kv_warps;
+  if constexpr (IS_SINGLE<PARTS>) {
+    if (!is_query || params.has_single_queries) {
+      store_single<IS_BF16>(params, tables, warp / SINGLE_WARPS);
+      return;
+    }
+  }
+  if (is_query) {
+    const int64_t first =
+        static_cast<int64_t>(warp - kv_warps) * QUERIES_A_WARP;
+    if (first < static_cast<int64_t>(params.num_queries) * params.num_heads) {
+      rotate_queries<IS_BF16>(params, static_cast<int>(first));
+    }
+    return;
+  }
+  if constexpr (!IS_SINGLE<PARTS>) {
+    load_tables(params, tables);
     const bool with_key = warp < pair_warps;
     const int first_pair =
         (with_key ? warp : warp - pair_warps) * PAIRS_A_WARP<PARTS>;
     store_pairs<IS_BF16, PARTS>(params, tables, first_pair, with_key,
                                 PARTS == 1 || !with_key);
-    return;
-  }
-  const int64_t first = static_cast<int64_t>(warp - kv_warps) * QUERIES_A_WARP;
-  if (first < static_cast<int64_t>(params.num_queries) * params.num_heads) {
-    rotate_queries<IS_BF16>(params, static_cast<int>(first));
   }
 }
 
 template <int PARTS>
 inline cudaError_t store(const StoreParams& params, bool is_bf16, int threads,
                          cudaStream_t stream) {
-  const int num_rows = params.num_queries * params.num_heads;
-  int warps = (PARTS > 1 ? 2 : 1) * num_pair_warps<PARTS>(params) +
-              (num_rows + QUERIES_A_WARP - 1) / QUERIES_A_WARP;
-  if (IS_SINGLE<PARTS>) {
-    const int num_pairs = params.num_tokens * params.num_kv_heads;
-    warps = (2 * num_pairs + num_rows) * SINGLE_WARPS;
-    // A vector's warps are of one block.
-    threads = max(threads, 32 * SINGLE_WARPS);
-  }
-  if (warps == 0) return cudaSuccess;
   const KernelParams kernel_params(params);
+  const int num_rows = params.num_queries * params.num_heads;
+  int warps = (PARTS > 1 ? 2 : 1) * num_pair_warps<PARTS>(params);
+  if (IS_SINGLE<PARTS> && kernel_params.has_single_queries) {
+    warps += num_rows * SINGLE_WARPS;
+  } else {
+    warps += (num_rows + QUERIES_A_WARP - 1) / QUERIES_A_WARP;
+  }
+  // A vector's warps are of one block.
+  if (IS_SINGLE<PARTS>) threads = max(threads, 32 * SINGLE_WARPS);
+  if (warps == 0) return cudaSuccess;
   const int blocks = (32 * warps + threads - 1) / threads;
   if (is_bf16) {
     store_kernel<true, PARTS><<<blocks, threads, 0, stream>>>(kernel_params);

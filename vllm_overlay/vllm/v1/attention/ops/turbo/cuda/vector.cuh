@@ -25,8 +25,10 @@ struct Tables {
 __device__ __forceinline__ void load_tables(const KernelParams& params,
                                             Tables& tables) {
   static_assert(sizeof(Tables) % sizeof(uint4) == 0);
-  for (int i = threadIdx.x; i < sizeof(Tables) / sizeof(uint4);
-       i += blockDim.x) {
+  // By the first warp: others may have no part in this.
+  constexpr int NUM_ROWS = sizeof(Tables) / sizeof(uint4);
+#pragma unroll
+  for (int i = threadIdx.x; i < NUM_ROWS && threadIdx.x < 32; i += 32) {
     reinterpret_cast<uint4*>(&tables)[i] = __ldg(params.tables + i);
   }
   __syncthreads();
@@ -103,8 +105,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[J][N], int exponent,
   } else if constexpr (IS_TRELLIS<IS_KEY>) {
     encode_3_bits<IS_KEY, PARTS>(x, floors, normaliser, tables, codes, token,
                                  scales);
-  } else if (SHARES == SINGLE_PARTS || __any_sync(FULL_MASK, is_tiny)) {
-    // Also where it runs once and what is fetched counts.
+  } else if (__any_sync(FULL_MASK, is_tiny)) {
     encode_4_bits<IS_KEY, true>(x, signs, floors, normaliser, tables, codes,
                                 token, scales);
   } else {
