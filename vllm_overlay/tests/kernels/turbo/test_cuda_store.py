@@ -148,6 +148,34 @@ def test_rotated_query(name, head_size, dtype):
     assert ((error <= allowed) | allowed.isinf()).all()
 
 
+@all_presets
+@all_parts
+@pytest.mark.parametrize("num_tokens", [5, 17])
+def test_partial_blocks(name, num_tokens, parts):
+    """Blocks that lack warps, or have those of queries: many, then few."""
+    layout = TurboFormat.from_cache_dtype(name, 128)
+    shape = (layout, 4, 1, 16)
+    _, (expected, *_) = layer_caches(*shape)
+    key = gaussian(num_tokens, 1, 128, dtype=BF16)
+    value = gaussian(num_tokens, 1, 128, dtype=BF16, seed=1)
+    query = gaussian(130, 5, 128, dtype=BF16, seed=2)
+    slots = random_slots(num_tokens, 64)
+    reference.store(expected, slots, key, value, layout)
+    rows = []
+    for num_queries in (130, 3):
+        _, (cache, *_) = layer_caches(*shape)
+        rotated = torch.zeros(num_queries, 5, 128, dtype=torch.float16, device=DEVICE)
+        query_scale = torch.zeros(num_queries, 5, device=DEVICE)
+        outputs = (query[:num_queries], rotated, query_scale)
+        tuning = StoreTuning(parts, 128)
+        store(cache, slots, key, value, layout, *outputs, tuning=tuning)
+        assert torch.equal(cache, expected)
+        rows.append((rotated, query_scale))
+    assert (rows[0][0] != 0).any(-1).all() and (rows[0][1] > 0).all()
+    for many, few in zip(*rows):
+        assert torch.equal(many[:3], few)
+
+
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_page_beyond_4_gib(name):
     """Byte offsets of pages pass 2**31 and 2**32."""
