@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda_store_constants import (
     rotation_fragments,
     single_fragments,
 )
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 # Scores are in base 2.
 _LOG2_E = 1.4426950408889634
@@ -129,13 +129,21 @@ def load_library(layout: TurboFormat) -> ctypes.CDLL:
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """The rotations of K and V, of single rows and of q, as the kernel loads them.
 
-    They are kept for good: make them before a CUDA graph is captured.
+    They, and the presets' tables of levels, are kept for good: make them before a CUDA
+    graph is captured.
     """
+    for name in TURBO_PRESETS:
+        level_tables(TurboFormat.from_cache_dtype(name, head_size), device)
     return (
         rotation_fragments(head_size, device),
         single_fragments(head_size, device),
         rotation_fragments(head_size, device, for_query=True),
     )
+
+
+@cache
+def _matrix_pointers(head_size: int, device: torch.device) -> tuple[int, ...]:
+    return tuple(x.data_ptr() for x in make_matrices(head_size, device))
 
 
 def _rows(x: torch.Tensor, head_size: int) -> tuple[int, int, int]:
@@ -197,7 +205,7 @@ def store(
         query_rows[0],
         kv_cache.data_ptr(),
         slot_mapping.data_ptr(),
-        *(x.data_ptr() for x in make_matrices(head_size, kv_cache.device)),
+        *_matrix_pointers(head_size, kv_cache.device),
         None if rotated_query is None else rotated_query.data_ptr(),
         None if query_scale is None else query_scale.data_ptr(),
         level_tables(layout, kv_cache.device).data_ptr(),
