@@ -6,13 +6,14 @@
 // layout included.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
 #include "decode.cuh"
+#include "launch.cuh"
 
 namespace {
 
+using turbo::check;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
@@ -23,10 +24,6 @@ constexpr size_t kSharedBytes =
     sizeof(turbo::Shared<DECODE_PAIRED, DECODE_WARPS, kStages>);
 constexpr auto kKernel =
     turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
-
-void check(cudaError_t error) {
-  TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
-}
 
 // Multiprocessors of the device, made ready at the first call.
 int prepare(int device) {
@@ -73,10 +70,7 @@ void decode(TensorView query, TensorView query_scale, TensorView kv_cache,
   p.num_splits = static_cast<int>(partial.size(0) / (num_seqs * query_len));
   const DLDevice device = query.device();
   const int num_blocks = prepare(device.device_id);
-  const auto stream = static_cast<cudaStream_t>(
-      TVMFFIEnvGetStream(device.device_type, device.device_id));
-  kKernel<<<num_blocks, kThreads, kSharedBytes, stream>>>(p);
-  check(cudaGetLastError());
+  turbo::launch(kKernel, num_blocks, kThreads, kSharedBytes, device, p);
 }
 
 }  // namespace

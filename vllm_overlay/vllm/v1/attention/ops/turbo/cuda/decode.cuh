@@ -30,22 +30,36 @@ struct Partition {
   }
 };
 
+// Call f with the tiles of each of a lane's sequences. Their lengths are loaded
+// side by side.
+template <typename F>
+__device__ __forceinline__ void for_each_length(const DecodeParams& p, int lane,
+                                                F f) {
+  constexpr int kSideBySide = 4;
+#pragma unroll 1
+  for (int base = lane; base < p.num_seqs; base += 32 * kSideBySide) {
+    int tiles[kSideBySide];
+#pragma unroll
+    for (int i = 0; i < kSideBySide; ++i)
+      tiles[i] = num_tiles(p, base + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kSideBySide; ++i) f(tiles[i]);
+  }
+}
+
 // A row is a KV head's queries of one pass. Teams are warps, or kTeamWarps
 // where a sequence would otherwise have more than num_splits partial results.
 // With one split, a result does not depend on what else is in the batch. Ranges
 // that begin where rows do need no split more; they are taken if they are no
 // longer.
-__device__ __forceinline__ Partition partition(const DecodeParams& p,
-                                               int num_rows, int num_warps,
-                                               int lane) {
+__device__ __noinline__ Partition partition(const DecodeParams& p, int num_rows,
+                                            int num_warps, int lane) {
   int total = 0, longest = 0, num_filled = 0;
-#pragma unroll 1
-  for (int seq = lane; seq < p.num_seqs; seq += 32) {
-    const int tiles = num_tiles(p, seq);
+  for_each_length(p, lane, [&](int tiles) {
     total += tiles;
     longest = max(longest, tiles);
     num_filled += tiles > 0;
-  }
+  });
   total = __reduce_add_sync(~0u, total) * num_rows;
   longest = __reduce_max_sync(~0u, longest);
   Partition result;
@@ -66,10 +80,8 @@ __device__ __forceinline__ Partition partition(const DecodeParams& p,
   const int parts = min(max(longest / result.range, 1), p.num_splits);
   const int range = max(((longest + parts - 1) / parts + 1) & ~1, 2);
   int teams = 0;
-#pragma unroll 1
-  for (int seq = lane; seq < p.num_seqs; seq += 32) {
-    teams += (num_tiles(p, seq) + range - 1) / range;
-  }
+  for_each_length(p, lane,
+                  [&](int tiles) { teams += (tiles + range - 1) / range; });
   teams = __reduce_add_sync(~0u, teams) * num_rows;
   result.range = max(result.range, least);
   result.aligned = teams <= num_teams && range <= result.range;
@@ -155,7 +167,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   const int num_rows = p.num_kv_heads * passes;
   start_next_kernel();
 
+  // Lengths are known before the kernel before this one, which stores the
+  // queries, has ended.
   const Partition cut = partition(p, num_rows, int(gridDim.x) * WARPS, lane);
+  wait_for_previous_kernel();
   const Team team(cut.team_size);
   const int num_teams = int(gridDim.x) * WARPS / cut.team_size;
   int index = (int(blockIdx.x) * WARPS + warp) / cut.team_size;

@@ -15,6 +15,7 @@
 #include <cstddef>
 
 #include "scales.cuh"
+#include "warp.cuh"
 
 namespace turbo {
 
@@ -28,10 +29,6 @@ struct FoldTables {
   // A level and the one it may be moved to, inwards or outwards.
   float2 moves[2][HALF_LEVELS];
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void* place) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
-}
 
 __device__ __forceinline__ float2 load_shared_2(uint32_t address) {
   float2 result;

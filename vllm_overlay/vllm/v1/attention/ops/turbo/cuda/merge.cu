@@ -4,10 +4,9 @@
 // The merge kernel's entry point. A module is of one head size, that of
 // turbo_merge_constants.h, which cuda_merge.py generates.
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include "launch.cuh"
 #include "merge.cuh"
 
 namespace {
@@ -26,18 +25,6 @@ Kernel kernel_of(DLDataType dtype, bool with_newest) {
   if (dtype.code == kDLBfloat) return kernel_of<__nv_bfloat16>(with_newest);
   return dtype.bits == 16 ? kernel_of<__half>(with_newest)
                           : kernel_of<float>(with_newest);
-}
-
-void check(cudaError_t error) {
-  TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
-}
-
-// Whether a kernel can begin before the one before it ends.
-bool can_overlap(int device) {
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
-                               device));
-  return major >= 9;
 }
 
 // See turbo::MergeParams and cuda_merge.py for shapes and types.
@@ -76,18 +63,9 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.row_shift = static_cast<int>(row_shift);
 
   const int rows = turbo::kMergeWarps >> p.row_shift;
-  const DLDevice device = output.device();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(num_seqs, (p.num_queries + rows - 1) / rows);
-  config.blockDim = turbo::kMergeThreads;
-  config.stream = static_cast<cudaStream_t>(
-      TVMFFIEnvGetStream(device.device_type, device.device_id));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = can_overlap(device.device_id) ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel_of(output.dtype(), with_newest), p));
+  const dim3 grid(num_seqs, (p.num_queries + rows - 1) / rows);
+  turbo::launch(kernel_of(output.dtype(), with_newest), grid,
+                turbo::kMergeThreads, 0, output.device(), p);
 }
 
 }  // namespace

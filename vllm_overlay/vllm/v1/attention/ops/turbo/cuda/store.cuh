@@ -5,6 +5,7 @@
 #pragma once
 
 #include "single.cuh"
+#include "warp.cuh"
 
 #ifndef STORE_MIN_BLOCKS
   #define STORE_MIN_BLOCKS 5
@@ -164,6 +165,7 @@ template <bool IS_BF16, int PARTS>
 __global__ void __launch_bounds__(STORE_THREADS, MIN_BLOCKS<PARTS>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
+  start_next_kernel();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int pair_warps = num_pair_warps<PARTS>(params);
   const int kv_warps = PARTS > 1 ? 2 * pair_warps : pair_warps;
