@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|sanitizer|bench|engine|throughput|pictures|serve|quality|lab]...
+# [kernels|architectures|sanitizer|bench|profile|engine|throughput|pictures|serve|
+# quality|lab]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, ENGINE_ARGS,
-# THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, PROFILE_ARGS,
+# ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
 # sure that it finds what is planted for it.
+#
+# profile asks Nsight Compute what the kernels of a decode step are bound by.
 #
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
@@ -26,11 +29,11 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer \
-  bench engine throughput pictures serve quality lab
+  bench profile engine throughput pictures serve quality lab
 for section; do
   case $section in
     kernels | architectures | sanitizer | bench | engine) ;;
-    throughput | pictures | serve | quality | lab) ;;
+    profile | throughput | pictures | serve | quality | lab) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -100,6 +103,25 @@ bench() {
     --output "$out/decode.jsonl" "$@"
 }
 
+profile() {
+  metrics=gpu__time_duration.sum,smsp__inst_executed.sum
+  metrics=$metrics,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
+  metrics=$metrics,smsp__issue_active.avg.pct_of_peak_sustained_active
+  for pipe in alu fma fmaheavy lsu tensor; do
+    name=sm__inst_executed_pipe_$pipe.avg.pct_of_peak_sustained_active
+    metrics=$metrics,$name
+  done
+  for reason in long_scoreboard short_scoreboard math_pipe_throttle wait \
+    not_selected barrier no_instruction; do
+    name=smsp__average_warps_issue_stalled_${reason}_per_issue_active.ratio
+    metrics=$metrics,$name
+  done
+  ncu --profile-from-start off --clock-control none --csv --page raw \
+    --metrics "$metrics" --log-file "$out/profile.csv" \
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py \
+    --profile --arms turbo4 k4v3 turbo3 "$@"
+}
+
 engine() {
   "$python" benchmarks/turbo_engine.py \
     --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
@@ -136,6 +158,7 @@ for section; do
     architectures) arguments=${ARCHITECTURES_ARGS:-} ;;
     sanitizer) arguments=${SANITIZER_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
+    profile) arguments=${PROFILE_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
     pictures) arguments=${PICTURES_ARGS:-} ;;

@@ -11,6 +11,8 @@ arms in turn. One JSON object a line, for each arm and part:
   a step; the ``_unplanned`` arms let FlashAttention choose the splits by itself.
 * ``store``: the step's K and V into the cache. turbo rotates q there, too; the
   quantisation of the fp8 arm's q is not counted.
+* ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
+  the cache, where it has room for them; its bytes are those read and written.
 
 The turbo arms run the kernels that would be served, CUDA's where they can be had; the
 ``_triton`` arms always run Triton's. bf16 and fp8 are FlashAttention 3; ``_flashinfer``
@@ -22,7 +24,6 @@ row with its error.
 import argparse
 import json
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from turbo_decode_peers import (
     TurboQuantArm,
     XqaArm,
 )
+from turbo_decode_timing import capture, measure, measure_device, spread
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 # A name begins with that of its cache: arms with the same share one.
@@ -80,9 +82,6 @@ GATE_LENS = (1, 63, 16, 17, 700, 1029)
 # Of the gate: how far, at most, quantised K and V are from K and V.
 QUANTISATION_ERROR = 0.3
 SEED_TOKENS = 4096
-FLUSH_BYTES = 256 << 20
-COPY_BYTES = 2 * 2**30
-WARM_UP_CALLS = 3
 
 
 def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -> None:
@@ -137,77 +136,6 @@ def fill(arm: Arm) -> None:
     for first in range(seed_blocks, num_blocks, seed_blocks):
         blocks = arm.cache[first : first + seed_blocks]
         blocks.copy_(arm.cache[: blocks.shape[0]])
-
-
-def capture(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Compile, warm up and capture a function."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_CALLS):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.accelerator.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def measure(
-    graphs: dict[Any, torch.cuda.CUDAGraph], rounds: int
-) -> dict[Any, list[float]]:
-    """Replay the graphs in turn, each with a cold L2 cache.
-
-    Returns:
-        Sorted microseconds of each graph's replays.
-
-    """
-    # Read, not written: dirty lines would be written back on the clock.
-    flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-    sink = torch.empty((), device="cuda")
-    order = random.Random(0)
-    times: dict[Any, list[float]] = {name: [] for name in graphs}
-    for number in range(rounds + 1):
-        events = {}
-        for name in order.sample(list(graphs), len(graphs)):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            torch.sum(flushed, 0, out=sink)
-            start.record()
-            graphs[name].replay()
-            end.record()
-            events[name] = start, end
-        torch.accelerator.synchronize()
-        # The first round is a warm-up.
-        for name, (start, end) in events.items() if number else ():
-            times[name].append(start.elapsed_time(end) * 1e3)
-    return {name: sorted(values) for name, values in times.items()}
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Median and spread of sorted microseconds."""
-    points = {"median_us": 0.5, "p10_us": 0.1, "p90_us": 0.9}
-    last = len(times) - 1
-    return {name: round(times[round(at * last)], 2) for name, at in points.items()}
-
-
-def measure_device(args: argparse.Namespace) -> dict[str, float]:
-    """Rate of a device-to-device copy, and what an empty graph seems to take."""
-    source = torch.ones(COPY_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    tiny = torch.zeros(1, device="cuda")
-    graphs = {
-        # A kernel: a graph's copy node may go to a copy engine, which is slower.
-        "copy": capture(partial(torch.neg, source, out=target)),
-        "floor": capture(tiny.zero_),
-    }
-    times = measure(graphs, args.rounds)
-    del source, target
-    torch.accelerator.empty_cache()
-    copy_us, floor_us = (spread(times[name])["median_us"] for name in graphs)
-    rate = 2 * COPY_BYTES / copy_us * 1e-3
-    return {"copy_gb_per_s": round(rate, 1), "floor_us": floor_us}
 
 
 def run_facts(args: argparse.Namespace) -> dict[str, Any]:
@@ -280,6 +208,26 @@ def make_filled(
     return arm
 
 
+def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
+    """Keys, values and slots of a prompt's chunk, if the cache has so many slots."""
+    if not 0 < num_tokens <= batch.num_blocks * batch.block_size:
+        return None
+    heads = (batch.shape.num_kv_heads, batch.shape.head_size)
+    key, value = batch.random(num_tokens, *heads), batch.random(num_tokens, *heads)
+    return key, value, torch.arange(num_tokens, device=batch.device)
+
+
+def count_bytes(arm: Arm, part: str, prefill_tokens: int) -> int | None:
+    """Bytes of K and V that a part reads and writes, where they decide its time."""
+    shape = arm.batch.shape
+    if part == "attention":
+        return sum(shape.seq_lens) * shape.num_kv_heads * arm.token_bytes
+    if part == "prefill_store":
+        token_bytes = 2 * shape.head_size * DTYPE.itemsize + arm.token_bytes
+        return prefill_tokens * shape.num_kv_heads * token_bytes
+    return None
+
+
 def time_shape(
     shape: Shape,
     makers: dict[str, Callable[..., Arm]],
@@ -289,31 +237,50 @@ def time_shape(
 ) -> None:
     """Time the arms on one shape, and report a row for each of their parts."""
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device)
+    chunk = make_chunk(batch, args.prefill_tokens)
     arms: dict[str, Arm] = {}
+    parts: dict[tuple[str, str], Callable[[], Any]] = {}
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
     for name, make_arm in makers.items():
         try:
             arm = make_filled(name, make_arm, batch, arms)
-            store, attention = capture(arm.store), capture(arm.attention)
+            own = {"store": arm.store, "attention": arm.attention}
+            if chunk is not None:
+                own["prefill_store"] = partial(arm.write, *chunk)
+            graphs |= {(name, part): capture(run) for part, run in own.items()}
         except Exception:
             report.error(shape=str(shape), arm=name)
             continue
         arms[name] = arm
-        graphs |= {(name, "store"): store, (name, "attention"): attention}
+        parts |= {(name, part): run for part, run in own.items()}
+    if args.profile:
+        profile(parts)
+        return
     for (name, part), times in measure(graphs, args.rounds).items():
         row: dict[str, Any] = {"shape": str(shape), "arm": name, "part": part}
         row |= spread(times)
-        if part == "attention":
-            num_bytes = sum(shape.seq_lens) * shape.num_kv_heads
-            num_bytes *= arms[name].token_bytes
+        num_bytes = count_bytes(arms[name], part, args.prefill_tokens)
+        if num_bytes is not None:
             rate = num_bytes / row["median_us"] * 1e-3
             row |= {
                 "bytes": num_bytes,
                 "gb_per_s": round(rate, 1),
                 "percent_of_copy": round(100 * rate / device_facts["copy_gb_per_s"], 1),
-                "num_splits": getattr(arms[name], "num_splits", None),
             }
+        if part == "attention":
+            row["num_splits"] = getattr(arms[name], "num_splits", None)
+        if part == "prefill_store":
+            row["tokens"] = args.prefill_tokens
         report.row(**row, **device_facts)
+
+
+def profile(parts: dict[tuple[str, str], Callable[[], Any]]) -> None:
+    """Run each arm's parts once, between marks for a profiler."""
+    torch.cuda.profiler.start()
+    for run in parts.values():
+        run()
+    torch.accelerator.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def choose_correct(
@@ -371,9 +338,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=8192, help="of a chunk; 0: none"
+    )
     parser.add_argument("--output", type=Path, help="file that rows are added to")
     parser.add_argument(
         "--check-only", action="store_true", help="run the correctness gates alone"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="run each part once and time nothing: for ncu --profile-from-start off",
     )
     return parser
 
@@ -387,7 +362,8 @@ def main() -> int:
     args.device = current_platform.device_type
     set_random_seed(0)
     report = Report(args.output, run_facts(args))
-    device_facts = {} if args.check_only else measure_device(args)
+    is_timed = not (args.check_only or args.profile)
+    device_facts = measure_device(args.rounds) if is_timed else {}
     correct: dict[tuple[int, int, int], dict[str, Callable[..., Arm]]] = {}
     for shape in args.shapes:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_size

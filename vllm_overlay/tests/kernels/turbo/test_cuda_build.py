@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -250,7 +251,15 @@ def test_what_is_built_may_not_load(flashinfer):
 
 @pytest.fixture
 def gpu(flashinfer, monkeypatch):
-    """As far as the choice goes, a GPU."""
+    """As far as the choice goes, a GPU, for which no process has loaded anything."""
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
+
+    for module, loader in (
+        (cuda_store, "load_library"),
+        (cuda_decode, "_load"),
+        (cuda_merge, "load"),
+    ):
+        monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
     kernels.cuda_build_error.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448)
