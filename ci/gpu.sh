@@ -117,9 +117,10 @@ profile() {
     metrics=$metrics,$name
   done
   ncu --profile-from-start off --clock-control none --csv --page raw \
-    --metrics "$metrics" --log-file "$out/profile.csv" \
+    --metrics "$metrics" --log-file "$out/profile-raw.csv" \
     "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py \
-    --profile --arms turbo4 k4v3 turbo3 "$@"
+    --profile --arms turbo4 k4v3 turbo3 "$@" &&
+    "$python" benchmarks/profile_table.py "$out/profile-raw.csv" "$out/profile.csv"
 }
 
 engine() {
