@@ -10,7 +10,6 @@ output token against context. Of a measurement made several times the last one c
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +27,8 @@ class Look(NamedTuple):
     """How a line is drawn.
 
     Attributes:
-        arms: Its arms, in both files. Several ways to read one cache are drawn as one
-            line, of whichever is the fastest at each point.
-        label: In the legend, which also says of how many arms it is the fastest.
+        arms: Its names in decode.jsonl and in engine.jsonl.
+        label: In the legend.
         colour: Of line and markers.
         marker: Of a point.
 
@@ -43,17 +41,15 @@ class Look(NamedTuple):
 
 
 LOOKS = (
-    Look(
-        ("bf16", "bf16_flashinfer", "bf16_flashinfer_fa2", "auto", "auto:FLASHINFER"),
-        "bf16", "black", "s",
-    ),
-    Look(("fp8", "fp8_flashinfer", "fp8:FLASHINFER"), "fp8", "tab:blue", "D"),
+    Look(("bf16", "auto"), "bf16", "black", "s"),
+    Look(("fp8",), "fp8", "tab:blue", "D"),
+    Look(("fp8_flashinfer", "fp8:FLASHINFER"), "fp8, FlashInfer", "skyblue", "D"),
     Look(("nvfp4",), "nvfp4", "tab:purple", "^"),
     Look(("turboquant_4bit_nc",), "turboquant_4bit_nc", "tab:red", "v"),
     Look(("turbo4",), "turbo4", "tab:green", "o"),
     Look(("k4v3",), "k4v3", "tab:olive", "o"),
     Look(("turbo3",), "turbo3", "tab:cyan", "o"),
-)  # fmt: skip
+)
 
 Row = dict[str, Any]
 # By arm, batch and context.
@@ -74,28 +70,17 @@ def read_rows(path: Path, part: str, heads: str = "") -> Rows:
     return rows
 
 
-def lines(
-    rows: Rows, batch: int, field: str
-) -> Iterator[tuple[Look, list[tuple[int, Row]]]]:
-    """Yields each line of a batch size: contexts, and the row of the fastest arm."""
-    for look in LOOKS:
-        best: dict[int, Row] = {}
-        for (arm, size, context), row in rows.items():
-            if arm in look.arms and size == batch:
-                best[context] = min(best.get(context, row), row, key=lambda r: r[field])
-        if best:
-            yield look, sorted(best.items())
-
-
-def draw_lines(axis: Any, rows: Rows, batch: int, fastest: str, field: str) -> None:
+def draw_lines(axis: Any, rows: Rows, batch: int, field: str) -> None:
     contexts = sorted({context for _, size, context in rows if size == batch})
-    for look, points in lines(rows, batch, fastest):
-        x, y = zip(*((context, row[field]) for context, row in points))
-        arms = len({arm for arm, _, _ in rows if arm in look.arms})
-        label = look.label if arms == 1 else f"{look.label}, fastest of {arms}"
-        axis.plot(
-            x, y, label=label, color=look.colour, marker=look.marker, markersize=4
+    for look in LOOKS:
+        points = sorted(
+            (context, row[field])
+            for (arm, size, context), row in rows.items()
+            if arm in look.arms and size == batch
         )
+        if points:
+            style = {"color": look.colour, "marker": look.marker, "markersize": 4}
+            axis.plot(*zip(*points), label=look.label, **style)
     axis.set_xscale("log", base=2)
     axis.set_xticks(contexts, [thousands(context) for context in contexts])
     axis.set_xlabel("context, tokens")
@@ -124,8 +109,8 @@ def draw_decode(rows: Rows, batches: list[int], heads: str, path: Path) -> None:
         2, len(batches), figsize=(5 * len(batches), 7.5), squeeze=False, sharex="col"
     )
     for batch, (above, below) in zip(batches, grid.T):
-        draw_lines(above, rows, batch, "median_us", "median_us")
-        draw_lines(below, rows, batch, "median_us", "percent_of_copy")
+        draw_lines(above, rows, batch, "median_us")
+        draw_lines(below, rows, batch, "percent_of_copy")
         above.set(title=f"batch {batch}", yscale="log", xlabel="")
         below.set_ylim(bottom=0)
     grid[0, 0].set_ylabel("decode attention, microseconds")
@@ -144,7 +129,7 @@ def draw_tpot(rows: Rows, path: Path) -> None:
         1, len(batches), figsize=(1 + 3.5 * len(batches), 4), squeeze=False
     )
     for batch, axis in zip(batches, axes[0]):
-        draw_lines(axis, rows, batch, "tpot_ms", "tpot_ms")
+        draw_lines(axis, rows, batch, "tpot_ms")
         axis.set(title=f"batch {batch}", yscale="log")
         for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             ticks("{x:g}")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The pictures of what the benchmarks measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def draw(folder: Path) -> subprocess.CompletedProcess:
+    script = ROOT / "benchmarks" / "pictures.py"
+    return subprocess.run([sys.executable, script, folder], capture_output=True)
+
+
+def write(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def kernel_row(arm: str, context: int, **fields) -> dict:
+    shape = f"32x{context}x32x8x128"
+    row = {"shape": shape, "arm": arm, "part": "attention", "gpu": "A"}
+    return row | {"median_us": 9.0, "percent_of_copy": 50.0} | fields
+
+
+def test_a_line_an_arm(tmp_path: Path) -> None:
+    write(
+        tmp_path / "decode.jsonl",
+        *(kernel_row(arm, n) for arm in ("bf16", "turbo4") for n in (1024, 2048)),
+        kernel_row("fp8", 1024, error="none such"),
+        kernel_row("k4v3", 1024, part="store"),
+    )
+    row = {"arm": "auto", "shape": "16x2048", "part": "decode", "gpu": "A"}
+    write(tmp_path / "engine.jsonl", row | {"tpot_ms": 5.0})
+    assert draw(tmp_path).returncode == 0
+    decode = (tmp_path / "decode.svg").read_text()
+    drawn = {label for label in ("bf16", "turbo4", "fp8", "k4v3") if label in decode}
+    assert drawn == {"bf16", "turbo4"}
+    assert ">batch 32<" in decode and ">2k<" in decode
+    assert ">bf16<" in (tmp_path / "tpot.svg").read_text()
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    write(tmp_path / "decode.jsonl", kernel_row("fp8", 1024, error="none such"))
+    result = draw(tmp_path)
+    assert result.returncode == 1 and b"nothing to draw" in result.stderr
