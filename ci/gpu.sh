@@ -3,12 +3,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|bench|profile|engine|throughput|pictures|serve|
-# quality|lab]...
+# quality|lab|equality]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, PROFILE_ARGS,
-# ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS.
+# ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS,
+# EQUALITY_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
@@ -18,6 +19,9 @@
 #
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
+#
+# equality holds every way to run requests to one at a time; with EQUALITY_ARGS="--modes
+# tensor_parallel pipeline_parallel" on two GPUs, too.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. quality and
 # pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
@@ -29,11 +33,11 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer \
-  bench profile engine throughput pictures serve quality lab
+  bench profile engine throughput pictures serve quality lab equality
 for section; do
   case $section in
     kernels | architectures | sanitizer | bench | engine) ;;
-    profile | throughput | pictures | serve | quality | lab) ;;
+    profile | throughput | pictures | serve | quality | lab | equality) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -152,6 +156,10 @@ lab() {
   "$python" tests/quality/lab/choices.py --device cuda --output "$out/lab" "$@"
 }
 
+equality() {
+  "$python" scripts/equality.py --jobs 8 --output "$out/equality.json" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -166,6 +174,7 @@ for section; do
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
+    equality) arguments=${EQUALITY_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"
