@@ -11,6 +11,8 @@ One JSON object a line:
 * `prefix_hit`: the same once more, when all of it is cached.
 * `decode`: time a token and sequence (TPOT): the difference between many tokens and
   one, over the steps between.
+* `memory`: what of the device is taken, by all processes, after the start (in that
+  row), after the first requests, and at the end.
 * `throughput`, with --throughput: output tokens by wall time when all requests come at
   once. With --kv-cache-memory-bytes every arm's cache has the same size; most shapes do
   not fit then, so it is a run of its own, with an empty --shapes.
@@ -39,7 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from common import CONFIGS, ROOT, Report
+from common import CONFIGS, ROOT, Report, first_line
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -65,6 +67,14 @@ SWEEP_SHAPES = (
 def emit(**fields: Any) -> None:
     """Sends a row from an arm's process to the one that reports."""
     print(f"\n{ROW}{json.dumps(fields)}", flush=True)
+
+
+def used_mib() -> int | None:
+    """Returns how much of the first visible GPU is taken; None if nothing says it."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    line = first_line("nvidia-smi", *query, f"--id={device}")
+    return int(line) if line and line.isdigit() else None
 
 
 def random_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
@@ -200,8 +210,10 @@ def run_child(arm: str, args: argparse.Namespace) -> None:
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         max_num_seqs=engine.max_num_seqs,
+        used_mib=used_mib(),
     )
     engine.warm_up()
+    warm_mib = used_mib()
     for batch, context in args.shapes:
         shape = f"{batch}x{context}"
         try:
@@ -212,6 +224,7 @@ def run_child(arm: str, args: argparse.Namespace) -> None:
             raise
     if args.throughput:
         emit(**engine.measure_throughput())
+    emit(part="memory", warm_mib=warm_mib, end_mib=used_mib())
     engine.llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Many requests in a cache too small for them: aborts, refusals and preemptions.
+
+The trained model is first asked for facts one request at a time. Then requests of the
+same prompts come in random order, more than the cache has room for, some of them
+aborted at any time and some impossible. At the end
+
+* every request was answered, aborted or refused, and as often as was asked for;
+* answers equal those of the quiet run up to the first position where its two likeliest
+  tokens are no more than equality.TIE apart;
+* requests were preempted, and the cache was nearly full;
+* all blocks are free again, and the device's memory has not grown.
+
+It prints one JSON object and ends with status 1 if something is not so.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+
+from common import run_facts  # noqa: E402
+from env import has_gpu  # noqa: E402
+from equality import TIE  # noqa: E402
+from quality_cases import HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
+from vllm_turbo_cpu_standins.settings import (  # noqa: E402
+    ENGINE_ARGS,
+    engine_environment,
+)
+
+BLOCK = 32
+# Of all requests: aborted, and impossible.
+ABORTED, IMPOSSIBLE = 0.03, 0.01
+# Of the blocks, while requests wait, on average.
+LEAST_USAGE = 0.9
+
+
+def setup(on_cpu: bool) -> None:
+    """Sets what vLLM reads when it is imported."""
+    # The scheduler and the device's memory are looked at from here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if on_cpu:
+        os.environ.update(engine_environment() | {"OMP_NUM_THREADS": "1"})
+
+
+class Soak:
+    """An engine, the prompts, and what was seen so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.args = args
+        self.random = random.Random(args.seed)
+        depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+        plan = Plan(0, 0, 0, 0, tuple(args.lengths), depths, args.cases)
+        text = HELD_OUT.read_text(encoding="utf-8")
+        self.prompts = [task["prompt"] for task in build_tasks(text, plan, args.seed)]
+        longest = max(map(len, self.prompts))
+        self.max_model_len = longest + args.tokens
+        # The longest just fits, and a few others with it.
+        blocks = args.longest_at_once * -(-self.max_model_len // BLOCK) + 1
+        options: dict[str, Any] = ENGINE_ARGS if args.on_cpu else {}
+        attention = {}
+        if args.kv_cache_dtype in ("turbo4", "k4v3", "turbo3"):
+            attention["turbo_prefill"] = "stored"
+        self.llm = LLM(
+            str(args.model),
+            dtype="float32" if args.on_cpu else "bfloat16",
+            kv_cache_dtype=args.kv_cache_dtype,
+            attention_config=attention,
+            block_size=BLOCK,
+            num_gpu_blocks_override=blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.5,
+            max_logprobs=2,
+            # In bf16 logits are up to 1/16 apart, which is more than TIE.
+            hf_overrides={"head_dtype": "float32"},
+            disable_log_stats=False,
+            **options,
+        )
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.counts = dict.fromkeys(
+            ("answered", "aborted", "refused", "accepted_impossible", "unequal"), 0
+        )
+        self.counts |= {"positions": 0, "excused_positions": 0}
+        self.unequal: list[dict[str, Any]] = []
+        self.waiting: dict[str, int] = {}
+        self.usages: list[float] = []
+
+    def params(self, logprobs: int | None = None) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.args.tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+        )
+
+    def run_quietly(self) -> None:
+        """Asks each prompt alone, and notes the tokens that no rounding decides."""
+        self.quiet: list[list[int]] = []
+        for prompt in self.prompts:
+            self.llm.reset_prefix_cache()
+            (output,) = self.llm.generate(
+                {"prompt_token_ids": prompt}, self.params(2), use_tqdm=False
+            )
+            completion = output.outputs[0]
+            decided: list[int] = []
+            for token, position in zip(completion.token_ids, completion.logprobs):
+                best, second = sorted(p.logprob for p in position.values())[:-3:-1]
+                if best - second <= TIE:
+                    break
+                decided.append(token)
+            self.quiet.append(decided)
+        self.llm.reset_prefix_cache()
+
+    def add(self, number: int) -> None:
+        """Adds a request; one that is impossible has to be refused."""
+        name, index = str(number), self.random.randrange(len(self.prompts))
+        prompt = self.prompts[index]
+        impossible = self.random.random() < IMPOSSIBLE
+        if impossible:
+            too_long = prompt * (1 + self.max_model_len // len(prompt))
+            prompt = self.random.choice([[], too_long])
+        try:
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params())
+        except ValueError:
+            assert impossible, f"a prompt of {len(prompt)} tokens was refused"
+            self.counts["refused"] += 1
+            return
+        self.counts["accepted_impossible"] += impossible
+        self.waiting[name] = index
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if not output.finished:
+                continue
+            index = self.waiting.pop(output.request_id)
+            tokens, decided = list(output.outputs[0].token_ids), self.quiet[index]
+            self.counts["answered"] += len(tokens) == self.args.tokens
+            self.counts["positions"] += len(tokens)
+            self.counts["excused_positions"] += len(tokens) - len(decided)
+            if tokens[: len(decided)] != decided:
+                self.counts["unequal"] += 1
+                self.unequal.append({"prompt": index, "tokens": tokens})
+        if self.waiting and self.random.random() < ABORTED:
+            name = self.random.choice(list(self.waiting))
+            self.engine.abort_request([name])
+            del self.waiting[name]
+            self.counts["aborted"] += 1
+        if len(self.scheduler.waiting) > 0:
+            self.usages.append(self.scheduler.kv_cache_manager.usage)
+
+    def run(self) -> dict[str, Any]:
+        """Runs all, and returns what was seen."""
+        self.run_quietly()
+        # All shapes that memory is taken for.
+        self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in self.prompts],
+            self.params(),
+            use_tqdm=False,
+        )
+        self.llm.reset_prefix_cache()
+        free, reserved = self.pool.get_num_free_blocks(), self.reserved_bytes()
+        preempted, start = self.preemptions(), time.perf_counter()
+        added = 0
+        while added < self.args.requests or self.waiting:
+            while added < self.args.requests and len(self.waiting) < self.args.at_once:
+                self.add(added)
+                added += 1
+            self.step()
+            if time.perf_counter() - start > self.args.time_limit:
+                break
+        return self.counts | {
+            "requests": added,
+            "unanswered": len(self.waiting),
+            "first_unequal": self.unequal[:3],
+            "preemptions": self.preemptions() - preempted,
+            "mean_usage": sum(self.usages) / max(len(self.usages), 1),
+            "blocks": self.pool.num_gpu_blocks,
+            "blocks_lost": free - self.pool.get_num_free_blocks(),
+            "reserved_bytes_grown": self.reserved_bytes() - reserved,
+            "seconds": time.perf_counter() - start,
+        }
+
+    def preemptions(self) -> int:
+        metrics = self.llm.get_metrics()
+        return sum(int(m.value) for m in metrics if m.name == "vllm:num_preemptions")
+
+    def reserved_bytes(self) -> int:
+        import torch
+
+        return 0 if self.args.on_cpu else torch.cuda.memory_reserved()
+
+
+def complaints(row: dict[str, Any]) -> list[str]:
+    """Returns what is not as it should be."""
+    ended = row["answered"] + row["aborted"] + row["refused"]
+    checks = {
+        f"{row['requests'] - ended} requests got nothing": ended != row["requests"],
+        f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
+        "an impossible request was taken": row["accepted_impossible"] > 0,
+        "nothing was aborted or refused": not row["aborted"] or not row["refused"],
+        "no request was preempted": row["preemptions"] == 0,
+        "the cache was not full": row["mean_usage"] < LEAST_USAGE,
+        f"{row['blocks_lost']} blocks are lost": row["blocks_lost"] != 0,
+        "the device's memory grew": row["reserved_bytes_grown"] > 0,
+    }
+    return [text for text, wrong in checks.items() if wrong]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--kv-cache-dtype", default="turbo4")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--at-once", type=int, default=128, help="waiting or running")
+    parser.add_argument("--lengths", nargs="+", type=int, help="of prompts, tokens")
+    parser.add_argument("--cases", type=int, default=4, help="tasks a kind and length")
+    parser.add_argument("--tokens", type=int, default=48, help="generated a request")
+    parser.add_argument(
+        "--longest-at-once", type=int, default=8, help="that the cache has room for"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds")
+    parser.add_argument("--output", type=Path, help="file that the row is added to")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    args.on_cpu = not has_gpu()
+    args.lengths = args.lengths or [512, 600, 777, 1024, 1500, 2048]
+    setup(args.on_cpu)
+    row = {"kv_cache_dtype": args.kv_cache_dtype} | Soak(args).run()
+    row["wrong"] = complaints(row)
+    line = json.dumps(row | run_facts())
+    print(line, flush=True)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with args.output.open("a") as file:
+            file.write(line + "\n")
+    return 1 if row["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
