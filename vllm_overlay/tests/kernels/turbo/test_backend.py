@@ -2,21 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The backend: metadata of mixed batches, both forward paths, workspace."""
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
-from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboAttentionImpl,
-    TurboMetadata,
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import (
@@ -33,6 +28,25 @@ from vllm.v1.worker.workspace import (
     reset_workspace_manager,
 )
 
+from .backend_utils import (
+    BATCHES,
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    KERNELS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    PADDING,
+    Batch,
+    all_batches,
+    all_paths,
+    kernel_paths,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    with_drafts,
+)
 from .utils import (
     BF16,
     CACHE_LAYOUTS,
@@ -40,167 +54,16 @@ from .utils import (
     FP16,
     ON_GPU,
     all_presets,
-    assert_by_2x_rule,
-    cache_spec,
-    fill_cache,
-    flash_attn_stand_in,
     gaussian,
-    load_context,
-    make_block_table,
-    make_vllm_config,
     new_cache,
-    num_blocks_for,
     requires_triton,
     slots_of,
 )
-
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 64, 32
-SCALE = HEAD_SIZE**-0.5
-# Rows of padding after the batch's tokens.
-PADDING = 3
-
-# (query length, context length) of each request, decodes first.
-BATCHES = {
-    "decodes": [(1, 31), (1, 32), (1, 0), (1, 95)],
-    "first chunks": [(33, 0), (2, 0)],
-    "prefix hits": [(5, 64), (2, 33)],
-    "mixed": [(1, 40), (1, 64), (20, 0), (3, 65), (4, 31)],
-    # As long as the longest sequence: not all requests are without context.
-    "long first chunk": [(1, 9), (66, 0), (2, 64), (3, 33)],
-    "context of several pieces": [(1, 5), (2, 150), (10, 140)],
-}
-all_batches = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
-KERNELS = ["triton", "cuda"] if ON_GPU and current_platform.is_cuda() else ["triton"]
-kernel_paths = pytest.mark.parametrize("path", KERNELS)
-all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
-prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
-
-
-# The same where requests bring up to two drafts.
-SPECULATIVE_BATCHES = {
-    "uniform": [(3, 31), (3, 0), (3, 62)],
-    "one token each": [(1, 31), (1, 64)],
-    "ragged": [(3, 31), (1, 64), (2, 0), (3, 14)],
-    "mixed": [(1, 40), (3, 30), (20, 0), (5, 65)],
-    "prefills alone": [(4, 64), (5, 0)],
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
-
-
-def make_impl(config: VllmConfig) -> TurboAttentionImpl:
-    with set_current_vllm_config(config):
-        return TurboAttentionImpl(
-            NUM_HEADS,
-            HEAD_SIZE,
-            SCALE,
-            NUM_KV_HEADS,
-            kv_cache_dtype=config.cache_config.cache_dtype,
-        )
-
-
-def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
-    spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
-    return TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
-
-
-@dataclass
-class Batch:
-    """A batch as the model runner hands it over, its context in the cache."""
-
-    cache: torch.Tensor
-    common: CommonAttentionMetadata
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    requests: list[tuple[int, int]]
-
-    @staticmethod
-    def make(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> "Batch":
-        dtype = impl.dtype
-        contexts = [context for _, context in requests]
-        seq_lens = [query + context for query, context in requests]
-        num_tokens = sum(query for query, _ in requests)
-        num_blocks = num_blocks_for(seq_lens, BLOCK_SIZE)
-        cache = new_cache(impl.layout, num_blocks, NUM_KV_HEADS, BLOCK_SIZE)
-        table = make_block_table(seq_lens, BLOCK_SIZE)
-        fill_cache(cache, table, contexts, impl.layout, dtype)
-        slots = [
-            slots_of(table[row], context, seq_lens[row], BLOCK_SIZE)
-            for row, context in enumerate(contexts)
-        ]
-        padding = torch.full((PADDING,), -1, device=DEVICE)
-        starts = torch.tensor([0, *(query for query, _ in requests)])
-        starts = starts.cumsum(0).int()
-        lens = torch.tensor(seq_lens, dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=lens.to(DEVICE),
-            num_reqs=len(requests),
-            num_actual_tokens=num_tokens,
-            max_query_len=max(query for query, _ in requests),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=table,
-            slot_mapping=torch.cat([*slots, padding]),
-            seq_lens_cpu_upper_bound=lens,
-        )
-        rows = num_tokens + PADDING
-        return Batch(
-            cache,
-            common,
-            gaussian(rows, NUM_HEADS, HEAD_SIZE, dtype=dtype, seed=1),
-            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=2),
-            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=3),
-            requests,
-        )
-
-    def run(
-        self, impl: TurboAttentionImpl, metadata: TurboMetadata, path: str
-    ) -> torch.Tensor:
-        """Forward by one path; padded rows of the output stay as they are."""
-        num_tokens = self.common.num_actual_tokens
-        q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
-        output = torch.full_like(self.query, 7)
-        forward = impl._forward_torch if path == "torch" else impl._forward_kernels
-        forward(q, k, v, self.cache, metadata, output)
-        assert (output[num_tokens:] == 7).all()
-        return output[:num_tokens]
-
-    def check(self, impl: TurboAttentionImpl, output: torch.Tensor) -> None:
-        """Compare each request to attention over what it is to see."""
-        begin = 0
-        for row, (num_queries, context) in enumerate(self.requests):
-            part = slice(begin, begin + num_queries)
-            begin = part.stop
-            raw = not impl.stored
-            length = context if raw else context + num_queries
-            table = self.common.block_table_tensor[row]
-            key, value = load_context(self.cache, table, length, impl.layout)
-            if raw:
-                key = torch.cat([key, self.key[part].float()])
-                value = torch.cat([value, self.value[part].float()])
-            assert_by_2x_rule(
-                output[part], self.query[part], key, value, SCALE, impl.dtype, True
-            )
-
-
-def set_path(impl: TurboAttentionImpl, path: str) -> None:
-    """Have the path's kernels run, and FlashAttention unless they are to be alone."""
-    if path != "torch":
-        impl.kernel_choice = path.removesuffix(" alone")
-        vars(impl).pop("kernels", None)
-        try:
-            impl.process_weights_after_loading(impl.dtype)
-        except ValueError as error:
-            pytest.skip(str(error))
-    if path.endswith(" alone"):
-        impl.flash_attn = None
-    elif not ON_GPU:
-        impl.flash_attn = partial(flash_attn_stand_in)
 
 
 @requires_triton
@@ -212,7 +75,7 @@ def test_batches(folder, requests, mode, path, monkeypatch):
     monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
-    assert impl.tokens_per_piece == 128
+    assert impl.workspace.tokens_per_piece == 128
     set_path(impl, path)
     batch = Batch.make(impl, requests)
     metadata = make_builder(config, impl).build(0, batch.common)
@@ -277,79 +140,6 @@ def test_forward_takes_the_path_of_the_device(folder):
     assert torch.equal(output[:num_tokens], expected)
 
 
-def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
-    """The configuration, with requests that bring some drafts to verify."""
-    config.speculative_config = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=num_drafts,
-        prompt_lookup_max=3,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    return config
-
-
-@requires_triton
-@pytest.mark.parametrize("name", SPECULATIVE_BATCHES)
-@prefill_modes
-@all_paths
-def test_batches_with_drafts(folder, name, mode, path):
-    """Drafts are decoded, as lengths on the host are not exact for them."""
-    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
-    impl = make_impl(config)
-    set_path(impl, path)
-    requests = SPECULATIVE_BATCHES[name]
-    batch = Batch.make(impl, requests)
-    query_lens = [query_len for query_len, _ in requests if query_len <= 3]
-    num_decodes = len(query_lens)
-    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
-    upper_bound[:num_decodes] += 7
-    common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
-    metadata = make_builder(config, impl).build(0, common)
-    assert metadata.num_decodes == num_decodes
-    assert metadata.num_decode_tokens == sum(query_lens)
-    assert (metadata.prefill is None) == (num_decodes == len(requests))
-    assert (metadata.decode_start_loc is None) == (len(set(query_lens)) <= 1)
-    batch.check(impl, batch.run(impl, metadata, path))
-
-
-@requires_triton
-@prefill_modes
-@kernel_paths
-def test_padded_drafts(folder, mode, path):
-    """As a CUDA graph of a larger batch has them: the requests of padding begin where
-    the tokens end, and yet their tokens are counted.
-    """
-    config = with_drafts(make_vllm_config(folder, turbo_prefill=mode), PADDING - 1)
-    impl = make_impl(config)
-    set_path(impl, path)
-    batch = Batch.make(impl, [(PADDING, 31), (PADDING, 64)])
-    common = batch.common
-    starts = torch.tensor([0, PADDING, 2 * PADDING, 2 * PADDING], dtype=torch.int32)
-    table = torch.zeros(3, common.block_table_tensor.shape[1]).int()
-    table[:2] = common.block_table_tensor
-    lens = torch.tensor([31 + PADDING, 64 + PADDING, 0], dtype=torch.int32)
-    padded = common.replace(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.to(DEVICE),
-        seq_lens_cpu_upper_bound=lens,
-        num_reqs=3,
-        num_actual_tokens=3 * PADDING,
-        block_table_tensor=table.to(DEVICE),
-    )
-    metadata = make_builder(config, impl).build(0, padded)
-    assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 3 * PADDING
-    assert metadata.decode_query_len == PADDING and metadata.decode_start_loc is None
-    output = torch.full_like(batch.query, 7)
-    impl._forward_kernels(
-        batch.query, batch.key, batch.value, batch.cache, metadata, output
-    )
-    num_tokens = 2 * PADDING
-    assert (output[num_tokens:] == 0).all()
-    batch.check(impl, output[:num_tokens])
-
-
 @requires_triton
 @kernel_paths
 def test_padded_decodes(folder, path):
@@ -394,7 +184,7 @@ def test_builder_interface(folder):
     builder = make_builder(config, impl)
     assert builder.reorder_batch_threshold == 3
     assert make_impl(config).max_decode_query_len == 3
-    assert builder.tokens_per_piece == impl.tokens_per_piece
+    assert builder.tokens_per_piece == impl.workspace.tokens_per_piece
     assert TurboAttentionBackend.get_builder_cls() is TurboMetadataBuilder
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl
 

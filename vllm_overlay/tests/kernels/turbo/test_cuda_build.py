@@ -24,7 +24,8 @@ from vllm.v1.attention.ops.turbo import cuda_build, kernels
 from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
-from .utils import ON_GPU, make_vllm_config, requires_triton
+from .backend_utils import make_vllm_config
+from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 MODULE = CudaModule("decode", "turbo4_128", "constants.h", "#define A 1\n", ("-DB",))

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CUDA store: its bytes are the reference's, whatever shares the work."""
 
-import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,15 @@ from vllm.v1.attention.ops.turbo.cuda_store import (
 )
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TurboFormat
 
-from .test_store import random_slots, vectors
+from .store_checks import (
+    Store,
+    check_bytes,
+    check_many_tokens,
+    check_page_beyond_4_gib,
+    check_rotated_query,
+    check_strides_of_the_cache,
+    random_slots,
+)
 from .utils import (
     BF16,
     DEVICE,
@@ -48,22 +56,9 @@ all_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
 all_parts = pytest.mark.parametrize("parts", [1, 2, 4])
 
 
-def assert_bytes_equal(
-    layout: TurboFormat,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slots: torch.Tensor,
-    tuning: StoreTuning | None,
-    block_size: int = 16,
-) -> None:
-    """Store into caches of 0xFF by both, and compare all layers' bytes."""
-    shape = (layout, slots.shape[0] // 8 + 3, key.shape[1], block_size)
-    expected_buffer, expected = layer_caches(*shape)
-    buffer, caches = layer_caches(*shape)
-    reference.store(expected[1], slots, key, value, layout)
-    store(caches[1], slots, key, value, layout, tuning=tuning)
-    assert torch.equal(buffer, expected_buffer)
-    assert (slots < 0).all() or (buffer != 0xFF).any()
+def tuned(parts: int, num_threads: int) -> Store:
+    """The store with a tuning of its own."""
+    return partial(store, tuning=StoreTuning(parts, num_threads))
 
 
 @all_presets
@@ -71,13 +66,8 @@ def assert_bytes_equal(
 @model_dtypes
 @all_parts
 def test_bytes_equal_the_reference(name, head_size, dtype, parts):
-    """Many tokens a page in one launch, some of slot -1, and padded inputs."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    key = vectors((NUM_TOKENS + 3, 3, head_size), dtype, seed=1)
-    value = vectors((NUM_TOKENS + 3, 3, head_size), dtype, seed=2).flip(0)
-    slots = random_slots(NUM_TOKENS, NUM_TOKENS * 2)
-    slots[[0, 13, NUM_TOKENS - 1]] = -1
-    assert_bytes_equal(layout, key, value, slots, StoreTuning(parts, 64))
+    check_many_tokens(tuned(parts, 64), layout, dtype, NUM_TOKENS, 3)
 
 
 @all_presets
@@ -93,22 +83,14 @@ def test_ends_of_the_scales(name, head_size, parts, exponents):
         for s in (0, 1)
     )
     slots = random_slots(NUM_TOKENS, NUM_TOKENS)
-    assert_bytes_equal(layout, key, value, slots, StoreTuning(parts, 128))
+    check_bytes(tuned(parts, 128), layout, key, value, slots)
 
 
 @all_presets
 @all_pages
 def test_strides_of_the_cache(name, cache_layout, block_size):
-    """Layers are interleaved; only one layer's bytes may change."""
     layout = TurboFormat.from_cache_dtype(name, 80)
-    shape = (layout, 4, 2, block_size, cache_layout)
-    expected_buffer, expected = layer_caches(*shape)
-    buffer, caches = layer_caches(*shape)
-    key, value = gaussian(15, 2, 80).half(), gaussian(15, 2, 80, seed=1).half()
-    slots = random_slots(15, 4 * block_size)
-    reference.store(expected[1], slots, key, value, layout)
-    store(caches[1], slots, key, value, layout)
-    assert torch.equal(buffer, expected_buffer)
+    check_strides_of_the_cache(store, layout, cache_layout, block_size)
 
 
 @all_presets
@@ -120,32 +102,15 @@ def test_default_tuning(name, num_tokens):
     _, key, value = qkv.split([4, 2, 2], 1)
     assert not key.is_contiguous()
     assert default_tuning(4 * num_tokens, layout).parts in (1, 2, 4)
-    assert_bytes_equal(layout, key, value, random_slots(num_tokens, num_tokens), None)
+    check_bytes(store, layout, key, value, random_slots(num_tokens, num_tokens))
 
 
 @all_presets
 @all_sizes
 @model_dtypes
 def test_rotated_query(name, head_size, dtype):
-    """A row times its scale is the rotated query, scaled for base-2 softmax."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    _, (cache, *_) = layer_caches(layout, 5, 2, 16)
-    key = gaussian(40, 2, head_size, dtype=dtype)
-    query = vectors((49, 5, head_size), dtype, seed=3)[12:]
-    query[3, 1, 2] = math.nan
-    rotated = torch.full(query.shape, math.nan, dtype=torch.float16, device=DEVICE)
-    query_scale = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    slots = random_slots(40, 48)
-    store(cache, slots, key, key, layout, query, rotated, query_scale, 0.3)
-    factor = 0.3 * math.log2(math.e) * layout.key_codebook.gain
-    expected = reference.rotate(query) * factor
-    assert query_scale.isnan().nonzero().tolist() == [[3, 1]]
-    query_scale[3, 1] = math.inf  # its row is not compared
-    error = (rotated.float() * query_scale[..., None] - expected).abs()
-    largest = expected.abs().amax(-1, keepdim=True)
-    allowed = 2.0**-10 * expected.abs() + 2.0**-20 * largest
-    allowed[3, 1] = math.inf
-    assert ((error <= allowed) | allowed.isinf()).all()
+    check_rotated_query(store, layout, dtype, 40, nan_row=(3, 1))
 
 
 @all_presets
@@ -178,21 +143,4 @@ def test_partial_blocks(name, num_tokens, parts):
 
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_page_beyond_4_gib(name):
-    """Byte offsets of pages pass 2**31 and 2**32."""
-    layout = TurboFormat.from_cache_dtype(name, 128)
-    page_bytes = 2 * 16 * layout.slot_size
-    num_blocks = 2**32 // page_bytes + 3
-    shape = (num_blocks, 2, 16, layout.slot_size)
-    cache = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
-    blocks = [2, 2**31 // page_bytes + 1, num_blocks - 1]
-    assert blocks[-1] * page_bytes > 2**32
-    _, (expected, *_) = layer_caches(layout, 3, 2, 16)
-    for block in blocks:
-        cache[block] = 0xFF
-    key = gaussian(6, 2, 128, dtype=BF16)
-    position = torch.tensor([0, 15, 3, 7, 1, 14], device=DEVICE)
-    block = torch.tensor([0, 1, 2, 0, 1, 2], device=DEVICE)
-    reference.store(expected, block * 16 + position, key, key, layout)
-    slots = torch.tensor(blocks, device=DEVICE)[block] * 16 + position
-    store(cache, slots, key, key, layout)
-    assert torch.equal(cache[blocks], expected)
+    check_page_beyond_4_gib(store, name)

@@ -20,6 +20,13 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
+from vllm.v1.attention.ops.turbo.reference_bytes import (
+    pack_codes,
+    pack_scales,
+    path_bits,
+    unpack_codes,
+    unpack_scales,
+)
 
 from .fit_codebooks import (
     NUM_VECTORS,
@@ -214,9 +221,9 @@ def test_scales_pack_round_trip(head_size):
     delta[..., -1] = 0
     base = torch.randint(21, 0xF8, (50, words.num_words, 1))
     codes = (base - words.delta_step * delta).flatten(-2).to(torch.uint8)
-    packed = codec.pack_scales(codes, words)
+    packed = pack_scales(codes, words)
     assert packed.shape == (50, words.num_bytes)
-    assert torch.equal(codec.unpack_scales(packed, words), codes)
+    assert torch.equal(unpack_scales(packed, words), codes)
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
@@ -225,18 +232,18 @@ def test_scales_pack_round_trip(head_size):
 def test_pack_round_trip(bits, is_value, head_size):
     """Every byte means something: none is lost on the way to levels and back."""
     packed = torch.randint(256, (50, head_size * bits // 8), dtype=torch.uint8)
-    index = codec.unpack_codes(packed, bits, is_value)
+    index = unpack_codes(packed, bits, is_value)
     assert index.shape == (50, head_size)
     assert int(index.max()) == 15
-    assert torch.equal(codec.pack_codes(index, bits, is_value), packed)
+    assert torch.equal(pack_codes(index, bits, is_value), packed)
 
 
 @all_head_sizes
 def test_neighbours_on_a_path_agree(head_size):
     """The lower bit of a level's subset is the path bit of the code before it."""
     packed = torch.randint(256, (50, head_size * 3 // 8), dtype=torch.uint8)
-    index = codec.by_group(codec.unpack_codes(packed, 3, False).long())
-    path = codec.path_bits(index)
+    index = codec.by_group(unpack_codes(packed, 3, False).long())
+    path = path_bits(index)
     assert (index[..., 0] & 1 == 0).all()
     assert torch.equal(index[..., 1:] & 1, path[..., :-1])
     assert torch.equal(index[..., 2:] >> 1 & 1, path[..., 2:] ^ path[..., :-2])

@@ -8,18 +8,19 @@ from functools import partial
 import pytest
 import torch
 
-from vllm.v1.attention.backends.turbo_attn import get_flash_attn
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.prefill import (
     PIECE_BYTES,
     PrefillBuffers,
     build_prefill_metadata,
+    get_flash_attn,
     piece_tokens,
     plan_context,
     prefill_attention,
 )
 
+from .backend_utils import flash_attn_stand_in
 from .utils import (
     BF16,
     DEVICE,
@@ -29,7 +30,6 @@ from .utils import (
     all_presets,
     assert_by_2x_rule,
     fill_cache,
-    flash_attn_stand_in,
     gaussian,
     kernel_cases,
     kernel_head_sizes,

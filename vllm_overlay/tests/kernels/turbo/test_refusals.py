@@ -42,7 +42,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from .utils import DEVICE, all_presets, make_vllm_config
+from .backend_utils import make_vllm_config
+from .utils import DEVICE, all_presets
 
 
 @pytest.fixture(scope="module")

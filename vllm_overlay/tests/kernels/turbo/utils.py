@@ -6,21 +6,12 @@ The kernels run on a GPU or, with TRITON_INTERPRET=1 and no GPU visible, in
 Triton's interpreter, where a case must stay at a few hundred tokens.
 """
 
-import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-from vllm.config import (
-    AttentionConfig,
-    CacheConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
@@ -32,7 +23,7 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
-from vllm.v1.attention.ops.turbo.reference_codec import pack_scales
+from vllm.v1.attention.ops.turbo.reference_bytes import pack_scales
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -353,81 +344,3 @@ def decode(
         None if newest is None else NewestToken(query, *newest, head_size**-0.5),
     )
     return output
-
-
-def flash_attn_stand_in(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    return_softmax_lse: bool,
-    lse_of_none: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention's varlen function in PyTorch, with what turbo passes it.
-
-    Args:
-        lse_of_none: LSE of a sequence without keys, whose output is zero.
-
-    Returns:
-        ``out`` and the LSE, (Hq, T) fp32.
-
-    """
-    assert return_softmax_lse
-    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
-    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
-    lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for row in range(len(bounds_q) - 1):
-        queries = slice(bounds_q[row], bounds_q[row + 1])
-        keys = slice(bounds_k[row], bounds_k[row + 1])
-        if keys.start == keys.stop:
-            out[queries] = 0
-            continue
-        result, row_lse = reference.attention(
-            q[queries].float(), k[keys].float(), v[keys].float(), softmax_scale, causal
-        )
-        out[queries] = result.to(out.dtype)
-        lse[:, queries] = row_lse.T
-    return out, lse
-
-
-def make_vllm_config(
-    folder: Path,
-    cache_dtype: str = "turbo4",
-    dtype: torch.dtype = BF16,
-    turbo_prefill: str = "raw",
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 128,
-) -> VllmConfig:
-    """The configuration of a one-layer Llama, described in ``folder``."""
-    description = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_hidden_layers": 1,
-        "intermediate_size": 64,
-        "vocab_size": 64,
-        "max_position_embeddings": 2048,
-    }
-    (folder / "config.json").write_text(json.dumps(description))
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048
-        ),
-        cache_config=CacheConfig(cache_dtype=cache_dtype, block_size=32),
-        attention_config=AttentionConfig(turbo_prefill=turbo_prefill),
-        scheduler_config=SchedulerConfig.default_factory(
-            max_model_len=2048,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        ),
-    )

@@ -9,15 +9,23 @@ merged by their log-sum-exp.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.fa_utils import (
+    get_flash_attn_version,
+    is_flash_attn_varlen_func_available,
+)
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 # Dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
+# What every version of FlashAttention takes.
+FLASH_ATTN_MAX_HEAD_SIZE = 256
 
 
 @dataclass
@@ -61,6 +69,24 @@ class PrefillMetadata:
     context: list[ContextPiece]
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
+
+
+def get_flash_attn(head_size: int) -> Callable[..., torch.Tensor] | None:
+    """FlashAttention's varlen function for a head size, its version bound.
+
+    The version is the one vLLM picks on this GPU; None if there is none that
+    takes the head size.
+    """
+    if not is_flash_attn_varlen_func_available():
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    if current_platform.is_rocm():
+        return flash_attn_varlen_func
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None or head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        return None
+    return partial(flash_attn_varlen_func, fa_version=version)
 
 
 def piece_tokens(

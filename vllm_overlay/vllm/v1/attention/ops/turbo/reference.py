@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The turbo KV cache in PyTorch: the executable form of ``format``.
 
-The kernels are tested against this module and ``reference_codec``, bit for bit where
-bytes are written, and CPU tensors are served by them. Shapes: T tokens, H KV heads, D
-the head size. Rotated vectors are in the order of coordinates r that ``TurboFormat``
-defines.
+The kernels are tested against this module, ``reference_codec`` and ``reference_bytes``,
+bit for bit where bytes are written, and CPU tensors are served by them. Shapes: T
+tokens, H KV heads, D the head size. Rotated vectors are in the order of coordinates r
+that ``TurboFormat`` defines.
 """
 
 import math
@@ -15,16 +15,18 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.reference_bytes import (
+    pack_codes,
+    pack_scales,
+    unpack_codes,
+    unpack_scales,
+)
 from vllm.v1.attention.ops.turbo.reference_codec import (
     dequantize,
     exponent_of,
     fp32,
-    pack_codes,
-    pack_scales,
     power_of_two,
     quantize,
-    unpack_codes,
-    unpack_scales,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 

@@ -6,6 +6,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.metadata import TurboMetadata
 
 
 def paged_attention(
@@ -54,3 +55,76 @@ def paged_attention(
             values = torch.cat([values, value[begin:end].float()])
         result, _ = reference.attention(query[begin:end].float(), keys, values, scale)
         output[begin:end] = result.to(output.dtype)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: TurboMetadata,
+    scale: float,
+    layout: TurboFormat,
+    stored: bool,
+    output: torch.Tensor,
+) -> None:
+    """Attention of a batch's decodes, whose tokens are stored.
+
+    Args:
+        query: (T, Hq, D), of the whole batch, like all below.
+        key: (T, H, D).
+        value: (T, H, D).
+        kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
+        metadata: Of the batch.
+        scale: Softmax scale.
+        layout: The cache's format.
+        stored: Whether query tokens, too, are read from the cache.
+        output: (T, Hq, D), of which the decodes' rows are written.
+
+    """
+    num_tokens = metadata.num_decode_tokens
+    start_loc = metadata.decode_start_loc
+    if start_loc is None:
+        start_loc = torch.arange(0, num_tokens + 1, metadata.decode_query_len)
+    paged_attention(
+        query[:num_tokens],
+        None if stored else key[:num_tokens],
+        None if stored else value[:num_tokens],
+        kv_cache,
+        metadata.block_table,
+        start_loc.tolist(),
+        metadata.seq_lens[: metadata.num_decodes].tolist(),
+        scale,
+        layout,
+        output[:num_tokens],
+    )
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: TurboMetadata,
+    scale: float,
+    layout: TurboFormat,
+    stored: bool,
+    output: torch.Tensor,
+) -> None:
+    """Attention of a batch's prefills; arguments are ``decode_attention``'s."""
+    prefill = metadata.prefill
+    if prefill is None:
+        return
+    rows = slice(metadata.num_decode_tokens, query.shape[0])
+    paged_attention(
+        query[rows],
+        None if stored else key[rows],
+        None if stored else value[rows],
+        kv_cache,
+        prefill.block_table,
+        prefill.query_start_loc_cpu.tolist(),
+        prefill.seq_lens_cpu.tolist(),
+        scale,
+        layout,
+        output[rows],
+    )

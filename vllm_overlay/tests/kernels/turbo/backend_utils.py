@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The backend as the model runner uses it, for tests: configuration, batches, and
+FlashAttention's place where there is none.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionImpl,
+    TurboMetadata,
+    TurboMetadataBuilder,
+)
+from vllm.v1.attention.ops.turbo import reference
+
+from .utils import (
+    BF16,
+    DEVICE,
+    ON_GPU,
+    assert_by_2x_rule,
+    cache_spec,
+    fill_cache,
+    gaussian,
+    load_context,
+    make_block_table,
+    new_cache,
+    num_blocks_for,
+    slots_of,
+)
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 64, 32
+SCALE = HEAD_SIZE**-0.5
+# Rows of padding after the batch's tokens.
+PADDING = 3
+
+# (query length, context length) of each request, decodes first.
+BATCHES = {
+    "decodes": [(1, 31), (1, 32), (1, 0), (1, 95)],
+    "first chunks": [(33, 0), (2, 0)],
+    "prefix hits": [(5, 64), (2, 33)],
+    "mixed": [(1, 40), (1, 64), (20, 0), (3, 65), (4, 31)],
+    # As long as the longest sequence: not all requests are without context.
+    "long first chunk": [(1, 9), (66, 0), (2, 64), (3, 33)],
+    "context of several pieces": [(1, 5), (2, 150), (10, 140)],
+}
+all_batches = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+KERNELS = ["triton", "cuda"] if ON_GPU and current_platform.is_cuda() else ["triton"]
+kernel_paths = pytest.mark.parametrize("path", KERNELS)
+all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
+
+
+def make_vllm_config(
+    folder: Path,
+    cache_dtype: str = "turbo4",
+    dtype: torch.dtype = BF16,
+    turbo_prefill: str = "raw",
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 128,
+) -> VllmConfig:
+    """The configuration of a one-layer Llama, described in ``folder``."""
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "max_position_embeddings": 2048,
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048
+        ),
+        cache_config=CacheConfig(cache_dtype=cache_dtype, block_size=32),
+        attention_config=AttentionConfig(turbo_prefill=turbo_prefill),
+        scheduler_config=SchedulerConfig.default_factory(
+            max_model_len=2048,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        ),
+    )
+
+
+def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
+    """The configuration, with requests that bring some drafts to verify."""
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    return config
+
+
+def make_impl(config: VllmConfig) -> TurboAttentionImpl:
+    with set_current_vllm_config(config):
+        return TurboAttentionImpl(
+            NUM_HEADS,
+            HEAD_SIZE,
+            SCALE,
+            NUM_KV_HEADS,
+            kv_cache_dtype=config.cache_config.cache_dtype,
+        )
+
+
+def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
+    spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    return TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
+
+
+@dataclass
+class Batch:
+    """A batch as the model runner hands it over, its context in the cache."""
+
+    cache: torch.Tensor
+    common: CommonAttentionMetadata
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    requests: list[tuple[int, int]]
+
+    @staticmethod
+    def make(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> "Batch":
+        dtype = impl.dtype
+        contexts = [context for _, context in requests]
+        seq_lens = [query + context for query, context in requests]
+        num_tokens = sum(query for query, _ in requests)
+        num_blocks = num_blocks_for(seq_lens, BLOCK_SIZE)
+        cache = new_cache(impl.layout, num_blocks, NUM_KV_HEADS, BLOCK_SIZE)
+        table = make_block_table(seq_lens, BLOCK_SIZE)
+        fill_cache(cache, table, contexts, impl.layout, dtype)
+        slots = [
+            slots_of(table[row], context, seq_lens[row], BLOCK_SIZE)
+            for row, context in enumerate(contexts)
+        ]
+        padding = torch.full((PADDING,), -1, device=DEVICE)
+        starts = torch.tensor([0, *(query for query, _ in requests)])
+        starts = starts.cumsum(0).int()
+        lens = torch.tensor(seq_lens, dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            seq_lens=lens.to(DEVICE),
+            num_reqs=len(requests),
+            num_actual_tokens=num_tokens,
+            max_query_len=max(query for query, _ in requests),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=table,
+            slot_mapping=torch.cat([*slots, padding]),
+            seq_lens_cpu_upper_bound=lens,
+        )
+        rows = num_tokens + PADDING
+        return Batch(
+            cache,
+            common,
+            gaussian(rows, NUM_HEADS, HEAD_SIZE, dtype=dtype, seed=1),
+            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=2),
+            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=3),
+            requests,
+        )
+
+    def run(
+        self, impl: TurboAttentionImpl, metadata: TurboMetadata, path: str
+    ) -> torch.Tensor:
+        """Forward by one path; padded rows of the output stay as they are."""
+        num_tokens = self.common.num_actual_tokens
+        q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
+        output = torch.full_like(self.query, 7)
+        forward = impl._forward_torch if path == "torch" else impl._forward_kernels
+        forward(q, k, v, self.cache, metadata, output)
+        assert (output[num_tokens:] == 7).all()
+        return output[:num_tokens]
+
+    def check(self, impl: TurboAttentionImpl, output: torch.Tensor) -> None:
+        """Compare each request to attention over what it is to see."""
+        begin = 0
+        for row, (num_queries, context) in enumerate(self.requests):
+            part = slice(begin, begin + num_queries)
+            begin = part.stop
+            raw = not impl.stored
+            length = context if raw else context + num_queries
+            table = self.common.block_table_tensor[row]
+            key, value = load_context(self.cache, table, length, impl.layout)
+            if raw:
+                key = torch.cat([key, self.key[part].float()])
+                value = torch.cat([value, self.value[part].float()])
+            assert_by_2x_rule(
+                output[part], self.query[part], key, value, SCALE, impl.dtype, True
+            )
+
+
+def set_path(impl: TurboAttentionImpl, path: str) -> None:
+    """Have the path's kernels run, and FlashAttention unless they are to be alone."""
+    if path != "torch":
+        impl.kernel_choice = path.removesuffix(" alone")
+        vars(impl).pop("kernels", None)
+        try:
+            impl.process_weights_after_loading(impl.dtype)
+        except ValueError as error:
+            pytest.skip(str(error))
+    if path.endswith(" alone"):
+        impl.flash_attn = None
+    elif not ON_GPU:
+        impl.flash_attn = partial(flash_attn_stand_in)
+
+
+def flash_attn_stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool,
+    lse_of_none: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention's varlen function in PyTorch, with what turbo passes it.
+
+    Args:
+        lse_of_none: LSE of a sequence without keys, whose output is zero.
+
+    Returns:
+        ``out`` and the LSE, (Hq, T) fp32.
+
+    """
+    assert return_softmax_lse
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
+    lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for row in range(len(bounds_q) - 1):
+        queries = slice(bounds_q[row], bounds_q[row + 1])
+        keys = slice(bounds_k[row], bounds_k[row + 1])
+        if keys.start == keys.stop:
+            out[queries] = 0
+            continue
+        result, row_lse = reference.attention(
+            q[queries].float(), k[keys].float(), v[keys].float(), softmax_scale, causal
+        )
+        out[queries] = result.to(out.dtype)
+        lse[:, queries] = row_lse.T
+    return out, lse
