@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Defects of vLLM's ``turboquant_*`` dtypes in what they compute and allocate, as
+scenarios that any packed dtype must pass.
+
+Where the series mends vLLM's own code, both dtypes pass. Elsewhere vLLM's fails
+strictly: the day it is mended, its mark has to go.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import turboquant_attn
+from vllm.v1.attention.ops.turbo import kernels, prefill, triton_prefill
+from vllm.v1.worker import workspace
+
+from .backend_utils import flash_attn_stand_in, make_vllm_config, with_drafts
+from .scene import NUM_HEADS, OURS, Scene, both, make_impl, unmended
+from .utils import DEVICE, FP16, ON_GPU, requires_triton
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    return tmp_path_factory.mktemp("model")
+
+
+def attend(q, k, v, *, fa_version: int | None = None, **arguments) -> torch.Tensor:
+    """FlashAttention's varlen function as TurboQuant calls it, in PyTorch."""
+    out = torch.empty_like(q)
+    return flash_attn_stand_in(q, k, v, out, return_softmax_lse=True, **arguments)[0]
+
+
+def set_flash_attn(monkeypatch: pytest.MonkeyPatch, function) -> None:
+    """Have TurboQuant take the way of GPUs, with this for FlashAttention."""
+    monkeypatch.setattr(turboquant_attn, "_HAS_FLASH_ATTN", True)
+    monkeypatch.setattr(
+        turboquant_attn, "flash_attn_varlen_func", function, raising=False
+    )
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        set_flash_attn(monkeypatch, attend)
+
+
+@requires_triton
+@both
+@pytest.mark.parametrize(
+    "requests",
+    [[(34, 0), (2, 32)], [(1, 9), (34, 0), (2, 32)]],
+    ids=["prefills", "mixed"],
+)
+def test_prefix_beside_a_long_first_chunk(folder, flash_attn, name, requests):
+    """The longest query is as long as the longest sequence, and yet another request
+    of the batch has a prefix in the cache.
+    """
+    scene = Scene(make_vllm_config(folder, name, FP16), requests)
+    scene.store_contexts()
+    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+
+
+@requires_triton
+@pytest.mark.parametrize("requests", [[(34, 0)], [(1, 9), (34, 0), (5, 0)]])
+def test_first_chunks_alone_take_one_launch(folder, requests, monkeypatch):
+    """As before the mend of the above, TurboQuant's prefill of them is one call."""
+    calls = []
+
+    def count(*args, **arguments):
+        calls.append(len(arguments["cu_seqlens_q"]) - 1)
+        return attend(**arguments)
+
+    set_flash_attn(monkeypatch, count)
+    scene = Scene(make_vllm_config(folder, "turboquant_4bit_nc", FP16), requests)
+    scene.store_contexts()
+    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+    assert calls == [sum(context == 0 for _, context in requests)]
+
+
+@requires_triton
+@both
+def test_drafts_by_lengths_of_the_device(folder, flash_attn, name):
+    """The host does not know how many drafts of the last step were rejected."""
+    config = with_drafts(make_vllm_config(folder, name, FP16))
+    scene = Scene(config, [(1, 64), (2, 31), (3, 14)])
+    scene.store_contexts()
+    metadata = scene.make_builder().build(0, scene.metadata(surplus=7))
+    scene.check(scene.run(metadata))
+
+
+@requires_triton
+@both
+def test_drafts_in_a_replayed_graph(folder, flash_attn, name):
+    """A FULL graph of requests with drafts is captured of a dummy batch: a replay has
+    new values in the tensors on the device, and what the host read stays.
+    """
+    config = with_drafts(make_vllm_config(folder, name, FP16))
+    scene = Scene(config, [(3, 31), (3, 64)])
+    builder = scene.make_builder()
+    support = builder.get_cudagraph_support(config, scene.spec)
+    if support.value < AttentionCGSupport.UNIFORM_BATCH.value:
+        return  # vLLM captures no such batch.
+    scene.store_contexts()
+    dummy = scene.metadata()
+    dummy.seq_lens.copy_(scene.query_lens)
+    dummy.seq_lens_cpu_upper_bound = scene.query_lens.int()
+    dummy.max_seq_len = config.model_config.max_model_len
+    captured = builder.build_for_cudagraph_capture(dummy)
+    captured.seq_lens.copy_(scene.seq_lens)
+    scene.check(scene.run(captured))
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace.init_workspace_manager(DEVICE)
+    yield
+    workspace.reset_workspace_manager()
+
+
+def profile(scene: Scene, num_tokens: int) -> None:
+    """The forward pass by which vLLM profiles memory, before it makes builders."""
+    shape = (num_tokens, NUM_HEADS, scene.head_size)
+    tokens = torch.empty(shape, dtype=FP16, device=DEVICE)
+    scene.impl.forward(scene.layer, tokens, tokens, tokens, None, None, tokens)
+
+
+@requires_triton
+@unmended(AssertionError)
+def test_profile_run_takes_the_workspace(folder, workspaces, name):
+    """What a step needs and the profile run does not take may be missing later."""
+    config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
+    scene = Scene(config, [(1, 40)] * 4)
+    if name == OURS and not ON_GPU:
+        scene.impl.kernel_choice = "triton"
+        scene.impl._forward_torch = scene.impl._forward_kernels
+    profile(scene, 8)
+    workspace.lock_workspace()
+    builder = scene.make_builder()
+    scene.store_contexts()
+    scene.check(scene.run(builder.build(0, scene.metadata())))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest new tensor that an operator returns, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_new = not func.is_view and all(result is not x for x in args)
+        if is_new and isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+class NoKernel:
+    """Launches nothing, by a call or by a grid."""
+
+    def __call__(self, *args, **arguments) -> None:
+        pass
+
+    def __getitem__(self, grid) -> "NoKernel":
+        return self
+
+
+def attend_to_nothing(q, k, v, out=None, return_softmax_lse=False, **arguments):
+    out = torch.zeros_like(q) if out is None else out.zero_()
+    lse = torch.zeros(q.shape[1], q.shape[0], device=q.device)
+    return (out, lse) if return_softmax_lse else out
+
+
+@unmended(AssertionError)
+def test_chunk_allocates_nothing_of_its_contexts_size(
+    folder, workspaces, name, monkeypatch
+):
+    """Around the kernels, which do nothing here, and beside the workspace: no profile
+    run can have taken a tensor as long as the context.
+    """
+    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    set_flash_attn(monkeypatch, attend_to_nothing)
+    for module, kernel in (
+        (turboquant_attn, "triton_turboquant_store"),
+        (turboquant_attn, "_tq_full_dequant_kv"),
+        (triton_prefill, "gather_context"),
+        (triton_prefill, "rotate_rows"),
+        (prefill, "merge_attn_states"),
+    ):
+        monkeypatch.setattr(module, kernel, NoKernel())
+    config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=160)
+    largest = []
+    for context in (800, 1600):
+        scene = Scene(config, [(130, context)])
+        if name == OURS:
+            scene.impl.kernels = kernels.TurboKernels(
+                NoKernel(), NoKernel(), lambda *sizes: 1, NoKernel()
+            )
+            scene.impl.flash_attn = attend_to_nothing
+            scene.impl._forward_torch = scene.impl._forward_kernels
+        metadata = scene.make_builder().build(0, scene.metadata())
+        scene.run(metadata)  # takes the workspace
+        with LargestTensor() as recorded:
+            scene.run(metadata)
+        largest.append(recorded.bytes)
+    assert largest[0] == largest[1]
+
+
+@requires_triton
+@unmended(RuntimeError)
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_head_sizes_other_than_powers_of_two(folder, flash_attn, name, head_size):
+    """The backend says that it takes them."""
+    scene = Scene(make_vllm_config(folder, name, FP16), [(1, 40)], head_size)
+    assert scene.backend.supports_head_size(head_size)
+    scene.store_contexts()
+    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+
+
+FEATURES = {
+    "soft cap": dict(logits_soft_cap=30.0),
+    "ALiBi": dict(alibi_slopes=[0.5] * NUM_HEADS),
+}
+
+
+@unmended(pytest.fail.Exception)
+@pytest.mark.parametrize("arguments", FEATURES.values(), ids=FEATURES)
+def test_features_are_not_dropped_in_silence(folder, name, arguments):
+    """No kernel has them, so whoever asks for one is to be told."""
+    config = make_vllm_config(folder, name, FP16)
+    with pytest.raises((ValueError, NotImplementedError), match="does not support"):
+        make_impl(config, **arguments)
+
+
+@unmended(TypeError)
+def test_layer_without_keys_and_values(folder, name):
+    """A layer that shares the cache of another is served, or refused at the start."""
+    config = make_vllm_config(folder, name, FP16)
+    scene = Scene(config, [(2, 32)])
+    try:
+        scene.impl = make_impl(config, kv_sharing_target_layer_name="layers.0.attn")
+    except ValueError as error:
+        assert "KV sharing" in str(error)
+        return
+    metadata = scene.make_builder().build(0, scene.metadata())
+    output = torch.zeros_like(scene.query)
+    scene.impl.forward(
+        scene.layer, scene.query, None, None, scene.cache, metadata, output
+    )
