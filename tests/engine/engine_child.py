@@ -132,6 +132,7 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "num_blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
+        "num_tokens": config.cache_config.kv_cache_size_tokens,
         "num_kv_cache_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
         "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},
     }

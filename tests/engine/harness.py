@@ -89,7 +89,7 @@ def child_environment(runner: Runner) -> dict[str, str]:
         **engine_environment(runner),
         # Jobs run side by side, one a core.
         "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -107,9 +107,9 @@ def run_job(
         engines: By name.
 
     Returns:
-        By engine: `runner`, `num_blocks`, `block_size` and `calls`, or `error`. A
-        call has `requests` (`tokens`, `logprobs`, `num_cached_tokens`), `steps` and
-        `num_preemptions`.
+        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens` and `calls`, or
+        `error`. A call has `requests` (`tokens`, `logprobs`, `num_cached_tokens`),
+        `steps` and `num_preemptions`.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def serving(
             + ["--host", "127.0.0.1", "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=child_environment(runner) | {"VLLM_LOGGING_LEVEL": "INFO"},
+            env=child_environment(runner),
             start_new_session=True,
         )
     try:

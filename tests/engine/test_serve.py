@@ -46,6 +46,11 @@ def text(answer: dict[str, Any]) -> str:
     return answer["choices"][0]["text"]
 
 
+def test_says_once_what_the_cache_is(server: Server):
+    log = server.log.read_text()
+    assert log.count("KV cache turbo4: ") == log.count("bytes a token and layer") == 1
+
+
 def test_concurrent_as_one_by_one(server: Server):
     bodies = [completion(prompt) for prompt in PROMPTS]
     alone = [text(server.post(COMPLETIONS, body)) for body in bodies]

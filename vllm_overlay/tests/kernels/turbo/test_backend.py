@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
@@ -23,6 +24,7 @@ from vllm.v1.attention.ops.turbo import (
     reference,
 )
 from vllm.v1.worker.workspace import (
+    current_workspace_manager,
     init_workspace_manager,
     lock_workspace,
     reset_workspace_manager,
@@ -216,6 +218,10 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
         assert impl.forward(None, output, output, output, None, None, output) is output
         assert (output == 0).all()
+        (reserved,) = current_workspace_manager()._current_workspaces
+        # Nine parts, each of a multiple of 256 bytes.
+        monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+        assert 0 <= reserved.numel() - impl.workspace_bytes < 9 * 256
         lock_workspace()
         for requests in (
             [(1, 40)],

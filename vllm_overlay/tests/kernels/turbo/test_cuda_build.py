@@ -291,6 +291,8 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
     level, text = log[-1]
     assert level == logging.WARNING
     assert re.search(f"(?s)Triton kernels, because .*{message}.*\\.$", text)
+    chosen = kernels.choose_kernels("auto", LAYOUT, 4)
+    assert chosen.reason == "the CUDA kernels could not be built"
     with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
         choose("cuda")
 
@@ -316,7 +318,10 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
     assert loaded == [LAYOUT, (LAYOUT, 4, torch.device("cuda", 0)), 128]
-    assert log == [(logging.INFO, "Turbo KV cache: CUDA kernels.")]
+    chosen = kernels.choose_kernels(choice, LAYOUT, 4)
+    reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
+    assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
+    assert log == []
 
 
 @requires_triton
@@ -338,7 +343,9 @@ def test_kernels_are_built_side_by_side(gpu, monkeypatch):
 def test_triton_builds_nothing(gpu, log):
     assert choose("triton") == "triton"
     assert gpu.builds == []
-    assert log == [(logging.INFO, "Turbo KV cache: Triton kernels, as asked for.")]
+    chosen = kernels.choose_kernels("triton", LAYOUT, 4)
+    assert (chosen.name, chosen.reason) == ("Triton", "turbo_kernel is triton")
+    assert log == []
 
 
 @requires_triton
@@ -354,8 +361,9 @@ def test_unsupported(gpu, log, monkeypatch, platform, capability, head_size, rea
     set_platform(monkeypatch, platform, capability)
     layout = TurboFormat.from_cache_dtype("turbo4", head_size)
     assert choose("auto", layout) == "triton"
-    ((level, text),) = log
-    assert level == logging.INFO and reason in text
+    chosen = kernels.choose_kernels("auto", layout, 4)
+    assert chosen.name == "Triton" and reason in chosen.reason
+    assert log == []
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda.*{reason}.*Use auto"):
         choose("cuda", layout)
     assert gpu.builds == []

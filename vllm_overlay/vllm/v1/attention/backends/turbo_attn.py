@@ -14,7 +14,6 @@ import torch
 
 from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.platform_utils import num_compute_units
@@ -53,8 +52,6 @@ from vllm.v1.worker.workspace import is_workspace_manager_initialized
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-logger = init_logger(__name__)
 
 
 def get_turbo_backend_path(
@@ -222,15 +219,6 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             piece_tokens(self.max_num_tokens, self.num_kv_heads, head_size, self.dtype),
         )
         self.flash_attn = get_flash_attn(head_size)
-        ratio = 4 * head_size / self.layout.slot_size
-        logger.info_once(
-            "KV cache %s: %d bytes a token, layer and KV head, %.2f times less than "
-            "16 bits; prefill attends to %s K and V.",
-            kv_cache_dtype,
-            self.layout.slot_size,
-            ratio,
-            "stored" if self.stored else "raw",
-        )
 
     @cached_property
     def kernels(self) -> TurboKernels:
@@ -242,10 +230,15 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
-        if current_platform.is_cpu():
-            logger.info_once("Turbo KV cache: PyTorch's operators, on a CPU.")
-        else:
+        if not current_platform.is_cpu():
             _ = self.kernels
+
+    @property
+    def kernels_used(self) -> str:
+        """What stores and decodes, and why, for users."""
+        if current_platform.is_cpu():
+            return "PyTorch's operators, because this is a CPU"
+        return f"{self.kernels.name} kernels, because {self.kernels.reason}"
 
     def forward(
         self,
@@ -412,20 +405,27 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         )
         return num_seqs * query_len * splits
 
-    def _reserve_workspace(self, device: torch.device) -> None:
-        """Take all memory of the largest batch, in the profile run."""
-        if not is_workspace_manager_initialized():
-            return
+    def _largest_batch(self) -> tuple[int, int, int]:
+        """Of all batches, what ``Workspace.parts`` needs the most of."""
         num_partials = max(
             self._num_partials(count, query_len)
             for count in range(1, self.max_num_seqs + 1)
             for query_len in range(1, self.max_decode_query_len + 1)
         )
-        self.workspace.take(
-            self.max_num_seqs * self.max_decode_query_len,
-            num_partials,
-            self.max_num_tokens,
-            device,
-        )
+        num_decode_tokens = self.max_num_seqs * self.max_decode_query_len
+        return num_decode_tokens, num_partials, self.max_num_tokens
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory that the profile run reserves."""
+        if current_platform.is_cpu():
+            return 0
+        return self.workspace.num_bytes(*self._largest_batch())
+
+    def _reserve_workspace(self, device: torch.device) -> None:
+        """Take all memory of the largest batch, in the profile run."""
+        if not is_workspace_manager_initialized():
+            return
+        self.workspace.take(*self._largest_batch(), device)
         # Kept for good by a cache: not to be made in a CUDA graph's pool.
         self.kernels.make_matrices(self.head_size, device)

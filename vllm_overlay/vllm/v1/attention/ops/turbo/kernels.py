@@ -26,6 +26,8 @@ class TurboKernels(NamedTuple):
         num_kv_splits: Partial results a query that ``decode_attention`` is to have
             room for, by sequences, KV heads, multiprocessors and query tokens.
         make_matrices: Makes, by head size and device, what the kernels keep.
+        name: Theirs, for users.
+        reason: Why they were chosen.
 
     """
 
@@ -33,6 +35,8 @@ class TurboKernels(NamedTuple):
     decode_attention: Callable[..., None]
     num_kv_splits: Callable[[int, int, int, int], int]
     make_matrices: Callable[[int, torch.device], object]
+    name: str
+    reason: str
 
 
 def _triton_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -41,7 +45,7 @@ def _triton_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor
     )
 
 
-def triton_kernels() -> TurboKernels:
+def triton_kernels(reason: str = "") -> TurboKernels:
     """Triton's, for any GPU."""
     from vllm.v1.attention.ops.turbo import triton_decode, triton_store
 
@@ -50,10 +54,12 @@ def triton_kernels() -> TurboKernels:
         triton_decode.decode_attention,
         triton_decode.num_kv_splits,
         _triton_matrices,
+        "Triton",
+        reason,
     )
 
 
-def cuda_kernels() -> TurboKernels:
+def cuda_kernels(reason: str = "") -> TurboKernels:
     """CUDA's, for layouts without a ``cuda_error``."""
     from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
 
@@ -66,6 +72,8 @@ def cuda_kernels() -> TurboKernels:
         cuda_decode.decode_attention,
         cuda_decode.num_kv_splits,
         make_matrices,
+        "CUDA",
+        reason,
     )
 
 
@@ -133,18 +141,18 @@ def choose_kernels(
         ValueError: If CUDA's are asked for and cannot be had.
 
     """
+    asked_for = f"turbo_kernel is {choice}"
     if choice == "triton":
-        logger.info_once("Turbo KV cache: Triton kernels, as asked for.")
-        return triton_kernels()
+        return triton_kernels(asked_for)
     unsupported = cuda_unsupported_reason(layout)
     error = None if unsupported else cuda_build_error(layout, group, query_len)
     reason = unsupported or error
     if reason is None:
-        logger.info_once("Turbo KV cache: CUDA kernels.")
-        return cuda_kernels()
+        return cuda_kernels("they could be built" if choice == "auto" else asked_for)
     if choice == "cuda":
         raise ValueError(cuda_refusal(reason))
-    # The CUDA kernels are faster: worth a warning where the user can have them.
-    log = logger.info_once if unsupported else logger.warning_once
-    log("Turbo KV cache: Triton kernels, because %s.", reason)
-    return triton_kernels()
+    if unsupported:
+        return triton_kernels(unsupported)
+    # The CUDA kernels are faster, and here the user can have them.
+    logger.warning_once("Turbo KV cache: Triton kernels, because %s.", error)
+    return triton_kernels("the CUDA kernels could not be built")

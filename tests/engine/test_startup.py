@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What an engine says of its cache when it starts: one line, with its numbers."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness import BASE_ARGS, Engine, Jobs
+from scenarios import TURBO_DTYPES
+
+# Of K and V of 128 coordinates.
+SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
+
+
+class Outcome(NamedTuple):
+    """Engines' results by name, and what their process logged."""
+
+    engines: dict[str, Any]
+    lines: list[str]
+
+    def line(self, dtype: str) -> str:
+        """Returns the one line on a dtype."""
+        (line,) = (line for line in self.lines if f"KV cache {dtype}:" in line)
+        return line
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
+    engines = {
+        dtype: Engine({"kv_cache_dtype": dtype}) for dtype in ("auto", *TURBO_DTYPES)
+    }
+    engines["turbo3"].args |= {
+        "kv_cache_dtype_skip_layers": ["0"],
+        "attention_config": {"turbo_prefill": "stored"},
+    }
+    name = f"startup-{request.param}"
+    results = jobs.start(name, request.param, engines).result()
+    return Outcome(results, (jobs.folder / name / "log").read_text().splitlines())
+
+
+@pytest.mark.parametrize("dtype", TURBO_DTYPES)
+def test_one_line_has_the_engines_numbers(
+    outcome: Outcome, config: dict[str, Any], dtype: str
+):
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    num_skipped = 1 if dtype == "turbo3" else 0
+    num_bytes = heads * size * SLOT_BYTES[dtype] // 128
+    num_layers = config["num_hidden_layers"] - num_skipped
+    num_tokens = outcome.engines[dtype]["num_tokens"]
+    line = outcome.line(dtype)
+    layers = f"layers: {num_layers}, KV heads: {heads}, head size: {size}"
+    assert f"{num_bytes} bytes a token and layer ({layers}; PyTorch's op" in line
+    ratio = 4 * size * heads / num_bytes
+    assert f"{ratio:.2f} times fewer than in bf16" in line
+    assert f" {num_tokens:,} tokens;" in line
+    assert "0.0 MiB of workspace" in line
+    assert f"attends to {'stored' if dtype == 'turbo3' else 'raw'} K and V" in line
+
+
+def test_capacity_is_what_vllm_says(outcome: Outcome):
+    sizes = [
+        found[1]
+        for line in outcome.lines
+        if (found := re.search(r"KV cache size: ([\d,]+) tokens", line))
+    ]
+    results = outcome.engines.values()
+    assert sizes == [f"{engine['num_tokens']:,}" for engine in results]
+    assert all(e["num_tokens"] % BASE_ARGS["block_size"] == 0 for e in results)
+
+
+def test_other_dtypes_have_none(outcome: Outcome):
+    lines = [line for line in outcome.lines if "bytes a token" in line]
+    assert len(lines) == len(TURBO_DTYPES)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What is said of a cache when the engine starts."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import kernels
+from vllm.v1.attention.ops.turbo.startup import describe_cache
+
+from .backend_utils import make_vllm_config
+from .utils import requires_triton
+
+
+def make_impl(folder: Path, num_kv_heads: int, head_size: int) -> TurboAttentionImpl:
+    config = make_vllm_config(folder, "turbo4")
+    with set_current_vllm_config(config):
+        return TurboAttentionImpl(
+            8, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
+        )
+
+
+def test_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    line = describe_cache("turbo4", 3 * [make_impl(tmp_path, 2, 128)], 1234567)
+    assert line == (
+        "KV cache turbo4: 272 bytes a token and layer (layers: 3, KV heads: 2, "
+        "head size: 128; PyTorch's operators, because this is a CPU), 3.76 times fewer "
+        "than in bf16; 1,234,567 tokens; 0.0 MiB of workspace; prefill attends to raw "
+        "K and V."
+    )
+
+
+@requires_triton
+def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
+    """Each has its kernels; the workspace is that of the layer that needs the most."""
+    large, small = make_impl(tmp_path, 2, 256), make_impl(tmp_path, 4, 96)
+    small.stored = large.stored = True
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    large.kernels = kernels.cuda_kernels("they could be built")
+    small.kernels = kernels.triton_kernels("head size 96 has no others")
+    line = describe_cache("turbo4", [small, large, large], 100)
+    assert line.startswith(
+        "KV cache turbo4: 408 bytes a token and layer (layers: 1, KV heads: 4, "
+        "head size: 96; Triton kernels, because head size 96 has no others), "
+        "544 bytes a token and layer (layers: 2, KV heads: 2, "
+        "head size: 256; CUDA kernels, because they could be built), "
+    )
+    ratio = (4 * 4 * 96 + 2 * 2 * 4 * 256) / (408 + 2 * 544)
+    assert f" {ratio:.2f} times fewer" in line and line.endswith("stored K and V.")
+    most = max(impl.workspace_bytes for impl in (small, large)) / 2**20
+    assert f" 100 tokens; {most:.1f} MiB of workspace" in line
+    assert most == pytest.approx(large.workspace_bytes / 2**20) and most > 64

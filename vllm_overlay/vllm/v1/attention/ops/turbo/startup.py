@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The line that says, when an engine starts, what its turbo KV cache is."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+
+logger = init_logger(__name__)
+
+
+def _layers(impl: "TurboAttentionImpl", count: int) -> str:
+    """What layers of one shape store, and by which kernels."""
+    slot_bytes = impl.num_kv_heads * impl.layout.slot_size
+    return (
+        f"{slot_bytes} bytes a token and layer (layers: {count}, "
+        f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}; "
+        f"{impl.kernels_used})"
+    )
+
+
+def describe_cache(
+    cache_dtype: str, impls: list["TurboAttentionImpl"], num_tokens: int
+) -> str:
+    """One line of what a cache stores and how it is served.
+
+    Args:
+        cache_dtype: A turbo dtype.
+        impls: Of the layers that have it, on this rank.
+        num_tokens: What the cache holds.
+
+    """
+    shapes = {(impl.num_kv_heads, impl.head_size): impl for impl in impls}
+    counts = Counter((impl.num_kv_heads, impl.head_size) for impl in impls)
+    layers = ", ".join(_layers(impl, counts[shape]) for shape, impl in shapes.items())
+    packed = sum(impl.num_kv_heads * impl.layout.slot_size for impl in impls)
+    unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
+    workspace = max(impl.workspace_bytes for impl in shapes.values())
+    seen = "stored" if impls[0].stored else "raw"
+    return (
+        f"KV cache {cache_dtype}: {layers}, {unpacked / packed:.2f} times fewer than "
+        f"in bf16; {num_tokens:,} tokens; {workspace / 2**20:.1f} MiB of workspace; "
+        f"prefill attends to {seen} K and V."
+    )
+
+
+def log_turbo_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Log ``describe_cache`` of an engine whose memory is profiled and allocated."""
+    impls = [
+        layer.impl
+        for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
+        if is_turbo_cache_dtype(layer.kv_cache_dtype)
+    ]
+    if not impls:
+        return
+    num_tokens, _ = get_kv_cache_capacity(vllm_config, kv_cache_config)
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    line = describe_cache(cache_dtype, impls, num_tokens)
+    logger.info_once("%s", line, scope="global")
