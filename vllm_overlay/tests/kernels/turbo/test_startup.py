@@ -16,11 +16,13 @@ from .backend_utils import make_vllm_config
 from .utils import requires_triton
 
 
-def make_impl(folder: Path, num_kv_heads: int, head_size: int) -> TurboAttentionImpl:
-    config = make_vllm_config(folder, "turbo4")
+def make_impl(
+    folder: Path, num_kv_heads: int, head_size: int, num_heads: int = 8, **batch: int
+) -> TurboAttentionImpl:
+    config = make_vllm_config(folder, "turbo4", **batch)
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
-            8, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
+            num_heads, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
         )
 
 
@@ -55,3 +57,16 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     most = max(impl.workspace_bytes for impl in (small, large)) / 2**20
     assert f" 100 tokens; {most:.1f} MiB of workspace" in line
     assert most == pytest.approx(large.workspace_bytes / 2**20) and most > 64
+
+
+@requires_triton
+def test_documented_line(monkeypatch, tmp_path):
+    batch = dict(max_num_seqs=96, max_num_batched_tokens=8192)
+    impl = make_impl(tmp_path, 8, 128, 32, **batch)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    impl.kernels = kernels.cuda_kernels("they could be built")
+    impl.num_sms = 132
+    page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
+    _, _, block = page.read_text().partition("```text\n")
+    documented = " ".join(block.partition("\n```")[0].split("\n"))
+    assert describe_cache("turbo4", 32 * [impl], 246720) == documented

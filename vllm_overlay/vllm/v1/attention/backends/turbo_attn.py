@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
     max_decode_query_len,
 )
-from vllm.v1.attention.ops.turbo import reference, torch_attention
+from vllm.v1.attention.ops.turbo import reference, refusals, torch_attention
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     TILE_TOKENS,
@@ -44,7 +44,6 @@ from vllm.v1.attention.ops.turbo.prefill import (
     piece_tokens,
     prefill_attention,
 )
-from vllm.v1.attention.ops.turbo.refusals import refusal
 from vllm.v1.attention.ops.turbo.workspace import Workspace
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
@@ -76,15 +75,13 @@ def get_turbo_backend_path(
         **selector_config._asdict(),
     )
     if current_platform.is_xpu():
-        reasons.append("XPU")
+        reasons.append(refusals.XPU)
+    cache_dtype = selector_config.kv_cache_dtype
     name = TurboAttentionBackend.get_name()
     if selected_backend is not None and selected_backend.name != name:
-        reasons.append(
-            f"attention backend {selected_backend.name} (it reads its pages with "
-            f"{name} alone, so drop --attention-backend)"
-        )
+        reasons.append(refusals.backend_reason(cache_dtype, selected_backend.name))
     if reasons:
-        raise ValueError(refusal(selector_config.kv_cache_dtype, ", ".join(reasons)))
+        raise ValueError(refusals.refusal(cache_dtype, reasons))
     module, qualname = TurboAttentionBackend.full_cls_name()
     return f"{module}.{qualname}"
 
@@ -179,22 +176,19 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     ) -> None:
         vllm_config = get_current_vllm_config()
         speculative = vllm_config.speculative_config
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "sliding window": sliding_window is not None,
-            "logits soft cap": bool(logits_soft_cap),
-            f"attention type {attn_type}": attn_type != AttentionType.DECODER,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            "speculative decoding with a draft model": speculative is not None
-            and speculative.uses_draft_kv_cache(),
+        optional = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
-        refused |= {
-            name: value is not None and value is not False
-            for name, value in unsupported.items()
-        }
-        reasons = [reason for reason, found in refused.items() if found]
+        reasons = refusals.unsupported_layer_arguments(
+            attn_type, optional | unsupported
+        )
+        if speculative is not None and speculative.uses_draft_kv_cache():
+            reasons.append(refusals.DRAFT_MODEL)
         if reasons:
-            raise ValueError(refusal(kv_cache_dtype, ", ".join(reasons)))
+            raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -269,7 +263,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(
-                refusal(self.kv_cache_dtype, "fused output quantization")
+                refusals.refusal(self.kv_cache_dtype, [refusals.FUSED_OUTPUT])
             )
         if attn_metadata is None:
             self._reserve_workspace(query.device)

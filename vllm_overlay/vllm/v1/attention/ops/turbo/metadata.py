@@ -20,7 +20,11 @@ from vllm.v1.attention.ops.turbo.prefill import (
     build_prefill_metadata,
     piece_tokens,
 )
-from vllm.v1.attention.ops.turbo.refusals import refusal, unsupported_spec_features
+from vllm.v1.attention.ops.turbo.refusals import (
+    PERMUTED_TRANSFER,
+    refusal,
+    unsupported_spec_features,
+)
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
@@ -73,9 +77,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         reasons = unsupported_spec_features(kv_cache_spec)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.enable_permute_local_kv:
-            reasons.append("enable_permute_local_kv")
+            reasons.append(PERMUTED_TRANSFER)
         if reasons:
-            raise ValueError(refusal(cache_dtype, ", ".join(reasons)))
+            raise ValueError(refusal(cache_dtype, reasons))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.tokens_per_piece = piece_tokens(

@@ -3,7 +3,7 @@
 """The line that says, when an engine starts, what its turbo KV cache is."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -56,7 +56,7 @@ def describe_cache(
 def log_turbo_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Log ``describe_cache`` of an engine whose memory is profiled and allocated."""
     impls = [
-        layer.impl
+        cast("TurboAttentionImpl", layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]

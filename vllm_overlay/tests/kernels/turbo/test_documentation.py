@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The documentation names all that is refused, in the words of the messages."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import regex as re
+import torch
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo import cuda_build, cuda_decode, kernels
+from vllm.v1.attention.ops.turbo.refusals import (
+    LAYER_ARGUMENTS,
+    REASONS,
+    SPEC_FEATURES,
+)
+
+from .backend_utils import make_vllm_config
+from .refusal_cases import (
+    IMPL_ARGUMENTS,
+    SELECTIONS,
+    SPECS,
+    make_builder,
+    make_impl,
+    make_spec,
+    select,
+    speculative_config,
+    transfer_config,
+)
+
+PAGE = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return make_vllm_config(tmp_path_factory.mktemp("model"))
+
+
+def documented(heading: str) -> list[str]:
+    """The messages of the table below a heading, each with what to do about it."""
+    _, found, section = PAGE.read_text().partition(f"### {heading}\n")
+    assert found
+    section, _, _ = section.partition("\n#")
+    return re.findall(r"^\| `(.+?)` \|(?: [^|]+ \|)+$", section, re.M)
+
+
+def reasons_of(call: Callable[[], object]) -> list[str]:
+    """What the message of a refusal names."""
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        call()
+    found = re.search(
+        r"--kv-cache-dtype turbo4 does not support this: (.*)\. "
+        r"Use --kv-cache-dtype fp8 or auto instead\.$",
+        str(raised.value),
+    )
+    return found[1].split("; ")
+
+
+def listed(reason: str) -> str:
+    """The reason as ``REASONS`` has it: one of them, and no other."""
+    (found,) = (
+        each
+        for each in REASONS
+        if re.fullmatch(
+            re.sub("<[^>]*>", ".+", re.escape(each, literal_spaces=True)), reason
+        )
+    )
+    return found
+
+
+def backend_reasons() -> Iterator[str]:
+    """All that ``validate_configuration`` can say, whatever flags it has by now."""
+    parameters = inspect.signature(TurboAttentionBackend.validate_configuration)
+    flags = {
+        name: True
+        for name in parameters.parameters
+        if name.startswith(("use_", "has_"))
+    }
+    for attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
+        yield from TurboAttentionBackend.validate_configuration(
+            head_size=72,
+            dtype=torch.int8,
+            kv_cache_dtype="turbo4",
+            block_size=24,
+            device_capability=DeviceCapability(7, 5),
+            attn_type=attn_type,
+            **flags,
+        )
+
+
+def test_the_list_of_reasons_is_complete(config, monkeypatch):
+    """``REASONS``, from which the documentation's table is checked, has all that is
+    refused in any case here, and nothing else.
+    """
+    x = torch.zeros(1, 4, 64)
+    forward = partial(make_impl(config).forward, None, x, x, x, x, None, x)
+    calls: list[Callable[[], object]] = [
+        *(partial(select, **changes) for changes, _ in SELECTIONS.values()),
+        *(
+            partial(make_impl, config, **changes)
+            for changes, _ in IMPL_ARGUMENTS.values()
+        ),
+        *(lambda make=make: make_builder(config, make()) for make, _ in SPECS.values()),
+        partial(select, AttentionBackendEnum.FLASH_ATTN),
+        partial(make_impl, speculative_config(config, "eagle")),
+        partial(make_builder, transfer_config(config, True), make_spec()),
+        partial(forward, output_scale=torch.ones(())),
+    ]
+    reasons = [reason for call in calls for reason in reasons_of(call)]
+    monkeypatch.setattr(current_platform, "is_xpu", lambda: True, raising=False)
+    reasons += reasons_of(select)
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    reasons += backend_reasons()
+    assert {listed(reason) for reason in reasons} == set(REASONS)
+    assert len(set(REASONS)) == len(REASONS)
+    assert {*LAYER_ARGUMENTS, *SPEC_FEATURES} <= set(REASONS)
+
+
+def test_every_refusal_is_documented():
+    assert documented("Refused") == list(REASONS)
+
+
+def template(text: ast.expr) -> str:
+    """A message in a source, with <name> for what varies."""
+    if isinstance(text, ast.Constant):
+        return text.value
+    parts = text.values if isinstance(text, ast.JoinedStr) else []
+    return "".join(
+        f"<{ast.unparse(part.value).rpartition('.')[2]}>"
+        if isinstance(part, ast.FormattedValue)
+        else part.value
+        for part in parts
+    )
+
+
+def first_arguments(module: ModuleType, function: str) -> list[str]:
+    """What the calls of a function in a module are given first."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    ]
+    return [template(call.args[0]) for call in calls]
+
+
+def returned(function: Callable) -> list[str]:
+    """The messages that a function may return."""
+    returns = [
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(function)))
+        if isinstance(node, ast.Return)
+    ]
+    found = [template(value) for value in returns if value is not None]
+    return [text for text in found if text]
+
+
+def test_every_lack_of_cuda_kernels_is_documented():
+    reasons = [
+        *returned(kernels.cuda_unsupported_reason),
+        *returned(cuda_decode.unsupported_reason),
+        *first_arguments(turbo_attn, "cuda_refusal"),
+        *first_arguments(cuda_build, "_failure"),
+    ]
+    assert len(reasons) > 5
+    assert sorted(documented("No CUDA kernels")) == sorted(reasons)
