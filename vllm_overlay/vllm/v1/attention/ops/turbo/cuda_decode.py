@@ -7,6 +7,7 @@ its warps, whatever the lengths. ``cuda_merge`` joins the partial results.
 """
 
 import struct
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -53,7 +54,8 @@ def _word(values: list[int]) -> str:
     return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
 
 
-def _half2(value: float) -> str:
+def half2(value: float) -> str:
+    """A number twice in fp16, as C++ has the bits."""
     bits = struct.unpack("<H", struct.pack("<e", value))[0]
     return f"0x{bits:04X}{bits:04X}u"
 
@@ -87,8 +89,8 @@ def constants_header(layout: TurboFormat) -> str:
         "KEY_POSITIVE_LOW": _word(positive[:4]),
         "KEY_POSITIVE_HIGH": _word(positive[4:]),
         "KEY_LEVEL_UNIT": f"{float(fmt.KEY_LEVEL_UNIT)}f",
-        "VALUE_LINEAR": _half2(linear),
-        "VALUE_QUADRATIC": _half2(quadratic),
+        "VALUE_LINEAR": half2(linear),
+        "VALUE_QUADRATIC": half2(quadratic),
     }
     lines = ["#pragma once", ""]
     lines += [f"#define {name} {value}" for name, value in constants.items()]
@@ -170,6 +172,75 @@ def num_kv_splits(
     return max(2, min(MAX_KV_SPLITS, alone, room))
 
 
+def attend(
+    load_kernel: Callable[[TurboFormat, int, torch.device], Callable[..., None]],
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: TurboFormat,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    newest: NewestToken | None,
+    query_len: int,
+    query_start_loc: torch.Tensor | None,
+) -> None:
+    """Run a kernel that makes partial results of pages, and the merge of these.
+
+    Args:
+        load_kernel: Gives the kernel of a layout, queries of a sequence and KV head,
+            and device.
+        rotated_query: And the others: see ``decode_attention``.
+
+    """
+    num_tokens, num_heads, _ = rotated_query.shape
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    assert block_size % fmt.TILE_TOKENS == 0, block_size
+    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    assert all(stride % 16 == 0 for stride in kv_cache.stride()[:2])
+    assert kv_cache.data_ptr() % 16 == 0
+    assert rotated_query.is_contiguous() and query_scale.is_contiguous()
+    assert partial.is_contiguous() and partial_lse.is_contiguous()
+    assert output.stride(2) == 1 and block_table.stride(1) == 1
+    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
+    if num_seqs == 0:
+        return
+    num_splits = partial.shape[0] // (num_seqs * query_len)
+    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    num_queries = num_heads // num_kv_heads * query_len
+    load_kernel(layout, num_queries, kv_cache.device)(
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        seq_lens,
+        partial,
+        partial_lse,
+        query_start_loc,
+        num_seqs,
+        query_len,
+        newest is not None,
+    )
+    merge_splits(
+        partial,
+        partial_lse,
+        seq_lens,
+        output,
+        num_kv_heads,
+        newest,
+        query_len=query_len,
+        query_start_loc=query_start_loc,
+    )
+
+
+def _load_decode(
+    layout: TurboFormat, num_queries: int, device: torch.device
+) -> Callable[..., None]:
+    return load(layout, num_queries, device).decode
+
+
 def decode_attention(
     rotated_query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -192,40 +263,18 @@ def decode_attention(
     of the batch.
 
     """
-    num_tokens, num_heads, _ = rotated_query.shape
-    num_kv_heads, block_size = kv_cache.shape[1:3]
-    assert block_size % fmt.TILE_TOKENS == 0, block_size
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
-    assert all(stride % 16 == 0 for stride in kv_cache.stride()[:2])
-    assert kv_cache.data_ptr() % 16 == 0
-    assert rotated_query.is_contiguous() and query_scale.is_contiguous()
-    assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert output.stride(2) == 1 and block_table.stride(1) == 1
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    if num_seqs == 0:
-        return
-    num_splits = partial.shape[0] // (num_seqs * query_len)
-    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
-    load(layout, num_heads // num_kv_heads * query_len, kv_cache.device).decode(
+    attend(
+        _load_decode,
         rotated_query,
         query_scale,
         kv_cache,
         block_table,
         seq_lens,
+        layout,
         partial,
         partial_lse,
-        query_start_loc,
-        num_seqs,
-        query_len,
-        newest is not None,
-    )
-    merge_splits(
-        partial,
-        partial_lse,
-        seq_lens,
         output,
-        num_kv_heads,
         newest,
-        query_len=query_len,
-        query_start_loc=query_start_loc,
+        query_len,
+        query_start_loc,
     )
