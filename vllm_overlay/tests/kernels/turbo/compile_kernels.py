@@ -29,7 +29,12 @@ from unittest import mock
 import regex as re
 import torch
 
-from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
+from vllm.v1.attention.ops.turbo import (
+    cuda_decode,
+    cuda_extend,
+    cuda_merge,
+    cuda_store,
+)
 from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR, CudaModule
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
@@ -103,6 +108,9 @@ def instances(capability: int) -> dict[str, CudaModule]:
                 for width, group in GROUPS.items():
                     decode = module_of(cuda_decode.load, layout, group, "cuda")
                     modules[f"decode {name} {size} {width}"] = decode
+                for columns in cuda_extend.COLUMNS:
+                    extend = module_of(cuda_extend.load, layout, columns, "cuda")
+                    modules[f"extend {name} {size} {columns}"] = extend
     return modules
 
 

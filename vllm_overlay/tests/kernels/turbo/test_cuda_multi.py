@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import (
     cuda_decode,
+    cuda_extend,
     reference,
     triton_decode,
 )
@@ -36,7 +37,14 @@ from .utils import (
 )
 
 CAN_RUN_CUDA = ON_GPU and current_platform.is_cuda()
-KERNELS = {"cuda": cuda_decode, "triton": triton_decode}
+KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
+ATTENTION = {
+    "cuda": cuda_decode.decode_attention,
+    "triton": triton_decode.decode_attention,
+    "extend": cuda_extend.extend_attention,
+}
+# How rotated queries are rounded where they are not in the model's dtype.
+ROUNDING = {"cuda": reference.round_query, "extend": lambda q: q.to(FP16).float()}
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
@@ -133,7 +141,7 @@ class Batch:
         output = torch.full(rotated.shape, math.nan, device=DEVICE).to(self.query)
         starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
         newest = NewestToken(self.query, self.key, self.value, self.scale)
-        KERNELS[kernel].decode_attention(
+        ATTENTION[kernel](
             rotated,
             torch.full(rotated.shape[:2], scale, device=DEVICE),
             self.cache,
@@ -164,8 +172,9 @@ class Batch:
             if with_newest:
                 key[-seen:], value[-seen:] = self.key[part], self.value[part]
             target = None
-            if kernel == "cuda":
-                target = self.target(query, key, value, seen if with_newest else 0)
+            if kernel in ROUNDING:
+                num_newest = seen if with_newest else 0
+                target = self.target(kernel, query, key, value, num_newest)
             assert_by_2x_rule(
                 output[part],
                 query,
@@ -179,16 +188,17 @@ class Batch:
 
     def target(
         self,
+        kernel: str,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         num_newest: int,
     ) -> torch.Tensor:
-        """Attention from q in int8, but as it is to the newest tokens: each of both
-        in coordinates of its own.
+        """Attention from q as the kernel rounds it, but as it is to the newest tokens:
+        each of both in coordinates of its own.
         """
         rotated = reference.rotate(query.float())
-        rounded = reference.inverse_rotate(reference.round_query(rotated))
+        rounded = reference.inverse_rotate(ROUNDING[kernel](rotated))
         keys = torch.cat([key, torch.zeros_like(key)], -1)
         newest = slice(len(keys) - num_newest, len(keys))
         keys[newest] = keys[newest].roll(self.layout.head_size, -1)

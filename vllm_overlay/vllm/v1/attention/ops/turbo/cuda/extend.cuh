@@ -55,6 +55,35 @@ __device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
   return {size, (total + size - 1) / size, false};
 }
 
+// Attend to a range's part of a sequence, whose rows begin at step seq_first.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void attend_rows(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Ranges& ranges, int index, int seq, int rows, int seq_first,
+    int row_steps) {
+  const int first = index * ranges.size;
+  const int last = first + ranges.size;
+  int row = max(first - seq_first, 0) / row_steps;
+#pragma unroll 1
+  for (; row < rows; ++row) {
+    const int start = seq_first + row * row_steps;
+    if (start >= last) break;
+    const int passes = rows / p.num_kv_heads;
+    const int tiles = num_tiles(p, seq);
+    Segment segment;
+    segment.seq = seq;
+    segment.kv_head = row / passes;
+    segment.first_column = row % passes * COLUMNS;
+    segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
+    segment.first_tile = max(first - start, 0) * kStepTiles;
+    segment.last_tile = min((last - start) * kStepTiles, tiles);
+    segment.num_tokens = p.num_tokens(seq);
+    segment.split = index - start / ranges.size;
+    segment.ends = segment.last_tile == tiles;
+    attend_segment(shared, p, segment);
+  }
+}
+
 // Attend to a range: to parts of any few rows.
 template <int COLUMNS, int WARPS, int STAGES>
 __device__ __forceinline__ void extend_range(
@@ -63,42 +92,29 @@ __device__ __forceinline__ void extend_range(
   const int lane = threadIdx.x % 32;
   const int first = index * ranges.size;
   const int last = first + ranges.size;
-  int before = 0;
+  int before = 0, base = 0, next = 0;
+  // What a lane knows of its sequence is found anew for each of them: few
+  // registers are left while one is attended to.
 #pragma unroll 1
-  for (int base = 0; base < p.num_seqs && before < last; base += 32) {
+  while (base < p.num_seqs && before < last) {
     const Work work = work_of<COLUMNS>(p, base + lane);
     const int counted = ranges.whole ? ranges.size : work.steps;
     const int end = before + inclusive_sum(counted * work.rows, lane);
     const int begin = end - counted * work.rows;
-    uint32_t overlapping =
-        __ballot_sync(~0u, begin < last && end > first && begin < end);
-#pragma unroll 1
-    for (; overlapping != 0; overlapping &= overlapping - 1) {
-      const int i = __ffs(overlapping) - 1;
-      const int rows = __shfl_sync(~0u, work.rows, i);
-      const int row_steps = __shfl_sync(~0u, counted, i);
-      const int seq_first = __shfl_sync(~0u, begin, i);
-      const int passes = rows / p.num_kv_heads;
-      Segment segment;
-      segment.seq = base + i;
-      segment.num_tokens = p.num_tokens(segment.seq);
-      const int tiles = num_tiles(p, segment.seq);
-      int row = max(first - seq_first, 0) / row_steps;
-#pragma unroll 1
-      for (; row < rows; ++row) {
-        const int start = seq_first + row * row_steps;
-        if (start >= last) break;
-        segment.kv_head = row / passes;
-        segment.first_column = row % passes * COLUMNS;
-        segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
-        segment.first_tile = max(first - start, 0) * kStepTiles;
-        segment.last_tile = min((last - start) * kStepTiles, tiles);
-        segment.split = index - start / ranges.size;
-        segment.ends = segment.last_tile == tiles;
-        attend_segment(shared, p, segment);
-      }
+    const bool overlaps = begin < end && begin < last && end > first;
+    const uint32_t overlapping = __ballot_sync(~0u, lane >= next && overlaps);
+    if (overlapping == 0) {
+      before = __shfl_sync(~0u, end, 31);
+      base += 32;
+      next = 0;
+      continue;
     }
-    before = __shfl_sync(~0u, end, 31);
+    const int i = __ffs(overlapping) - 1;
+    next = i + 1;
+    const int row_steps = __shfl_sync(~0u, counted, i);
+    attend_rows(shared, p, ranges, index, base + i,
+                __shfl_sync(~0u, work.rows, i), __shfl_sync(~0u, begin, i),
+                row_steps);
   }
 }
 

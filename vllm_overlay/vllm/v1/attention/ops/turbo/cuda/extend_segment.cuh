@@ -39,6 +39,7 @@ struct alignas(128) ExtendShared {
   float of_warps[WARPS][COLUMNS];
   int rows[COLUMNS];    // the columns' queries of the sequence, or -1
   int limits[COLUMNS];  // tokens of the sequence that they see
+  Segment segment;      // here, to leave registers to the scores
 };
 
 // A lane's columns 2 * t and 2 * t + 1 of each tile of columns.
@@ -284,7 +285,7 @@ __device__ __forceinline__ void clear_value_scales(uint8_t* tiles,
 template <int COLUMNS, int WARPS, int STAGES>
 __device__ __forceinline__ void attend_segment(
     ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Segment& segment) {
+    const Segment& own_segment) {
   using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
   static_assert(kStepTokens <= 32 * WARPS);
   constexpr uint32_t kStageBytes = kStepTiles * TILE_BYTES;
@@ -293,6 +294,9 @@ __device__ __forceinline__ void attend_segment(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.tiles[0][0];
   __syncthreads();  // what the segment before this one had there has been read
+  if (threadIdx.x == 0) shared.segment = own_segment;
+  __syncthreads();
+  const Segment& segment = shared.segment;
   TileCopies copies(p, segment, tiles + 2 * warp * TILE_BYTES, warp, kCopyWarps,
                     lane);
   if (warp >= kCopyWarps) copies.count = 0;
@@ -337,7 +341,7 @@ __device__ __forceinline__ void attend_segment(
                 tile == segment.first_tile);
     __syncthreads();
     const int num_tiles = min(segment.last_tile - tile, kStepTiles);
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < num_tiles; ++i) {
       add_tile_values(acc.output, stage + i * TILE_BYTES, shared.weights[i],
                       warp * Block::kWarpOutputs, lane);

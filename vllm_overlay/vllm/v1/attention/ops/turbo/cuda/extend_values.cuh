@@ -22,23 +22,26 @@ __device__ __forceinline__ void value_fragments(
     int lane) {
   static_assert(OUTPUTS <= 2, "codes of a half of a word");
   constexpr int kRowWords = kPieceWords / 2;
-  const int piece = first_output / kPieceCodes;
-  const int second_word = first_output % kPieceCodes / 4;
+  const int piece = kPieces == 1 ? 0 : first_output / kPieceCodes;
+  const uint32_t second_word = first_output % kPieceCodes < 4 ? 0 : ~0u;
   const int code = first_output % 4;  // of a word
   const int selector = code < 2 ? 0x3210 : 0x2301;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     uint32_t words[kPieceWords];
     load_value_words(words, tile, h, piece, lane);
-    const uint32_t scales = value_scales(tile, h, piece, lane);
+    uint32_t scales = value_scales(tile, h, 0, lane);
+    if constexpr (kPieces > 1) {
+      // The piece as an index would put words in local memory.
+      if (piece > 0) scales = value_scales(tile, h, 1, lane);
+    }
     const __half2 a = __hmul2(as_half2(scales), as_half2(VALUE_LINEAR));
     const __half2 b = __hmul2(as_half2(scales), as_half2(VALUE_QUADRATIC));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t word = words[r * kRowWords];
-      if constexpr (kRowWords == 2) {
-        if (second_word) word = words[r * kRowWords + 1];
-      }
+      if constexpr (kRowWords == 2)
+        word = select(second_word, words[2 * r + 1], word);
       word = __byte_perm(word, word, selector);
       if constexpr (OUTPUTS == 2) {
         fragments[0][2 * h + r] = value_coordinates(low_positions(word), a, b);

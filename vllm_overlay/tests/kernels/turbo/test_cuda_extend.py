@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA extend kernel: a few dozen query tokens after long contexts in pages."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import cuda_extend, reference
+from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
+from .compile_kernels import ARCHITECTURES
+from .test_cuda_multi import (
+    BLOCK_SIZE,
+    CAN_RUN_CUDA,
+    LAYOUT,
+    NUM_KV_HEADS,
+    Batch,
+    all_layouts,
+    newest_or_stored,
+)
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    fill_cache,
+    gaussian,
+    make_block_table,
+    new_cache,
+    num_blocks_for,
+    random_pages,
+    slots_of,
+)
+
+requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+# Tokens of a step of the kernel's.
+STEP = 128
+
+
+def check(batch: Batch, with_newest: bool, num_splits: int = 8) -> torch.Tensor:
+    """Compare to the reference, and two runs to each other bit for bit."""
+    output = batch.decode("extend", with_newest, num_splits)
+    batch.check("extend", with_newest, output)
+    again = batch.decode("extend", with_newest, num_splits)
+    end = batch.starts[-1]
+    assert torch.equal(output[:end], again[:end])
+    return output
+
+
+@requires_cuda
+@all_layouts
+@pytest.mark.parametrize("query_len", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("group", [1, 4, 5, 8])
+@newest_or_stored
+def test_against_reference(layout, query_len, group, with_newest):
+    ends = {0, 1, query_len - 1, query_len, query_len + 1, 16 + query_len // 2}
+    ends |= {STEP - 1, STEP, STEP + 1, STEP + query_len, 1000, 2 * STEP + query_len}
+    check(Batch(layout, sorted(ends), query_len, group), with_newest)
+
+
+@requires_cuda
+@all_layouts
+@pytest.mark.parametrize("group", [1, 4, 5, 8])
+@newest_or_stored
+def test_queries_of_different_lengths(layout, group, with_newest):
+    """Passes of a sequence are as many as it has queries; some have none."""
+    query_lens = [1, 64, 16, 3, 33, 0, 17, 0, 8, 2]
+    seq_lens = [4098, 1001, 16, 130, 20, 5, 0, 0, 700, 1]
+    check(Batch(layout, seq_lens, query_lens, group), with_newest)
+
+
+@requires_cuda
+@newest_or_stored
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [[20_000], [512 + i for i in range(80)], [9000] + [40] * 63, [0] * 40 + [300]],
+    ids=["one", "many", "ragged", "padded"],
+)
+def test_splits(with_newest, num_splits, seq_lens):
+    """Ranges of blocks begin anywhere, and a block has several."""
+    check(Batch(LAYOUT, seq_lens, 16, 4, BF16), with_newest, num_splits)
+
+
+@requires_cuda
+@pytest.mark.parametrize("query_len", [3, 16])
+def test_one_split_does_not_depend_on_the_batch(query_len):
+    seq_lens = [40, 0, 1700, 300]
+    batch = Batch(LAYOUT, seq_lens, query_len, 4)
+    together = batch.decode("extend", True, 1)
+    for row, length in enumerate(seq_lens):
+        part = slice(row * query_len, (row + 1) * query_len)
+        alone = Batch(LAYOUT, [length], query_len, 4)
+        alone.cache, alone.table = batch.cache, batch.table[row : row + 1]
+        alone.query, alone.key = batch.query[part], batch.key[part]
+        alone.value = batch.value[part]
+        assert torch.equal(alone.decode("extend", True, 1), together[part])
+
+
+@requires_cuda
+@all_layouts
+def test_recycled_bytes_do_not_leak(layout):
+    """What lies past a sequence's end in its last page changes no bit."""
+    seq_lens = [3, 17, 33, STEP + 5]
+    outputs = []
+    for byte in (0xFF, 0x00, 0xF7):
+        batch = Batch(layout, seq_lens, 3, 4)
+        batch.cache.fill_(byte)
+        fill_cache(batch.cache, batch.table, seq_lens, layout, FP16)
+        outputs.append(batch.decode("extend", False, 4))
+    assert outputs[0].isfinite().all()
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@requires_cuda
+@newest_or_stored
+def test_later_tokens_change_no_bit(with_newest):
+    seq_lens, query_len = [24, STEP + 3, 66], 16
+    batch = Batch(LAYOUT, seq_lens, query_len, 4)
+    before = batch.decode("extend", with_newest)
+    for row, length in enumerate(seq_lens):
+        slots = slots_of(batch.table[row], length - 1, length, BLOCK_SIZE)
+        large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
+        reference.store(batch.cache, slots, large, large, LAYOUT)
+        batch.key[batch.starts[row + 1] - 1] *= 100
+        batch.value[batch.starts[row + 1] - 1] *= 100
+    after = batch.decode("extend", with_newest)
+    is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
+    assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
+
+
+def extend_pages(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: list[int],
+    layout: TurboFormat,
+    score_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query token a sequence: rotated output and LSE in base 2, of one split."""
+    num_seqs, num_heads, head_size = query.shape
+    partial = torch.full((num_seqs, num_heads, head_size), math.nan, device=DEVICE)
+    lse = partial[:, :, 0].contiguous()
+    cuda_extend.extend_attention(
+        query.to(FP16).contiguous(),
+        torch.full((num_seqs, num_heads), score_scale, device=DEVICE),
+        cache,
+        table,
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        layout,
+        partial,
+        lse,
+        torch.empty_like(query),
+    )
+    return partial, lse
+
+
+@requires_cuda
+@all_layouts
+def test_one_key_gives_its_score_and_value(layout):
+    """Of random bytes with scales from the least to the largest: the LSE is the score,
+    exact but for fp32 sums, and the output the value.
+    """
+    num_blocks = 256
+    cache = random_pages(layout, num_blocks, NUM_KV_HEADS, 16)
+    blocks = torch.arange(num_blocks, device=DEVICE).flip(0)
+    keys, values = reference.load(cache, blocks * 16, layout)
+    query = gaussian(num_blocks, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
+    output, lse = extend_pages(
+        query, cache, blocks[:, None].int(), [1] * num_blocks, layout, 0.125
+    )
+    products = query.double() * keys.repeat_interleave(2, 1).double() * 0.125
+    allowed = 2.0**-18 * products.abs().sum(-1)
+    assert ((lse.double() - products.sum(-1)).abs() <= allowed).all()
+    expected = values.repeat_interleave(2, 1).double()
+    largest = expected.abs().amax(-1, keepdim=True)
+    allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
+    assert ((output.double() - expected).abs() <= allowed).all()
+
+
+@requires_cuda
+@all_layouts
+@pytest.mark.parametrize("score", [1e4, -1e4])
+def test_large_scores(layout, score):
+    """The weights of equal keys are equal, whatever their scores."""
+    seq_lens = [1, STEP, 3 * STEP + 17]
+    cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    cache.fill_(0xFF)
+    table = make_block_table(seq_lens, 16)
+    key = gaussian(1, NUM_KV_HEADS, layout.head_size, seed=3)
+    expected = []
+    for row, length in enumerate(seq_lens):
+        slots = slots_of(table[row], 0, length, 16)
+        value = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=row)
+        repeated = key.expand(length, -1, -1).contiguous()
+        reference.store(cache, slots, repeated, value, layout)
+        expected.append(reference.load(cache, slots, layout)[1].mean(0))
+    query = reference.rotate(key).expand(len(seq_lens), -1, -1)
+    query = query.repeat_interleave(4, 1)
+    scale = score / query.square().sum(-1).min().item()
+    output, lse = extend_pages(query, cache, table, seq_lens, layout, scale)
+    assert (lse.sign() == math.copysign(1, score)).all() and lse.isfinite().all()
+    values = torch.stack(expected).repeat_interleave(4, 1)
+    assert (output - values).abs().max() <= 2e-3 * values.abs().max()
+
+
+@requires_cuda
+@newest_or_stored
+@pytest.mark.parametrize("query_lens", [16, [16, 1, 2, 9]], ids=["uniform", "ragged"])
+def test_a_graph_takes_other_lengths(with_newest, query_lens):
+    """The grid is constant, and lengths are read on the device alone."""
+    batch = Batch(LAYOUT, [300, 35, 1000, 0], query_lens, 4)
+    expected = batch.decode("extend", with_newest)
+    starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE)
+    lens = torch.ones_like(seq_lens)
+    rotated = reference.rotate(batch.query.float()).to(FP16).contiguous()
+    scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
+    partial = torch.empty((4 * 16 * 8, batch.num_heads, 128), device=DEVICE)
+    newest = NewestToken(batch.query, batch.key, batch.value, batch.scale)
+    arguments = (
+        rotated,
+        torch.full(rotated.shape[:2], scale, device=DEVICE),
+        batch.cache,
+        batch.table.clamp(max=batch.cache.shape[0] - 1),
+        lens,
+        LAYOUT,
+        partial,
+        partial[:, :, 0].contiguous(),
+        output := torch.full_like(expected, math.nan),
+        newest if with_newest else None,
+        batch.query_len,
+        None if batch.is_uniform else starts,
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_extend.extend_attention(*arguments)
+    lens.copy_(seq_lens)
+    graph.replay()
+    end = batch.starts[-1]
+    assert torch.equal(output[:end], expected[:end])
+
+
+@pytest.mark.parametrize("name", TURBO_PRESETS)
+def test_key_levels_are_exact_in_fp16(name):
+    """The polynomial of the header, in fp16 with fused products, and any scale."""
+    layout = TurboFormat.from_cache_dtype(name, 128)
+    header = cuda_extend.constants_header(layout)
+    defined = dict(line.split()[1:] for line in header.splitlines()[2:])
+    bits = [int(defined[f"KEY_{n}"][:-1], 0) for n in ("LINEAR", "CUBIC", "ROUNDING")]
+    assert all(b >> 16 == b & 0xFFFF for b in bits)
+    halves = torch.tensor([b & 0xFFFF for b in bits]).to(torch.int16).view(FP16)
+    linear, cubic, rounding = halves.double()
+    v = (torch.arange(16).double() - 7.5) / 4
+    slope = ((v * v).to(FP16).double() * cubic + linear).to(FP16).double()
+    shifted = (v * slope + rounding).to(FP16).double()
+    levels = torch.tensor(layout.key_codebook.levels, dtype=torch.float64)
+    assert torch.equal(shifted - rounding, levels)
+    for eighths in range(8, 31):
+        scale = 2 * torch.tensor(eighths / 8, dtype=torch.float64)
+        if eighths > 15 and eighths % 2:
+            continue  # no scale has five bits
+        offset = (-rounding * scale).to(FP16).double()
+        assert offset == -rounding * scale
+        product = shifted * scale + offset
+        assert torch.equal(product.to(FP16).double(), levels * scale)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_shared_memory_has_room_for_a_stage(capability):
+    """Two where there is room: all architectures have it up to head size 128."""
+    limit = ARCHITECTURES[capability]
+    for name in TURBO_PRESETS:
+        for size in (64, 128, 256):
+            layout = TurboFormat.from_cache_dtype(name, size)
+            for columns in cuda_extend.COLUMNS:
+                stages = cuda_extend.num_stages(layout, columns, limit)
+                assert 1 <= stages <= 2 and (stages == 2 or size == 256)
+
+
+def test_head_sizes_without_an_instance_say_so():
+    for size in HEAD_SIZES:
+        layout = TurboFormat.from_cache_dtype("turbo4", size)
+        reason = cuda_extend.unsupported_reason(layout)
+        assert (reason is None) == (size in (64, 128, 256))
+        if reason is not None:
+            with pytest.raises(RuntimeError, match=f"head size {size}"):
+                cuda_extend.load(layout, 64, DEVICE)
