@@ -75,8 +75,8 @@ def test_every_instance_is_recorded(capability):
         registers, spills = table[name][str(capability)]
         assert 0 < registers <= 255 and spills >= 0
         flags = dict(flag[2:].split("=") for flag in module.flags if "-D" in flag)
-        if "DECODE_WARPS" in flags:
-            assert registers * 32 * int(flags["DECODE_WARPS"]) <= 65536
+        for warps in ("DECODE_WARPS", "EXTEND_WARPS"):
+            assert registers * 32 * int(flags.get(warps, 0)) <= 65536
 
 
 def test_what_ptxas_says_is_read():

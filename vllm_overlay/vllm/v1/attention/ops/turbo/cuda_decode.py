@@ -189,10 +189,8 @@ def attend(
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
-    Args:
-        load_kernel: Gives the kernel of a layout, queries of a sequence and KV head,
-            and device.
-        rotated_query: And the others: see ``decode_attention``.
+    ``load_kernel`` gives the kernel of a layout, number of queries of a sequence and KV
+    head, and device. The other arguments are those of ``decode_attention``.
 
     """
     num_tokens, num_heads, _ = rotated_query.shape
