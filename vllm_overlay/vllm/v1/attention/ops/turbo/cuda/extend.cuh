@@ -25,15 +25,6 @@ __device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
   return {(tiles + kStepTiles - 1) / kStepTiles, passes * p.num_kv_heads};
 }
 
-// How the steps of all rows, in order, are cut into ranges of one size, so that
-// the blocks are evenly busy whatever the lengths. If there are more ranges
-// than blocks, a block has several.
-struct Ranges {
-  int size;  // steps
-  int count;
-  bool whole;  // a row each, which counts as so many steps
-};
-
 // With one split, a result does not depend on what else is in the batch.
 template <int COLUMNS>
 __device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
@@ -128,7 +119,10 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
   start_next_kernel();
   // Lengths are known before the kernel before this one, which stores the
   // queries, has ended.
-  const Ranges ranges = cut_ranges<COLUMNS>(p, lane);
+  const Ranges cut = cut_ranges<COLUMNS>(p, lane);
+  if (threadIdx.x == 0) shared.ranges = cut;
+  __syncthreads();
+  const Ranges& ranges = shared.ranges;
   wait_for_previous_kernel();
 #pragma unroll 1
   for (int index = blockIdx.x; index < ranges.count; index += int(gridDim.x))

@@ -20,6 +20,15 @@ constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
 // Warps that copy tiles, two each: see TileCopies.
 constexpr int kCopyWarps = kStepTiles / 2;
 
+// How the steps of all rows, in order, are cut into ranges of one size, so that
+// the blocks are evenly busy whatever the lengths. If there are more ranges
+// than blocks, a block has several.
+struct Ranges {
+  int size;  // steps
+  int count;
+  bool whole;  // a row each, which counts as so many steps
+};
+
 template <int COLUMNS, int WARPS, int STAGES>
 struct alignas(128) ExtendShared {
   static constexpr int kColumnTiles = COLUMNS / kColumns;
@@ -39,7 +48,9 @@ struct alignas(128) ExtendShared {
   float of_warps[WARPS][COLUMNS];
   int rows[COLUMNS];    // the columns' queries of the sequence, or -1
   int limits[COLUMNS];  // tokens of the sequence that they see
-  Segment segment;      // here, to leave registers to the scores
+  // Here, to leave registers to the scores.
+  Segment segment;
+  Ranges ranges;
 };
 
 // A lane's columns 2 * t and 2 * t + 1 of each tile of columns.
