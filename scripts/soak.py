@@ -37,7 +37,7 @@ from vllm_turbo_cpu_standins.settings import (  # noqa: E402
 )
 
 BLOCK = 32
-# Of all requests: aborted, and impossible.
+# How often a step aborts a request, and a request is impossible.
 ABORTED, IMPOSSIBLE = 0.03, 0.01
 # Of the blocks, while requests wait, on average.
 LEAST_USAGE = 0.9

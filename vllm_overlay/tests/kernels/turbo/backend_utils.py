@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
 
 from .utils import (
     BF16,
@@ -128,8 +129,13 @@ def make_impl(config: VllmConfig) -> TurboAttentionImpl:
 
 
 def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
+    """A builder for the kernels that the implementation has at this time."""
     spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
-    return TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
+    builder = TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
+    chosen = vars(impl).get("kernels")
+    has_extends = chosen is not None and chosen.extend_attention is not None
+    builder.max_extend_len = MAX_EXTEND_LEN if has_extends else 0
+    return builder
 
 
 @dataclass

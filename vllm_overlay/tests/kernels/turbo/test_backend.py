@@ -83,7 +83,8 @@ def test_batches(folder, requests, mode, path, monkeypatch):
     metadata = make_builder(config, impl).build(0, batch.common)
     num_decodes = sum(num_queries == 1 for num_queries, _ in requests)
     assert metadata.num_decodes == num_decodes
-    assert (metadata.prefill is None) == (num_decodes == len(requests))
+    num_extends = sum(each.num_requests for each in metadata.extends)
+    assert (metadata.prefill is None) == (num_decodes + num_extends == len(requests))
     batch.check(impl, batch.run(impl, metadata, path))
 
 

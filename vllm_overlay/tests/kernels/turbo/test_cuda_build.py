@@ -20,7 +20,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import cuda_build, kernels
+from vllm.v1.attention.ops.turbo import (
+    cuda_build,
+    cuda_decode,
+    cuda_extend,
+    cuda_merge,
+    cuda_store,
+    kernels,
+)
 from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
@@ -253,11 +260,10 @@ def test_what_is_built_may_not_load(flashinfer):
 @pytest.fixture
 def gpu(flashinfer, monkeypatch):
     """As far as the choice goes, a GPU, for which no process has loaded anything."""
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
-
     for module, loader in (
         (cuda_store, "load_library"),
         (cuda_decode, "_load"),
+        (cuda_extend, "_load"),
         (cuda_merge, "load"),
     ):
         monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
@@ -303,21 +309,22 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
     for _ in range(3):
         choose("auto")
     built = [text.split()[5] for _, text in log if "Building" in text]
-    assert sorted(built) == ["decode", "merge", "store"]
+    assert sorted(built) == ["decode", "extend", "merge", "store"]
 
 
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
-
     loaded = []
     monkeypatch.setattr(cuda_store, "load_library", loaded.append)
     monkeypatch.setattr(cuda_decode, "load", lambda *args: loaded.append(args))
+    monkeypatch.setattr(cuda_extend, "load", lambda *args: loaded.append(args))
     monkeypatch.setattr(cuda_merge, "load", loaded.append)
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
-    assert loaded == [LAYOUT, (LAYOUT, 4, torch.device("cuda", 0)), 128]
+    device = torch.device("cuda", 0)
+    extend = (LAYOUT, 4 * kernels.MAX_EXTEND_LEN, device)
+    assert loaded == [LAYOUT, (LAYOUT, 4, device), extend, 128]
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
     assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
@@ -326,15 +333,14 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
 
 @requires_triton
 def test_kernels_are_built_side_by_side(gpu, monkeypatch):
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
-
-    at_once = threading.Barrier(3)
+    at_once = threading.Barrier(4)
 
     def load(*args: object) -> None:
         at_once.wait(timeout=10)
 
     monkeypatch.setattr(cuda_store, "load_library", load)
     monkeypatch.setattr(cuda_decode, "load", load)
+    monkeypatch.setattr(cuda_extend, "load", load)
     monkeypatch.setattr(cuda_merge, "load", load)
     assert choose("cuda") == "cuda"
 

@@ -6,6 +6,7 @@ The format and the kernels are in ``vllm/v1/attention/ops/turbo``. The cache
 dtype selects this backend; no other setting does.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -33,11 +34,17 @@ from vllm.v1.attention.ops.turbo.format import (
     is_turbo_cache_dtype,
 )
 from vllm.v1.attention.ops.turbo.kernels import (
+    MAX_EXTEND_LEN,
     TurboKernels,
     choose_kernels,
     cuda_refusal,
 )
-from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
+from vllm.v1.attention.ops.turbo.metadata import (
+    MAX_EXTEND_TOKENS,
+    TurboMetadata,
+    TurboMetadataBuilder,
+    max_extend_partials,
+)
 from vllm.v1.attention.ops.turbo.prefill import (
     PrefillBuffers,
     get_flash_attn,
@@ -328,43 +335,78 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     ) -> None:
         from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
-        num_decode_tokens, prefill = metadata.num_decode_tokens, metadata.prefill
-        rows = slice(num_decode_tokens, query.shape[0])
+        num_short_tokens, prefill = metadata.num_short_tokens, metadata.prefill
+        rows = slice(num_short_tokens, query.shape[0])
         needs_buffers = prefill is not None and (self.stored or prefill.context)
         rotated_query, query_scale, partial_output, partial_lse, *prefill_buffers = (
             self.workspace.take(
-                num_decode_tokens,
-                self._num_partials(metadata.num_decodes, metadata.decode_query_len),
-                query.shape[0] - num_decode_tokens if needs_buffers else 0,
+                num_short_tokens,
+                max(
+                    self._num_partials(metadata.num_decodes, metadata.decode_query_len),
+                    *(
+                        self._num_extend_partials(each.num_requests, each.query_len)
+                        for each in metadata.extends
+                    ),
+                    0,
+                ),
+                query.shape[0] - num_short_tokens if needs_buffers else 0,
                 query.device,
             )
         )
-        decode_tokens = [x[:num_decode_tokens] for x in (query, key, value)]
         self.kernels.store(
             kv_cache,
             metadata.slot_mapping[: query.shape[0]],
             key,
             value,
             self.layout,
-            decode_tokens[0],
+            query[:num_short_tokens],
             rotated_query,
             query_scale,
             self.scale,
         )
-        self.kernels.decode_attention(
-            rotated_query,
-            query_scale,
-            kv_cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            self.layout,
-            partial_output,
-            partial_lse,
-            output[:num_decode_tokens],
-            None if self.stored else NewestToken(*decode_tokens, self.scale),
+
+        def attend(
+            attention: Callable[..., None],
+            tokens: slice,
+            requests: slice,
+            num_partials: int,
+            query_len: int,
+            start_loc: torch.Tensor | None,
+        ) -> None:
+            newest = NewestToken(query[tokens], key[tokens], value[tokens], self.scale)
+            attention(
+                rotated_query[tokens],
+                query_scale[tokens],
+                kv_cache,
+                metadata.block_table[requests],
+                metadata.seq_lens[requests],
+                self.layout,
+                partial_output[:num_partials],
+                partial_lse[:num_partials],
+                output[tokens],
+                None if self.stored else newest,
+                query_len,
+                start_loc,
+            )
+
+        attend(
+            self.kernels.decode_attention,
+            slice(0, metadata.num_decode_tokens),
+            slice(0, None),
+            self._num_partials(metadata.num_decodes, metadata.decode_query_len),
             metadata.decode_query_len,
             metadata.decode_start_loc,
         )
+        for each in metadata.extends:
+            assert self.kernels.extend_attention is not None
+            attend(
+                self.kernels.extend_attention,
+                slice(each.first_token, each.first_token + each.num_tokens),
+                slice(each.first_request, None),
+                self._num_extend_partials(each.num_requests, each.query_len),
+                each.query_len,
+                each.query_start_loc,
+            )
         if prefill is None:
             return
         if self.flash_attn is None:
@@ -399,6 +441,15 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         )
         return num_seqs * query_len * splits
 
+    def _num_extend_splits(self, num_seqs: int, query_len: int) -> int:
+        assert self.kernels.num_extend_splits is not None
+        return self.kernels.num_extend_splits(
+            num_seqs, self.num_kv_heads, self.num_sms, query_len
+        )
+
+    def _num_extend_partials(self, num_seqs: int, query_len: int) -> int:
+        return num_seqs * query_len * self._num_extend_splits(num_seqs, query_len)
+
     def _largest_batch(self) -> tuple[int, int, int]:
         """Of all batches, what ``Workspace.parts`` needs the most of."""
         num_partials = max(
@@ -406,8 +457,20 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             for count in range(1, self.max_num_seqs + 1)
             for query_len in range(1, self.max_decode_query_len + 1)
         )
-        num_decode_tokens = self.max_num_seqs * self.max_decode_query_len
-        return num_decode_tokens, num_partials, self.max_num_tokens
+        num_short_tokens = self.max_num_seqs * self.max_decode_query_len
+        if self.kernels.extend_attention is not None:
+            num_partials = max(
+                num_partials,
+                max_extend_partials(
+                    self.max_num_seqs, MAX_EXTEND_LEN, self._num_extend_splits
+                ),
+            )
+            num_short_tokens += min(
+                MAX_EXTEND_TOKENS,
+                self.max_num_tokens,
+                self.max_num_seqs * MAX_EXTEND_LEN,
+            )
+        return num_short_tokens, num_partials, self.max_num_tokens
 
     @property
     def workspace_bytes(self) -> int:

@@ -16,6 +16,10 @@ from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 logger = init_logger(__name__)
 
+# Query tokens of a request up to which its cached context is read as it is packed. Of
+# longer ones so many would decode it that it is dequantised once instead.
+MAX_EXTEND_LEN = 32
+
 
 class TurboKernels(NamedTuple):
     """The entry points of one set of kernels, with the same parameters in each.
@@ -28,6 +32,9 @@ class TurboKernels(NamedTuple):
         make_matrices: Makes, by head size and device, what the kernels keep.
         name: Theirs, for users.
         reason: Why they were chosen.
+        extend_attention: As ``decode_attention``, of up to ``MAX_EXTEND_LEN`` query
+            tokens a sequence; None if prefill has to serve those.
+        num_extend_splits: As ``num_kv_splits``, of ``extend_attention``.
 
     """
 
@@ -37,6 +44,8 @@ class TurboKernels(NamedTuple):
     make_matrices: Callable[[int, torch.device], object]
     name: str
     reason: str
+    extend_attention: Callable[..., None] | None = None
+    num_extend_splits: Callable[[int, int, int, int], int] | None = None
 
 
 def _triton_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -61,7 +70,7 @@ def triton_kernels(reason: str = "") -> TurboKernels:
 
 def cuda_kernels(reason: str = "") -> TurboKernels:
     """CUDA's, for layouts without a ``cuda_error``."""
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store
+    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend, cuda_store
 
     def make_matrices(head_size: int, device: torch.device) -> None:
         cuda_store.make_matrices(head_size, device)
@@ -74,6 +83,8 @@ def cuda_kernels(reason: str = "") -> TurboKernels:
         make_matrices,
         "CUDA",
         reason,
+        cuda_extend.extend_attention,
+        cuda_extend.num_kv_splits,
     )
 
 
@@ -98,7 +109,12 @@ def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str
         query_len: Query tokens a sequence at most.
 
     """
-    from vllm.v1.attention.ops.turbo import cuda_decode, cuda_merge, cuda_store
+    from vllm.v1.attention.ops.turbo import (
+        cuda_decode,
+        cuda_extend,
+        cuda_merge,
+        cuda_store,
+    )
 
     device = torch.device("cuda", torch.accelerator.current_device_index())
     loads: list[Callable[[], object]] = [partial(cuda_store.load_library, layout)]
@@ -106,6 +122,8 @@ def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str
         partial(cuda_decode.load, layout, num_queries, device)
         for num_queries in sorted({group, group * query_len})
     ]
+    num_queries = group * MAX_EXTEND_LEN
+    loads.append(partial(cuda_extend.load, layout, num_queries, device))
     loads.append(partial(cuda_merge.load, layout.head_size))
     # The compiler takes a core for each.
     with ThreadPoolExecutor(len(loads)) as pool:

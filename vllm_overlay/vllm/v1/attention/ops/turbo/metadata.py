@@ -2,19 +2,25 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What attention over the turbo KV cache is told of a batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    max_decode_query_len,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN, choose_kernels
 from vllm.v1.attention.ops.turbo.prefill import (
     PrefillMetadata,
     build_prefill_metadata,
@@ -27,12 +33,39 @@ from vllm.v1.attention.ops.turbo.refusals import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+# Query tokens of a step that extends take, and of one call if each of its requests had
+# as many as the longest: for more, scratch would be large.
+MAX_EXTEND_TOKENS = 2048
+_MAX_CALL_TOKENS = 1024
+
+
+class ExtendBatch(NamedTuple):
+    """Requests of a few query tokens that attend to packed context together.
+
+    Attributes:
+        first_request: In the batch.
+        num_requests: One after the other.
+        first_token: In the batch.
+        num_tokens: Of all of them.
+        query_len: Query tokens of a request, at most.
+        query_start_loc: (num_requests + 1,) int32 on the device, from zero.
+
+    """
+
+    first_request: int
+    num_requests: int
+    first_token: int
+    num_tokens: int
+    query_len: int
+    query_start_loc: torch.Tensor
+
 
 @dataclass
 class TurboMetadata(AttentionMetadata):
-    """One batch: decode requests first, then prefills.
+    """One batch: decode requests first, then extends, then prefills.
 
-    A decode request has one query token and those that it is to verify.
+    A decode request has one query token and those that it is to verify. An extend is
+    of a prompt's end, short, mostly behind a prefix hit.
 
     Attributes:
         num_actual_tokens: Query tokens, without padding.
@@ -44,6 +77,7 @@ class TurboMetadata(AttentionMetadata):
         decode_query_len: Query tokens of a decode request, at most.
         decode_start_loc: (num_decodes + 1,) int32 on the device, where their tokens
             begin; None if each has ``decode_query_len``.
+        extends: Requests with few query tokens, if kernels for them are there.
         prefill: The others; None if there are none.
 
     """
@@ -56,7 +90,63 @@ class TurboMetadata(AttentionMetadata):
     num_decode_tokens: int
     decode_query_len: int
     decode_start_loc: torch.Tensor | None
+    extends: list[ExtendBatch]
     prefill: PrefillMetadata | None
+
+    @property
+    def num_short_tokens(self) -> int:
+        """Query tokens of decodes and extends: those before the prefills'."""
+        return self.num_decode_tokens + sum(e.num_tokens for e in self.extends)
+
+
+def plan_extends(
+    query_lens: list[int], context_lens: list[int], max_len: int
+) -> list[tuple[int, int]]:
+    """Which of a batch's first prefill requests attend to packed context.
+
+    Args:
+        query_lens: Query tokens of each request that is no decode.
+        context_lens: Tokens before them.
+        max_len: Query tokens of an extend, at most; 0: there are none.
+
+    Returns:
+        First and last (exclusive) request of each call, from zero on. None if no
+        request of them has context: prefill reads no cache then.
+
+    """
+    calls: list[tuple[int, int]] = []
+    first = longest = total = 0
+    for i, length in enumerate(query_lens):
+        total += length
+        if length > max_len or total > MAX_EXTEND_TOKENS:
+            break
+        if max(longest, length) * (i + 1 - first) > _MAX_CALL_TOKENS:
+            first, longest = i, 0
+        longest = max(longest, length)
+        if calls and calls[-1][0] == first:
+            calls.pop()
+        calls.append((first, i + 1))
+    if not calls or not any(context_lens[: calls[-1][1]]):
+        return []
+    return calls
+
+
+def max_extend_partials(
+    max_num_seqs: int, max_len: int, num_splits: Callable[[int, int], int]
+) -> int:
+    """Partial results of the largest call of ``plan_extends``.
+
+    Args:
+        max_num_seqs: Requests of a batch.
+        max_len: Query tokens of an extend, at most.
+        num_splits: Splits of a sequence, by sequences and query tokens of each.
+
+    """
+    return max(
+        count * length * num_splits(count, length)
+        for length in range(1, max_len + 1)
+        for count in range(1, min(max_num_seqs, _MAX_CALL_TOKENS // length) + 1)
+    )
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
@@ -88,6 +178,22 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             kv_cache_spec.head_size,
             vllm_config.model_config.dtype,
         )
+        self.max_extend_len = self._find_max_extend_len(kv_cache_spec)
+
+    def _find_max_extend_len(self, spec: AttentionSpec) -> int:
+        """Query tokens up to which the layers' kernels have an ``extend_attention``."""
+        if current_platform.is_cpu():
+            return 0
+        config = self.vllm_config
+        num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        cache_dtype = spec.kv_quant_mode.name.lower()
+        kernels = choose_kernels(
+            config.attention_config.turbo_kernel,
+            TurboFormat.from_cache_dtype(cache_dtype, spec.head_size),
+            num_heads // spec.num_kv_heads,
+            max_decode_query_len(config),
+        )
+        return 0 if kernels.extend_attention is None else MAX_EXTEND_LEN
 
     def build(
         self,
@@ -108,19 +214,23 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             # that these would have.
             query_len = max(int(query_lens.max()), 1)
             is_uniform = num_decodes * query_len == num_decode_tokens
-        prefill = None
+        extends, prefill = [], None
         if num_prefills > 0:
-            # Exact on prefill rows.
-            seq_lens_cpu = common.seq_lens_cpu_upper_bound
-            assert seq_lens_cpu is not None
-            prefill = build_prefill_metadata(
-                common.query_start_loc_cpu[num_decodes:] - num_decode_tokens,
-                seq_lens_cpu[num_decodes:],
-                common.block_table_tensor[num_decodes:],
-                self.stored,
-                self.tokens_per_piece,
-                self.device,
-            )
+            extends = self._build_extends(common, num_decodes)
+            num_short = num_decodes + sum(extend.num_requests for extend in extends)
+            if num_short < common.num_reqs:
+                starts = common.query_start_loc_cpu[num_short:]
+                # Exact on prefill rows.
+                seq_lens_cpu = common.seq_lens_cpu_upper_bound
+                assert seq_lens_cpu is not None
+                prefill = build_prefill_metadata(
+                    starts - starts[0],
+                    seq_lens_cpu[num_short:],
+                    common.block_table_tensor[num_short:],
+                    self.stored,
+                    self.tokens_per_piece,
+                    self.device,
+                )
         return TurboMetadata(
             num_actual_tokens=common.num_actual_tokens,
             slot_mapping=common.slot_mapping,
@@ -132,5 +242,27 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             decode_start_loc=(
                 None if is_uniform else common.query_start_loc[: num_decodes + 1]
             ),
+            extends=extends,
             prefill=prefill,
         )
+
+    def _build_extends(
+        self, common: CommonAttentionMetadata, num_decodes: int
+    ) -> list[ExtendBatch]:
+        starts = common.query_start_loc_cpu[num_decodes:]
+        query_lens = starts.diff()
+        assert common.seq_lens_cpu_upper_bound is not None
+        seq_lens = common.seq_lens_cpu_upper_bound[num_decodes : common.num_reqs]
+        context_lens = (seq_lens - query_lens).tolist()
+        calls = plan_extends(query_lens.tolist(), context_lens, self.max_extend_len)
+        return [
+            ExtendBatch(
+                num_decodes + first,
+                last - first,
+                int(starts[first]),
+                int(starts[last] - starts[first]),
+                int(query_lens[first:last].max()),
+                async_tensor_h2d(starts[first : last + 1] - starts[first], self.device),
+            )
+            for first, last in calls
+        ]

@@ -115,7 +115,7 @@ def prefill_attention(
     prefill = metadata.prefill
     if prefill is None:
         return
-    rows = slice(metadata.num_decode_tokens, query.shape[0])
+    rows = slice(metadata.num_short_tokens, query.shape[0])
     paged_attention(
         query[rows],
         None if stored else key[rows],

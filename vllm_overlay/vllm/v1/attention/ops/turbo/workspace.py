@@ -33,24 +33,25 @@ class Workspace(NamedTuple):
     tokens_per_piece: int
 
     def parts(
-        self, num_decode_tokens: int, num_partials: int, num_prefill_tokens: int
+        self, num_short_tokens: int, num_partials: int, num_prefill_tokens: int
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the scratch tensors.
 
         Args:
-            num_decode_tokens: Query tokens of the decodes.
-            num_partials: Partial results of the decodes.
+            num_short_tokens: Query tokens of decodes and extends.
+            num_partials: Partial results of the decodes, or of one call of extends:
+                they follow each other.
             num_prefill_tokens: Query tokens of the prefills; 0 if these need none.
 
         Returns:
-            Of rotated queries, their scales, partial outputs and their LSE of the
-            decodes, then, if there are prefill tokens, of the ``PrefillBuffers``.
+            Of rotated queries, their scales, partial outputs and their LSE of decodes
+            and extends, then, if there are prefill tokens, of the ``PrefillBuffers``.
 
         """
         heads, size = self.num_heads, self.head_size
         wanted: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((num_decode_tokens, heads, size), torch.float16),
-            ((num_decode_tokens, heads), torch.float32),
+            ((num_short_tokens, heads, size), torch.float16),
+            ((num_short_tokens, heads), torch.float32),
             ((num_partials, heads, size), torch.float32),
             ((num_partials, heads), torch.float32),
         ]
@@ -66,15 +67,15 @@ class Workspace(NamedTuple):
         return wanted
 
     def num_bytes(
-        self, num_decode_tokens: int, num_partials: int, num_prefill_tokens: int
+        self, num_short_tokens: int, num_partials: int, num_prefill_tokens: int
     ) -> int:
         """Bytes of ``parts``, without what aligns them."""
-        parts = self.parts(num_decode_tokens, num_partials, num_prefill_tokens)
+        parts = self.parts(num_short_tokens, num_partials, num_prefill_tokens)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
     def take(
         self,
-        num_decode_tokens: int,
+        num_short_tokens: int,
         num_partials: int,
         num_prefill_tokens: int,
         device: torch.device,
@@ -82,7 +83,7 @@ class Workspace(NamedTuple):
         """The tensors of ``parts``, in a single request: a second request would
         overlap the first.
         """
-        parts = self.parts(num_decode_tokens, num_partials, num_prefill_tokens)
+        parts = self.parts(num_short_tokens, num_partials, num_prefill_tokens)
         if is_workspace_manager_initialized():
             return current_workspace_manager().get_simultaneous(*parts)
         return [torch.empty(s, dtype=dtype, device=device) for s, dtype in parts]

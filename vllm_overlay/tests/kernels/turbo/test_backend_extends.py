@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Requests of few query tokens, which attend to packed context as it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import kernels, metadata
+from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
+from vllm.v1.attention.ops.turbo.metadata import max_extend_partials, plan_extends
+from vllm.v1.worker.workspace import (
+    init_workspace_manager,
+    lock_workspace,
+    reset_workspace_manager,
+)
+
+from .backend_utils import (
+    HEAD_SIZE,
+    KERNELS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+)
+from .utils import DEVICE, FP16, ON_GPU, requires_triton
+
+# Requests, and the requests and query tokens of each call. Decodes come first.
+BATCHES = {
+    "hits": ([(4, 64), (2, 33)], [(2, 4)]),
+    "beside decodes": ([(1, 31), (1, 64), (3, 65), (4, 31)], [(2, 4)]),
+    "before a prefill": ([(1, 9), (2, 64), (3, 0), (40, 33)], [(2, 3)]),
+    "in several calls": (
+        [(2, 64), (3, 40), (8, 33), (1, 70)],
+        [(2, 3), (1, 8), (1, 1)],
+    ),
+    "no context": ([(1, 31), (2, 0), (3, 0)], []),
+    "behind a prefill": ([(40, 33), (2, 64)], []),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def give_extends(impl: TurboAttentionImpl, path: str) -> None:
+    """Have the path's kernels; Triton's decode attention serves as an extend, too."""
+    set_path(impl, path)
+    if path == "triton":
+        impl.kernels = impl.kernels._replace(
+            extend_attention=impl.kernels.decode_attention,
+            num_extend_splits=impl.kernels.num_kv_splits,
+        )
+
+
+@requires_triton
+@prefill_modes
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
+def test_batches(folder, requests, calls, path, mode, monkeypatch):
+    monkeypatch.setattr(metadata, "_MAX_CALL_TOKENS", 8)
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    impl = make_impl(config)
+    give_extends(impl, path)
+    batch = Batch.make(impl, requests)
+    built = make_builder(config, impl).build(0, batch.common)
+    assert [(e.num_requests, e.query_len) for e in built.extends] == calls
+    num_short = built.num_decodes + sum(count for count, _ in calls)
+    assert (built.prefill is None) == (num_short == len(requests))
+    batch.check(impl, batch.run(impl, built, path))
+
+
+def test_plan():
+    assert plan_extends([3, 4, 33, 2], [9, 0, 9, 9], 32) == [(0, 2)]
+    assert plan_extends([3, 4], [0, 0], 32) == []
+    assert plan_extends([3, 4, 50], [0, 0, 9], 32) == []
+    assert plan_extends([33], [9], 32) == plan_extends([], [], 32) == []
+    assert plan_extends([3], [9], 0) == []
+    # 1024 tokens a call, if each request had as many as its longest; 2048 in all.
+    assert plan_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
+    assert plan_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
+    assert plan_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+
+
+def test_partials_of_every_plan():
+    """The reservation holds for whatever is planned."""
+
+    def num_splits(num_seqs: int, query_len: int) -> int:
+        return max(2, 4096 // (num_seqs * query_len))
+
+    for max_num_seqs in (1, 7, 64, 1000):
+        reserved = max_extend_partials(max_num_seqs, MAX_EXTEND_LEN, num_splits)
+        for longest in range(1, MAX_EXTEND_LEN + 1):
+            lens = [longest] + [1] * (max_num_seqs - 1)
+            for first, last in plan_extends(lens, [9] * len(lens), MAX_EXTEND_LEN):
+                count, length = last - first, max(lens[first:last])
+                taken = count * length * num_splits(count, length)
+                assert taken <= reserved, (max_num_seqs, longest)
+
+
+@requires_triton
+@pytest.mark.parametrize("path", KERNELS)
+def test_profile_run_reserves_extends(folder, path, monkeypatch):
+    config = make_vllm_config(
+        folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=48
+    )
+    impl = make_impl(config)
+    impl.num_sms = 4
+    give_extends(impl, path)
+    builder = make_builder(config, impl)
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    init_workspace_manager(DEVICE)
+    try:
+        output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
+        impl.forward(None, output, output, output, None, None, output)
+        lock_workspace()
+        for requests in (
+            [(32, 40)],
+            [(12, 40)] * 4,
+            [(1, 40), (2, 9), (3, 40), (40, 9)],
+        ):
+            batch = Batch.make(impl, requests)
+            built = builder.build(0, batch.common)
+            assert built.extends
+            batch.check(impl, batch.run(impl, built, path))
+    finally:
+        reset_workspace_manager()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no kernels to choose")
+@pytest.mark.parametrize("path", KERNELS)
+def test_builder_asks_the_kernels(folder, path):
+    """Those of the layers, by the configuration alone."""
+    config = make_vllm_config(folder)
+    config.attention_config.turbo_kernel = path
+    builder = make_builder(config, make_impl(config))
+    spec = builder.kv_cache_spec
+    assert spec.num_kv_heads == NUM_KV_HEADS
+    found = builder._find_max_extend_len(spec)
+    has_extends = getattr(kernels, f"{path}_kernels")().extend_attention is not None
+    assert found == (MAX_EXTEND_LEN if has_extends else 0)
