@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether answers depend on how vLLM runs the requests.
 
-The trained model is asked for facts in text, and goes on after its answer. Each mode
-(equality_modes.py) is an engine in a process of its own; "quiet" runs one request at a
-time, eagerly, and the others are held to it:
+The trained model is asked for facts in text. Each mode (equality_modes.py) is an engine
+in a process of its own; "quiet" runs one request at a time, eagerly, and the others are
+held to it:
 
-* Greedy tokens are equal up to the first position where the quiet run's two likeliest
+* Greedy answers are equal up to the first position where the quiet run's two likeliest
   tokens are no more than TIE apart in log-probability: other shapes round differently.
-  The report counts the positions that this excuses.
+  The report counts the positions that this excuses. What is generated behind an answer
+  keeps requests running, and nothing decides it: it is not compared.
 * Modes in which other tokens are seen quantised (prefix hits, chunks, preemption) are
   held to that under turbo_prefill "stored". Under "raw" their KL divergence is bounded.
 * Modes with a defect must fail, or the comparison shows nothing.
@@ -38,6 +39,7 @@ from equality_modes import MODES, SCARCE_REQUESTS, Mode  # noqa: E402
 from quality_cases import HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
 from quality_metrics import common_prefix, kl_divergence  # noqa: E402
 from quickstart import raise_exit, stop_group  # noqa: E402
+from tasks import IM_END  # noqa: E402
 from vllm_turbo_cpu_standins.settings import (  # noqa: E402
     ENGINE_ARGS,
     engine_environment,
@@ -146,10 +148,20 @@ def run_mode(
         finally:
             stop_group(process)
     if status:
-        lines = (folder / "log").read_text(errors="replace").splitlines()[-20:]
+        lines = (folder / "log").read_text(errors="replace").splitlines()[-60:]
         raise RuntimeError(f"{name}: {status}\n" + "\n".join(lines))
     with np.load(folder / "result.npz") as result:
         return dict(result)
+
+
+def first(found: np.ndarray) -> np.ndarray:
+    """Each row's first true column, or how many columns there are."""
+    return np.where(found.any(axis=1), found.argmax(axis=1), found.shape[1])
+
+
+def answer_lengths(tokens: np.ndarray) -> np.ndarray:
+    """Tokens of each request's answer, with the one that ends it."""
+    return np.minimum(first(tokens == IM_END) + 1, tokens.shape[1])
 
 
 def decided(logprobs: np.ndarray) -> np.ndarray:
@@ -160,30 +172,30 @@ def decided(logprobs: np.ndarray) -> np.ndarray:
 
     """
     best = np.partition(logprobs, -2, axis=-1)[..., -2:]
-    tied = best[..., 1] - best[..., 0] <= TIE
-    return np.where(tied.any(axis=1), tied.argmax(axis=1), tied.shape[1])
+    return first(best[..., 1] - best[..., 0] <= TIE)
 
 
 def compare(
     quiet: dict[str, np.ndarray], other: dict[str, np.ndarray]
 ) -> dict[str, Any]:
     """Counts the positions that are equal, different and excused; KL in nats."""
-    limits = decided(quiet["logprobs"])
+    lengths = answer_lengths(quiet["tokens"])
+    limits = np.minimum(decided(quiet["logprobs"]), lengths)
     unequal, divergences = [], []
-    for i, limit in enumerate(limits):
-        own, theirs = quiet["tokens"][i], other["tokens"][i]
+    for i, (limit, length) in enumerate(zip(limits, lengths)):
+        own, theirs = quiet["tokens"][i, :length], other["tokens"][i, :length]
         agreed = common_prefix(own.tolist(), theirs.tolist())
         if agreed < limit:
             unequal.append({"request": i, "position": agreed})
         # What follows other tokens is another distribution; the first of them is not.
-        shared = slice(0, agreed + 1)
+        shared = slice(0, min(agreed + 1, length))
         divergences.append(
             kl_divergence(quiet["logprobs"][i, shared], other["logprobs"][i, shared])
         )
     all_divergences = np.concatenate(divergences)
     return {
-        "positions": int(quiet["tokens"].size),
-        "excused_positions": int(quiet["tokens"].size - limits.sum()),
+        "positions": int(lengths.sum()),
+        "excused_positions": int((lengths - limits).sum()),
         "unequal_requests": len(unequal),
         "first_unequal": unequal[:3],
         "kl_mean": float(all_divergences.mean()),
@@ -276,7 +288,7 @@ def main() -> int:
     args = build_parser().parse_args()
     args.on_cpu = not has_gpu()
     args.modes = args.modes or (CPU_MODES if args.on_cpu else GPU_MODES)
-    args.lengths = args.lengths or ([512] if args.on_cpu else [512, 2048, 8192])
+    args.lengths = args.lengths or ([512] if args.on_cpu else [512, 2048, 7680])
     args.cases = args.cases or (1 if args.on_cpu else 8)
     signal.signal(signal.SIGTERM, raise_exit)
     signal.signal(signal.SIGHUP, raise_exit)

@@ -105,8 +105,9 @@ def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOu
     outputs: list[RequestOutput] = []
     for first in range(0, len(prompts), size):
         if swap is not None:
-            # The page where the first one's answer begins, without what ends a turn.
-            place = find(prompts[first], job["answers"][first][:-1])
+            # The page where the first one's answer begins, or the first of its values.
+            value = bytes(job["answers"][first][:-1]).split(b",")[0]
+            place = find(prompts[first], list(value))
             swap.page = place // llm.llm_engine.vllm_config.cache_config.block_size
         batch = [
             TokensPrompt(prompt_token_ids=prompt)

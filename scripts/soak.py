@@ -8,7 +8,8 @@ aborted at any time and some impossible. At the end
 
 * every request was answered, aborted or refused, and as often as was asked for;
 * answers equal those of the quiet run up to the first position where its two likeliest
-  tokens are no more than equality.TIE apart;
+  tokens are no more than equality.TIE apart (what is generated behind an answer only
+  keeps requests running);
 * requests were preempted, and the cache was nearly full;
 * all blocks are free again, and the device's memory has not grown.
 
@@ -31,6 +32,7 @@ from common import run_facts  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
 from quality_cases import HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
+from tasks import IM_END  # noqa: E402
 from vllm_turbo_cpu_standins.settings import (  # noqa: E402
     ENGINE_ARGS,
     engine_environment,
@@ -97,7 +99,7 @@ class Soak:
         self.counts = dict.fromkeys(
             ("answered", "aborted", "refused", "accepted_impossible", "unequal"), 0
         )
-        self.counts |= {"positions": 0, "excused_positions": 0}
+        self.counts["positions"] = 0
         self.unequal: list[dict[str, Any]] = []
         self.waiting: dict[str, int] = {}
         self.usages: list[float] = []
@@ -128,11 +130,15 @@ class Soak:
                 if best - second <= TIE:
                     break
                 decided.append(token)
+                if token == IM_END:
+                    break
             self.quiet.append(decided)
         self.llm.reset_prefix_cache()
 
     def add(self, number: int) -> None:
         """Adds a request; one that is impossible has to be refused."""
+        from vllm.exceptions import VLLMValidationError
+
         name, index = str(number), self.random.randrange(len(self.prompts))
         prompt = self.prompts[index]
         impossible = self.random.random() < IMPOSSIBLE
@@ -141,7 +147,7 @@ class Soak:
             prompt = self.random.choice([[], too_long])
         try:
             self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params())
-        except ValueError:
+        except VLLMValidationError:
             assert impossible, f"a prompt of {len(prompt)} tokens was refused"
             self.counts["refused"] += 1
             return
@@ -155,8 +161,7 @@ class Soak:
             index = self.waiting.pop(output.request_id)
             tokens, decided = list(output.outputs[0].token_ids), self.quiet[index]
             self.counts["answered"] += len(tokens) == self.args.tokens
-            self.counts["positions"] += len(tokens)
-            self.counts["excused_positions"] += len(tokens) - len(decided)
+            self.counts["positions"] += len(decided)
             if tokens[: len(decided)] != decided:
                 self.counts["unequal"] += 1
                 self.unequal.append({"prompt": index, "tokens": tokens})

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from equality import KL_BOUND, TIE, compare, decided, judge  # noqa: E402
+from tasks import IM_END  # noqa: E402
 
 REQUESTS, POSITIONS, VOCABULARY = 3, 5, 7
 
@@ -52,6 +53,14 @@ def test_other_tokens(quiet, request_, position, unequal):
     """From a tie on, a request may go on as it likes."""
     row = compare(quiet, changed(quiet, request_, position))
     assert row["unequal_requests"] == unequal
+
+
+def test_what_follows_an_answer_is_not_compared(quiet):
+    quiet["tokens"][0, 2] = IM_END
+    row = compare(quiet, changed(quiet, 0, 3))
+    assert (row["positions"], row["excused_positions"]) == (13, 3)
+    assert row["unequal_requests"] == 0
+    assert compare(quiet, changed(quiet, 0, 2))["unequal_requests"] == 1
 
 
 def test_kl_counts_equal_contexts_alone(quiet):

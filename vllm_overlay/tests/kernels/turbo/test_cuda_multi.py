@@ -27,6 +27,7 @@ from .utils import (
     FP16,
     ON_GPU,
     assert_by_2x_rule,
+    attention_of_rounded,
     fill_cache,
     gaussian,
     load_context,
@@ -199,11 +200,7 @@ class Batch:
         """
         rotated = reference.rotate(query.float())
         rounded = reference.inverse_rotate(ROUNDING[kernel](rotated))
-        keys = torch.cat([key, torch.zeros_like(key)], -1)
-        newest = slice(len(keys) - num_newest, len(keys))
-        keys[newest] = keys[newest].roll(self.layout.head_size, -1)
-        both = torch.cat([rounded, query.float()], -1)
-        return reference.attention(both, keys, value, self.scale)[0]
+        return attention_of_rounded(rounded, query, key, value, num_newest, self.scale)
 
 
 @all_kernels

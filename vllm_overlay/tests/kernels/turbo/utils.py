@@ -250,6 +250,33 @@ def plain_attention(
     return (output.float() @ matrix.T).to(dtype)
 
 
+def attention_of_rounded(
+    rounded: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_newest: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention from q that is rounded for all tokens but the newest.
+
+    Args:
+        rounded: (Q, Hq, D) fp32, of the last Q positions.
+        query: (Q, Hq, D), as it is.
+        key: (T, H, D) fp32.
+        value: (T, H, D) fp32.
+        num_newest: Of the T tokens, those whose scores are from ``query``.
+        scale: Softmax scale.
+
+    """
+    # The two have coordinates of their own.
+    keys = torch.cat([key, torch.zeros_like(key)], -1)
+    newest = slice(len(keys) - num_newest, len(keys))
+    keys[newest] = keys[newest].roll(key.shape[-1], -1)
+    both = torch.cat([rounded, query.float()], -1)
+    return reference.attention(both, keys, value, scale)[0]
+
+
 def assert_by_2x_rule(
     output: torch.Tensor,
     query: torch.Tensor,
