@@ -200,7 +200,7 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
         scene = Scene(config, [(130, context)])
         if name == OURS:
             scene.impl.kernels = kernels.TurboKernels(
-                NoKernel(), NoKernel(), lambda *sizes: 1, NoKernel()
+                NoKernel(), NoKernel(), lambda *sizes: 1, NoKernel(), "", ""
             )
             scene.impl.flash_attn = attend_to_nothing
             scene.impl._forward_torch = scene.impl._forward_kernels
