@@ -15,7 +15,7 @@ from scenarios import TURBO_DTYPES
 SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
 
 
-class Outcome(NamedTuple):
+class Started(NamedTuple):
     """Engines' results by name, and what their process logged."""
 
     engines: dict[str, Any]
@@ -33,7 +33,7 @@ def config(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"])
-def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
+def started(request: pytest.FixtureRequest, jobs: Jobs) -> Started:
     engines = {
         dtype: Engine({"kv_cache_dtype": dtype}) for dtype in ("auto", *TURBO_DTYPES)
     }
@@ -43,19 +43,19 @@ def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
     }
     name = f"startup-{request.param}"
     results = jobs.start(name, request.param, engines).result()
-    return Outcome(results, (jobs.folder / name / "log").read_text().splitlines())
+    return Started(results, (jobs.folder / name / "log").read_text().splitlines())
 
 
 @pytest.mark.parametrize("dtype", TURBO_DTYPES)
 def test_one_line_has_the_engines_numbers(
-    outcome: Outcome, config: dict[str, Any], dtype: str
+    started: Started, config: dict[str, Any], dtype: str
 ):
     heads, size = config["num_key_value_heads"], config["head_dim"]
     num_skipped = 1 if dtype == "turbo3" else 0
     num_bytes = heads * size * SLOT_BYTES[dtype] // 128
     num_layers = config["num_hidden_layers"] - num_skipped
-    num_tokens = outcome.engines[dtype]["num_tokens"]
-    line = outcome.line(dtype)
+    num_tokens = started.engines[dtype]["num_tokens"]
+    line = started.line(dtype)
     layers = f"layers: {num_layers}, KV heads: {heads}, head size: {size}"
     assert f"{num_bytes} bytes a token and layer ({layers}; PyTorch's op" in line
     ratio = 4 * size * heads / num_bytes
@@ -65,17 +65,17 @@ def test_one_line_has_the_engines_numbers(
     assert f"attends to {'stored' if dtype == 'turbo3' else 'raw'} K and V" in line
 
 
-def test_capacity_is_what_vllm_says(outcome: Outcome):
+def test_capacity_is_what_vllm_says(started: Started):
     sizes = [
         found[1]
-        for line in outcome.lines
+        for line in started.lines
         if (found := re.search(r"KV cache size: ([\d,]+) tokens", line))
     ]
-    results = outcome.engines.values()
+    results = started.engines.values()
     assert sizes == [f"{engine['num_tokens']:,}" for engine in results]
     assert all(e["num_tokens"] % BASE_ARGS["block_size"] == 0 for e in results)
 
 
-def test_other_dtypes_have_none(outcome: Outcome):
-    lines = [line for line in outcome.lines if "bytes a token" in line]
+def test_other_dtypes_have_none(started: Started):
+    lines = [line for line in started.lines if "bytes a token" in line]
     assert len(lines) == len(TURBO_DTYPES)
