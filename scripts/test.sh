@@ -52,7 +52,8 @@ kernels() {
   if without_gpu; then
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
-  python -m pytest -q vllm_overlay/tests/kernels/turbo
+  # The interpreter takes one core.
+  OMP_NUM_THREADS=1 python -m pytest -q -n logical vllm_overlay/tests/kernels/turbo
 }
 
 # The paper, the lab and the small model: PyTorch on the CPU, with or without a GPU.
