@@ -45,41 +45,56 @@ class Shape:
 
 
 class Batch:
-    """The tensors of a decode step that every arm gets.
+    """The tensors of a step that every arm gets: of B sequences' last Q tokens.
 
     Attributes:
-        query: (B, Hq, D); ``key`` and ``value`` (B, H, D): of the newest token.
-        output: (B, Hq, D).
+        query_len: Q.
+        query: (B * Q, Hq, D); ``key`` and ``value`` (B * Q, H, D).
+        output: (B * Q, Hq, D).
         block_table: (B, max_blocks) int32, blocks in random order, then zeros.
-        seq_lens: (B,) int32.
-        slot_mapping: (B,) int64, slots of the newest tokens.
+        seq_lens: (B,) int32, the last tokens included.
+        slot_mapping: (B * Q,) int64, slots of the last tokens.
 
     """
 
     def __init__(
-        self, shape: Shape, seq_lens: list[int], block_size: int, device: str
+        self,
+        shape: Shape,
+        seq_lens: list[int],
+        block_size: int,
+        device: str,
+        query_len: int = 1,
     ) -> None:
         self.shape = shape
         self.block_size = block_size
         self.device = device
+        self.query_len = query_len
         self.max_seq_len = max(seq_lens)
         num_seqs, size = len(seq_lens), shape.head_size
+        num_tokens = num_seqs * query_len
         blocks = [-(-length // block_size) for length in seq_lens]
         self.num_blocks = sum(blocks)
-        self.query = self.random(num_seqs, shape.num_heads, size)
-        self.key = self.random(num_seqs, shape.num_kv_heads, size)
-        self.value = self.random(num_seqs, shape.num_kv_heads, size)
+        self.query = self.random(num_tokens, shape.num_heads, size)
+        self.key = self.random(num_tokens, shape.num_kv_heads, size)
+        self.value = self.random(num_tokens, shape.num_kv_heads, size)
         self.output = torch.full_like(self.query, float("nan"))
         order = torch.randperm(self.num_blocks, device=device)
         self.block_table = torch.nn.utils.rnn.pad_sequence(
             order.to(torch.int32).split(blocks), batch_first=True
         )
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        last = [self.slots(i)[-1:] for i in range(num_seqs)]
+        last = [self.slots(i)[-query_len:] for i in range(num_seqs)]
         self.slot_mapping = torch.cat(last)
 
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(size, dtype=DTYPE, device=self.device)
+
+    def query_start_loc(self) -> torch.Tensor:
+        """(B + 1,) int32, where the sequences' queries begin."""
+        ends = self.query.shape[0] + 1
+        return torch.arange(
+            0, ends, self.query_len, dtype=torch.int32, device=self.device
+        )
 
     def slots(self, sequence: int) -> torch.Tensor:
         """Slots of a sequence's tokens, in order."""
@@ -187,7 +202,7 @@ class TurboArm(Arm):
                 num_seqs, shape.num_kv_heads, units
             )
         self.rotated_query = torch.empty_like(batch.query, dtype=torch.float16)
-        self.query_scale = torch.empty(num_seqs, heads, device=device)
+        self.query_scale = torch.empty(batch.query.shape[:2], device=device)
         num_partials = num_seqs * self.num_splits
         self.partial = torch.empty(num_partials, heads, shape.head_size, device=device)
         self.partial_lse = torch.empty(num_partials, heads, device=device)

@@ -71,9 +71,7 @@ class FlashAttentionArm(PagesArm):
         super().__init__(batch, fp8, cache)
         descale = self.one.expand(len(batch.seq_lens), batch.shape.num_kv_heads)
         self.options: dict[str, Any] = {
-            "cu_seqlens_q": torch.arange(
-                len(batch.seq_lens) + 1, dtype=torch.int32, device=batch.device
-            ),
+            "cu_seqlens_q": batch.query_start_loc(),
             "q_descale": descale,
             "k_descale": descale,
             "v_descale": descale,
@@ -91,7 +89,7 @@ class FlashAttentionArm(PagesArm):
         num_splits = AttentionConfig().flash_attn_max_num_splits_for_cuda_graph
         metadata = get_scheduler_metadata(
             batch_size=len(batch.seq_lens),
-            max_seqlen_q=1,
+            max_seqlen_q=batch.query_len,
             max_seqlen_k=batch.max_seq_len,
             num_heads_q=shape.num_heads,
             num_heads_kv=shape.num_kv_heads,
@@ -115,7 +113,7 @@ class FlashAttentionArm(PagesArm):
             k=key_cache,
             v=value_cache,
             out=batch.output,
-            max_seqlen_q=1,
+            max_seqlen_q=batch.query_len,
             seqused_k=batch.seq_lens,
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=self.scale,
