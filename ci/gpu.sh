@@ -3,13 +3,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|bench|profile|engine|throughput|pictures|serve|
-# quality|lab|equality]...
+# quality|lab|equality|memory|soak]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, PROFILE_ARGS,
 # ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS,
-# EQUALITY_ARGS.
+# EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
@@ -21,7 +21,9 @@
 # alone needs neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time; with EQUALITY_ARGS="--modes
-# tensor_parallel pipeline_parallel" on two GPUs, too.
+# tensor_parallel tensor_parallel_heads pipeline_parallel expert_parallel data_parallel
+# --jobs 1" on two GPUs, too. memory asks for growth after the start, at the model's
+# context and at a million tokens. soak takes an hour at most.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. quality and
 # pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
@@ -33,11 +35,12 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer \
-  bench profile engine throughput pictures serve quality lab equality
+  bench profile engine throughput pictures serve quality lab equality memory soak
 for section; do
   case $section in
     kernels | architectures | sanitizer | bench | engine) ;;
-    profile | throughput | pictures | serve | quality | lab | equality) ;;
+    profile | throughput | pictures | serve | quality | lab) ;;
+    equality | memory | soak) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -160,6 +163,15 @@ equality() {
   "$python" scripts/equality.py --jobs 8 --output "$out/equality.json" "$@"
 }
 
+memory() {
+  "$python" scripts/memory.py \
+    --output "$out/memory.jsonl" --logs "$out/memory-logs" "$@"
+}
+
+soak() {
+  "$python" scripts/soak.py --output "$out/soak.jsonl" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -175,6 +187,8 @@ for section; do
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
     equality) arguments=${EQUALITY_ARGS:-} ;;
+    memory) arguments=${MEMORY_ARGS:-} ;;
+    soak) arguments=${SOAK_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether answers depend on how vLLM runs the requests.
 
-The trained model is asked for facts in text. Each mode (equality_modes.py) is an engine
-in a process of its own; "quiet" runs one request at a time, eagerly, and the others are
-held to it:
+The trained model is asked for facts in text, and seeded ones of other shapes the same.
+Each mode (equality_modes.py) is an engine in a process of its own; "quiet" runs one
+request at a time, eagerly and on one GPU, and the others are held to it:
 
 * Greedy answers are equal up to the first position where the quiet run's two likeliest
   tokens are no more than TIE apart in log-probability: other shapes round differently.
@@ -19,9 +19,7 @@ It ends with status 1 if a mode is not as it should be.
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,127 +29,27 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common import run_facts  # noqa: E402
 from env import has_gpu  # noqa: E402
-from equality_modes import MODES, SCARCE_REQUESTS, Mode  # noqa: E402
+from equality_modes import LEAST_FILLED, MODES  # noqa: E402
+from equality_run import model_folder, run_mode  # noqa: E402
 from quality_cases import HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
 from quality_metrics import common_prefix, kl_divergence  # noqa: E402
-from quickstart import raise_exit, stop_group  # noqa: E402
+from quickstart import raise_exit  # noqa: E402
 from tasks import IM_END  # noqa: E402
-from vllm_turbo_cpu_standins.settings import (  # noqa: E402
-    ENGINE_ARGS,
-    engine_environment,
-)
 
-CHILD = Path(__file__).with_name("equality_child.py")
 # Log-probabilities that rounding may bring into another order.
 TIE = 0.05
 # Nats, mean, of modes that see other tokens quantised.
 KL_BOUND = {"turbo4": 0.02, "k4v3": 0.04, "turbo3": 0.08}
-BLOCK = {"cpu": 32, "gpu": 16}
-CPU_MODES = [name for name, mode in MODES.items() if mode.gpus == 0]
-GPU_MODES = [name for name, mode in MODES.items() if mode.gpus < 2]
-
-
-def engine_args(
-    mode: Mode, tasks: list[dict[str, Any]], prefill: str, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Returns the arguments of a mode's `LLM`."""
-    block = BLOCK["cpu" if args.on_cpu else "gpu"]
-    longest = max(len(task["prompt"]) for task in tasks)
-    options: dict[str, Any] = {
-        "dtype": "float32" if args.on_cpu else "bfloat16",
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "block_size": block,
-        "max_model_len": longest + args.tokens,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": max(longest, 8192),
-        "enable_prefix_caching": False,
-        "enable_chunked_prefill": False,
-        "async_scheduling": False,
-        "enforce_eager": True,
-        "max_logprobs": -1,
-        # In bf16 logits are up to 1/16 apart, which is more than TIE.
-        "hf_overrides": {"head_dtype": "float32"},
-        "kv_cache_memory_bytes": (64 << 20) if args.on_cpu else (2 << 30),
-        "gpu_memory_utilization": 0.1,
-    }
-    attention = {}
-    if args.kv_cache_dtype in KL_BOUND:
-        attention["turbo_prefill"] = prefill
-    if args.on_cpu:
-        options |= ENGINE_ARGS
-    if mode.scarce:
-        # One block is vLLM's own.
-        blocks = SCARCE_REQUESTS * -(-longest // block) + 1
-        options["num_gpu_blocks_override"] = blocks
-    own = dict(mode.args)
-    attention |= own.pop("attention_config", {})
-    return options | own | {"attention_config": attention}
-
-
-def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
-    variables = dict(os.environ) | {
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if mode.defect:
-        # The engine has to be in the process that is changed.
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if on_cpu:
-        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
-    return variables
-
-
-def run_mode(
-    name: str,
-    tasks: list[dict[str, Any]],
-    prefill: str,
-    folder: Path,
-    args: argparse.Namespace,
-) -> dict[str, np.ndarray]:
-    """Returns what a mode's process left: `tokens`, `logprobs` and counts.
-
-    Raises:
-        RuntimeError: If it failed; with the end of its log.
-
-    """
-    mode = MODES[name]
-    folder.mkdir(parents=True)
-    job = {
-        "model": str(args.model),
-        "engine_args": engine_args(mode, tasks, prefill, args),
-        "prompts": [task["prompt"] for task in tasks],
-        "answers": [task["answer"] for task in tasks],
-        "tokens": args.tokens,
-        "batch": mode.batch,
-        "repeat": mode.repeat,
-        "defect": mode.defect,
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, CHILD, folder / "job.json", folder / "result.npz"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(folder, mode, args.on_cpu),
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(args.time_limit)
-        except subprocess.TimeoutExpired:
-            status = f"no end after {args.time_limit:g} s"
-        finally:
-            stop_group(process)
-    if status:
-        lines = (folder / "log").read_text(errors="replace").splitlines()[-60:]
-        raise RuntimeError(f"{name}: {status}\n" + "\n".join(lines))
-    with np.load(folder / "result.npz") as result:
-        return dict(result)
+# Of the tokens that a mode's cache holds: blocks are whole.
+CAPACITY_TOLERANCE = 0.01
+# The quiet runs of seeded models come with the modes that need them.
+NAMES = [name for name in MODES if not name.startswith("quiet_")]
+CPU_MODES = [name for name in NAMES if MODES[name].gpus == 0]
+GPU_MODES = [name for name in NAMES if MODES[name].gpus < 2]
 
 
 def first(found: np.ndarray) -> np.ndarray:
@@ -203,17 +101,46 @@ def compare(
     }
 
 
-def judge(
-    name: str, row: dict[str, Any], prefill: str, result: dict[str, np.ndarray]
+def unfulfilled(
+    name: str, quiet: dict[str, Any], result: dict[str, Any], requests: int
 ) -> str | None:
-    """Returns what is wrong with a mode, if anything."""
+    """Returns what a mode is for and did not do, if anything."""
+    mode = MODES[name]
+    wanted = LEAST_FILLED * requests
+    capacity = mode.capacity * int(quiet["capacity"])
+    off = abs(int(result["capacity"]) - capacity) > CAPACITY_TOLERANCE * capacity
+    checks = {
+        "not every request hit the prefix cache": mode.repeat
+        and not result["cached_tokens"].all(),
+        "nothing came from the CPU's memory": mode.from_cpu and not result["from_cpu"],
+        "no request was preempted": mode.scarce and not result["preemptions"],
+        f"only {result['most_at_once']} requests ran at once": mode.fill
+        and result["most_at_once"] < wanted,
+        f"the cache holds {result['capacity']} tokens, not {capacity:g}": mode.capacity
+        and off,
+        f"kernels were not built once: {result['built']}": mode.fresh_kernels
+        and set(result["built"].values()) != {1},
+    }
+    return next((text for text, wrong in checks.items() if wrong), None)
+
+
+def judge(
+    name: str, row: dict[str, Any], prefill: str, fault: str | None = None
+) -> str | None:
+    """Returns what is wrong with a mode, if anything.
+
+    Args:
+        name: Of the mode.
+        row: Its comparison with the quiet run.
+        prefill: `turbo_prefill`.
+        fault: What is wrong with how it ran.
+
+    """
     mode = MODES[name]
     if mode.defect:
         return None if row["unequal_requests"] else "the defect was not noticed"
-    if mode.repeat and not result["cached_tokens"].all():
-        return "not every request hit the prefix cache"
-    if mode.scarce and not result["preemptions"]:
-        return "no request was preempted"
+    if fault is not None:
+        return fault
     bound = KL_BOUND.get(row["kv_cache_dtype"])
     if mode.only_bounded and prefill == "raw" and bound is not None:
         return None if row["kl_mean"] <= bound else f"KL is above {bound:g}"
@@ -222,41 +149,66 @@ def judge(
     return None
 
 
+def repeated(run: dict[str, Any], requests: int) -> dict[str, Any]:
+    """Returns a run's tokens and log-probabilities as of so many requests."""
+    order = np.arange(requests) % len(run["tokens"])
+    return run | {name: run[name][order] for name in ("tokens", "logprobs")}
+
+
+def quiet_name(model: str) -> str:
+    """Returns the name of the quiet run of a model."""
+    return "quiet" if model == "trained" else f"quiet_{model}"
+
+
+def compared(
+    name: str, prefill: str, quiet: dict[str, Any], result: dict[str, Any], dtype: str
+) -> dict[str, Any]:
+    """Returns a mode's comparison with the quiet run, and what is wrong with it."""
+    requests = len(result["tokens"])
+    row = {"kv_cache_dtype": dtype, "turbo_prefill": prefill, "mode": name}
+    row |= {"requests": requests, "right_answers": int(result["right"].sum())}
+    for count in ("capacity", "preemptions", "from_cpu", "most_at_once"):
+        row[count] = int(result[count])
+    row |= {"kernels_built": result["built"]}
+    row |= compare(repeated(quiet, requests), result)
+    fault = unfulfilled(name, quiet, result, requests)
+    return row | {"wrong": judge(name, row, prefill, fault)}
+
+
 def run_modes(scratch: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row a mode and turbo_prefill, in the order given after the quiet run.
+    """Returns a row a mode and turbo_prefill, in the order given after the quiet runs.
 
-    Raises:
-        RuntimeError: If the quiet run failed.
-
+    A mode is wrong if its quiet run failed.
     """
     plan = Plan(0, 0, 0, 0, tuple(args.lengths), (0.2, 0.5, 0.8), args.cases)
     tasks = build_tasks(HELD_OUT.read_text(encoding="utf-8"), plan, args.seed)
-    names = ["quiet", *(name for name in args.modes if name != "quiet")]
+    models = {MODES[name].model: None for name in args.modes}
+    quiets = [quiet_name(model) for model in models]
+    names = [*quiets, *(name for name in args.modes if name not in quiets)]
+    folders = {name: model_folder(name, scratch, args) for name in models}
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = {
             (prefill, name): pool.submit(
-                run_mode, name, tasks, prefill, scratch / prefill / name, args
+                run_mode,
+                name,
+                folders[MODES[name].model],
+                tasks,
+                prefill,
+                scratch / prefill / name,
+                args,
             )
             for prefill in args.prefill
             for name in names
         }
         for (prefill, name), run in runs.items():
-            row: dict[str, Any] = {
-                "kv_cache_dtype": args.kv_cache_dtype,
-                "turbo_prefill": prefill,
-                "mode": name,
-                "requests": len(tasks),
-            }
-            quiet = runs[prefill, "quiet"].result()
+            quiet_run = runs[prefill, quiet_name(MODES[name].model)]
             try:
-                result = run.result()
+                quiet, result = quiet_run.result(), run.result()
             except RuntimeError as error:
-                row["wrong"] = str(error)
+                row = {"turbo_prefill": prefill, "mode": name, "wrong": str(error)}
             else:
-                row |= compare(quiet, result)
-                row["right_answers"] = int(result["right"].sum())
-                row["wrong"] = judge(name, row, prefill, result)
+                row = compared(name, prefill, quiet, result, args.kv_cache_dtype)
             print(json.dumps(row), flush=True)
             rows.append(row)
     return rows
@@ -281,6 +233,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--time-limit", type=float, default=280, help="seconds of a mode"
     )
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--logs", type=Path, help="new folder that keeps every log")
     return parser
 
 
@@ -293,7 +246,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, raise_exit)
     signal.signal(signal.SIGHUP, raise_exit)
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_modes(Path(folder), args)
+        rows = run_modes(args.logs or Path(folder), args)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         report = {"facts": run_facts(), "tie": TIE, "kl_bound": KL_BOUND, "rows": rows}

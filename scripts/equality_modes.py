@@ -9,6 +9,20 @@ from typing import Any
 CHUNK = 128
 # Requests that find room for their prompts when blocks are scarce.
 SCARCE_REQUESTS = 4
+# Of the requests that could run at once, how many have to have done so.
+LEAST_FILLED = 0.5
+# Models by name: arguments of seeded_model.py; None: the trained model. Their heads are
+# small, for roundings of logits are in proportion, and equality.TIE is not.
+MODELS: dict[str, tuple[str, ...] | None] = {
+    "trained": None,
+    "dense": ("--head-range", "0.1"),
+    # Every expert takes every token: which ones do is decided by no rounding.
+    "experts": (
+        *("--head-range", "0.1"),
+        *("--experts", "4", "--experts-per-token", "4"),
+    ),
+}
+EXPERTS_ARGS = {"moe_backend": "triton"}
 
 
 @dataclass(frozen=True)
@@ -17,33 +31,91 @@ class Mode:
 
     Attributes:
         args: Of `LLM`, beyond those of the quiet run.
+        model: Of MODELS.
         batch: Prompts a `generate`; 0: all.
         repeat: Whether all is run twice, and the second time counts.
+        from_cpu: Whether the second time nothing is left in the GPU's prefix cache, so
+            that all that is found there comes from the CPU's memory.
+        fill: Whether prompts come as often as it takes to fill `max_num_seqs`.
+        sleep: The level at which the engine sleeps between two halves of the prompts.
         defect: What is broken on purpose, so that the answers must differ.
         only_bounded: Whether the answers are equal under turbo_prefill "stored" alone:
             under "raw" it depends on the mode which tokens a token sees quantised.
         scarce: Whether blocks are so few that requests are preempted.
+        capacity: How many times the quiet run's tokens the same memory a rank holds;
+            0: not looked at.
+        fresh_kernels: Whether nothing has built the CUDA kernels before.
         gpus: How many it takes; 0: none, but no more than a CPU.
 
     """
 
     args: dict[str, Any] = field(default_factory=dict)
+    model: str = "trained"
     batch: int = 0
     repeat: bool = False
+    from_cpu: bool = False
+    fill: bool = False
+    sleep: int = 0
     defect: str | None = None
     only_bounded: bool = False
     scarce: bool = False
+    capacity: float = 0.0
+    fresh_kernels: bool = False
     gpus: int = 0
 
 
+TENSOR_PARALLEL = {"tensor_parallel_size": 2}
+EXPERT_PARALLEL = {**EXPERTS_ARGS, "enable_expert_parallel": True}
+SLEEP = {"enable_sleep_mode": True, "enforce_eager": False}
+
 MODES = {
     "quiet": Mode(batch=1),
-    "batched": Mode(),
+    "quiet_dense": Mode(model="dense", batch=1),
+    "quiet_experts": Mode(EXPERTS_ARGS, model="experts", batch=1, gpus=1),
+    "batched": Mode(capacity=1),
+    "one_sequence": Mode({"max_num_seqs": 1}, capacity=1),
+    # So many tokens a step that the last prompt begins before the first answer ends.
+    "many_sequences": Mode(
+        {
+            "max_num_seqs": 1024,
+            "max_num_batched_tokens": 1 << 18,
+            "kv_cache_memory_bytes": 16 << 30,
+            "enforce_eager": False,
+        },
+        fill=True,
+        gpus=1,
+    ),
+    "block_16": Mode({"block_size": 16}, capacity=1),
+    "block_32": Mode({"block_size": 32}, capacity=1),
+    "block_64": Mode({"block_size": 64}, capacity=1),
+    "block_128": Mode({"block_size": 128}, capacity=1),
     "graphs": Mode({"enforce_eager": False}, gpus=1),
     "async": Mode({"enforce_eager": False, "async_scheduling": True}, gpus=1),
     "triton": Mode({"attention_config": {"turbo_kernel": "triton"}}, gpus=1),
-    "tensor_parallel": Mode({"tensor_parallel_size": 2}, gpus=2),
-    "pipeline_parallel": Mode({"pipeline_parallel_size": 2}, gpus=2),
+    "sleep": Mode(SLEEP, sleep=1, capacity=1, gpus=1),
+    "sleep_reload": Mode(SLEEP, sleep=2, capacity=1, gpus=1),
+    "offload": Mode(
+        {"enable_prefix_caching": True, "kv_offloading_size": 4},
+        repeat=True,
+        from_cpu=True,
+        only_bounded=True,
+        capacity=1,
+        gpus=1,
+    ),
+    # One KV head, which both ranks hold.
+    "tensor_parallel": Mode(TENSOR_PARALLEL, capacity=1, gpus=2),
+    # Two KV heads, one a rank.
+    "tensor_parallel_heads": Mode(
+        TENSOR_PARALLEL, model="dense", capacity=2, fresh_kernels=True, gpus=2
+    ),
+    "pipeline_parallel": Mode({"pipeline_parallel_size": 2}, capacity=2, gpus=2),
+    "experts": Mode(EXPERTS_ARGS, model="experts", capacity=1, gpus=1),
+    "expert_parallel": Mode(
+        TENSOR_PARALLEL | EXPERT_PARALLEL, model="experts", capacity=2, gpus=2
+    ),
+    "data_parallel": Mode(
+        {"data_parallel_size": 2} | EXPERT_PARALLEL, model="experts", gpus=2
+    ),
     "prefix": Mode({"enable_prefix_caching": True}, repeat=True, only_bounded=True),
     "chunked": Mode(
         {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK},

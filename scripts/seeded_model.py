@@ -96,9 +96,21 @@ def write_tokenizer(folder: Path) -> int:
 def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
     """Returns config.json's content."""
     eos = vocab_size - 1
+    if args.experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": args.experts,
+            "num_experts_per_tok": args.experts_per_token,
+            "moe_intermediate_size": args.hidden_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    else:
+        kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **kind,
         "hidden_size": args.hidden_size,
         "intermediate_size": 2 * args.hidden_size,
         "num_hidden_layers": args.layers,
@@ -121,20 +133,23 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
     }
 
 
-def seeded_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
+def seeded_weights(
+    config: dict, seed: int, head_range: float | None
+) -> dict[str, torch.Tensor]:
     """Returns the checkpoint's tensors, in bfloat16.
 
     Norm weights are one, except the query norm's: a larger one sharpens the softmax,
     so that single tokens far back still decide the output.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
     head_dim, vocab = config["head_dim"], config["vocab_size"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
 
-    def normal(*shape: int) -> torch.Tensor:
-        values = generator.standard_normal(shape) * config["initializer_range"]
+    def normal(*shape: int, scale: float | None = None) -> torch.Tensor:
+        scale = config["initializer_range"] if scale is None else scale
+        values = generator.standard_normal(shape) * scale
         return torch.from_numpy(values).to(torch.bfloat16)
 
     def constant(size: int, value: float = 1.0) -> torch.Tensor:
@@ -152,13 +167,22 @@ def seeded_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
             name + "self_attn.q_norm.weight": constant(head_dim, 2.0),
             name + "self_attn.k_norm.weight": constant(head_dim),
             name + "post_attention_layernorm.weight": constant(hidden),
-            name + "mlp.gate_proj.weight": normal(inner, hidden),
-            name + "mlp.up_proj.weight": normal(inner, hidden),
-            name + "mlp.down_proj.weight": normal(hidden, inner),
         }
+        mlps = {name + "mlp.": config["intermediate_size"]}
+        if "num_experts" in config:
+            experts = range(config["num_experts"])
+            inner = config["moe_intermediate_size"]
+            mlps = {f"{name}mlp.experts.{expert}.": inner for expert in experts}
+            weights[name + "mlp.gate.weight"] = normal(len(experts), hidden)
+        for mlp, size in mlps.items():
+            weights |= {
+                mlp + "gate_proj.weight": normal(size, hidden),
+                mlp + "up_proj.weight": normal(size, hidden),
+                mlp + "down_proj.weight": normal(hidden, size),
+            }
     weights["model.norm.weight"] = constant(hidden)
     head = torch.zeros(vocab, hidden, dtype=torch.bfloat16)
-    head[list(PRINTABLE)] = normal(len(PRINTABLE), hidden)
+    head[list(PRINTABLE)] = normal(len(PRINTABLE), hidden, scale=head_range)
     weights["lm_head.weight"] = head
     return weights
 
@@ -171,7 +195,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     write_json(
         folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]}
     )
-    weights = seeded_weights(config, args.seed)
+    weights = seeded_weights(config, args.seed, args.head_range)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -189,6 +213,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--initializer-range", type=float, default=0.3)
+    parser.add_argument("--head-range", type=float, help="of the head's own weights")
+    parser.add_argument("--experts", type=int, default=0, help="0: no experts")
+    parser.add_argument("--experts-per-token", type=int, default=2)
     return parser
 
 

@@ -11,7 +11,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from equality import KL_BOUND, TIE, compare, decided, judge  # noqa: E402
+from equality import (  # noqa: E402
+    KL_BOUND,
+    TIE,
+    compare,
+    decided,
+    judge,
+    quiet_name,
+    repeated,
+    unfulfilled,
+)
+from equality_modes import MODES  # noqa: E402
+from equality_run import child_environment, what_happened  # noqa: E402
 from tasks import IM_END  # noqa: E402
 
 REQUESTS, POSITIONS, VOCABULARY = 3, 5, 7
@@ -72,11 +83,28 @@ def test_kl_counts_equal_contexts_alone(quiet):
     assert compare(quiet, other)["kl_max"] > 1
 
 
+def test_a_request_asked_again_is_held_to_the_first(quiet):
+    twice = repeated(quiet, 2 * REQUESTS)
+    assert compare(twice, twice)["positions"] == 30
+    row = compare(twice, changed(twice, REQUESTS, 1))
+    assert row["first_unequal"] == [{"request": REQUESTS, "position": 1}]
+
+
 def judged(mode: str, prefill: str = "stored", **fields: Any) -> str | None:
+    """What is said of a mode whose run did all that it should, but for the fields."""
     row = {"kv_cache_dtype": "turbo4", "unequal_requests": 0, "kl_mean": 0.0}
-    result = {"cached_tokens": np.array([16, 32]), "preemptions": np.array(3)}
-    counts = {name: fields.pop(name) for name in list(fields) if name in result}
-    return judge(mode, row | fields, prefill, result | counts)
+    result = {
+        "cached_tokens": np.array([16, 32]),
+        "from_cpu": 48,
+        "preemptions": 3,
+        "most_at_once": 2,
+        "capacity": int(1000 * MODES[mode].capacity),
+        "built": {"store turbo4_128": 1},
+    }
+    for name in set(fields) & set(result):
+        result[name] = fields.pop(name)
+    fault = unfulfilled(mode, {"capacity": 1000}, result, requests=2)
+    return judge(mode, row | fields, prefill, fault)
 
 
 def test_a_mode_passes_or_says_why():
@@ -90,9 +118,57 @@ def test_a_mode_passes_or_says_why():
     assert "above" in judged("chunked", "raw", kl_mean=float("nan"))
 
 
-def test_a_mode_has_to_do_what_it_is_for():
-    assert "prefix cache" in judged("prefix", cached_tokens=np.array([16, 0]))
-    assert "preempted" in judged("preempted", preemptions=np.array(0))
+@pytest.mark.parametrize(
+    "mode, fault, said",
+    [
+        ("prefix", {"cached_tokens": np.array([16, 0])}, "prefix cache"),
+        ("offload", {"from_cpu": 0}, "from the CPU"),
+        ("preempted", {"preemptions": 0}, "preempted"),
+        ("many_sequences", {"most_at_once": 0}, "only 0 requests"),
+        ("tensor_parallel_heads", {"capacity": 1000}, "holds 1000 tokens, not 2000"),
+        ("tensor_parallel_heads", {"built": {"store x": 2}}, "built once"),
+        ("tensor_parallel_heads", {"built": {}}, "built once"),
+    ],
+)
+def test_a_mode_has_to_do_what_it_is_for(mode, fault, said):
+    assert judged(mode) is None
+    assert said in judged(mode, **fault)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_held_to_a_quiet_run_of_its_model(mode):
+    quiet = MODES[quiet_name(MODES[mode].model)]
+    assert quiet.model == MODES[mode].model
+    assert quiet.batch == 1 and quiet.gpus < 2
+
+
+def test_ranks_need_no_multicast(tmp_path):
+    """Not every host has it, and other all-reduces sum in another order."""
+    for name, mode in MODES.items():
+        variables = child_environment(tmp_path, mode, on_cpu=False)
+        for variable in ("USE_FLASHINFER", "USE_SYMM_MEM"):
+            off = variables.get(f"VLLM_ALLREDUCE_{variable}") == "0"
+            assert off == (mode.gpus > 1), name
+
+
+def test_a_log_is_shown_from_its_first_error(tmp_path):
+    """Which rank's it is, whatever follows."""
+    (tmp_path / "log").write_text(
+        "\n".join(
+            [
+                *(f"before {i}" for i in range(50)),
+                "(Worker_TP1 pid=7) ERROR 11-21 [executor.py:1] ValueError: the cause",
+                *(f"after {i}" for i in range(200)),
+                "RuntimeError: See root cause above.",
+            ]
+        )
+    )
+    shown = what_happened(tmp_path / "log").splitlines()
+    assert shown[0] == "... 34 lines"
+    assert shown[1] == "before 34"
+    assert shown[17].endswith("ValueError: the cause")
+    assert shown[-1] == "RuntimeError: See root cause above."
+    assert len(shown) < 100
 
 
 @pytest.mark.parametrize("mode", ["swapped", "zeroed"])

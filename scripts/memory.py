@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Whether all memory of an engine is in the account that its start makes.
+
+Each arm is an engine in a process of its own, with dummy weights, vLLM's default share
+of the GPU and the longest context of the model, or a context of a million tokens. It
+answers a full batch with short and long prompts, most of which hit a prefix of one very
+long prompt somewhere. Then, for a turbo dtype beside bf16,
+
+* what PyTorch has reserved has grown since the start by no more than the activations
+  that the profile run left room for, and not at all since the first full step;
+* no more of the device is taken than in bf16, whatever else takes it;
+* the start-up line names the tokens that the blocks hold, and the blocks are as many as
+  the memory for them has room for;
+* the dtype takes little more than bf16 beside the cache, and its workspace is small.
+
+It prints one JSON object an arm and ends with status 1 if something is not so.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+
+from common import CONFIGS, Report  # noqa: E402
+from env import has_gpu  # noqa: E402
+from equality_run import what_happened  # noqa: E402
+from quickstart import raise_exit, stop_group  # noqa: E402
+from vllm_turbo_cpu_standins.settings import (  # noqa: E402
+    ENGINE_ARGS,
+    engine_environment,
+)
+
+ROW = "RESULT "
+MIB = 2**20
+BASELINE = "auto"
+# What a turbo dtype may take beside the cache, more than bf16, and of it as scratch.
+MAX_EXTRA_MIB = 400
+MAX_WORKSPACE_MIB = 256
+# An allocator's segments are whole.
+SLACK_MIB = 2
+# What follows a prefix: around the passes of the kernels for prefix hits, and beyond.
+SUFFIXES = (1, 7, 16, 17, 32, 33, 100, 1000)
+# Of the long prompt, how much a request shares.
+SHARES = (1.0, 0.5, 0.1, 0.01, 0.0)
+# Small ids may be special.
+FIRST_TOKEN = 1000
+LINE = re.compile(r"KV cache \w+: .*?; ([\d,]+) tokens; ([\d.]+) MiB of workspace")
+
+
+def worker_memory(worker: Any) -> dict[str, int]:
+    """Returns what a worker knows of its memory, in bytes; nothing on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, _ = torch.cuda.mem_get_info()
+    return {
+        "reserved": torch.cuda.memory_reserved(),
+        "taken": worker.init_snapshot.free_memory - free,
+        "requested": int(worker.requested_memory),
+        "activations": int(worker.peak_activation_memory),
+        "for_cache": int(worker.available_kv_cache_memory_bytes),
+    }
+
+
+def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+    """Returns a full batch: shares of the long prompt, and something after each."""
+    rng = random.Random(args.seed)
+    tokens = range(min(FIRST_TOKEN, vocab_size // 2), vocab_size)
+    long = rng.choices(tokens, k=args.longest - max(args.suffixes))
+    batch = []
+    for i in range(args.max_num_seqs):
+        share = int(SHARES[i % len(SHARES)] * len(long))
+        suffix = args.suffixes[i // len(SHARES) % len(args.suffixes)]
+        batch.append(long[:share] + rng.choices(tokens, k=suffix))
+    return [long, *batch]
+
+
+def run_child(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
+    """Runs an arm's engine, and prints what was seen."""
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = ENGINE_ARGS if args.on_cpu else {"enforce_eager": True}
+    overrides = {"max_position_embeddings": max_model_len}
+    start = time.perf_counter()
+    llm = LLM(
+        str(args.model),
+        kv_cache_dtype=dtype,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=True,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        hf_overrides=overrides,
+        **options,
+    )
+    startup_s = time.perf_counter() - start
+    config = llm.llm_engine.vllm_config
+    vocab_size = config.model_config.get_vocab_size()
+    params = SamplingParams(
+        temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+    )
+
+    def memory() -> dict[str, int]:
+        return llm.collective_rpc(worker_memory)[0]
+
+    def generate(prompts: list[list[int]]) -> int:
+        batch = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(batch, params, use_tqdm=False)
+        return sum(output.num_cached_tokens or 0 for output in outputs)
+
+    rng = random.Random(args.seed + 1)
+    seen = {"start": memory()}
+    # One step of all tokens and then one of all sequences.
+    length = args.max_num_batched_tokens // args.max_num_seqs
+    tokens = range(vocab_size // 2, vocab_size)
+    generate([rng.choices(tokens, k=length) for _ in range(args.max_num_seqs)])
+    seen["full_step"] = memory()
+    start = time.perf_counter()
+    long, *batch = prompts_of(args, vocab_size)
+    generate([long])
+    # The second time, all that is whole blocks hits.
+    cached = [generate(batch) for _ in range(2)]
+    seen["end"] = memory()
+    cache = config.cache_config
+    row = {
+        "startup_s": startup_s,
+        "run_s": time.perf_counter() - start,
+        "cached_tokens": cached,
+        "memory": seen,
+        "blocks": cache.num_gpu_blocks,
+        "block_size": cache.block_size,
+        "tokens": cache.kv_cache_size_tokens,
+        "bytes_a_block": bytes_a_block(llm),
+    }
+    print(f"\n{ROW}{json.dumps(row)}", flush=True)
+
+
+def bytes_a_block(llm: Any) -> int:
+    """Returns the bytes of a block in all layers, by the planner's own account."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    cache = scheduler.kv_cache_config
+    return sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+
+
+def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one arm in a process, and returns its row."""
+    name = f"{dtype}-{max_model_len}"
+    args.logs.mkdir(parents=True, exist_ok=True)
+    path = args.logs / f"memory-{name}.log"
+    variables = dict(os.environ) | {
+        # The worker is looked into from here.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if args.on_cpu:
+        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
+    with path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], "--child", dtype]
+            + [str(max_model_len)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=variables,
+        )
+        try:
+            status: int | str = process.wait(args.arm_timeout)
+        except subprocess.TimeoutExpired:
+            status = f"no end after {args.arm_timeout:g} s"
+        finally:
+            stop_group(process)
+    row: dict[str, Any] = {"kv_cache_dtype": dtype, "max_model_len": max_model_len}
+    lines = path.read_text(errors="replace").splitlines()
+    found = [line for line in lines if line.startswith(ROW)]
+    if status or not found:
+        return row | {"wrong": [f"{status}\n{what_happened(path)}"]}
+    line = next(filter(None, map(LINE.search, lines)), None)
+    if line:
+        row["line"] = {"tokens": int(line[1].replace(",", ""))}
+        row["line"]["workspace_mib"] = float(line[2])
+    return row | json.loads(found[-1].removeprefix(ROW))
+
+
+def grown_mib(row: dict[str, Any], first: str, what: str) -> float:
+    """Returns how much more there is at the end than there was."""
+    return (row["memory"]["end"][what] - row["memory"][first][what]) / MIB
+
+
+def complaints(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """Returns what is not as it should be with a turbo dtype's row, beside bf16's."""
+    line = row.get("line")
+    if line is None:
+        return ["no line at the start"]
+    held = row["blocks"] * row["block_size"]
+    wrong = []
+    if not held == line["tokens"] == row["tokens"]:
+        wrong.append(f"the blocks hold {held} tokens, the line says {line['tokens']}")
+    if (
+        row["cached_tokens"][1] <= row["cached_tokens"][0]
+        or not row["cached_tokens"][0]
+    ):
+        wrong.append("prefixes were not hit")
+    if not row["memory"]["end"]:
+        return wrong
+    end, other = row["memory"]["end"], baseline["memory"]["end"]
+    room = end["for_cache"] // row["bytes_a_block"]
+    if room != row["blocks"]:
+        wrong.append(f"there is room for {room} blocks, and {row['blocks']} were made")
+    row["extra_mib"] = (other["for_cache"] - end["for_cache"]) / MIB
+    row["over_requested_mib"] = (end["taken"] - end["requested"]) / MIB
+    over = (end["taken"] - end["requested"] - other["taken"] + other["requested"]) / MIB
+    for what in ("reserved", "taken"):
+        row[f"{what}_grown_mib"] = grown_mib(row, "start", what)
+        row[f"{what}_grown_since_full_step_mib"] = grown_mib(row, "full_step", what)
+    checks = {
+        "memory was reserved after the first full step": (
+            row["reserved_grown_since_full_step_mib"],
+            0,
+        ),
+        "more was reserved than the profile run left for activations": (
+            row["reserved_grown_mib"],
+            end["activations"] / MIB,
+        ),
+        "more was reserved after the start than in bf16": (
+            row["reserved_grown_mib"],
+            grown_mib(baseline, "start", "reserved") + SLACK_MIB,
+        ),
+        "more of the device is taken than in bf16": (over, SLACK_MIB),
+        "more is taken beside the cache than in bf16": (
+            row["extra_mib"],
+            MAX_EXTRA_MIB,
+        ),
+        "the workspace is too large": (line["workspace_mib"], MAX_WORKSPACE_MIB),
+    }
+    for text, (found, limit) in checks.items():
+        if found > limit:
+            wrong.append(f"{text}: {found:.1f} MiB, not {limit:.1f}")
+    return wrong
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
+    parser.add_argument("--dtypes", nargs="+", default=["turbo4"])
+    parser.add_argument(
+        "--max-model-lens", nargs="+", type=int, default=[131072, 1 << 20]
+    )
+    parser.add_argument(
+        "--longest", type=int, default=200_000, help="tokens of the longest prompt"
+    )
+    parser.add_argument("--suffixes", nargs="+", type=int, default=SUFFIXES)
+    parser.add_argument("--tokens", type=int, default=16, help="generated a request")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="of a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arm-timeout", type=float, default=200.0, help="seconds")
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-memory"))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    args.on_cpu = not has_gpu()
+    if args.child:
+        dtype, max_model_len = args.child[0], int(args.child[1])
+        args.longest = min(max_model_len - args.tokens, args.longest)
+        run_child(dtype, max_model_len, args)
+        return 0
+    signal.signal(signal.SIGTERM, raise_exit)
+    signal.signal(signal.SIGHUP, raise_exit)
+    report = Report(args.output)
+    well = True
+    for max_model_len in args.max_model_lens:
+        baseline = run_arm(BASELINE, max_model_len, args)
+        report.row(**baseline)
+        for dtype in args.dtypes:
+            row = run_arm(dtype, max_model_len, args)
+            if "wrong" not in row:
+                row["wrong"] = (
+                    ["bf16 has failed"]
+                    if "wrong" in baseline
+                    else complaints(row, baseline)
+                )
+            well = well and not row["wrong"]
+            report.row(**row)
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What `memory.py` complains of."""
+
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
+
+GIB = 1 << 30
+# A block of 16 tokens, 32 layers and 8 KV heads.
+BLOCK_BYTES = 16 * 32 * 8 * 136
+FOR_CACHE = 90 * GIB
+
+
+@pytest.fixture
+def baseline() -> dict[str, Any]:
+    start = {
+        "reserved": 100 * GIB,
+        "taken": 101 * GIB,
+        "requested": 103 * GIB,
+        "activations": 2 * GIB,
+        "for_cache": FOR_CACHE + 100 * MIB,
+    }
+    grown = {"reserved": 101 * GIB, "taken": 102 * GIB}
+    return {
+        "memory": {"start": start, "full_step": start | grown, "end": start | grown}
+    }
+
+
+@pytest.fixture
+def row(baseline: dict[str, Any]) -> dict[str, Any]:
+    result = deepcopy(baseline)
+    for seen in result["memory"].values():
+        seen["for_cache"] = FOR_CACHE
+    blocks = FOR_CACHE // BLOCK_BYTES
+    return result | {
+        "blocks": blocks,
+        "block_size": 16,
+        "tokens": 16 * blocks,
+        "bytes_a_block": BLOCK_BYTES,
+        "cached_tokens": [1000, 2000],
+        "line": {"tokens": 16 * blocks, "workspace_mib": 100.0},
+    }
+
+
+def test_nothing_is_wrong(row, baseline):
+    assert complaints(row, baseline) == []
+    assert row["extra_mib"] == 100
+    assert row["reserved_grown_mib"] == 1024
+    assert row["reserved_grown_since_full_step_mib"] == 0
+
+
+@pytest.mark.parametrize(
+    "path, change, said",
+    [
+        (("memory", "end", "reserved"), 1, "after the first full step"),
+        (("memory", "end", "reserved"), 2 * GIB, "left for activations"),
+        (("memory", "end", "reserved"), 3 * MIB, "after the start than in bf16"),
+        (("memory", "end", "taken"), 3 * MIB, "of the device"),
+        (("memory", "end", "for_cache"), -MAX_EXTRA_MIB * MIB, "beside the cache"),
+        (("memory", "end", "for_cache"), -BLOCK_BYTES, "there is room for"),
+        (("line", "workspace_mib"), 200, "workspace"),
+        (("line", "tokens"), -1, "the line says"),
+        (("tokens",), -16, "the blocks hold"),
+        (("cached_tokens", 0), -1000, "not hit"),
+    ],
+)
+def test_each_fault_is_named(row, baseline, path, change, said):
+    *outer, last = path
+    part = row
+    for name in outer:
+        part = part[name]
+    part[last] += change
+    assert any(said in text for text in complaints(row, baseline))
+
+
+def test_the_start_up_line_is_read():
+    text = (
+        "INFO [startup.py:60] KV cache turbo4: 1088 bytes a token and layer (layers: "
+        "32, KV heads: 8, head size: 128; CUDA kernels, because they could be built), "
+        "3.76 times fewer than in bf16; 3,155,206 tokens; 337.1 MiB of workspace; "
+        "prefill attends to raw K and V."
+    )
+    found = LINE.search(text)
+    assert found and found.groups() == ("3,155,206", "337.1")
