@@ -273,7 +273,7 @@ def load_side(
     codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
     scales_ptr,  # likewise, to its scale plane
     token,  # of that shape, place in the tile
-    inside,  # of that shape, which tokens to load
+    inside,  # of that shape, which tokens to load; None: all
     column,  # [1, C] or [C, 1]
     same_column,  # the same, from ``as_loaded`` where a dot follows
     BITS: tl.constexpr,
@@ -283,7 +283,11 @@ def load_side(
     COLUMNS: tl.constexpr,
 ):
     """Load K's or V's units, int32, and their scales, fp16: [N, C] or [C, N]."""
-    mask = inside & (column < COLUMNS)
+    mask = column < COLUMNS
+    if inside is not None:
+        mask = inside & mask
+    elif column.shape[0] * column.shape[1] == COLUMNS:
+        mask = None
     word = load_units(
         codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, IS_VALUE
     )

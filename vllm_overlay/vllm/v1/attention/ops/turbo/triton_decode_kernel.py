@@ -7,7 +7,7 @@ from vllm.v1.attention.ops.turbo.triton_codec import (
     as_loaded,
     key_scale,
     load_scales,
-    load_units,
+    load_side,
     tile_pointers,
 )
 from vllm.v1.attention.ops.turbo.triton_operands import (
@@ -39,21 +39,18 @@ def _scores(
     column = column[None, :]
     same_column = same_column[None, :]
     # All that the table has may be read: what is not the sequence's is left out later.
-    mask = column < COLUMNS
-    if column.shape[1] == COLUMNS:
-        mask = None
-    word = load_units(
-        tile_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, False
-    )
-    scale = load_scales(
+    word, scale = load_side(
+        tile_ptr,
         tile_ptr + SCALES_OFFSET,
         token,
+        None,
         column,
         same_column,
-        None,
-        mask,
-        HEAD_SIZE,
+        BITS,
+        False,
         SCALE_WORDS,
+        HEAD_SIZE,
+        COLUMNS,
     )
     keys = key_operands(
         word, key_scale(scale), same_column, COEFFICIENTS, COLUMNS, HEAD_SIZE
