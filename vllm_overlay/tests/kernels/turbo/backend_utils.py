@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import dispatch, prefill_plan, reference
 from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
 
 from .utils import (
@@ -116,6 +116,23 @@ def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
         target_parallel_config=config.parallel_config,
     )
     return config
+
+
+def set_scratch(
+    monkeypatch: pytest.MonkeyPatch,
+    partials: int | None = None,
+    slice_tokens: int | None = None,
+    piece_tokens: int | None = None,
+) -> None:
+    """Have implementations and builders that are made later use so much at a time."""
+    row = 2 * NUM_HEADS * HEAD_SIZE
+    for module, name, count, size in (
+        (dispatch, "PARTIAL_BYTES", partials, 2 * row),
+        (prefill_plan, "ROW_BYTES", slice_tokens, row),
+        (prefill_plan, "PIECE_BYTES", piece_tokens, 4 * NUM_KV_HEADS * HEAD_SIZE),
+    ):
+        if count is not None:
+            monkeypatch.setattr(module, name, count * size)
 
 
 def make_impl(config: VllmConfig) -> TurboAttentionImpl:

@@ -20,7 +20,6 @@ from vllm.v1.attention.ops.turbo import (
     cuda_merge,
     cuda_store,
     kernels,
-    prefill,
     reference,
 )
 from vllm.v1.worker.workspace import (
@@ -47,6 +46,7 @@ from .backend_utils import (
     make_vllm_config,
     prefill_modes,
     set_path,
+    set_scratch,
     with_drafts,
 )
 from .utils import (
@@ -73,11 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @prefill_modes
 @pytest.mark.parametrize("path", ["torch", *KERNELS, *(f"{k} alone" for k in KERNELS)])
 def test_batches(folder, requests, mode, path, monkeypatch):
-    """Context is cut into pieces of the least size, 128 tokens."""
-    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    """Context is cut into pieces of 128 tokens."""
+    set_scratch(monkeypatch, piece_tokens=128)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
-    assert impl.workspace.tokens_per_piece == 128
+    assert impl.workspace.piece_tokens == 128
     set_path(impl, path)
     batch = Batch.make(impl, requests)
     metadata = make_builder(config, impl).build(0, batch.common)
@@ -187,7 +187,7 @@ def test_builder_interface(folder):
     builder = make_builder(config, impl)
     assert builder.reorder_batch_threshold == 3
     assert make_impl(config).max_decode_query_len == 3
-    assert builder.tokens_per_piece == impl.workspace.tokens_per_piece
+    assert builder.prefill_limits.piece_tokens == impl.workspace.piece_tokens
     assert TurboAttentionBackend.get_builder_cls() is TurboMetadataBuilder
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl
 
@@ -198,7 +198,7 @@ def test_builder_interface(folder):
 @kernel_paths
 def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkeypatch):
     """The workspace may not grow after the memory is profiled."""
-    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    set_scratch(monkeypatch, piece_tokens=48)
     config = make_vllm_config(
         folder,
         dtype=FP16,
@@ -220,9 +220,9 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         assert impl.forward(None, output, output, output, None, None, output) is output
         assert (output == 0).all()
         (reserved,) = current_workspace_manager()._current_workspaces
-        # Nine parts, each of a multiple of 256 bytes.
+        # A few parts, each of a multiple of 256 bytes.
         monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-        assert 0 <= reserved.numel() - impl.workspace_bytes < 9 * 256
+        assert 0 <= reserved.numel() - impl.workspace_bytes < 4 * 256
         lock_workspace()
         for requests in (
             [(1, 40)],
@@ -242,7 +242,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
 @requires_triton
 def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
     """They say how many partial results there are, and what is made for good."""
-    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    set_scratch(monkeypatch, piece_tokens=8)
     config = make_vllm_config(
         folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=8
     )

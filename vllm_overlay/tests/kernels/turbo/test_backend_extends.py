@@ -92,16 +92,17 @@ def test_plan():
 def test_partials_of_every_plan():
     """The reservation holds for whatever is planned."""
 
-    def num_splits(num_seqs: int, query_len: int) -> int:
-        return max(2, 4096 // (num_seqs * query_len))
+    def num_partials(num_seqs: int, query_len: int) -> int:
+        rows = num_seqs * query_len
+        return rows * max(2, 4096 // rows)
 
     for max_num_seqs in (1, 7, 64, 1000):
-        reserved = max_extend_partials(max_num_seqs, MAX_EXTEND_LEN, num_splits)
+        reserved = max_extend_partials(max_num_seqs, MAX_EXTEND_LEN, num_partials)
         for longest in range(1, MAX_EXTEND_LEN + 1):
             lens = [longest] + [1] * (max_num_seqs - 1)
             for first, last in plan_extends(lens, [9] * len(lens), MAX_EXTEND_LEN):
                 count, length = last - first, max(lens[first:last])
-                taken = count * length * num_splits(count, length)
+                taken = num_partials(count, length)
                 assert taken <= reserved, (max_num_seqs, longest)
 
 

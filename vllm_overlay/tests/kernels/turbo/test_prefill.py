@@ -11,13 +11,18 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.prefill import (
-    PIECE_BYTES,
     PrefillBuffers,
-    build_prefill_metadata,
     get_flash_attn,
-    piece_tokens,
-    plan_context,
     prefill_attention,
+)
+from vllm.v1.attention.ops.turbo.prefill_plan import (
+    PIECE_BYTES,
+    ROW_BYTES,
+    PrefillLimits,
+    build_prefill_metadata,
+    plan_context,
+    plan_slices,
+    prefill_limits,
 )
 
 from .backend_utils import flash_attn_stand_in
@@ -87,10 +92,52 @@ def test_random_plans():
         test_plan_covers_each_token_once(lens.tolist(), size)
 
 
-def test_piece_holds_a_batch_of_queries():
-    """With stored K and V, a batch's own tokens are one piece."""
-    assert piece_tokens(100, 8, 128, BF16) == PIECE_BYTES // (2 * 8 * 128 * 2)
-    assert piece_tokens(10**6, 8, 128, BF16) == 10**6
+@pytest.mark.parametrize("max_tokens", [1, 7, 16, 10**6])
+@pytest.mark.parametrize(
+    "query_lens", [[16], [1, 40], [7, 7, 7], [3, 0, 1, 20, 5, 0]], ids=str
+)
+def test_slices_cover_each_token_once(query_lens, max_tokens):
+    """In order and alike in size, with the requests that have tokens of them."""
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
+    owners = [row for row, length in enumerate(query_lens) for _ in range(length)]
+    slices = plan_slices(starts, max_tokens)
+    assert len(slices) == math.ceil(len(owners) / min(max_tokens, len(owners)))
+    end = 0
+    for tokens, requests in slices:
+        assert tokens.start == end
+        end = tokens.stop
+        own = owners[tokens]
+        assert 0 < len(own) <= max_tokens
+        assert requests == slice(own[0], own[-1] + 1)
+    assert end == len(owners)
+
+
+def test_limits():
+    """With stored K and V, a slice's own tokens are one piece."""
+    of_llama = [prefill_limits(32, 8, 128, BF16, stored) for stored in (False, True)]
+    slice_tokens = ROW_BYTES // (32 * 128 * 2)
+    assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2))] * 2
+    piece_tokens = PIECE_BYTES // (2 * 32 * 128 * 2)
+    of_mha = [prefill_limits(32, 32, 128, BF16, stored) for stored in (False, True)]
+    assert of_mha == [(slice_tokens, piece_tokens), (piece_tokens, piece_tokens)]
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
+def test_scratch_of_a_plan(stored):
+    """A first chunk of raw K and V needs none, however long; others are cut up."""
+    starts = torch.tensor([0, 40, 60], dtype=torch.int32)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    limits = PrefillLimits(16, 32)
+    for contexts, lens in (([0, 0], [60]), ([0, 9], [15] * 4), ([70, 0], [15] * 4)):
+        seq_lens = torch.tensor(contexts, dtype=torch.int32) + starts.diff()
+        plan = build_prefill_metadata(starts, seq_lens, table, stored, limits, DEVICE)
+        found = [part.tokens.stop - part.tokens.start for part in plan.slices]
+        assert found == ([15] * 4 if stored else lens)
+        needs_scratch = stored or any(contexts)
+        assert plan.max_buffered_tokens == (15 if needs_scratch else 0)
+        for part in plan.slices:
+            assert all(piece.num_tokens <= 32 for piece in part.pieces)
+            assert (part.raw is None) == stored == (part.own is not None)
 
 
 @requires_triton
@@ -204,7 +251,7 @@ def check_prefill(
     layout: TurboFormat,
     query_lens: list[int],
     context_lens: list[int],
-    tokens_per_piece: int,
+    limits: PrefillLimits,
     stored: bool,
     dtype: torch.dtype,
     group: int = 2,
@@ -233,20 +280,23 @@ def check_prefill(
         torch.tensor(seq_lens, dtype=torch.int32),
         table,
         stored,
-        tokens_per_piece,
+        limits,
         DEVICE,
     )
+    buffered = metadata.max_buffered_tokens
+    assert (buffered > 0) == (stored or any(context_lens)) and (
+        buffered <= limits.slice_tokens
+    )
     shapes = PrefillBuffers.shapes(
-        num_tokens, tokens_per_piece, num_kv_heads * group, num_kv_heads, size
+        buffered, limits.piece_tokens, num_kv_heads * group, num_kv_heads, size
     )
     for flash_attn in flash_attns(size):
         buffers = [
             torch.full(shape, math.nan, dtype=dtype, device=DEVICE) for shape in shapes
         ]
         # FlashAttention may load rows past a piece, times zero.
-        for buffer in buffers[3:]:
+        for buffer in buffers[2:]:
             buffer.zero_()
-        needed = stored or sum(context_lens) > 0
         output = torch.full_like(query, math.nan)
         prefill_attention(
             query,
@@ -256,7 +306,7 @@ def check_prefill(
             metadata,
             size**-0.5,
             layout,
-            PrefillBuffers(*buffers) if needed else None,
+            PrefillBuffers(*buffers) if buffered else None,
             output,
             flash_attn,
         )
@@ -272,23 +322,26 @@ def check_prefill(
             )
 
 
+# Query and context lengths of requests, tokens of a slice and of a piece.
 PREFILLS = {
-    "first chunks": ([20, 3], [0, 0], 32),
-    "prefix hits": ([5, 9], [40, 17], 128),
-    "pieces": ([4, 20, 2, 6], [70, 0, 100, 1], 48),
-    "more than a piece each": ([3, 2], [65, 130], 32),
+    "first chunks": ([20, 3], [0, 0], 32, 32),
+    "prefix hits": ([5, 9], [40, 17], 128, 128),
+    "pieces": ([4, 20, 2, 6], [70, 0, 100, 1], 48, 48),
+    "more than a piece each": ([3, 2], [65, 130], 32, 32),
+    "slices": ([4, 20, 2, 6], [70, 0, 100, 1], 7, 64),
+    "slices of one request": ([20], [33], 7, 32),
 }
 
 
 @requires_triton
 @all_presets
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
-@pytest.mark.parametrize(
-    "query_lens, context_lens, tokens_per_piece", PREFILLS.values(), ids=PREFILLS
-)
-def test_prefill(name, stored, query_lens, context_lens, tokens_per_piece):
+@pytest.mark.parametrize("case", PREFILLS)
+def test_prefill(name, stored, case):
+    query_lens, context_lens, *limits = PREFILLS[case]
     layout = TurboFormat.from_cache_dtype(name, 64)
-    check_prefill(layout, query_lens, context_lens, tokens_per_piece, stored, FP16)
+    limits = PrefillLimits(*limits)
+    check_prefill(layout, query_lens, context_lens, limits, stored, FP16)
 
 
 @requires_triton
@@ -297,4 +350,4 @@ def test_prefill(name, stored, query_lens, context_lens, tokens_per_piece):
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
 def test_prefill_head_sizes(head_size, dtype, stored):
     layout = TurboFormat.from_cache_dtype("turbo4", head_size)
-    check_prefill(layout, [5, 4], [33, 0], 32, stored, dtype)
+    check_prefill(layout, [5, 4], [33, 0], PrefillLimits(32, 32), stored, dtype)

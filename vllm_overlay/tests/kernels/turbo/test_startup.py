@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernels
 from vllm.v1.attention.ops.turbo.startup import describe_cache
 
-from .backend_utils import make_vllm_config
+from .backend_utils import flash_attn_stand_in, make_vllm_config
 from .utils import requires_triton
 
 
@@ -21,9 +21,11 @@ def make_impl(
 ) -> TurboAttentionImpl:
     config = make_vllm_config(folder, "turbo4", **batch)
     with set_current_vllm_config(config):
-        return TurboAttentionImpl(
+        impl = TurboAttentionImpl(
             num_heads, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
         )
+    impl.flash_attn = flash_attn_stand_in  # for the scratch that it takes
+    return impl
 
 
 def test_cpu(monkeypatch, tmp_path):

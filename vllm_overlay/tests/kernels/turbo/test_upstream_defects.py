@@ -15,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.ops.turbo import kernels, prefill, triton_prefill
+from vllm.v1.attention.ops.turbo import (
+    kernels,
+    prefill,
+    prefill_plan,
+    triton_prefill,
+)
 from vllm.v1.worker import workspace
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config, with_drafts
@@ -184,7 +189,7 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
     """Around the kernels, which do nothing here, and beside the workspace: no profile
     run can have taken a tensor as long as the context.
     """
-    monkeypatch.setattr(prefill, "PIECE_BYTES", 1)
+    monkeypatch.setattr(prefill_plan, "PIECE_BYTES", 2**14)
     set_flash_attn(monkeypatch, attend_to_nothing)
     for module, kernel in (
         (turboquant_attn, "triton_turboquant_store"),

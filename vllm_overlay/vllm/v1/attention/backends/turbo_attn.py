@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention over the turbo KV cache: the backend, and dispatch to the kernels.
+"""Attention over the turbo KV cache: the backend.
 
-The format and the kernels are in ``vllm/v1/attention/ops/turbo``. The cache
-dtype selects this backend; no other setting does.
+The format, the kernels and what dispatches to them are in
+``vllm/v1/attention/ops/turbo``. The cache dtype selects this backend; no other setting
+does.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,43 +16,24 @@ from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionType,
     MultipleOf,
-    max_decode_query_len,
 )
 from vllm.v1.attention.ops.turbo import reference, refusals, torch_attention
+from vllm.v1.attention.ops.turbo.dispatch import KernelDispatch
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     TILE_TOKENS,
     TurboFormat,
     is_turbo_cache_dtype,
 )
-from vllm.v1.attention.ops.turbo.kernels import (
-    MAX_EXTEND_LEN,
-    TurboKernels,
-    choose_kernels,
-    cuda_refusal,
-)
-from vllm.v1.attention.ops.turbo.metadata import (
-    MAX_EXTEND_TOKENS,
-    TurboMetadata,
-    TurboMetadataBuilder,
-    max_extend_partials,
-)
-from vllm.v1.attention.ops.turbo.prefill import (
-    PrefillBuffers,
-    get_flash_attn,
-    piece_tokens,
-    prefill_attention,
-)
-from vllm.v1.attention.ops.turbo.workspace import Workspace
+from vllm.v1.attention.ops.turbo.kernels import cuda_refusal
+from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
-from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -162,7 +142,7 @@ class TurboAttentionBackend(AttentionBackend):
         return replace(spec, state_content_bytes=layout.slot_size)
 
 
-class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
+class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
     """Stores K and V, then attends: decode from the pages, prefill by
     FlashAttention over raw or dequantised K and V.
     """
@@ -196,50 +176,23 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.DRAFT_MODEL)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        KernelDispatch.__init__(
+            self,
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            head_size,
+            float(scale),
+            TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
+            vllm_config,
+        )
         self.kv_cache_dtype = kv_cache_dtype
-        self.layout = TurboFormat.from_cache_dtype(kv_cache_dtype, head_size)
-        self.dtype = vllm_config.model_config.dtype
-        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
-        self.kernel_choice = vllm_config.attention_config.turbo_kernel
         if self.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
-        scheduler_config = vllm_config.scheduler_config
-        self.max_num_seqs = scheduler_config.max_num_seqs
-        self.max_decode_query_len = max_decode_query_len(vllm_config)
-        self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
-        self.max_num_tokens = scheduler_config.max_num_batched_tokens
-        self.workspace = Workspace(
-            num_heads,
-            self.num_kv_heads,
-            head_size,
-            self.dtype,
-            piece_tokens(self.max_num_tokens, self.num_kv_heads, head_size, self.dtype),
-        )
-        self.flash_attn = get_flash_attn(head_size)
-
-    @cached_property
-    def kernels(self) -> TurboKernels:
-        """What stores and decodes on a GPU."""
-        group = self.num_heads // self.num_kv_heads
-        return choose_kernels(
-            self.kernel_choice, self.layout, group, self.max_decode_query_len
-        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
         if not current_platform.is_cpu():
             _ = self.kernels
-
-    @property
-    def kernels_used(self) -> str:
-        """What stores and decodes, and why, for users."""
-        if current_platform.is_cpu():
-            return "PyTorch's operators, because this is a CPU"
-        return f"{self.kernels.name} kernels, because {self.kernels.reason}"
 
     def forward(
         self,
@@ -323,166 +276,3 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 self.stored,
                 output,
             )
-
-    def _forward_kernels(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TurboMetadata,
-        output: torch.Tensor,
-    ) -> None:
-        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
-
-        num_short_tokens, prefill = metadata.num_short_tokens, metadata.prefill
-        rows = slice(num_short_tokens, query.shape[0])
-        needs_buffers = prefill is not None and (self.stored or prefill.context)
-        rotated_query, query_scale, partial_output, partial_lse, *prefill_buffers = (
-            self.workspace.take(
-                num_short_tokens,
-                max(
-                    self._num_partials(metadata.num_decodes, metadata.decode_query_len),
-                    *(
-                        self._num_extend_partials(each.num_requests, each.query_len)
-                        for each in metadata.extends
-                    ),
-                    0,
-                ),
-                query.shape[0] - num_short_tokens if needs_buffers else 0,
-                query.device,
-            )
-        )
-        self.kernels.store(
-            kv_cache,
-            metadata.slot_mapping[: query.shape[0]],
-            key,
-            value,
-            self.layout,
-            query[:num_short_tokens],
-            rotated_query,
-            query_scale,
-            self.scale,
-        )
-
-        def attend(
-            attention: Callable[..., None],
-            tokens: slice,
-            requests: slice,
-            num_partials: int,
-            query_len: int,
-            start_loc: torch.Tensor | None,
-        ) -> None:
-            newest = NewestToken(query[tokens], key[tokens], value[tokens], self.scale)
-            attention(
-                rotated_query[tokens],
-                query_scale[tokens],
-                kv_cache,
-                metadata.block_table[requests],
-                metadata.seq_lens[requests],
-                self.layout,
-                partial_output[:num_partials],
-                partial_lse[:num_partials],
-                output[tokens],
-                None if self.stored else newest,
-                query_len,
-                start_loc,
-            )
-
-        attend(
-            self.kernels.decode_attention,
-            slice(0, metadata.num_decode_tokens),
-            slice(0, None),
-            self._num_partials(metadata.num_decodes, metadata.decode_query_len),
-            metadata.decode_query_len,
-            metadata.decode_start_loc,
-        )
-        for each in metadata.extends:
-            assert self.kernels.extend_attention is not None
-            attend(
-                self.kernels.extend_attention,
-                slice(each.first_token, each.first_token + each.num_tokens),
-                slice(each.first_request, None),
-                self._num_extend_partials(each.num_requests, each.query_len),
-                each.query_len,
-                each.query_start_loc,
-            )
-        if prefill is None:
-            return
-        if self.flash_attn is None:
-            torch_attention.prefill_attention(
-                query,
-                key,
-                value,
-                kv_cache,
-                metadata,
-                self.scale,
-                self.layout,
-                self.stored,
-                output,
-            )
-            return
-        prefill_attention(
-            query[rows],
-            key[rows],
-            value[rows],
-            kv_cache,
-            prefill,
-            self.scale,
-            self.layout,
-            PrefillBuffers(*prefill_buffers) if prefill_buffers else None,
-            output[rows],
-            self.flash_attn,
-        )
-
-    def _num_partials(self, num_seqs: int, query_len: int) -> int:
-        splits = self.kernels.num_kv_splits(
-            num_seqs, self.num_kv_heads, self.num_sms, query_len
-        )
-        return num_seqs * query_len * splits
-
-    def _num_extend_splits(self, num_seqs: int, query_len: int) -> int:
-        assert self.kernels.num_extend_splits is not None
-        return self.kernels.num_extend_splits(
-            num_seqs, self.num_kv_heads, self.num_sms, query_len
-        )
-
-    def _num_extend_partials(self, num_seqs: int, query_len: int) -> int:
-        return num_seqs * query_len * self._num_extend_splits(num_seqs, query_len)
-
-    def _largest_batch(self) -> tuple[int, int, int]:
-        """Of all batches, what ``Workspace.parts`` needs the most of."""
-        num_partials = max(
-            self._num_partials(count, query_len)
-            for count in range(1, self.max_num_seqs + 1)
-            for query_len in range(1, self.max_decode_query_len + 1)
-        )
-        num_short_tokens = self.max_num_seqs * self.max_decode_query_len
-        if self.kernels.extend_attention is not None:
-            num_partials = max(
-                num_partials,
-                max_extend_partials(
-                    self.max_num_seqs, MAX_EXTEND_LEN, self._num_extend_splits
-                ),
-            )
-            num_short_tokens += min(
-                MAX_EXTEND_TOKENS,
-                self.max_num_tokens,
-                self.max_num_seqs * MAX_EXTEND_LEN,
-            )
-        return num_short_tokens, num_partials, self.max_num_tokens
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Scratch memory that the profile run reserves."""
-        if current_platform.is_cpu():
-            return 0
-        return self.workspace.num_bytes(*self._largest_batch())
-
-    def _reserve_workspace(self, device: torch.device) -> None:
-        """Take all memory of the largest batch, in the profile run."""
-        if not is_workspace_manager_initialized():
-            return
-        self.workspace.take(*self._largest_batch(), device)
-        # Kept for good by a cache: not to be made in a CUDA graph's pool.
-        self.kernels.make_matrices(self.head_size, device)

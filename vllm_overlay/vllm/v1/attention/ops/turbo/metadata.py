@@ -8,7 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
@@ -21,10 +22,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN, choose_kernels
-from vllm.v1.attention.ops.turbo.prefill import (
+from vllm.v1.attention.ops.turbo.prefill_plan import (
     PrefillMetadata,
     build_prefill_metadata,
-    piece_tokens,
+    prefill_limits,
 )
 from vllm.v1.attention.ops.turbo.refusals import (
     PERMUTED_TRANSFER,
@@ -132,20 +133,35 @@ def plan_extends(
 
 
 def max_extend_partials(
-    max_num_seqs: int, max_len: int, num_splits: Callable[[int, int], int]
+    max_num_seqs: int, max_len: int, num_partials: Callable[[int, int], int]
 ) -> int:
     """Partial results of the largest call of ``plan_extends``.
 
     Args:
         max_num_seqs: Requests of a batch.
         max_len: Query tokens of an extend, at most.
-        num_splits: Splits of a sequence, by sequences and query tokens of each.
+        num_partials: Of a call, by its sequences and query tokens of each.
 
     """
     return max(
-        count * length * num_splits(count, length)
+        num_partials(count, length)
         for length in range(1, max_len + 1)
         for count in range(1, min(max_num_seqs, _MAX_CALL_TOKENS // length) + 1)
+    )
+
+
+def _max_num_heads(vllm_config: VllmConfig, layer_names: list[str]) -> int:
+    """Query heads of the layer that has the most; the model's if none is there yet."""
+    layers = get_layers_from_vllm_config(
+        vllm_config,
+        AttentionLayerBase,  # type: ignore[type-abstract]
+        layer_names,
+    )
+    return max(
+        (layer.impl.num_heads for layer in layers.values()),
+        default=vllm_config.model_config.get_num_attention_heads(
+            vllm_config.parallel_config
+        ),
     )
 
 
@@ -172,11 +188,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             raise ValueError(refusal(cache_dtype, reasons))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
-        self.tokens_per_piece = piece_tokens(
-            vllm_config.scheduler_config.max_num_batched_tokens,
+        self.prefill_limits = prefill_limits(
+            _max_num_heads(vllm_config, layer_names),
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             vllm_config.model_config.dtype,
+            self.stored,
         )
         self.max_extend_len = self._find_max_extend_len(kv_cache_spec)
 
@@ -228,7 +245,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
                     seq_lens_cpu[num_short:],
                     common.block_table_tensor[num_short:],
                     self.stored,
-                    self.tokens_per_piece,
+                    self.prefill_limits,
                     self.device,
                 )
         return TurboMetadata(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Scratch memory of the turbo kernels, in one piece."""
+"""Scratch memory of the turbo kernels, which a step's kernels take in turn."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,6 +12,9 @@ from vllm.v1.worker.workspace import (
     current_workspace_manager,
     is_workspace_manager_initialized,
 )
+
+# Shapes and dtypes of tensors that are there at the same time.
+Parts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Workspace(NamedTuple):
@@ -22,7 +25,7 @@ class Workspace(NamedTuple):
         num_kv_heads: KV heads.
         head_size: Of query, key and value.
         dtype: The model's.
-        tokens_per_piece: Tokens that a prefill dequantises at a time.
+        piece_tokens: Tokens that a prefill dequantises at a time.
 
     """
 
@@ -30,60 +33,52 @@ class Workspace(NamedTuple):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    tokens_per_piece: int
+    piece_tokens: int
 
-    def parts(
-        self, num_short_tokens: int, num_partials: int, num_prefill_tokens: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the scratch tensors.
+    def short_parts(self, num_tokens: int, num_partials: int) -> Parts:
+        """Scratch of decodes and extends, which begin when the one before has ended.
 
         Args:
-            num_short_tokens: Query tokens of decodes and extends.
-            num_partials: Partial results of the decodes, or of one call of extends:
-                they follow each other.
-            num_prefill_tokens: Query tokens of the prefills; 0 if these need none.
+            num_tokens: Query tokens of all.
+            num_partials: Partial results of one call.
 
         Returns:
-            Of rotated queries, their scales, partial outputs and their LSE of decodes
-            and extends, then, if there are prefill tokens, of the ``PrefillBuffers``.
+            Of the queries' scales, partial outputs and their LSE. Rotated queries lie
+            where the output comes to be.
 
         """
         heads, size = self.num_heads, self.head_size
-        wanted: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((num_short_tokens, heads, size), torch.float16),
-            ((num_short_tokens, heads), torch.float32),
+        return [
+            ((num_tokens, heads), torch.float32),
             ((num_partials, heads, size), torch.float32),
             ((num_partials, heads), torch.float32),
         ]
-        if num_prefill_tokens > 0:
-            shapes = PrefillBuffers.shapes(
-                num_prefill_tokens,
-                self.tokens_per_piece,
-                heads,
-                self.num_kv_heads,
-                size,
-            )
-            wanted += [(shape, self.dtype) for shape in shapes]
-        return wanted
 
-    def num_bytes(
-        self, num_short_tokens: int, num_partials: int, num_prefill_tokens: int
-    ) -> int:
-        """Bytes of ``parts``, without what aligns them."""
-        parts = self.parts(num_short_tokens, num_partials, num_prefill_tokens)
+    def prefill_parts(self, num_tokens: int) -> Parts:
+        """The ``PrefillBuffers`` for slices of so many tokens; zero: of none."""
+        if num_tokens == 0:
+            return []
+        shapes = PrefillBuffers.shapes(
+            num_tokens,
+            self.piece_tokens,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+        )
+        return [(shape, self.dtype) for shape in shapes]
+
+    @staticmethod
+    def num_bytes(parts: Parts) -> int:
+        """Bytes of tensors, without what aligns them."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
-    def take(
-        self,
-        num_short_tokens: int,
-        num_partials: int,
-        num_prefill_tokens: int,
-        device: torch.device,
-    ) -> list[torch.Tensor]:
-        """The tensors of ``parts``, in a single request: a second request would
-        overlap the first.
+    @staticmethod
+    def take(parts: Parts, device: torch.device) -> list[torch.Tensor]:
+        """The tensors, which end those of all requests before: they overlap.
+
+        So what reads earlier ones has to come before what writes these in the stream.
         """
-        parts = self.parts(num_short_tokens, num_partials, num_prefill_tokens)
-        if is_workspace_manager_initialized():
+        # A manager that was asked for nothing yet fails if that is asked for.
+        if is_workspace_manager_initialized() and Workspace.num_bytes(parts) > 0:
             return current_workspace_manager().get_simultaneous(*parts)
         return [torch.empty(s, dtype=dtype, device=device) for s, dtype in parts]

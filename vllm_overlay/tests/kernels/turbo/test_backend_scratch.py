@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Scratch memory: its bound, and batches that are served slice by slice for it."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import kernels, prefill, triton_prefill
+from vllm.v1.attention.ops.turbo.dispatch import plan_calls
+from vllm.v1.attention.ops.turbo.triton_merge import count_sequences
+from vllm.v1.worker.workspace import (
+    init_workspace_manager,
+    lock_workspace,
+    reset_workspace_manager,
+)
+
+from . import backend_utils
+from .backend_utils import (
+    BATCHES,
+    HEAD_SIZE,
+    NUM_HEADS,
+    Batch,
+    kernel_paths,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .utils import BF16, DEVICE, FP16, ON_GPU, requires_triton
+
+MIB = 2**20
+# Query heads, KV heads and head size of models without tensor parallelism.
+SHAPES = [
+    (heads, kv_heads, size)
+    for heads, size in ((128, 128), (64, 256), (32, 512), (32, 128), (8, 64))
+    for kv_heads in sorted({1, 8, heads})
+]
+STEPS = [(1, 2048), (96, 8192), (1024, 131072)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def no_kernel(*args, **arguments) -> None:
+    """In place of kernels, where only what they are given counts."""
+
+
+def no_flash_attn(q, **arguments):
+    return arguments["out"], torch.zeros(q.shape[1], q.shape[0], device=q.device)
+
+
+@requires_triton
+@prefill_modes
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("max_num_seqs, max_num_tokens", STEPS)
+def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypatch):
+    """Whatever the model and the batch are."""
+    config = make_vllm_config(
+        folder, "turbo4", BF16, mode, max_num_seqs, max_num_tokens
+    )
+    if num_drafts:
+        with_drafts(config, num_drafts)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    for (heads, kv_heads, size), name in product(SHAPES, ("cuda", "triton")):
+        with monkeypatch.context() as patch, set_current_vllm_config(config):
+            patch.setattr(current_platform, "is_cpu", lambda: True)
+            impl = TurboAttentionImpl(
+                heads, size, 0.1, kv_heads, kv_cache_dtype="turbo4"
+            )
+        impl.kernels = getattr(kernels, f"{name}_kernels")()
+        impl.num_sms = 132
+        impl.flash_attn = no_flash_attn
+        found = impl.workspace_bytes / MIB
+        assert found <= 256, (heads, kv_heads, size, name, found)
+
+
+def test_plan_of_calls():
+    """A batch is cut only where a call would have too few splits a sequence."""
+    assert plan_calls(0, 1, 8, 64) == []
+    assert plan_calls(8, 1, 64, 64) == [(0, 8)]
+    assert plan_calls(16, 1, 64, 64) == [(0, 16)]
+    assert plan_calls(17, 1, 64, 64) == [(0, 9), (9, 17)]
+    assert plan_calls(64, 1, 1, 64) == [(0, 64)]
+    assert plan_calls(5, 4, 2, 16) == [(0, 2), (2, 4), (4, 5)]
+    assert plan_calls(2, 4, 8, 1) == [(0, 1), (1, 2)]
+
+
+def random_requests(
+    generator: torch.Generator, num_drafts: int, max_num_seqs: int, max_num_tokens: int
+) -> list[tuple[int, int]]:
+    """Query and context lengths of a batch's requests, decodes first."""
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    lens = [draw(1, num_drafts + 1) for _ in range(draw(0, max_num_seqs))]
+    while len(lens) < max_num_seqs and draw(0, 3) > 0:
+        lens.append(draw(num_drafts + 2, draw(num_drafts + 2, max_num_tokens)))
+    while sum(lens) > max_num_tokens:
+        lens.pop()
+    return [(length, draw(0, 1) * draw(1, 300)) for length in lens or [1]]
+
+
+@requires_triton
+@prefill_modes
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypatch):
+    """Of decodes, extends and prefills, cut into calls and slices."""
+    set_scratch(monkeypatch, partials=48, slice_tokens=40, piece_tokens=64)
+    for name in ("gather_context", "rotate_rows"):
+        monkeypatch.setattr(triton_prefill, name, no_kernel)
+    monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
+    monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    config = make_vllm_config(folder, "turbo4", FP16, mode, 16, 256)
+    if num_drafts:
+        with_drafts(config, num_drafts)
+    impl = make_impl(config)
+    impl.num_sms = 4
+    impl.flash_attn = no_flash_attn
+    calls: list[int] = []
+
+    def attend(*args) -> None:
+        partial, output, query_len, start_loc = args[6], args[8], args[10], args[11]
+        assert partial.shape[0] <= 48
+        count = count_sequences(output.shape[0], query_len, start_loc)
+        assert partial.shape[0] >= count * query_len > 0
+        calls[-1] += 1
+
+    impl.kernels = kernels.cuda_kernels()._replace(
+        store=no_kernel,
+        decode_attention=attend,
+        extend_attention=attend,
+        make_matrices=no_kernel,
+    )
+    builder = make_builder(config, impl)
+    generator = torch.Generator().manual_seed(0)
+    num_slices = []
+    init_workspace_manager(DEVICE)
+    try:
+        x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+        impl.forward(None, x, x, x, None, None, x)
+        lock_workspace()
+        for _ in range(60):
+            batch = Batch.make(impl, random_requests(generator, num_drafts, 16, 256))
+            metadata = builder.build(0, batch.common)
+            calls.append(0)
+            batch.run(impl, metadata, "kernels")
+            plan = metadata.prefill
+            num_slices.append(0 if plan is None else len(plan.slices))
+    finally:
+        reset_workspace_manager()
+    assert max(calls) > 2 and max(num_slices) > 2
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+@pytest.mark.parametrize("name", ["decodes", "mixed", "context of several pieces"])
+def test_sliced_batches(folder, name, mode, path, monkeypatch):
+    """Two requests a call, 8 query tokens a slice; scratch is that of vLLM's manager,
+    so what overlaps in it is written over.
+    """
+    set_scratch(monkeypatch, partials=8, slice_tokens=8, piece_tokens=64)
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    impl = make_impl(config)
+    impl.num_sms = 4
+    set_path(impl, path)
+    batch = Batch.make(impl, BATCHES[name])
+    metadata = make_builder(config, impl).build(0, batch.common)
+    if name == "decodes" and path == "triton":
+        assert len(list(impl._calls(metadata))) == 2
+    if metadata.prefill is not None and path == "triton":
+        assert len(metadata.prefill.slices) > 1
+    init_workspace_manager(DEVICE)
+    try:
+        batch.check(impl, batch.run(impl, metadata, path))
+    finally:
+        reset_workspace_manager()
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+@pytest.mark.parametrize("lens", [(3, 3, 3), (3, 1, 2)], ids=["alike", "ragged"])
+def test_sliced_drafts(folder, lens, mode, path, monkeypatch):
+    set_scratch(monkeypatch, partials=8)
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, [(length, 30 + 7 * length) for length in lens])
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert metadata.num_decodes == 3
+    assert len(list(impl._calls(metadata))) == 3
+    batch.check(impl, batch.run(impl, metadata, path))

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels serve which of a batch's tokens, in scratch memory of bounded size."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.attention.ops.turbo import torch_attention
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.kernels import (
+    MAX_EXTEND_LEN,
+    TurboKernels,
+    choose_kernels,
+)
+from vllm.v1.attention.ops.turbo.metadata import (
+    MAX_EXTEND_TOKENS,
+    ExtendBatch,
+    TurboMetadata,
+    max_extend_partials,
+)
+from vllm.v1.attention.ops.turbo.prefill import (
+    PrefillBuffers,
+    get_flash_attn,
+    prefill_attention,
+)
+from vllm.v1.attention.ops.turbo.prefill_plan import prefill_limits
+from vllm.v1.attention.ops.turbo.workspace import Parts, Workspace
+from vllm.v1.worker.workspace import is_workspace_manager_initialized
+
+# Partial outputs of one call of decode or extend attention.
+PARTIAL_BYTES = 64 * 2**20
+# Splits of a sequence that a call has room for, if the kernels want so many: else
+# sequences of unlike lengths could not keep the GPU busy, and more calls are better.
+_LEAST_SPLITS = 4
+
+
+def plan_calls(
+    num_seqs: int, query_len: int, num_splits: int, max_partials: int
+) -> list[tuple[int, int]]:
+    """Cut decodes or extends evenly into calls, by sizes that a CUDA graph has, too.
+
+    Args:
+        num_seqs: Sequences of the batch.
+        query_len: Query tokens of each.
+        num_splits: Splits of a sequence that the kernels want.
+        max_partials: Partial results of a call.
+
+    Returns:
+        First and last (exclusive) sequence of each call.
+
+    """
+    if num_seqs == 0:
+        return []
+    most = max_partials // (query_len * min(num_splits, _LEAST_SPLITS))
+    size = cdiv(num_seqs, cdiv(num_seqs, max(1, most)))
+    return [(first, min(first + size, num_seqs)) for first in range(0, num_seqs, size)]
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of one call of decode or extend attention.
+
+    Attributes:
+        tokens: Of the batch; with ``start_loc``, those it is relative to.
+        requests: Of the batch, the call's first ones.
+        num_partials: Partial results.
+        query_len: Query tokens of a request, at most.
+        start_loc: Where requests' tokens begin; None if all have as many.
+
+    """
+
+    tokens: slice
+    requests: slice
+    num_partials: int
+    query_len: int
+    start_loc: torch.Tensor | None
+
+
+class KernelDispatch:
+    """Attention of a layer by kernels.
+
+    Attributes:
+        kernel_choice: ``attention_config.turbo_kernel``.
+        stored: Whether query tokens, too, are read from the cache.
+        num_sms: Multiprocessors of the GPU.
+        workspace: Scratch memory.
+        flash_attn: FlashAttention's varlen function; None if there is none.
+
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        layout: TurboFormat,
+        vllm_config: VllmConfig,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.layout = layout
+        self.dtype = vllm_config.model_config.dtype
+        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        self.kernel_choice = vllm_config.attention_config.turbo_kernel
+        scheduler_config = vllm_config.scheduler_config
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.max_num_tokens = scheduler_config.max_num_batched_tokens
+        self.max_decode_query_len = max_decode_query_len(vllm_config)
+        self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
+        self.max_partials = max(
+            1, PARTIAL_BYTES // (num_heads * head_size * torch.float32.itemsize)
+        )
+        limits = prefill_limits(
+            num_heads, num_kv_heads, head_size, self.dtype, self.stored
+        )
+        self.max_slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
+        self.workspace = Workspace(
+            num_heads, num_kv_heads, head_size, self.dtype, limits.piece_tokens
+        )
+        self.flash_attn = get_flash_attn(head_size)
+
+    @cached_property
+    def kernels(self) -> TurboKernels:
+        """What stores and decodes on a GPU."""
+        group = self.num_heads // self.num_kv_heads
+        return choose_kernels(
+            self.kernel_choice, self.layout, group, self.max_decode_query_len
+        )
+
+    @property
+    def kernels_used(self) -> str:
+        """What stores and decodes, and why, for users."""
+        if current_platform.is_cpu():
+            return "PyTorch's operators, because this is a CPU"
+        return f"{self.kernels.name} kernels, because {self.kernels.reason}"
+
+    def _forward_kernels(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TurboMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Store, then attend: decodes, extends and prefills one after the other.
+
+        A prefill begins when what it takes the scratch of has ended: none of its
+        kernels begins before the one before it has, and that, a merge, has waited for
+        those whose results it reads.
+        """
+        self._store_and_attend(query, key, value, kv_cache, metadata, output)
+        prefill = metadata.prefill
+        if prefill is None:
+            return
+        if self.flash_attn is None:
+            torch_attention.prefill_attention(
+                query,
+                key,
+                value,
+                kv_cache,
+                metadata,
+                self.scale,
+                self.layout,
+                self.stored,
+                output,
+            )
+            return
+        parts = self.workspace.prefill_parts(prefill.max_buffered_tokens)
+        tensors = self.workspace.take(parts, query.device)
+        rows = slice(metadata.num_short_tokens, query.shape[0])
+        prefill_attention(
+            query[rows],
+            key[rows],
+            value[rows],
+            kv_cache,
+            prefill,
+            self.scale,
+            self.layout,
+            PrefillBuffers(*tensors) if tensors else None,
+            output[rows],
+            self.flash_attn,
+        )
+
+    def _store_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TurboMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Store all tokens, and attend from those of decodes and extends."""
+        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+
+        num_tokens = metadata.num_short_tokens
+        calls = list(self._calls(metadata))
+        num_partials = max((call.num_partials for _, call in calls), default=0)
+        parts = self.workspace.short_parts(num_tokens, num_partials)
+        query_scale, partial, partial_lse = self.workspace.take(parts, query.device)
+        # A call writes the output of its own tokens alone, when it has read their
+        # queries: these need no room beside it.
+        rotated_query = output[:num_tokens].view(torch.float16)
+        self.kernels.store(
+            kv_cache,
+            metadata.slot_mapping[: query.shape[0]],
+            key,
+            value,
+            self.layout,
+            query[:num_tokens],
+            rotated_query,
+            query_scale,
+            self.scale,
+        )
+        for attention, call in calls:
+            tokens = call.tokens
+            newest = NewestToken(query[tokens], key[tokens], value[tokens], self.scale)
+            attention(
+                rotated_query[tokens],
+                query_scale[tokens],
+                kv_cache,
+                metadata.block_table[call.requests],
+                metadata.seq_lens[call.requests],
+                self.layout,
+                partial[: call.num_partials],
+                partial_lse[: call.num_partials],
+                output[tokens],
+                None if self.stored else newest,
+                call.query_len,
+                call.start_loc,
+            )
+
+    def _calls(
+        self, metadata: TurboMetadata
+    ) -> Iterator[tuple[Callable[..., None], AttentionCall]]:
+        """What a batch's decodes and extends take, and the kernel of each."""
+        decodes = ExtendBatch(
+            0,
+            metadata.num_decodes,
+            0,
+            metadata.num_decode_tokens,
+            metadata.decode_query_len,
+            metadata.decode_start_loc,
+        )
+        for call in self._cut(decodes, self._num_decode_splits):
+            yield self.kernels.decode_attention, call
+        for extends in metadata.extends:
+            assert self.kernels.extend_attention is not None
+            for call in self._cut(extends, self._num_extend_splits):
+                yield self.kernels.extend_attention, call
+
+    def _cut(
+        self, batch: ExtendBatch, num_splits: Callable[[int, int], int]
+    ) -> Iterator[AttentionCall]:
+        query_len, start_loc = batch.query_len, batch.query_start_loc
+        begin = batch.first_token
+        wanted = num_splits(batch.num_requests, query_len)
+        for first, last in plan_calls(
+            batch.num_requests, query_len, wanted, self.max_partials
+        ):
+            if start_loc is None:
+                tokens = slice(begin + first * query_len, begin + last * query_len)
+            else:
+                tokens = slice(begin, begin + batch.num_tokens)
+            yield AttentionCall(
+                tokens,
+                slice(batch.first_request + first, None),
+                self._num_partials(num_splits, last - first, query_len),
+                query_len,
+                None if start_loc is None else start_loc[first : last + 1],
+            )
+
+    def _num_decode_splits(self, num_seqs: int, query_len: int) -> int:
+        return self.kernels.num_kv_splits(
+            num_seqs, self.num_kv_heads, self.num_sms, query_len
+        )
+
+    def _num_extend_splits(self, num_seqs: int, query_len: int) -> int:
+        assert self.kernels.num_extend_splits is not None
+        return self.kernels.num_extend_splits(
+            num_seqs, self.num_kv_heads, self.num_sms, query_len
+        )
+
+    def _num_partials(
+        self, num_splits: Callable[[int, int], int], num_seqs: int, query_len: int
+    ) -> int:
+        """Partial results of one call."""
+        rows = num_seqs * query_len
+        room = max(1, self.max_partials // rows)
+        return rows * min(num_splits(num_seqs, query_len), room)
+
+    def _largest_batch(self) -> list[Parts]:
+        """Of all batches, the most that each request to the workspace asks for."""
+
+        def most(num_splits: Callable[[int, int], int]) -> Callable[[int, int], int]:
+            def num_partials(num_seqs: int, query_len: int) -> int:
+                if num_seqs > max(1, self.max_partials // query_len):
+                    return 0  # is cut into several calls
+                return self._num_partials(num_splits, num_seqs, query_len)
+
+            return num_partials
+
+        of_decodes = most(self._num_decode_splits)
+        num_partials = max(
+            of_decodes(count, query_len)
+            for count in range(1, self.max_num_seqs + 1)
+            for query_len in range(1, self.max_decode_query_len + 1)
+        )
+        num_short_tokens = self.max_num_seqs * self.max_decode_query_len
+        if self.kernels.extend_attention is not None:
+            num_partials = max(
+                num_partials,
+                max_extend_partials(
+                    self.max_num_seqs, MAX_EXTEND_LEN, most(self._num_extend_splits)
+                ),
+            )
+            num_short_tokens += min(
+                MAX_EXTEND_TOKENS,
+                self.max_num_tokens,
+                self.max_num_seqs * MAX_EXTEND_LEN,
+            )
+        slice_tokens = 0 if self.flash_attn is None else self.max_slice_tokens
+        return [
+            self.workspace.short_parts(num_short_tokens, num_partials),
+            self.workspace.prefill_parts(slice_tokens),
+        ]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory that the profile run reserves."""
+        if current_platform.is_cpu():
+            return 0
+        return max(self.workspace.num_bytes(parts) for parts in self._largest_batch())
+
+    def _reserve_workspace(self, device: torch.device) -> None:
+        """Take all memory of the largest batch, in the profile run."""
+        if not is_workspace_manager_initialized():
+            return
+        for parts in self._largest_batch():
+            self.workspace.take(parts, device)
+        # Kept for good by a cache: not to be made in a CUDA graph's pool.
+        self.kernels.make_matrices(self.head_size, device)

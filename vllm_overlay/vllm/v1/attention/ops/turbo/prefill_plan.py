@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a prefill does at a time, planned on the host."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
+
+# Dequantised K and V of one piece, together.
+PIECE_BYTES = 64 * 2**20
+# Rotated queries of a slice, and as much again for what a piece adds to its output.
+ROW_BYTES = 64 * 2**20
+
+
+class PrefillLimits(NamedTuple):
+    """What bounds the scratch of a prefill.
+
+    Attributes:
+        slice_tokens: Query tokens of a slice.
+        piece_tokens: Tokens that are dequantised at a time.
+
+    """
+
+    slice_tokens: int
+    piece_tokens: int
+
+
+def prefill_limits(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, stored: bool
+) -> PrefillLimits:
+    """Tokens that ROW_BYTES and PIECE_BYTES hold, at least one.
+
+    Args:
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_size: Of query, key and value.
+        dtype: The model's.
+        stored: Whether a slice's own tokens are read from the cache: as one piece.
+
+    """
+    head_bytes = head_size * dtype.itemsize
+    slice_tokens = max(1, ROW_BYTES // (num_heads * head_bytes))
+    piece_tokens = max(1, PIECE_BYTES // (2 * num_kv_heads * head_bytes))
+    if stored:
+        slice_tokens = min(slice_tokens, piece_tokens)
+    return PrefillLimits(slice_tokens, piece_tokens)
+
+
+class RawTokens(NamedTuple):
+    """The tokens of a slice's requests whose K and V are used as computed.
+
+    They are the step's, up to the slice's last: of its first request, too, those that
+    lie before the slice.
+
+    Attributes:
+        cu_lens: (R + 1,) int32 on the device, cumulative lengths.
+        max_len: Most tokens of a request.
+        num_tokens: Of all requests.
+
+    """
+
+    cu_lens: torch.Tensor
+    max_len: int
+    num_tokens: int
+
+
+class CachedPiece(NamedTuple):
+    """A piece of each request's tokens, as it is dequantised.
+
+    Attributes:
+        starts: (R,) int32 on the device, first position of each part.
+        cu_lens: (R + 1,) int32 on the device, cumulative lengths.
+        max_len: Longest part.
+        num_tokens: Tokens of all parts.
+
+    """
+
+    starts: torch.Tensor
+    cu_lens: torch.Tensor
+    max_len: int
+    num_tokens: int
+
+
+@dataclass
+class PrefillSlice:
+    """Prefill tokens that lie side by side, of R requests.
+
+    Attributes:
+        tokens: Which, of the prefills'.
+        query_start_loc: (R + 1,) int32 on the device, from zero.
+        max_query_len: Most tokens of a request.
+        block_table: (R, max_blocks) int32.
+        raw: What is used as computed; None if all is read from the cache.
+        own: Else the tokens themselves, to be read from the cache.
+        context: Pieces of the cached tokens before them; with ``own``, of all.
+
+    """
+
+    tokens: slice
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    block_table: torch.Tensor
+    raw: RawTokens | None
+    own: CachedPiece | None
+    context: list[CachedPiece]
+
+    @property
+    def pieces(self) -> list[CachedPiece]:
+        """All that is read from the cache."""
+        return self.context if self.own is None else [self.own, *self.context]
+
+
+@dataclass
+class PrefillMetadata:
+    """The prefill requests of a batch; R requests, T tokens.
+
+    Attributes:
+        slices: What is attended from, one after the other.
+        block_table: (R, max_blocks) int32.
+        query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
+        seq_lens_cpu: (R,) lengths, query tokens included.
+
+    """
+
+    slices: list[PrefillSlice]
+    block_table: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+
+    @property
+    def max_buffered_tokens(self) -> int:
+        """Tokens of the largest slice that needs ``PrefillBuffers``; 0: none does."""
+        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.pieces)
+        return max(lengths, default=0)
+
+
+def plan_context(
+    context_lens: torch.Tensor, tokens_per_piece: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut the requests' contexts, laid end to end, into pieces.
+
+    Args:
+        context_lens: (R,) int32 on the host.
+        tokens_per_piece: Tokens a piece, in total over the requests.
+
+    Returns:
+        For each piece, on the host: first position of each request's part,
+        (R,) int32, and cumulative lengths, (R + 1,) int32.
+
+    """
+    begins = context_lens.cumsum(0) - context_lens
+    total = int(context_lens.sum())
+    pieces = []
+    for first in range(0, total, tokens_per_piece):
+        starts = torch.minimum((first - begins).clamp(min=0), context_lens)
+        ends = (first + tokens_per_piece - begins).clamp(min=0)
+        lens = torch.minimum(ends, context_lens) - starts
+        cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        torch.cumsum(lens, 0, out=cu_lens[1:])
+        pieces.append((starts.to(torch.int32), cu_lens))
+    return pieces
+
+
+def plan_slices(
+    query_start_loc: torch.Tensor, max_tokens: int
+) -> list[tuple[slice, slice]]:
+    """Cut query tokens evenly.
+
+    Args:
+        query_start_loc: (R + 1,) int32 on the host, from zero.
+        max_tokens: Of a slice.
+
+    Returns:
+        Tokens and requests of each slice.
+
+    """
+    num_tokens = int(query_start_loc[-1])
+    size = cdiv(num_tokens, cdiv(num_tokens, max_tokens))
+    firsts = torch.arange(0, num_tokens, size, dtype=torch.int32)
+    lasts = (firsts + size).clamp(max=num_tokens)
+    begins = torch.searchsorted(query_start_loc, firsts, right=True) - 1
+    ends = torch.searchsorted(query_start_loc, lasts)
+    bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
+    return [(slice(first, last), slice(*part)) for first, last, *part in bounds]
+
+
+def _plan_slice(
+    tokens: slice,
+    bounds: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    stored: bool,
+    piece_tokens: int,
+    device: torch.device,
+) -> PrefillSlice:
+    """One of the slices of ``build_prefill_metadata``.
+
+    Args:
+        tokens: Its own.
+        bounds: (R + 1,) int32 on the host, where its requests begin.
+        context_lens: (R,) int32 on the host, without query tokens.
+        block_table: (R, max_blocks) int32 on the device.
+        stored: Whether query tokens, too, are read from the cache.
+        piece_tokens: Tokens that are dequantised at a time.
+        device: Of the kernels.
+
+    """
+    starts = bounds.clamp(tokens.start, tokens.stop)
+    query_start_loc = async_tensor_h2d(starts - tokens.start, device)
+    max_query_len = int(starts.diff().max())
+    raw = own = None
+    if stored:
+        context_lens = context_lens + (starts - bounds)[:-1]
+        own = CachedPiece(
+            async_tensor_h2d(context_lens, device),
+            query_start_loc,
+            max_query_len,
+            tokens.stop - tokens.start,
+        )
+    else:
+        ends = bounds.clamp(max=tokens.stop) - bounds[0]
+        is_whole = int(bounds[0]) == tokens.start
+        raw = RawTokens(
+            query_start_loc if is_whole else async_tensor_h2d(ends, device),
+            int(ends.diff().max()),
+            int(ends[-1]),
+        )
+    context = [
+        CachedPiece(
+            async_tensor_h2d(firsts, device),
+            async_tensor_h2d(cu_lens, device),
+            int(cu_lens.diff().max()),
+            int(cu_lens[-1]),
+        )
+        for firsts, cu_lens in plan_context(context_lens, piece_tokens)
+    ]
+    return PrefillSlice(
+        tokens, query_start_loc, max_query_len, block_table, raw, own, context
+    )
+
+
+def build_prefill_metadata(
+    query_start_loc_cpu: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    block_table: torch.Tensor,
+    stored: bool,
+    limits: PrefillLimits,
+    device: torch.device,
+) -> PrefillMetadata:
+    """Plan the prefill of a batch on the host; nothing here synchronises.
+
+    Args:
+        query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
+        seq_lens_cpu: (R,) int32 on the host, exact.
+        block_table: (R, max_blocks) int32 on the device.
+        stored: Whether query tokens, too, are read from the cache.
+        limits: Of the layers' scratch.
+        device: Of the kernels.
+
+    """
+    context_lens = seq_lens_cpu - query_start_loc_cpu.diff()
+    max_tokens = limits.slice_tokens
+    if not stored and not context_lens.any():
+        max_tokens = int(query_start_loc_cpu[-1])  # needs no scratch
+    slices = [
+        _plan_slice(
+            tokens,
+            query_start_loc_cpu[requests.start : requests.stop + 1],
+            context_lens[requests],
+            block_table[requests],
+            stored,
+            limits.piece_tokens,
+            device,
+        )
+        for tokens, requests in plan_slices(query_start_loc_cpu, max_tokens)
+    ]
+    return PrefillMetadata(slices, block_table, query_start_loc_cpu, seq_lens_cpu)
