@@ -20,10 +20,10 @@
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
 #
-# equality holds every way to run requests to one at a time; with EQUALITY_ARGS="--modes
-# tensor_parallel tensor_parallel_heads pipeline_parallel expert_parallel data_parallel
-# --jobs 1" on two GPUs, too. memory asks for growth after the start, at the model's
-# context and at a million tokens. soak takes an hour at most.
+# equality holds every way to run requests to one at a time. On two GPUs it is for
+# EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
+# pipeline_parallel expert_parallel data_parallel", too. memory asks for growth after the
+# start, at the model's context and at a million tokens. soak takes an hour at most.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. quality and
 # pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS

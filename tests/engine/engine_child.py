@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -81,6 +82,24 @@ def zeroed_attention() -> Iterator[None]:
         yield
     finally:
         Attention.forward = forward
+
+
+@contextmanager
+def nan_embedding(token: int) -> Iterator[None]:
+    """Lets one token's embedding be NaN, and with it all that is computed of it."""
+    forward = VocabParallelEmbedding.forward
+
+    def broken_forward(
+        layer: VocabParallelEmbedding, input_: torch.Tensor, *args: Any
+    ) -> torch.Tensor:
+        embedded = forward(layer, input_, *args)
+        return embedded.masked_fill((input_ == token).unsqueeze(-1), float("nan"))
+
+    VocabParallelEmbedding.forward = broken_forward
+    try:
+        yield
+    finally:
+        VocabParallelEmbedding.forward = forward
 
 
 def summarise(output: RequestOutput) -> dict[str, Any]:
@@ -147,10 +166,11 @@ def main() -> None:
     results = {}
     for name, engine in job.items():
         print(f"engine {name}", flush=True)
-        if engine["zero_attention"]:
-            with zeroed_attention():
-                results[name] = run_engine(engine)
-        else:
+        with ExitStack() as stack:
+            if engine["zero_attention"]:
+                stack.enter_context(zeroed_attention())
+            if engine["nan_token"] is not None:
+                stack.enter_context(nan_embedding(engine["nan_token"]))
             results[name] = run_engine(engine)
     result_path.write_text(json.dumps(results))
 

@@ -58,6 +58,7 @@ class Engine:
         zero_attention: Whether attention returns zeros.
         model: Model folder, if not the job's.
         may_fail: Whether an error at the start is a result.
+        nan_token: A token whose embedding is NaN.
 
     """
 
@@ -66,6 +67,7 @@ class Engine:
     zero_attention: bool = False
     model: str | None = None
     may_fail: bool = False
+    nan_token: int | None = None
 
 
 BASE_ARGS: dict[str, Any] = {

@@ -3,10 +3,12 @@
 """Building the CUDA kernels, and what is chosen where that fails."""
 
 import logging
+import multiprocessing
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from inspect import unwrap
 from pathlib import Path
@@ -167,6 +169,37 @@ def test_builds_once_and_says_so(flashinfer, log):
     assert flashinfer.builds == [name, name] and len(log) == 1
     assert header.stat().st_mtime == 1, "rewriting the header compiles anew"
     assert list(header.parent.iterdir()) == [header]
+
+
+def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_path):
+    """As the ranks of one host do."""
+    log = tmp_path / "builds"
+    build = FlashInfer.Spec.build
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(2, timeout=30)
+
+    def slow_build(spec: FlashInfer.Spec) -> None:
+        # What is there is new enough, says ninja.
+        if spec.jit_library_path.exists():
+            return
+        with log.open("a") as file:
+            file.write(f"{spec.name}\n")
+        # As long as the other process takes to come here, if nothing keeps it.
+        time.sleep(1)
+        build(spec)
+
+    def rank() -> None:
+        together.wait()
+        assert load() == MODULE.header
+
+    monkeypatch.setattr(FlashInfer.Spec, "build", slow_build)
+    ranks = [context.Process(target=rank) for _ in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert len(log.read_text().splitlines()) == 1
 
 
 def test_header_of_a_broken_build_is_replaced(flashinfer):

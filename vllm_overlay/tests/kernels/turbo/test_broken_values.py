@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""NaN and infinity in one request's q, K and V: no other request may notice."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import reference
+
+from .backend_utils import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    KERNELS,
+    NUM_KV_HEADS,
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+)
+from .utils import DEVICE, FP16, requires_triton, slots_of
+
+# Decodes, prefix hits that packed pages serve, first chunks and later ones: of each
+# kind two, of which either is broken.
+REQUESTS = [(1, 31), (1, 64), (3, 65), (4, 31), (9, 0), (10, 0), (11, 33), (9, 10)]
+# Longer ones are chunks.
+EXTEND_LEN = 8
+BROKEN = [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+pytestmark = requires_triton
+all_paths = pytest.mark.parametrize("path", KERNELS)
+
+
+class Layer(NamedTuple):
+    """A layer that has kernels for all kinds of requests."""
+
+    config: VllmConfig
+    impl: TurboAttentionImpl
+    path: str
+
+    def run(self, batch: Batch) -> list[torch.Tensor]:
+        """Each request's output."""
+        builder = make_builder(self.config, self.impl)
+        builder.max_extend_len = EXTEND_LEN
+        metadata = builder.build(0, batch.common)
+        assert metadata.num_decodes == 2 and metadata.prefill is not None
+        assert sum(each.num_requests for each in metadata.extends) == 2
+        output = batch.run(self.impl, metadata, self.path)
+        return list(output.split([query_len for query_len, _ in REQUESTS]))
+
+
+@cache
+def sound(folder: Path, path: str, mode: str) -> tuple[Layer, Batch, list]:
+    """A layer, and a batch that it has run in which nothing is broken."""
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    impl = make_impl(config)
+    set_path(impl, path)
+    if path == "triton":
+        impl.kernels = impl.kernels._replace(
+            extend_attention=impl.kernels.decode_attention,
+            num_extend_splits=impl.kernels.num_kv_splits,
+        )
+    layer, batch = Layer(config, impl, path), Batch.make(impl, REQUESTS)
+    return layer, batch, layer.run(batch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def fill(x: torch.Tensor) -> None:
+    """Half of the tokens become NaN, and half infinite."""
+    x[0::2] = math.nan
+    x[1::2] = math.inf
+
+
+def store_broken(layer: Layer, batch: Batch, slots: torch.Tensor) -> None:
+    shape = (slots.numel(), NUM_KV_HEADS, HEAD_SIZE)
+    broken = torch.empty(shape, dtype=FP16, device=DEVICE)
+    fill(broken)
+    reference.store(batch.cache, slots, broken, broken, layer.impl.layout)
+
+
+def pages(batch: Batch, row: int) -> torch.Tensor:
+    """What a request's tokens are stored as."""
+    length = sum(REQUESTS[row])
+    table = batch.common.block_table_tensor[row, : -(-length // BLOCK_SIZE)]
+    return batch.cache[table.long()]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=["first", "second"])
+@prefill_modes
+@all_paths
+def test_others_in_the_batch(folder, path, mode, broken):
+    layer, other, expected = sound(folder, path, mode)
+    batch = Batch.make(layer.impl, REQUESTS)
+    start = 0
+    for row, (query_len, context) in enumerate(REQUESTS):
+        tokens = slice(start, start + query_len)
+        start = tokens.stop
+        if row in broken:
+            for x in (batch.query, batch.key, batch.value):
+                fill(x[tokens])
+            table = batch.common.block_table_tensor[row]
+            store_broken(layer, batch, slots_of(table, 0, context, BLOCK_SIZE))
+    found = layer.run(batch)
+    for row in set(range(len(REQUESTS))) - set(broken):
+        assert torch.equal(found[row], expected[row]), f"request {row}"
+        assert torch.equal(pages(batch, row), pages(other, row)), f"request {row}"
+
+
+@prefill_modes
+@all_paths
+def test_next_owners_of_the_blocks(folder, path, mode):
+    """What is behind a sequence's end in its last block has no effect."""
+    layer, _, expected = sound(folder, path, mode)
+    batch = Batch.make(layer.impl, REQUESTS)
+    slots = torch.arange(batch.cache.shape[0] * BLOCK_SIZE, device=DEVICE)
+    owned = [
+        slots_of(table, 0, context, BLOCK_SIZE)
+        for table, (_, context) in zip(batch.common.block_table_tensor, REQUESTS)
+    ]
+    store_broken(layer, batch, slots[~torch.isin(slots, torch.cat(owned))])
+    for row, (own, other) in enumerate(zip(layer.run(batch), expected)):
+        assert torch.equal(own, other), f"request {row}"
