@@ -12,6 +12,8 @@ request at a time, eagerly and on one GPU, and the others are held to it:
   keeps requests running, and nothing decides it: it is not compared.
 * Modes in which other tokens are seen quantised (prefix hits, chunks, preemption) are
   held to that under turbo_prefill "stored". Under "raw" their KL divergence is bounded.
+* Modes with drafts are held likewise. Drafts must be verified; of those that the model
+  itself made, nearly all must be right.
 * Modes with a defect must fail, or the comparison shows nothing.
 
 It ends with status 1 if a mode is not as it should be.
@@ -44,6 +46,8 @@ from tasks import IM_END  # noqa: E402
 TIE = 0.05
 # Nats, mean, of modes that see other tokens quantised.
 KL_BOUND = {"turbo4": 0.02, "k4v3": 0.04, "turbo3": 0.08}
+# Of the drafts that the model makes for itself, what has to be accepted.
+LEAST_ACCEPTED = 0.9
 # Of the tokens that a mode's cache holds: blocks are whole.
 CAPACITY_TOLERANCE = 0.01
 # The quiet runs of seeded models come with the modes that need them.
@@ -109,6 +113,7 @@ def unfulfilled(
     wanted = LEAST_FILLED * requests
     capacity = mode.capacity * int(quiet["capacity"])
     off = abs(int(result["capacity"]) - capacity) > CAPACITY_TOLERANCE * capacity
+    share = int(result["accepted"]) / max(int(result["drafted"]), 1)
     checks = {
         "not every request hit the prefix cache": mode.repeat
         and not result["cached_tokens"].all(),
@@ -118,6 +123,10 @@ def unfulfilled(
         and result["most_at_once"] < wanted,
         f"the cache holds {result['capacity']} tokens, not {capacity:g}": mode.capacity
         and off,
+        "no draft was verified": mode.drafts and not result["drafted"],
+        f"{share:.0%} of the model's own drafts were accepted": (
+            mode.drafts == "draft_model" and share < LEAST_ACCEPTED
+        ),
         f"kernels were not built once: {result['built']}": mode.fresh_kernels
         and set(result["built"].values()) != {1},
     }
@@ -169,6 +178,8 @@ def compared(
     row |= {"requests": requests, "right_answers": int(result["right"].sum())}
     for count in ("capacity", "preemptions", "from_cpu", "most_at_once"):
         row[count] = int(result[count])
+    if MODES[name].drafts:
+        row |= {count: int(result[count]) for count in ("drafted", "accepted")}
     row |= {"kernels_built": result["built"]}
     row |= compare(repeated(quiet, requests), result)
     fault = unfulfilled(name, quiet, result, requests)

@@ -5,8 +5,8 @@
 Usage: python equality_child.py JOB RESULT. RESULT is a .npz: `tokens` (request,
 position), `logprobs` (request, position, token), `right`, whether each answer is the
 task's, `cached_tokens` of each request, `from_cpu`, tokens whose cache came from the
-CPU's memory, `preemptions`, `most_at_once`, requests that ran, and `capacity`, tokens
-that the cache holds.
+CPU's memory, `most_at_once`, requests that ran, `capacity`, tokens that the cache
+holds, and how many `preemptions`, `drafted` and `accepted` tokens there were.
 """
 
 import asyncio
@@ -32,6 +32,13 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 # To empty the prefix cache.
 ATTEMPTS = 100
+# Of vLLM's counters, by name in the result.
+COUNTS = {
+    "from_cpu": "vllm:external_prefix_cache_hits",
+    "preemptions": "vllm:num_preemptions",
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
 
 
 def find(tokens: list[int], part: list[int]) -> int:
@@ -224,10 +231,9 @@ def main() -> None:
         logprobs=np.array([logprobs_of(output) for output in outputs], np.float32),
         right=np.array([own[: len(answer)] == answer for own, answer in pairs]),
         cached_tokens=np.array([output.num_cached_tokens or 0 for output in outputs]),
-        from_cpu=np.array(counted("vllm:external_prefix_cache_hits")),
-        preemptions=np.array(counted("vllm:num_preemptions")),
         most_at_once=np.array(most_at_once(outputs)),
         capacity=np.array(capacity),
+        **{name: np.array(counted(metric)) for name, metric in COUNTS.items()},
     )
 
 

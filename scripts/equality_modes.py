@@ -7,6 +7,7 @@ from typing import Any
 
 # Tokens of a chunk, where prompts are prefilled in chunks.
 CHUNK = 128
+NUM_DRAFTS = 3
 # Requests that find room for their prompts when blocks are scarce.
 SCARCE_REQUESTS = 4
 # Of the requests that could run at once, how many have to have done so.
@@ -45,6 +46,8 @@ class Mode:
         capacity: How many times the quiet run's tokens the same memory a rank holds;
             0: not looked at.
         fresh_kernels: Whether nothing has built the CUDA kernels before.
+        drafts: How drafts are made that are then verified, by vLLM's name. With
+            "draft_model" the model drafts for itself.
         gpus: How many it takes; 0: none, but no more than a CPU.
 
     """
@@ -61,8 +64,43 @@ class Mode:
     scarce: bool = False
     capacity: float = 0.0
     fresh_kernels: bool = False
+    drafts: str | None = None
     gpus: int = 0
 
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """vLLM's, but for the drafter's folder."""
+        config = {"method": self.drafts, "num_speculative_tokens": NUM_DRAFTS}
+        if self.drafts == "ngram":
+            config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        return config | self.args.get("speculative_config", {})
+
+
+GRAPHS: dict[str, Any] = {"enforce_eager": False}
+ASYNC = GRAPHS | {"async_scheduling": True}
+ADAPTIVE = GRAPHS | {"speculative_config": {"enable_adaptive_verification": True}}
+
+
+def drafting(
+    method: str, args: dict[str, Any] | None = None, on_cpu: bool = False
+) -> Mode:
+    """A mode with drafts, which "raw" sees unquantised in the step that verifies."""
+    return Mode(args or {}, only_bounded=True, drafts=method, gpus=0 if on_cpu else 1)
+
+
+DRAFTING = {
+    "ngram": drafting("ngram"),
+    "ngram_graphs": drafting("ngram", ASYNC),
+    "draft_model": drafting("draft_model", on_cpu=True),
+    "draft_model_graphs": drafting("draft_model", ASYNC),
+    "eagle": drafting("eagle", on_cpu=True),
+    "eagle_graphs": drafting("eagle", GRAPHS),
+    "eagle_async": drafting("eagle", ASYNC),
+    "eagle_adaptive": drafting("eagle", ADAPTIVE),
+    "eagle3_graphs": drafting("eagle3", ASYNC),
+    "mtp": drafting("mtp", on_cpu=True),
+    "mtp_graphs": drafting("mtp", ASYNC),
+}
 
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 EXPERT_PARALLEL = {**EXPERTS_ARGS, "enable_expert_parallel": True}
@@ -125,4 +163,5 @@ MODES = {
     # Of two requests, each reads a page of the other's.
     "swapped": Mode(batch=2, defect="swapped"),
     "zeroed": Mode(defect="zeroed"),
+    **DRAFTING,
 }

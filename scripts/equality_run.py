@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "cpu_standins"))
 
 from equality_modes import MODELS, MODES, SCARCE_REQUESTS, Mode  # noqa: E402
 from quickstart import stop_group  # noqa: E402
+from seeded_drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402
 from seeded_model import build_parser, write_model  # noqa: E402
 from vllm_turbo_cpu_standins.settings import (  # noqa: E402
     ENGINE_ARGS,
@@ -28,6 +29,8 @@ from vllm_turbo_cpu_standins.settings import (  # noqa: E402
 )
 
 CHILD = Path(__file__).with_name("equality_child.py")
+# In bf16 logits are up to 1/16 apart, which is more than TIE.
+HEAD = {"head_dtype": "float32"}
 BLOCK = {"cpu": 32, "gpu": 16}
 MAX_BLOCK = 128
 # One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
@@ -59,6 +62,19 @@ def model_folder(name: str, folder: Path, args: argparse.Namespace) -> Path:
     return target
 
 
+def drafter_args(mode: Mode, folder: Path, model: Path) -> dict[str, Any]:
+    """Returns what `LLM` is told of a mode's drafter, which is written if need be."""
+    speculative = mode.speculative_config
+    overrides: dict[str, Any] = {}
+    if mode.drafts == "draft_model":
+        speculative["model"] = str(model)
+    elif mode.drafts in WEIGHTS:
+        write_draft(folder, mode.drafts, model)
+        speculative["model"] = str(folder)
+        overrides = target_overrides(mode.drafts, model)
+    return {"speculative_config": speculative, "hf_overrides": HEAD | overrides}
+
+
 def engine_args(
     mode: Mode, longest: int, prefill: str, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -84,8 +100,7 @@ def engine_args(
         "async_scheduling": False,
         "enforce_eager": True,
         "max_logprobs": -1,
-        # In bf16 logits are up to 1/16 apart, which is more than TIE.
-        "hf_overrides": {"head_dtype": "float32"},
+        "hf_overrides": HEAD,
         "kv_cache_memory_bytes": (64 << 20) if args.on_cpu else (2 << 30),
         "gpu_memory_utilization": 0.1,
     }
@@ -186,6 +201,8 @@ def run_mode(
     options = engine_args(
         mode, max(len(task["prompt"]) for task in tasks), prefill, args
     )
+    if mode.drafts:
+        options |= drafter_args(mode, folder / "drafter", model)
     copies = -(-options["max_num_seqs"] // len(tasks)) if mode.fill else 1
     job = {
         "model": str(model),

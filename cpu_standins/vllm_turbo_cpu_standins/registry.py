@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_turbo_cpu_standins import attention, linear, paging, sampling
+from vllm_turbo_cpu_standins import attention, drafting, linear, paging, sampling
 
 # Schemas as csrc/cpu/torch_bindings.cpp declares them: callers pass by position.
 STANDINS: dict[str, tuple[str, Callable]] = {
@@ -26,6 +26,36 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "Tensor draft_token_ids, Tensor target_argmax, Tensor bonus_token_ids, "
         "Tensor? is_greedy, SymInt max_spec_len) -> ()",
         sampling.rejection_greedy_sample,
+    ),
+    "eagle_prepare_inputs_padded_kernel_impl": (
+        "(Tensor cu_num_draft_tokens, Tensor valid_sampled_tokens_count, "
+        "Tensor query_start_loc_gpu, Tensor(a3!) token_indices_to_sample, "
+        "Tensor(a4!) num_rejected_tokens_gpu, SymInt num_reqs) -> ()",
+        drafting.prepare_inputs,
+    ),
+    "eagle_prepare_next_token_padded_kernel_impl": (
+        "(Tensor sampled_token_ids, Tensor discard_request_mask, "
+        "Tensor backup_next_token_ids, Tensor(a3!) next_token_ids, "
+        "Tensor(a4!) valid_sampled_tokens_count, SymInt vocab_size, "
+        "SymInt num_sampled_tokens_per_req, SymInt num_reqs) -> ()",
+        drafting.prepare_next_token,
+    ),
+    "eagle_step_slot_mapping_metadata_kernel_impl": (
+        "(Tensor positions, Tensor block_table, Tensor(a2!) seq_lens, "
+        "Tensor(a3!) out_clamped_positions, Tensor(a4!) out_slot_mapping, "
+        "SymInt block_size, SymInt max_model_len, SymInt PAD_ID) -> ()",
+        drafting.step_slot_mapping,
+    ),
+    "copy_and_expand_eagle_inputs_kernel_impl": (
+        "(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, "
+        "Tensor(a3!) out_input_ids, Tensor(a4!) out_positions, "
+        "Tensor(a5!) out_is_rejected_token_mask, "
+        "Tensor(a6!) out_is_masked_token_mask, Tensor(a7!) out_new_token_indices, "
+        "Tensor(a8!) out_hidden_state_mapping, Tensor query_start_loc, "
+        "Tensor query_end_loc, SymInt padding_token_id, "
+        "SymInt parallel_drafting_token_id, SymInt total_input_tokens, "
+        "SymInt num_padding_slots_per_request, bool shift_input_ids) -> ()",
+        drafting.expand_inputs,
     ),
     "convert_weight_packed": (
         "(Tensor! weight) -> Tensor",

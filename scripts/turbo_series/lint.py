@@ -28,8 +28,10 @@ _SIGNED = re.compile(r"\S.* <[^<>@\s]+@[^<>@\s]+>")
 _SUBJECT = re.compile(r"(?:\[[A-Z][\w/ .-]*\])+ (?P<verb>[A-Z][a-z]+)\b.*[^.\s]")
 # Words that end like a past or continuous form, or a third person, and are none.
 _VERBS = {"Alias", "Bring", "Embed", "Exceed", "Feed", "Focus", "Need", "Seed", "Speed"}
+# Drafters lie beside the model runner that runs them.
 _HANDS_OFF = re.compile(
-    r"vllm/v1/core/.*|vllm/v1/worker/gpu/.*|vllm/v1/worker/\w*model_runner\w*\.py"
+    r"vllm/v1/core/.*|vllm/v1/worker/gpu/(?!spec_decode/).*"
+    r"|vllm/v1/worker/\w*model_runner\w*\.py"
 )
 _SPDX = (
     "SPDX-License-Identifier: Apache-2.0",

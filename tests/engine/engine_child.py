@@ -134,6 +134,18 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def count_drafts(llm: LLM) -> dict[str, int]:
+    """Returns how many tokens were drafted and accepted, if the engine counts them."""
+    if llm.llm_engine.logger_manager is None:
+        return {}
+    totals = {metric.name: metric for metric in llm.get_metrics()}
+    return {
+        name: int(totals[f"vllm:spec_decode_num_{key}_tokens"].value)
+        for name, key in (("drafted", "draft"), ("accepted", "accepted"))
+        if f"vllm:spec_decode_num_{key}_tokens" in totals
+    }
+
+
 def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
     """Starts one engine, runs its calls in order, and takes it down.
 
@@ -154,7 +166,7 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
         "num_tokens": config.cache_config.kv_cache_size_tokens,
         "num_kv_cache_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
         "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},
-    }
+    } | count_drafts(llm)
     del llm, core
     gc.collect()
     return result

@@ -109,9 +109,9 @@ def run_job(
         engines: By name.
 
     Returns:
-        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens` and `calls`, or
-        `error`. A call has `requests` (`tokens`, `logprobs`, `num_cached_tokens`),
-        `steps` and `num_preemptions`.
+        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens` and `calls`, if
+        drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
+        (`tokens`, `logprobs`, `num_cached_tokens`), `steps` and `num_preemptions`.
 
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -98,6 +98,8 @@ def judged(mode: str, prefill: str = "stored", **fields: Any) -> str | None:
         "from_cpu": 48,
         "preemptions": 3,
         "most_at_once": 2,
+        "drafted": 100,
+        "accepted": 98,
         "capacity": int(1000 * MODES[mode].capacity),
         "built": {"store turbo4_128": 1},
     }
@@ -125,6 +127,8 @@ def test_a_mode_passes_or_says_why():
         ("offload", {"from_cpu": 0}, "from the CPU"),
         ("preempted", {"preemptions": 0}, "preempted"),
         ("many_sequences", {"most_at_once": 0}, "only 0 requests"),
+        ("eagle", {"drafted": 0}, "no draft"),
+        ("draft_model", {"accepted": 49}, "49% of"),
         ("tensor_parallel_heads", {"capacity": 1000}, "holds 1000 tokens, not 2000"),
         ("tensor_parallel_heads", {"built": {"store x": 2}}, "built once"),
         ("tensor_parallel_heads", {"built": {}}, "built once"),

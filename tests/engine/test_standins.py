@@ -4,7 +4,14 @@
 
 import pytest
 import torch
-from vllm_turbo_cpu_standins import attention, linear, paging, registry, sampling
+from vllm_turbo_cpu_standins import (
+    attention,
+    drafting,
+    linear,
+    paging,
+    registry,
+    sampling,
+)
 
 NAMESPACE = "turbo_standins_test"
 
@@ -138,3 +145,73 @@ def test_attention_refuses_what_it_has_not():
             page[0, :, :1], page[0, :, :1], page, page, torch.zeros(1), "vec",
             kv_cache_dtype="fp8",
         )  # fmt: skip
+
+
+def test_inputs_of_a_drafter_leave_out_what_was_rejected():
+    last, rejected = torch.empty(3, dtype=torch.int32), torch.empty(3).long()
+    drafting.prepare_inputs(
+        torch.tensor([2, 2, 5]),
+        torch.tensor([1, 1, 4]),
+        torch.tensor([0, 3, 4, 8], dtype=torch.int32),
+        last,
+        rejected,
+        3,
+    )
+    assert rejected.tolist() == [2, 0, 0]
+    assert last.tolist() == [0, 3, 7]
+
+
+def test_next_token_is_the_last_that_was_sampled():
+    token, count = torch.empty(3).long(), torch.empty(3).long()
+    sampled = torch.tensor([[5, 6, -1], [7, 8, 9], [-1, -1, -1]])
+    discarded = torch.tensor([False, True, False])
+    backup = torch.tensor([1, 2, 3])
+    drafting.prepare_next_token(sampled, discarded, backup, token, count, 20, 3, 3)
+    assert token.tolist() == [6, 2, 3]
+    assert count.tolist() == [2, 0, 0]
+
+
+def test_next_draft_lies_one_further_and_not_past_the_longest():
+    positions, lens = torch.tensor([3, 9]), torch.tensor([4, 10], dtype=torch.int32)
+    slots = torch.empty(3).long()
+    table = torch.tensor([[5, 6, 7], [8, 9, 1]], dtype=torch.int32)
+    drafting.step_slot_mapping(positions, table, lens, positions, slots, 4, 10, -1)
+    assert positions.tolist() == [4, 0] and lens.tolist() == [5, 1]
+    assert slots.tolist() == [24, -1, -1]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_room_for_more_drafts(shift: bool):
+    """Two requests of three tokens; of the second, one was rejected."""
+    added, num_new = 2, 6 + 2 * (1 if shift else 2)
+    ids, positions = torch.empty(num_new).long(), torch.empty(num_new).long()
+    rejected, masked = torch.empty(num_new).bool(), torch.empty(num_new).bool()
+    new, places = torch.empty(4, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    drafting.expand_inputs(
+        torch.tensor([10, 11, 12, 20, 21, 22]),
+        torch.tensor([5, 6, 7, 0, 1, 2]),
+        torch.tensor([13, 23]),
+        ids,
+        positions,
+        rejected,
+        masked,
+        new,
+        places,
+        torch.tensor([0, 3, 6], dtype=torch.int32),
+        torch.tensor([2, 4], dtype=torch.int32),
+        0,
+        99,
+        6,
+        added,
+        shift,
+    )
+    expected = [[10, 11, 12, 13, 99], [20, 21, 23, 99, 0]]
+    first = [row[1:] if shift else row for row in expected]
+    assert ids.tolist() == first[0] + first[1]
+    assert masked.tolist() == [token == 99 for token in ids.tolist()]
+    assert rejected.tolist() == [token == 0 for token in ids.tolist()]
+    assert ids[new.long()].tolist() == [13, 99, 23, 99]
+    # In order, but that a rejected one is at none.
+    length = num_new // 2
+    assert positions.tolist() == [*range(5, 5 + length), *range(length - 1), 0]
+    assert places.tolist() == ([0, 1, 2, 4, 5, 6] if shift else [0] * 6)

@@ -60,10 +60,6 @@ SELECTIONS = {
     "PCP": (dict(use_pcp=True), "PCP"),
     "DCP": (dict(use_dcp=True), "DCP"),
     "R-SWA": (dict(use_rswa=True), "R-SWA"),
-    "adaptive verification": (
-        dict(use_adaptive_verification=True),
-        "adaptive verification",
-    ),
     "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
     "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),

@@ -7,7 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionBackend,
+    TurboMetadataBuilder,
+)
+from vllm.v1.attention.ops.turbo.metadata import max_layer_query_len
+from vllm.v1.spec_decode.utils import extend_all_queries_by_N
+
 from .backend_utils import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
     PADDING,
     Batch,
     all_paths,
@@ -19,7 +33,8 @@ from .backend_utils import (
     set_path,
     with_drafts,
 )
-from .utils import DEVICE, FP16, requires_triton
+from .refusal_cases import speculative_config
+from .utils import DEVICE, FP16, cache_spec, requires_triton
 
 # (query length, context length) of each request that brings up to two drafts, decodes
 # first.
@@ -96,3 +111,198 @@ def test_padded_drafts(folder, mode, path):
     num_tokens = 2 * PADDING
     assert (output[num_tokens:] == 0).all()
     batch.check(impl, output[:num_tokens])
+
+
+# Query lengths on the device, and what the host has: an even share of the same sum.
+ADAPTIVE_BATCHES = {
+    "decodes": ([(3, 31), (1, 64), (2, 30)], [2, 2, 2]),
+    "none kept of one": ([(1, 31), (3, 62)], [2, 2]),
+    "mixed": ([(3, 40), (1, 30), (20, 0), (5, 65)], [2, 2, 20, 5]),
+}
+
+
+def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
+    """Of up to two drafts a request."""
+    with_drafts(config).speculative_config.enable_adaptive_verification = True
+    return config
+
+
+@requires_triton
+@pytest.mark.parametrize("name", ADAPTIVE_BATCHES)
+@prefill_modes
+@all_paths
+def test_query_lens_of_the_device(folder, name, mode, path):
+    """Adaptive verification shares out drafts on the device: the host knows how many
+    there are, and at most a request.
+    """
+    requests, host_lens = ADAPTIVE_BATCHES[name]
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    config = with_adaptive_verification(config)
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, requests)
+    host_starts = torch.tensor([0, *host_lens]).cumsum(0).int()
+    num_decodes = sum(length <= 3 for length in host_lens)
+    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
+    upper_bound[:num_decodes] += 7
+    common = batch.common.replace(
+        query_start_loc_cpu=host_starts, seq_lens_cpu_upper_bound=upper_bound
+    )
+    assert common.max_query_len >= 3
+    metadata = make_builder(config, impl).build(0, common)
+    assert metadata.num_decodes == num_decodes
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+def test_replay_of_other_query_lens(folder, mode, path):
+    """A CUDA graph of as many requests as tokens, replayed with fewer, longer ones:
+    its metadata are the capture's, but for what lies on the device.
+    """
+    config = with_adaptive_verification(make_vllm_config(folder, turbo_prefill=mode))
+    impl = make_impl(config)
+    set_path(impl, path)
+    num_captured = 6
+    batch = Batch.make(impl, [(3, 31), (1, 64)])
+    common = batch.common
+    starts = torch.arange(num_captured + 1, dtype=torch.int32)
+    table = torch.zeros(num_captured, common.block_table_tensor.shape[1]).int()
+    slots = torch.full((num_captured,), -1).to(common.slot_mapping)
+    capture = common.replace(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.ones(num_captured, dtype=torch.int32, device=DEVICE),
+        seq_lens_cpu_upper_bound=torch.ones(num_captured, dtype=torch.int32),
+        num_reqs=num_captured,
+        num_actual_tokens=num_captured,
+        max_query_len=3,
+        block_table_tensor=table.to(DEVICE),
+        slot_mapping=slots,
+    )
+    builder = make_builder(config, impl)
+    spec = builder.kv_cache_spec
+    assert builder.get_varlen_cudagraph_max_query_len(config, spec) == 3
+    metadata = builder.build_for_cudagraph_capture(capture)
+    num_tokens = common.num_actual_tokens
+    capture.query_start_loc[:] = num_tokens
+    capture.query_start_loc[:3] = common.query_start_loc
+    capture.seq_lens[:] = 0
+    capture.seq_lens[:2] = common.seq_lens
+    capture.block_table_tensor[:2] = common.block_table_tensor
+    slots[:num_tokens] = common.slot_mapping[:num_tokens]
+    output = torch.full_like(batch.query[:num_captured], 7)
+    tokens = (x[:num_captured] for x in (batch.query, batch.key, batch.value))
+    impl._forward_kernels(*tokens, batch.cache, metadata, output)
+    batch.check(impl, output[:num_tokens])
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+def test_next_step_of_a_drafter(folder, mode, path):
+    """Its metadata are built once; between steps it changes what they view."""
+    config = with_drafts(make_vllm_config(folder, turbo_prefill=mode))
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, [(1, 31), (1, 64), (1, 0)])
+    common = batch.common
+    first = common.replace(
+        seq_lens=common.seq_lens - 1, slot_mapping=common.slot_mapping - 1
+    )
+    builder = make_builder(config, impl)
+    assert builder.supports_draft_decode_metadata_update
+    metadata = builder.build(0, first)
+    first.seq_lens.add_(1)
+    first.slot_mapping.add_(1)
+    builder.update_draft_decode_metadata(metadata)
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+def add_layer(config: VllmConfig, name: str, is_draft: bool) -> None:
+    """Registers a layer as models do."""
+    with set_current_vllm_config(config), set_default_torch_dtype(FP16):
+        layer = Attention(
+            NUM_HEADS,
+            HEAD_SIZE,
+            HEAD_SIZE**-0.5,
+            NUM_KV_HEADS,
+            cache_config=config.cache_config,
+            prefix=name,
+        )
+    layer.is_draft_layer = is_draft
+
+
+@pytest.mark.parametrize(
+    "method, parallel, own, drafts",
+    [
+        ("eagle", False, 3, 3),
+        ("mtp", False, 3, 3),
+        ("draft_model", False, 3, 4),
+        ("draft_model", True, 5, 7),
+    ],
+)
+def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
+    """Its first pass has the step's tokens and some more, which must not make prefills
+    of requests with drafts: their lengths on the host are not exact.
+    """
+    config = make_vllm_config(folder, dtype=FP16)
+    config = speculative_config(config, method)
+    config.speculative_config.parallel_drafting = parallel
+    names = {"target": False, "draft": True}
+    for name, is_draft in names.items():
+        add_layer(config, name, is_draft)
+    impl = make_impl(config)
+    spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
+
+    def threshold_of(*layers: str) -> int:
+        builder = TurboMetadataBuilder(spec, list(layers), config, DEVICE)
+        return builder.reorder_batch_threshold
+
+    assert threshold_of("target") == threshold_of("target", "draft") == own
+    assert threshold_of("draft") == drafts
+    assert impl.max_decode_query_len == max_layer_query_len(config) == drafts
+
+
+@requires_triton
+@prefill_modes
+@all_paths
+def test_first_pass_of_a_draft_model(folder, mode, path):
+    """Of the step's tokens and the one sampled behind them."""
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    config = speculative_config(config, "draft_model")
+    add_layer(config, "layers.0.attn", True)
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, [(4, 31), (2, 64), (20, 0), (5, 40)])
+    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
+    upper_bound[:2] += 7
+    common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
+    metadata = make_builder(config, impl).build(0, common)
+    assert metadata.num_decodes == 2 and metadata.decode_query_len == 4
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+def test_added_slots_count_on_the_host(folder):
+    """Lengths on the host remain upper bounds, and exact for prefills."""
+    impl = make_impl(make_vllm_config(folder))
+    common = Batch.make(impl, [(1, 31), (20, 0), (5, 65)]).common
+    slots = common.slot_mapping.new_zeros(common.num_actual_tokens + 3)
+    arange = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    extended = extend_all_queries_by_N(common, 1, arange, slots)
+    assert torch.equal(extended.seq_lens_cpu_upper_bound, extended.seq_lens.cpu())
+    assert (common.seq_lens_cpu_upper_bound == common.seq_lens.cpu()).all()
+
+
+def test_non_causal_drafts(folder):
+    """As DFlash's layers ask for, had they come past the selection."""
+    config = with_drafts(make_vllm_config(folder))
+    impl = make_impl(config)
+    common = Batch.make(impl, [(3, 31)]).common.replace(causal=False)
+    with pytest.raises(NotImplementedError, match="turbo4.*non-causal"):
+        make_builder(config, impl).build(0, common)
+
+
+def test_adaptive_verification_is_claimed():
+    assert TurboAttentionBackend.supports_device_cpu_query_lens_mismatch()

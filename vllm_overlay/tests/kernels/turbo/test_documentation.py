@@ -114,7 +114,7 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
         ),
         *(lambda make=make: make_builder(config, make()) for make, _ in SPECS.values()),
         partial(select, AttentionBackendEnum.FLASH_ATTN),
-        partial(make_impl, speculative_config(config, "eagle")),
+        partial(make_impl, speculative_config(config, "extract_hidden_states")),
         partial(make_builder, transfer_config(config, True), make_spec()),
         partial(forward, output_scale=torch.ones(())),
     ]

@@ -103,14 +103,18 @@ def test_impl_takes_what_means_nothing(config):
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "mtp", "draft_model"])
-def test_speculative_decoding(config, method):
-    """Drafts are verified; a drafter with a cache of its own is not served yet."""
-    changed = speculative_config(config, method)
-    if method == "ngram":
-        make_impl(changed)
-        return
-    with refused("speculative decoding with a draft model"):
-        make_impl(changed)
+def test_speculative_decoding_is_served(config, method):
+    make_impl(speculative_config(config, method))
+
+
+def test_extracted_hidden_states(config):
+    """They would be cached in the dtype of the cache, as if they were K and V."""
+    with refused("extract_hidden_states"):
+        make_impl(speculative_config(config, "extract_hidden_states"))
+
+
+def test_adaptive_verification_is_served():
+    assert "turbo" in select(use_adaptive_verification=True)
 
 
 @pytest.mark.parametrize("make, feature", SPECS.values(), ids=SPECS)

@@ -123,10 +123,6 @@ class TurboAttentionBackend(AttentionBackend):
         return not current_platform.is_cuda() or capability >= DeviceCapability(8, 0)
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # All that keep the tokens of a (block, head) contiguous.
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
@@ -172,8 +168,8 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
         reasons = refusals.unsupported_layer_arguments(
             attn_type, optional | unsupported
         )
-        if speculative is not None and speculative.uses_draft_kv_cache():
-            reasons.append(refusals.DRAFT_MODEL)
+        if speculative is not None and speculative.uses_extract_hidden_states():
+            reasons.append(refusals.HIDDEN_STATES)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         KernelDispatch.__init__(

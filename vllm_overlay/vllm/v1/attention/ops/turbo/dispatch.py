@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.turbo import torch_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.kernels import (
@@ -25,6 +24,7 @@ from vllm.v1.attention.ops.turbo.metadata import (
     ExtendBatch,
     TurboMetadata,
     max_extend_partials,
+    max_layer_query_len,
 )
 from vllm.v1.attention.ops.turbo.prefill import (
     PrefillBuffers,
@@ -115,7 +115,7 @@ class KernelDispatch:
         scheduler_config = vllm_config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_tokens = scheduler_config.max_num_batched_tokens
-        self.max_decode_query_len = max_decode_query_len(vllm_config)
+        self.max_decode_query_len = max_layer_query_len(vllm_config)
         self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
         self.max_partials = max(
             1, PARTIAL_BYTES // (num_heads * head_size * torch.float32.itemsize)

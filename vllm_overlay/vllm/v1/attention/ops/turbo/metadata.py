@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from vllm.v1.attention.ops.turbo.prefill_plan import (
     prefill_limits,
 )
 from vllm.v1.attention.ops.turbo.refusals import (
+    NON_CAUSAL,
     PERMUTED_TRANSFER,
     refusal,
     unsupported_spec_features,
@@ -150,26 +151,32 @@ def max_extend_partials(
     )
 
 
-def _max_num_heads(vllm_config: VllmConfig, layer_names: list[str]) -> int:
-    """Query heads of the layer that has the most; the model's if none is there yet."""
-    layers = get_layers_from_vllm_config(
-        vllm_config,
-        AttentionLayerBase,  # type: ignore[type-abstract]
-        layer_names,
-    )
-    return max(
-        (layer.impl.num_heads for layer in layers.values()),
-        default=vllm_config.model_config.get_num_attention_heads(
-            vllm_config.parallel_config
-        ),
-    )
+def num_draft_slots(vllm_config: VllmConfig) -> int:
+    """Query tokens that a drafter's first pass has more of, a request, than the step
+    whose tokens it takes: those verified, rejected ones too, and as many behind them.
+    """
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
+
+
+def max_layer_query_len(vllm_config: VllmConfig) -> int:
+    """Query tokens of a decode request, at most, of any layer, drafters' too."""
+    return max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
-    """Builds ``TurboMetadata``."""
+    """Builds ``TurboMetadata``.
+
+    Lengths on the host are not exact for requests whose drafts are verified: how many
+    of the last step's were rejected is known on the device alone, as are, with adaptive
+    verification, how many are verified in this one. Whoever may have drafts is a decode
+    request, therefore, and decodes take all lengths from the device.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int = 1
+    # All that decodes need are views of what the drafter updates between its steps.
+    supports_draft_decode_metadata_update: bool = True
 
     def __init__(
         self,
@@ -187,9 +194,22 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         if reasons:
             raise ValueError(refusal(cache_dtype, reasons))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Rows that decode in the target model do so in the drafter.
+        layers = self._layers()
+        if layers and all(layer.is_draft_layer for layer in layers):
+            self.reorder_batch_threshold += num_draft_slots(vllm_config)
+        speculative = vllm_config.speculative_config
+        self.has_device_query_lens = (
+            speculative is not None and speculative.enable_adaptive_verification
+        )
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.prefill_limits = prefill_limits(
-            _max_num_heads(vllm_config, layer_names),
+            max(
+                (layer.num_heads for layer in layers),
+                default=vllm_config.model_config.get_num_attention_heads(
+                    vllm_config.parallel_config
+                ),
+            ),
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             vllm_config.model_config.dtype,
@@ -197,20 +217,38 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         )
         self.max_extend_len = self._find_max_extend_len(kv_cache_spec)
 
+    def _layers(self) -> list[Any]:
+        """The layers that it builds for."""
+        layer_type: type = AttentionLayerBase
+        layers = get_layers_from_vllm_config(
+            self.vllm_config, layer_type, self.layer_names
+        )
+        return list(layers.values())
+
     def _find_max_extend_len(self, spec: AttentionSpec) -> int:
         """Query tokens up to which the layers' kernels have an ``extend_attention``."""
         if current_platform.is_cpu():
             return 0
         config = self.vllm_config
-        num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        cache_dtype = spec.kv_quant_mode.name.lower()
-        kernels = choose_kernels(
-            config.attention_config.turbo_kernel,
-            TurboFormat.from_cache_dtype(cache_dtype, spec.head_size),
-            num_heads // spec.num_kv_heads,
-            max_decode_query_len(config),
+        layout = TurboFormat.from_cache_dtype(
+            spec.kv_quant_mode.name.lower(), spec.head_size
         )
-        return 0 if kernels.extend_attention is None else MAX_EXTEND_LEN
+        # A drafter's have a number of heads of their own.
+        groups = {layer.num_heads // spec.num_kv_heads for layer in self._layers()}
+        choice = config.attention_config.turbo_kernel
+        query_len = max_layer_query_len(config)
+        kernels = [choose_kernels(choice, layout, each, query_len) for each in groups]
+        has_extends = kernels and all(each.extend_attention for each in kernels)
+        return MAX_EXTEND_LEN if has_extends else 0
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> int | None:
+        return max_decode_query_len(vllm_config)
+
+    def update_draft_decode_metadata(self, metadata: TurboMetadata) -> None:
+        pass
 
     def build(
         self,
@@ -219,18 +257,16 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         fast_build: bool = False,
     ) -> TurboMetadata:
         common = common_attn_metadata
-        # Not by whether they are prefilled: lengths on the host are not exact for
-        # requests whose drafts are verified, so no such may go the prefill way.
+        if common.causal is not True:
+            cache_dtype = self.kv_cache_spec.kv_quant_mode.name.lower()
+            raise NotImplementedError(refusal(cache_dtype, [NON_CAUSAL]))
+        # Not by whether they are prefilled.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
-        query_len, is_uniform = 1, True
-        if self.reorder_batch_threshold > 1 and num_decodes > 0:
-            query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
-            # A padded batch has requests without tokens at its end, and the tokens
-            # that these would have.
-            query_len = max(int(query_lens.max()), 1)
-            is_uniform = num_decodes * query_len == num_decode_tokens
+        query_len, is_uniform = self._decode_query_len(
+            common, num_decodes, num_decode_tokens
+        )
         extends, prefill = [], None
         if num_prefills > 0:
             extends = self._build_extends(common, num_decodes)
@@ -262,6 +298,21 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             extends=extends,
             prefill=prefill,
         )
+
+    def _decode_query_len(
+        self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+    ) -> tuple[int, bool]:
+        """Query tokens of a decode request, at most, and whether each has as many."""
+        if self.reorder_batch_threshold == 1 or num_decodes == 0:
+            return 1, True
+        query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
+        query_len = max(int(query_lens.max()), 1)
+        if self.has_device_query_lens and max(query_len, common.max_query_len) > 1:
+            # The host's are an even share of the drafts that are verified.
+            return self.reorder_batch_threshold, False
+        # A padded batch has requests without tokens at its end, and the tokens that
+        # these would have.
+        return query_len, num_decodes * query_len == num_decode_tokens
 
     def _build_extends(
         self, common: CommonAttentionMetadata, num_decodes: int

@@ -32,7 +32,7 @@ SPEC_FEATURES: dict[str, Callable[[FullAttentionSpec], bool]] = {
     "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
 }
 
-DRAFT_MODEL = "speculative decoding with a draft model"
+HIDDEN_STATES = "extract_hidden_states"
 PERMUTED_TRANSFER = "enable_permute_local_kv"
 XPU = "XPU"
 FUSED_OUTPUT = "fused output quantization"
@@ -57,15 +57,13 @@ REASONS = (
     "batch invariance not supported",
     "PCP not supported",
     "DCP not supported",
-    "device-cpu query lens mismatch not supported, this is needed for adaptive "
-    "verification",
     XPU,
     "attention backend <name> (<dtype>'s pages are read by TURBO alone: drop "
     "--attention-backend)",
     "ALiBi",
     "logits soft cap",
     "KV sharing between layers",
-    DRAFT_MODEL,
+    HIDDEN_STATES,
     "layer argument <name>",
     "layers of kind <kind>",
     "chunked local attention",

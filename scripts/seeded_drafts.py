@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Writes a drafter with seeded weights for a target model into a folder.
+
+It hands on the target's hidden state and adds some of its own attention, so some of its
+drafts are right and many are not; the head is the target's. EAGLE's attention has heads
+of another size and number than the target's, MTP's has the target's. The same arguments
+always write the same bytes.
+
+vLLM makes an MTP layer by the target's configuration, which has to say that it has one:
+`target_overrides` is what `--hf-overrides` needs.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+# EAGLE's.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+# Of the drafter's own part, beside the target's hidden state.
+NOISE = 0.02
+ARCHITECTURES = {
+    "eagle": ("llama", "LlamaForCausalLM"),
+    "eagle3": ("llama", "LlamaForCausalLMEagle3"),
+    "mtp": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+}
+# Hidden states of the target that EAGLE 3 takes: of its last layer's input, and two.
+NUM_AUX = 3
+
+
+class Weights:
+    """Seeded weights of a drafter.
+
+    Args:
+        config: Its configuration.
+        seed: Of the weights.
+
+    """
+
+    def __init__(self, config: dict[str, Any], seed: int) -> None:
+        self.generator = np.random.Generator(np.random.PCG64(seed))
+        self.hidden = config["hidden_size"]
+        self.inner = config["intermediate_size"]
+        self.q_size = config["num_attention_heads"] * config["head_dim"]
+        self.kv_size = config["num_key_value_heads"] * config["head_dim"]
+
+    def normal(self, *shape: int, deviation: float = NOISE) -> torch.Tensor:
+        values = self.generator.standard_normal(shape) * deviation
+        return torch.from_numpy(values).to(torch.bfloat16)
+
+    def norm(self) -> torch.Tensor:
+        return torch.ones(self.hidden, dtype=torch.bfloat16)
+
+    def projection(self, parts: int, kept: int) -> torch.Tensor:
+        """From so many hidden states one: that which is kept, and noise."""
+        weight = self.normal(self.hidden, parts * self.hidden)
+        weight[:, kept * self.hidden : (kept + 1) * self.hidden] = torch.eye(
+            self.hidden
+        )
+        return weight
+
+    def layer(self, inputs: int = 1) -> dict[str, torch.Tensor]:
+        """A decoder layer, without the norm before its attention."""
+        hidden, inner = self.hidden, self.inner
+        sharp = 4 * hidden**-0.5
+        return {
+            "self_attn.q_proj.weight": self.normal(
+                self.q_size, inputs * hidden, deviation=sharp
+            ),
+            "self_attn.k_proj.weight": self.normal(
+                self.kv_size, inputs * hidden, deviation=sharp
+            ),
+            "self_attn.v_proj.weight": self.normal(
+                self.kv_size, inputs * hidden, deviation=hidden**-0.5
+            ),
+            "self_attn.o_proj.weight": self.normal(hidden, self.q_size),
+            "mlp.gate_proj.weight": self.normal(inner, hidden),
+            "mlp.up_proj.weight": self.normal(inner, hidden),
+            "mlp.down_proj.weight": self.normal(hidden, inner),
+            "post_attention_layernorm.weight": self.norm(),
+        }
+
+
+def named(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: weight for name, weight in weights.items()}
+
+
+def eagle_weights(weights: Weights, target: dict) -> dict[str, torch.Tensor]:
+    return named("layers.0.", weights.layer()) | {"fc.weight": weights.projection(2, 1)}
+
+
+def eagle3_weights(weights: Weights, target: dict) -> dict[str, torch.Tensor]:
+    head = "lm_head.weight" if "lm_head.weight" in target else EMBEDDING
+    return {
+        **named("midlayer.", weights.layer(inputs=2)),
+        "midlayer.hidden_norm.weight": weights.norm(),
+        "midlayer.input_layernorm.weight": weights.norm(),
+        "fc.weight": weights.projection(NUM_AUX, NUM_AUX - 1),
+        "norm.weight": target["model.norm.weight"],
+        "lm_head.weight": target[head],
+    }
+
+
+def mtp_weights(weights: Weights, target: dict) -> dict[str, torch.Tensor]:
+    return {
+        **named("model.mtp_block.0.", weights.layer()),
+        "model.mtp_block.0.input_layernorm.weight": weights.norm(),
+        "model.mtp_emb_norm.0.weight": weights.norm(),
+        "model.mtp_hidden_norm.0.weight": weights.norm(),
+        "model.mtp_linear_proj.0.weight": weights.projection(2, 1),
+    }
+
+
+EMBEDDING = "model.embed_tokens.weight"
+WEIGHTS = {"eagle": eagle_weights, "eagle3": eagle3_weights, "mtp": mtp_weights}
+
+
+def target_overrides(method: str, target: Path) -> dict[str, Any]:
+    """Returns what the target's configuration must say for a drafter to be made."""
+    if method != "mtp":
+        return {}
+    own = json.loads((target / "config.json").read_text())
+    layers = ["full_attention"] * (own["num_hidden_layers"] + 1)
+    return {"num_nextn_predict_layers": 1, "layer_types": layers}
+
+
+def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
+    """Writes config and weights of a drafter into `folder`, which it makes.
+
+    Args:
+        folder: Where to.
+        method: Of vLLM's speculative methods, one of `WEIGHTS`.
+        target: The target model's folder.
+        seed: Of the weights.
+
+    """
+    own = json.loads((target / "config.json").read_text())
+    model_type, architecture = ARCHITECTURES[method]
+    shared = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        *HEADS,
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+    )
+    config = {name: own[name] for name in shared} | {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    if method == "mtp":
+        config["num_nextn_predict_layers"] = 1
+    else:
+        config |= HEADS | {"num_hidden_layers": 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensors = WEIGHTS[method](
+        Weights(config, seed), load_file(target / "model.safetensors")
+    )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the drafter is written")
+    parser.add_argument("method", choices=WEIGHTS)
+    parser.add_argument("target", type=Path, help="the target model's folder")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    write_draft(args.folder, args.method, args.target, args.seed)
+
+
+if __name__ == "__main__":
+    main()
