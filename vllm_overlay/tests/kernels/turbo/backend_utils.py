@@ -22,7 +22,9 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
@@ -154,6 +156,23 @@ def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataB
     has_extends = chosen is not None and chosen.extend_attention is not None
     builder.max_extend_len = MAX_EXTEND_LEN if has_extends else 0
     return builder
+
+
+def add_layer(
+    config: VllmConfig, name: str, num_heads: int = NUM_HEADS, is_draft: bool = False
+) -> None:
+    """Registers a layer as models do."""
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
+        layer = Attention(
+            num_heads,
+            HEAD_SIZE,
+            SCALE,
+            NUM_KV_HEADS,
+            cache_config=config.cache_config,
+            prefix=name,
+        )
+    layer.is_draft_layer = is_draft
 
 
 @dataclass

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboMetadataBuilder,
@@ -19,11 +17,10 @@ from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 from .backend_utils import (
     BLOCK_SIZE,
-    HEAD_SIZE,
-    NUM_HEADS,
     NUM_KV_HEADS,
     PADDING,
     Batch,
+    add_layer,
     all_paths,
     kernel_paths,
     make_builder,
@@ -220,20 +217,6 @@ def test_next_step_of_a_drafter(folder, mode, path):
     batch.check(impl, batch.run(impl, metadata, path))
 
 
-def add_layer(config: VllmConfig, name: str, is_draft: bool) -> None:
-    """Registers a layer as models do."""
-    with set_current_vllm_config(config), set_default_torch_dtype(FP16):
-        layer = Attention(
-            NUM_HEADS,
-            HEAD_SIZE,
-            HEAD_SIZE**-0.5,
-            NUM_KV_HEADS,
-            cache_config=config.cache_config,
-            prefix=name,
-        )
-    layer.is_draft_layer = is_draft
-
-
 @pytest.mark.parametrize(
     "method, parallel, own, drafts",
     [
@@ -252,7 +235,7 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
     config.speculative_config.parallel_drafting = parallel
     names = {"target": False, "draft": True}
     for name, is_draft in names.items():
-        add_layer(config, name, is_draft)
+        add_layer(config, name, is_draft=is_draft)
     impl = make_impl(config)
     spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
 
@@ -272,7 +255,7 @@ def test_first_pass_of_a_draft_model(folder, mode, path):
     """Of the step's tokens and the one sampled behind them."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     config = speculative_config(config, "draft_model")
-    add_layer(config, "layers.0.attn", True)
+    add_layer(config, "layers.0.attn", is_draft=True)
     impl = make_impl(config)
     set_path(impl, path)
     batch = Batch.make(impl, [(4, 31), (2, 64), (20, 0), (5, 40)])

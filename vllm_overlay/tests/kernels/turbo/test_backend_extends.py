@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionImpl,
+    TurboMetadataBuilder,
+)
 from vllm.v1.attention.ops.turbo import kernels, metadata
 from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
 from vllm.v1.attention.ops.turbo.metadata import max_extend_partials, plan_extends
@@ -18,18 +22,20 @@ from vllm.v1.worker.workspace import (
 )
 
 from .backend_utils import (
+    BLOCK_SIZE,
     HEAD_SIZE,
     KERNELS,
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
+    add_layer,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
     set_path,
 )
-from .utils import DEVICE, FP16, ON_GPU, requires_triton
+from .utils import DEVICE, FP16, ON_GPU, cache_spec, requires_triton
 
 # Requests, and the requests and query tokens of each call. Decodes come first.
 BATCHES = {
@@ -142,9 +148,33 @@ def test_builder_asks_the_kernels(folder, path):
     """Those of the layers, by the configuration alone."""
     config = make_vllm_config(folder)
     config.attention_config.turbo_kernel = path
+    add_layer(config, "layers.0.attn")
     builder = make_builder(config, make_impl(config))
     spec = builder.kv_cache_spec
     assert spec.num_kv_heads == NUM_KV_HEADS
     found = builder._find_max_extend_len(spec)
     has_extends = getattr(kernels, f"{path}_kernels")().extend_attention is not None
     assert found == (MAX_EXTEND_LEN if has_extends else 0)
+
+
+def test_builder_asks_for_the_heads_of_its_layers(folder, monkeypatch):
+    """A drafter's are others than the target's: each has kernels of its own."""
+    config = make_vllm_config(folder)
+    for name, num_heads in (("target", NUM_HEADS), ("draft", 4 * NUM_HEADS)):
+        add_layer(config, name, num_heads, is_draft=name == "draft")
+    spec = cache_spec(make_impl(config).layout, NUM_KV_HEADS, BLOCK_SIZE)
+    asked = []
+
+    def choose(choice, layout, group, query_len):
+        asked.append(group)
+        chosen = kernels.triton_kernels()
+        return chosen._replace(extend_attention=print if group < 8 else None)
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(metadata, "choose_kernels", choose)
+    found = [
+        TurboMetadataBuilder(spec, [name], config, DEVICE).max_extend_len
+        for name in ("target", "draft")
+    ]
+    assert found == [MAX_EXTEND_LEN, 0]
+    assert asked == [NUM_HEADS // NUM_KV_HEADS, 4 * NUM_HEADS // NUM_KV_HEADS]
