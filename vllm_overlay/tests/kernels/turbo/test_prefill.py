@@ -235,6 +235,19 @@ def test_gather_strides(name, cache_layout, block_size):
     assert torch.equal(key[:11].float(), expected.half().float())
 
 
+@requires_triton
+def test_gather_ends_with_the_table():
+    """A dummy batch of vLLM's may be longer than the longest request."""
+    layout = TurboFormat.from_cache_dtype("turbo4", 64)
+    cache = random_pages(layout, 4, 2, 32)
+    # What follows the table is no block.
+    table = torch.tensor([[2, 1, 2**30, 2**30]], device=DEVICE).int()[:, :2]
+    key, _ = gather(cache, table, [16], [100], layout)
+    expected, _ = reference.load(cache, slots_of(table[0], 16, 64, 32), layout)
+    assert torch.equal(key[:48].float(), expected.half().float())
+    assert not key[48:100].isnan().any()
+
+
 def flash_attns(head_size: int) -> list:
     """FlashAttention, where there is one, and its stand-ins.
 

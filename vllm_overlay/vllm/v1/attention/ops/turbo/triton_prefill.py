@@ -109,6 +109,7 @@ def _gather_kernel(
     stride_cache_block,
     stride_cache_head,
     stride_block_table,
+    max_blocks,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     VALUE_CODES_OFFSET: tl.constexpr,
@@ -136,7 +137,9 @@ def _gather_kernel(
     inside = n < length
     position = tl.load(starts_ptr + request) + n
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
-    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0)
+    place = position // BLOCK_SIZE
+    # vLLM's dummy batches may be longer than any request.
+    block = tl.load(table_ptr + place, mask=inside & (place < max_blocks), other=0)
     page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
     page_ptr += head.to(tl.int64) * stride_cache_head
     tile_ptr, token = tile_pointers(page_ptr, position % BLOCK_SIZE, TILE_BYTES)
@@ -202,7 +205,7 @@ def gather_context(
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
-        block_table: (R, max_blocks) int32.
+        block_table: (R, max_blocks) int32; tokens beyond are those of block 0.
         starts: (R,) int32, first position of each request's piece.
         cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
         max_len: Length of the longest piece.
@@ -229,6 +232,7 @@ def gather_context(
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
+        block_table.shape[1],
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         **layout_constants(layout),
