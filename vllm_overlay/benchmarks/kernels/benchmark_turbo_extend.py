@@ -28,8 +28,6 @@ from turbo_decode_timing import capture, measure, measure_device, spread
 
 DEFAULT_SHAPES = ("64x4096x32x8x128", "16x32768x32x8x128", "1x65536x32x8x128")
 DEFAULT_QUERY_LENS = (2, 8, 16, 32, 64, 128)
-# Tokens of a step, as the served engine has them by default.
-MAX_STEP_TOKENS = 8192
 # Between ways that round queries, keys and weights differently.
 AGREEMENT = 0.02
 
@@ -80,23 +78,22 @@ class PrefillArm(TurboArm):
     def __init__(
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
     ) -> None:
-        from vllm.v1.attention.ops.turbo import prefill
+        from vllm.v1.attention.ops.turbo import prefill, prefill_plan
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
-        shape = batch.shape
-        dtype = batch.query.dtype
-        heads = (shape.num_kv_heads, shape.head_size)
-        tokens = prefill.piece_tokens(MAX_STEP_TOKENS, *heads, dtype)
-        self.metadata = prefill.build_prefill_metadata(
+        shape, dtype = batch.shape, batch.query.dtype
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
+        limits = prefill_plan.prefill_limits(*heads, dtype, stored=False)
+        self.metadata = prefill_plan.build_prefill_metadata(
             batch.query_start_loc().cpu(),
             batch.seq_lens.cpu(),
             batch.block_table,
             False,
-            tokens,
+            limits,
             torch.device(batch.device),
         )
         shapes = prefill.PrefillBuffers.shapes(
-            batch.query.shape[0], tokens, shape.num_heads, *heads
+            self.metadata.max_buffered_tokens, limits.piece_tokens, *heads
         )
         self.buffers = prefill.PrefillBuffers(
             *(torch.empty(size, dtype=dtype, device=batch.device) for size in shapes)

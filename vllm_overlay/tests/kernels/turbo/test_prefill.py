@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.prefill_plan import (
     PrefillLimits,
     build_prefill_metadata,
     plan_context,
+    plan_groups,
     plan_slices,
     prefill_limits,
 )
@@ -136,8 +137,31 @@ def test_scratch_of_a_plan(stored):
         needs_scratch = stored or any(contexts)
         assert plan.max_buffered_tokens == (15 if needs_scratch else 0)
         for part in plan.slices:
-            assert all(piece.num_tokens <= 32 for piece in part.pieces)
-            assert (part.raw is None) == stored == (part.own is not None)
+            assert (part.raw is None) == stored
+            for group in part.groups:
+                assert all(piece.num_tokens <= 32 for piece in group.pieces)
+                assert stored == (group.own is not None)
+
+
+@pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])
+@pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
+def test_groups_have_each_request_once(contexts, piece_tokens):
+    """Of several requests with context, one piece holds all. None is without any, so
+    that each request's output is written.
+    """
+    groups = plan_groups(contexts, piece_tokens)
+    assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
+    assert groups[-1][1] == len(contexts)
+    for first, last in groups:
+        lens = [length for length in contexts[first:last] if length]
+        assert sum(lens) <= piece_tokens or len(lens) == 1
+        assert lens or not any(contexts)
+    pairs = zip(groups, groups[1:])
+    # As few as that allows: none would take in the next one's first.
+    assert all(
+        sum(contexts[a:b]) + next(filter(None, contexts[c:d])) > piece_tokens
+        for (a, b), (c, d) in pairs
+    )
 
 
 @requires_triton
@@ -340,6 +364,7 @@ PREFILLS = {
     "first chunks": ([20, 3], [0, 0], 32, 32),
     "prefix hits": ([5, 9], [40, 17], 128, 128),
     "pieces": ([4, 20, 2, 6], [70, 0, 100, 1], 48, 48),
+    "groups": ([4, 20, 2, 6, 1], [0, 20, 30, 17, 0], 48, 48),
     "more than a piece each": ([3, 2], [65, 130], 32, 32),
     "slices": ([4, 20, 2, 6], [70, 0, 100, 1], 7, 64),
     "slices of one request": ([20], [33], 7, 32),

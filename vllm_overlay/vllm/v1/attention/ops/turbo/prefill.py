@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.fa_utils import (
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.prefill_plan import PrefillMetadata, PrefillSlice
+from vllm.v1.attention.ops.turbo.prefill_plan import CacheGroup, PrefillMetadata
 
 # What every version of FlashAttention takes.
 FLASH_ATTN_MAX_HEAD_SIZE = 256
@@ -75,27 +75,26 @@ class PrefillBuffers:
         return [rows, rows, piece, piece]
 
 
-def _attend_to_cache(
-    query: torch.Tensor,
+def _attend_to_group(
+    rotated_query: torch.Tensor,
     kv_cache: torch.Tensor,
-    part: PrefillSlice,
+    group: CacheGroup,
     scale: float,
     layout: TurboFormat,
     buffers: PrefillBuffers,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attention to all pieces of a slice, into ``output``; returns its LSE."""
-    from vllm.v1.attention.ops.turbo.triton_prefill import gather_context, rotate_rows
+    """Attention to all pieces of a group, in rotated space, into ``output``; returns
+    its LSE.
+    """
+    from vllm.v1.attention.ops.turbo.triton_prefill import gather_context
 
-    num_tokens = query.shape[0]
-    rotated_query = buffers.query[:num_tokens]
-    rotate_rows(query, rotated_query)
     lse = None
-    for piece in part.pieces:
+    for piece in group.pieces:
         gather_context(
             kv_cache,
-            part.block_table,
+            group.block_table,
             piece.starts,
             piece.cu_lens,
             piece.max_len,
@@ -103,7 +102,7 @@ def _attend_to_cache(
             buffers.key,
             buffers.value,
         )
-        target = output if lse is None else buffers.output[:num_tokens]
+        target = output if lse is None else buffers.output[: output.shape[0]]
         _, piece_lse, *_ = flash_attn(
             q=rotated_query,
             # Not a row more: FlashAttention multiplies what follows the last
@@ -111,12 +110,12 @@ def _attend_to_cache(
             k=buffers.key[: piece.num_tokens],
             v=buffers.value[: piece.num_tokens],
             out=target,
-            cu_seqlens_q=part.query_start_loc,
-            max_seqlen_q=part.max_query_len,
+            cu_seqlens_q=group.query_start_loc,
+            max_seqlen_q=group.max_query_len,
             cu_seqlens_k=piece.cu_lens,
             max_seqlen_k=piece.max_len,
             softmax_scale=scale * layout.key_codebook.gain,
-            causal=piece is part.own,
+            causal=piece is group.own,
             return_softmax_lse=True,
         )
         if lse is None:
@@ -127,8 +126,41 @@ def _attend_to_cache(
             merge_attn_states(output, output, lse, target, piece_lse, merged_lse)
             lse = merged_lse
     assert lse is not None
-    rotate_rows(output, output, inverse=True)
     return lse
+
+
+def _attend_to_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    groups: list[CacheGroup],
+    scale: float,
+    layout: TurboFormat,
+    buffers: PrefillBuffers,
+    output: torch.Tensor,
+    flash_attn: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attention to all that a slice reads of the cache, into ``output``; returns its
+    LSE.
+    """
+    from vllm.v1.attention.ops.turbo.triton_prefill import rotate_rows
+
+    rotated_query = buffers.query[: query.shape[0]]
+    rotate_rows(query, rotated_query)
+    lses = [
+        _attend_to_group(
+            rotated_query[group.tokens],
+            kv_cache,
+            group,
+            scale,
+            layout,
+            buffers,
+            output[group.tokens],
+            flash_attn,
+        )
+        for group in groups
+    ]
+    rotate_rows(output, output, inverse=True)
+    return lses[0] if len(lses) == 1 else torch.cat(lses, 1)
 
 
 def prefill_attention(
@@ -161,10 +193,17 @@ def prefill_attention(
     for part in metadata.slices:
         queries, result = query[part.tokens], output[part.tokens]
         lse = None
-        if part.pieces:
+        if part.groups:
             assert buffers is not None
             lse = _attend_to_cache(
-                queries, kv_cache, part, scale, layout, buffers, result, flash_attn
+                queries,
+                kv_cache,
+                part.groups,
+                scale,
+                layout,
+                buffers,
+                result,
+                flash_attn,
             )
         if part.raw is None:
             continue

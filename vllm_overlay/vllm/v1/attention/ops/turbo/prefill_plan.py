@@ -85,18 +85,17 @@ class CachedPiece(NamedTuple):
     num_tokens: int
 
 
-@dataclass
-class PrefillSlice:
-    """Prefill tokens that lie side by side, of R requests.
+class CacheGroup(NamedTuple):
+    """Requests whose cached tokens are dequantised side by side, R of them: so many
+    that one piece holds all, or one whose tokens take several pieces.
 
     Attributes:
-        tokens: Which, of the prefills'.
+        tokens: Theirs, of the slice's.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most tokens of a request.
         block_table: (R, max_blocks) int32.
-        raw: What is used as computed; None if all is read from the cache.
-        own: Else the tokens themselves, to be read from the cache.
-        context: Pieces of the cached tokens before them; with ``own``, of all.
+        own: The tokens themselves, to be read from the cache; None if they are not.
+        context: Pieces of the cached tokens before them.
 
     """
 
@@ -104,7 +103,6 @@ class PrefillSlice:
     query_start_loc: torch.Tensor
     max_query_len: int
     block_table: torch.Tensor
-    raw: RawTokens | None
     own: CachedPiece | None
     context: list[CachedPiece]
 
@@ -112,6 +110,25 @@ class PrefillSlice:
     def pieces(self) -> list[CachedPiece]:
         """All that is read from the cache."""
         return self.context if self.own is None else [self.own, *self.context]
+
+
+class PrefillSlice(NamedTuple):
+    """Prefill tokens that lie side by side, of R requests.
+
+    Attributes:
+        tokens: Which, of the prefills'.
+        query_start_loc: (R + 1,) int32 on the device, from zero.
+        max_query_len: Most tokens of a request.
+        raw: What is used as computed; None if all is read from the cache.
+        groups: What is read from the cache, if anything: of all its requests.
+
+    """
+
+    tokens: slice
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    raw: RawTokens | None
+    groups: list[CacheGroup]
 
 
 @dataclass
@@ -134,7 +151,7 @@ class PrefillMetadata:
     @property
     def max_buffered_tokens(self) -> int:
         """Tokens of the largest slice that needs ``PrefillBuffers``; 0: none does."""
-        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.pieces)
+        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.groups)
         return max(lengths, default=0)
 
 
@@ -188,6 +205,70 @@ def plan_slices(
     return [(slice(first, last), slice(*part)) for first, last, *part in bounds]
 
 
+def plan_groups(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
+    """Which of a slice's requests are dequantised side by side.
+
+    Args:
+        context_lens: Cached tokens of each request.
+        piece_tokens: Tokens that are dequantised at a time.
+
+    Returns:
+        First and last (exclusive) request of each group. Each request is in one, and
+        each group has cached tokens, if any request has.
+
+    """
+    firsts, total = [0], 0
+    for i, length in enumerate(context_lens):
+        if total and length and total + length > piece_tokens:
+            firsts.append(i)
+            total = 0
+        total += length
+    return list(zip(firsts, [*firsts[1:], len(context_lens)]))
+
+
+def _plan_group(
+    starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    stored: bool,
+    piece_tokens: int,
+    query_start_loc: torch.Tensor | None,
+    device: torch.device,
+) -> CacheGroup:
+    """One of a slice's groups, or all of it.
+
+    Args:
+        starts: (R + 1,) int32 on the host, where its requests' tokens in the slice
+            begin.
+        context_lens: (R,) int32 on the host.
+        block_table: (R, max_blocks) int32 on the device.
+        stored: Whether query tokens, too, are read from the cache.
+        piece_tokens: Tokens that are dequantised at a time.
+        query_start_loc: ``starts`` on the device, if that begins at zero.
+        device: Of the kernels.
+
+    """
+    tokens = slice(int(starts[0]), int(starts[-1]))
+    if query_start_loc is None:
+        query_start_loc = async_tensor_h2d(starts - tokens.start, device)
+    max_query_len = int(starts.diff().max())
+    own = None
+    if stored:
+        first_positions = async_tensor_h2d(context_lens, device)
+        num_tokens = tokens.stop - tokens.start
+        own = CachedPiece(first_positions, query_start_loc, max_query_len, num_tokens)
+    context = [
+        CachedPiece(
+            async_tensor_h2d(firsts, device),
+            async_tensor_h2d(cu_lens, device),
+            int(cu_lens.diff().max()),
+            int(cu_lens[-1]),
+        )
+        for firsts, cu_lens in plan_context(context_lens, piece_tokens)
+    ]
+    return CacheGroup(tokens, query_start_loc, max_query_len, block_table, own, context)
+
+
 def _plan_slice(
     tokens: slice,
     bounds: torch.Tensor,
@@ -211,16 +292,9 @@ def _plan_slice(
     """
     starts = bounds.clamp(tokens.start, tokens.stop)
     query_start_loc = async_tensor_h2d(starts - tokens.start, device)
-    max_query_len = int(starts.diff().max())
-    raw = own = None
+    raw = None
     if stored:
         context_lens = context_lens + (starts - bounds)[:-1]
-        own = CachedPiece(
-            async_tensor_h2d(context_lens, device),
-            query_start_loc,
-            max_query_len,
-            tokens.stop - tokens.start,
-        )
     else:
         ends = bounds.clamp(max=tokens.stop) - bounds[0]
         is_whole = int(bounds[0]) == tokens.start
@@ -229,17 +303,26 @@ def _plan_slice(
             int(ends.diff().max()),
             int(ends[-1]),
         )
-    context = [
-        CachedPiece(
-            async_tensor_h2d(firsts, device),
-            async_tensor_h2d(cu_lens, device),
-            int(cu_lens.diff().max()),
-            int(cu_lens[-1]),
-        )
-        for firsts, cu_lens in plan_context(context_lens, piece_tokens)
-    ]
+    groups = []
+    if stored or context_lens.any():
+        groups = plan_groups(context_lens.tolist(), piece_tokens)
     return PrefillSlice(
-        tokens, query_start_loc, max_query_len, block_table, raw, own, context
+        tokens,
+        query_start_loc,
+        int(starts.diff().max()),
+        raw,
+        [
+            _plan_group(
+                starts[first : last + 1] - tokens.start,
+                context_lens[first:last],
+                block_table[first:last],
+                stored,
+                piece_tokens,
+                query_start_loc if len(groups) == 1 else None,
+                device,
+            )
+            for first, last in groups
+        ],
     )
 
 
