@@ -65,22 +65,48 @@ def plan_calls(
 
 
 class AttentionCall(NamedTuple):
-    """Arguments of one call of decode or extend attention.
+    """One call of decode or extend attention: what no layer has of its own.
 
     Attributes:
+        attention: The kernel.
         tokens: Of the batch; with ``start_loc``, those it is relative to.
-        requests: Of the batch, the call's first ones.
+        block_table: Of the call's requests, and of those after them.
+        seq_lens: Likewise.
         num_partials: Partial results.
         query_len: Query tokens of a request, at most.
         start_loc: Where requests' tokens begin; None if all have as many.
 
     """
 
+    attention: Callable[..., None]
     tokens: slice
-    requests: slice
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
     num_partials: int
     query_len: int
     start_loc: torch.Tensor | None
+
+
+class ShortPlan(NamedTuple):
+    """How a batch's decodes and extends are served: the same in all layers alike.
+
+    A batch that is in no CUDA graph would else be planned anew in every layer, for
+    longer than a GPU takes for a layer of few tokens.
+
+    Attributes:
+        slot_mapping: Of all tokens.
+        calls: One after the other.
+        query_scale: Scratch of all calls' queries.
+        partial: Scratch of the largest call.
+        partial_lse: Likewise.
+
+    """
+
+    slot_mapping: torch.Tensor
+    calls: list[AttentionCall]
+    query_scale: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
 
 
 class KernelDispatch:
@@ -204,47 +230,51 @@ class KernelDispatch:
         """Store all tokens, and attend from those of decodes and extends."""
         from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
+        plan = metadata.short_plans.get(self.workspace)
+        if plan is None:
+            plan = self._plan_short(metadata, query.shape[0], query.device)
+            metadata.short_plans[self.workspace] = plan
         num_tokens = metadata.num_short_tokens
-        calls = list(self._calls(metadata))
-        num_partials = max((call.num_partials for _, call in calls), default=0)
-        parts = self.workspace.short_parts(num_tokens, num_partials)
-        query_scale, partial, partial_lse = self.workspace.take(parts, query.device)
         # A call writes the output of its own tokens alone, when it has read their
         # queries: these need no room beside it.
         rotated_query = output[:num_tokens].view(torch.float16)
         self.kernels.store(
             kv_cache,
-            metadata.slot_mapping[: query.shape[0]],
+            plan.slot_mapping,
             key,
             value,
             self.layout,
             query[:num_tokens],
             rotated_query,
-            query_scale,
+            plan.query_scale,
             self.scale,
         )
-        for attention, call in calls:
+        for call in plan.calls:
             tokens = call.tokens
-            newest = NewestToken(query[tokens], key[tokens], value[tokens], self.scale)
-            attention(
+            newest = None
+            if not self.stored:
+                newest = NewestToken(
+                    query[tokens], key[tokens], value[tokens], self.scale
+                )
+            call.attention(
                 rotated_query[tokens],
-                query_scale[tokens],
+                plan.query_scale[tokens],
                 kv_cache,
-                metadata.block_table[call.requests],
-                metadata.seq_lens[call.requests],
+                call.block_table,
+                call.seq_lens,
                 self.layout,
-                partial[: call.num_partials],
-                partial_lse[: call.num_partials],
+                plan.partial[: call.num_partials],
+                plan.partial_lse[: call.num_partials],
                 output[tokens],
-                None if self.stored else newest,
+                newest,
                 call.query_len,
                 call.start_loc,
             )
 
-    def _calls(
-        self, metadata: TurboMetadata
-    ) -> Iterator[tuple[Callable[..., None], AttentionCall]]:
-        """What a batch's decodes and extends take, and the kernel of each."""
+    def _plan_short(
+        self, metadata: TurboMetadata, num_tokens: int, device: torch.device
+    ) -> ShortPlan:
+        """What a batch's decodes and extends take, of a batch of so many tokens."""
         decodes = ExtendBatch(
             0,
             metadata.num_decodes,
@@ -253,15 +283,28 @@ class KernelDispatch:
             metadata.decode_query_len,
             metadata.decode_start_loc,
         )
-        for call in self._cut(decodes, self._num_decode_splits):
-            yield self.kernels.decode_attention, call
+        kernels = self.kernels
+        calls = list(
+            self._cut(
+                metadata, decodes, kernels.decode_attention, self._num_decode_splits
+            )
+        )
         for extends in metadata.extends:
-            assert self.kernels.extend_attention is not None
-            for call in self._cut(extends, self._num_extend_splits):
-                yield self.kernels.extend_attention, call
+            assert kernels.extend_attention is not None
+            calls += self._cut(
+                metadata, extends, kernels.extend_attention, self._num_extend_splits
+            )
+        num_partials = max((call.num_partials for call in calls), default=0)
+        parts = self.workspace.short_parts(metadata.num_short_tokens, num_partials)
+        scratch = self.workspace.take(parts, device)
+        return ShortPlan(metadata.slot_mapping[:num_tokens], calls, *scratch)
 
     def _cut(
-        self, batch: ExtendBatch, num_splits: Callable[[int, int], int]
+        self,
+        metadata: TurboMetadata,
+        batch: ExtendBatch,
+        attention: Callable[..., None],
+        num_splits: Callable[[int, int], int],
     ) -> Iterator[AttentionCall]:
         query_len, start_loc = batch.query_len, batch.query_start_loc
         begin = batch.first_token
@@ -273,9 +316,12 @@ class KernelDispatch:
                 tokens = slice(begin + first * query_len, begin + last * query_len)
             else:
                 tokens = slice(begin, begin + batch.num_tokens)
+            request = batch.first_request + first
             yield AttentionCall(
+                attention,
                 tokens,
-                slice(batch.first_request + first, None),
+                metadata.block_table[request:],
+                metadata.seq_lens[request:],
                 self._num_partials(num_splits, last - first, query_len),
                 query_len,
                 None if start_loc is None else start_loc[first : last + 1],

@@ -3,7 +3,7 @@
 """What attention over the turbo KV cache is told of a batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -81,6 +81,8 @@ class TurboMetadata(AttentionMetadata):
             begin; None if each has ``decode_query_len``.
         extends: Requests with few query tokens, if kernels for them are there.
         prefill: The others; None if there are none.
+        short_plans: What layers have found out for those before prefills, by
+            their ``Workspace``.
 
     """
 
@@ -94,6 +96,7 @@ class TurboMetadata(AttentionMetadata):
     decode_start_loc: torch.Tensor | None
     extends: list[ExtendBatch]
     prefill: PrefillMetadata | None
+    short_plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_short_tokens(self) -> int:
