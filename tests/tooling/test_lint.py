@@ -157,6 +157,13 @@ def test_paths_to_keep_off(path: str, tmp_path: Path) -> None:
     assert "hands-off" in _findings(tmp_path, _of_patch(text))
 
 
+def test_drafters_are_no_model_runners(tmp_path: Path) -> None:
+    text = (FIXTURES / "hands-off.pass.patch").read_text()
+    path = "vllm/v1/worker/gpu/spec_decode/eagle/speculator.py"
+    text = text.replace("vllm/v1/worker/gpu_worker.py", path)
+    assert "hands-off" not in _findings(tmp_path, _of_patch(text))
+
+
 def test_two_owners(tmp_path: Path) -> None:
     files = _fixture("series-complete", "pass")
     for name, text in files.items():
