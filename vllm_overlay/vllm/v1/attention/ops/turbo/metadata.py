@@ -33,7 +33,7 @@ from vllm.v1.attention.ops.turbo.refusals import (
     refusal,
     unsupported_spec_features,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 # Query tokens of a step that extends take, and of one call if each of its requests had
 # as many as the longest: for more, scratch would be large.
@@ -155,8 +155,8 @@ def max_extend_partials(
 
 
 def num_draft_slots(vllm_config: VllmConfig) -> int:
-    """Query tokens that a drafter's first pass has more of, a request, than the step
-    whose tokens it takes: those verified, rejected ones too, and as many behind them.
+    """Query tokens a request that a drafter's first pass has beyond those of the step
+    before it, which it takes with all that were rejected.
     """
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
@@ -189,13 +189,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         device: torch.device,
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
+        self.cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
         reasons = unsupported_spec_features(kv_cache_spec)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.enable_permute_local_kv:
             reasons.append(PERMUTED_TRANSFER)
         if reasons:
-            raise ValueError(refusal(cache_dtype, reasons))
+            raise ValueError(refusal(self.cache_dtype, reasons))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # Rows that decode in the target model do so in the drafter.
         layers = self._layers()
@@ -223,7 +223,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     def _layers(self) -> list[Any]:
         """The layers that it builds for."""
         layer_type: type = AttentionLayerBase
-        layers = get_layers_from_vllm_config(
+        layers: dict[str, Any] = get_layers_from_vllm_config(
             self.vllm_config, layer_type, self.layer_names
         )
         return list(layers.values())
@@ -233,10 +233,8 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         if current_platform.is_cpu():
             return 0
         config = self.vllm_config
-        layout = TurboFormat.from_cache_dtype(
-            spec.kv_quant_mode.name.lower(), spec.head_size
-        )
-        # A drafter's have a number of heads of their own.
+        layout = TurboFormat.from_cache_dtype(self.cache_dtype, spec.head_size)
+        # A drafter's layers have other heads than the target's.
         groups = {layer.num_heads // spec.num_kv_heads for layer in self._layers()}
         choice = config.attention_config.turbo_kernel
         query_len = max_layer_query_len(config)
@@ -246,7 +244,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> int | None:
         return max_decode_query_len(vllm_config)
 
@@ -261,8 +259,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     ) -> TurboMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            cache_dtype = self.kv_cache_spec.kv_quant_mode.name.lower()
-            raise NotImplementedError(refusal(cache_dtype, [NON_CAUSAL]))
+            raise NotImplementedError(refusal(self.cache_dtype, [NON_CAUSAL]))
         # Not by whether they are prefilled.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
