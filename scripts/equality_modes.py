@@ -119,6 +119,7 @@ MODES = {
             "max_num_batched_tokens": 1 << 18,
             "kv_cache_memory_bytes": 16 << 30,
             "enforce_eager": False,
+            "compilation_config": {"max_cudagraph_capture_size": 1024},
         },
         fill=True,
         gpus=1,
