@@ -160,7 +160,7 @@ lab() {
 }
 
 equality() {
-  "$python" scripts/equality.py --jobs 8 --output "$out/equality.json" "$@"
+  "$python" scripts/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
 }
 
 memory() {

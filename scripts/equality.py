@@ -20,7 +20,6 @@ It ends with status 1 if a mode is not as it should be.
 """
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -33,7 +32,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from common import run_facts  # noqa: E402
+from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality_modes import LEAST_FILLED, MODES  # noqa: E402
 from equality_run import model_folder, run_mode  # noqa: E402
@@ -186,8 +185,11 @@ def compared(
     return row | {"wrong": judge(name, row, prefill, fault)}
 
 
-def run_modes(scratch: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row a mode and turbo_prefill, in the order given after the quiet runs.
+def run_modes(
+    scratch: Path, args: argparse.Namespace, report: Report
+) -> list[dict[str, Any]]:
+    """Reports and returns a row a mode and turbo_prefill, in the order given, after
+    those of the quiet runs.
 
     A mode is wrong if its quiet run failed.
     """
@@ -220,7 +222,7 @@ def run_modes(scratch: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
                 row = {"turbo_prefill": prefill, "mode": name, "wrong": str(error)}
             else:
                 row = compared(name, prefill, quiet, result, args.kv_cache_dtype)
-            print(json.dumps(row), flush=True)
+            report.row(**row)
             rows.append(row)
     return rows
 
@@ -243,7 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-limit", type=float, default=280, help="seconds of a mode"
     )
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
     parser.add_argument("--logs", type=Path, help="new folder that keeps every log")
     return parser
 
@@ -257,11 +259,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, raise_exit)
     signal.signal(signal.SIGHUP, raise_exit)
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_modes(args.logs or Path(folder), args)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        report = {"facts": run_facts(), "tie": TIE, "kl_bound": KL_BOUND, "rows": rows}
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        rows = run_modes(args.logs or Path(folder), args, Report(args.output))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 

@@ -57,6 +57,12 @@ def test_nothing_is_wrong(row, baseline):
     assert row["reserved_grown_since_full_step_mib"] == 0
 
 
+def test_a_context_that_bf16_cannot_hold(row):
+    assert complaints(row, None) == []
+    row["memory"]["end"]["reserved"] += MIB
+    assert complaints(row, None) != []
+
+
 @pytest.mark.parametrize(
     "path, change, said",
     [

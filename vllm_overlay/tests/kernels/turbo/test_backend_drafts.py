@@ -68,7 +68,8 @@ def test_batches_with_drafts(folder, name, mode, path):
     metadata = make_builder(config, impl).build(0, common)
     assert metadata.num_decodes == num_decodes
     assert metadata.num_decode_tokens == sum(query_lens)
-    assert (metadata.prefill is None) == (num_decodes == len(requests))
+    num_extends = sum(extend.num_requests for extend in metadata.extends)
+    assert (metadata.prefill is None) == (num_decodes + num_extends == len(requests))
     assert (metadata.decode_start_loc is None) == (len(set(query_lens)) <= 1)
     batch.check(impl, batch.run(impl, metadata, path))
 
