@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|sanitizer|bench|profile|engine|throughput|pictures|serve|
-# quality|lab|equality|memory|soak]...
+# [kernels|architectures|sanitizer|bench|extend|profile|engine|throughput|pictures|
+# serve|quality|lab|equality|memory|soak]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, PROFILE_ARGS,
-# ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS,
-# EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
+# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, EXTEND_ARGS,
+# PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS,
+# LAB_ARGS, EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
@@ -35,10 +35,10 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer \
-  bench profile engine throughput pictures serve quality lab equality memory soak
+  bench extend profile engine throughput pictures serve quality lab equality memory soak
 for section; do
   case $section in
-    kernels | architectures | sanitizer | bench | engine) ;;
+    kernels | architectures | sanitizer | bench | extend | engine) ;;
     profile | throughput | pictures | serve | quality | lab) ;;
     equality | memory | soak) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
@@ -110,6 +110,11 @@ bench() {
     --output "$out/decode.jsonl" "$@"
 }
 
+extend() {
+  "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py \
+    --output "$out/extend.jsonl" "$@"
+}
+
 profile() {
   metrics=gpu__time_duration.sum,smsp__inst_executed.sum
   metrics=$metrics,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -179,6 +184,7 @@ for section; do
     architectures) arguments=${ARCHITECTURES_ARGS:-} ;;
     sanitizer) arguments=${SANITIZER_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
+    extend) arguments=${EXTEND_ARGS:-} ;;
     profile) arguments=${PROFILE_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;

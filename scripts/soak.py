@@ -271,7 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, default=4, help="tasks a kind and length")
     parser.add_argument("--tokens", type=int, default=48, help="generated a request")
     parser.add_argument(
-        "--longest-at-once", type=int, default=64, help="that the cache has room for"
+        "--longest-at-once", type=int, default=32, help="that the cache has room for"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How `equality.py` compares two runs, and what it lets pass."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from equality import (  # noqa: E402
     KL_BOUND,
@@ -107,6 +109,16 @@ def judged(mode: str, prefill: str = "stored", **fields: Any) -> str | None:
         result[name] = fields.pop(name)
     fault = unfulfilled(mode, {"capacity": 1000}, result, requests=2)
     return judge(mode, row | fields, prefill, fault)
+
+
+def test_the_documentation_has_the_bounds():
+    page = ROOT / "vllm_overlay/docs/features/quantization/turbo.md"
+    said = re.search(
+        r"at most ([\d.]+) nats a token with `turbo4`,\s+([\d.]+) with `k4v3` and "
+        r"([\d.]+) with `turbo3`",
+        page.read_text(),
+    )
+    assert said and [float(x) for x in said.groups()] == list(KL_BOUND.values())
 
 
 def test_a_mode_passes_or_says_why():
