@@ -37,17 +37,18 @@ from .backend_utils import (
 )
 from .utils import DEVICE, FP16, ON_GPU, cache_spec, requires_triton
 
+TOO_LONG = MAX_EXTEND_LEN + 1
 # Requests, and the requests and query tokens of each call. Decodes come first.
 BATCHES = {
     "hits": ([(4, 64), (2, 33)], [(2, 4)]),
     "beside decodes": ([(1, 31), (1, 64), (3, 65), (4, 31)], [(2, 4)]),
-    "before a prefill": ([(1, 9), (2, 64), (3, 0), (40, 33)], [(2, 3)]),
+    "before a prefill": ([(1, 9), (2, 64), (3, 0), (TOO_LONG, 33)], [(2, 3)]),
     "in several calls": (
         [(2, 64), (3, 40), (8, 33), (1, 70)],
         [(2, 3), (1, 8), (1, 1)],
     ),
     "no context": ([(1, 31), (2, 0), (3, 0)], []),
-    "behind a prefill": ([(40, 33), (2, 64)], []),
+    "behind a prefill": ([(TOO_LONG, 33), (2, 64)], []),
 }
 
 
@@ -93,6 +94,12 @@ def test_plan():
     assert plan_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
     assert plan_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
     assert plan_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+
+
+def test_longest_extends():
+    """By queries of a KV head, and by tokens where heads are few."""
+    found = [kernels.max_extend_len(group) for group in (1, 4, 8, 64, 1000)]
+    assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 3, 1]
 
 
 def test_partials_of_every_plan():

@@ -15,9 +15,9 @@ from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo import torch_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.kernels import (
-    MAX_EXTEND_LEN,
     TurboKernels,
     choose_kernels,
+    max_extend_len,
 )
 from vllm.v1.attention.ops.turbo.metadata import (
     MAX_EXTEND_TOKENS,
@@ -365,16 +365,17 @@ class KernelDispatch:
         )
         num_short_tokens = self.max_num_seqs * self.max_decode_query_len
         if self.kernels.extend_attention is not None:
+            query_len = max_extend_len(self.num_heads // self.num_kv_heads)
             num_partials = max(
                 num_partials,
                 max_extend_partials(
-                    self.max_num_seqs, MAX_EXTEND_LEN, most(self._num_extend_splits)
+                    self.max_num_seqs, query_len, most(self._num_extend_splits)
                 ),
             )
             num_short_tokens += min(
                 MAX_EXTEND_TOKENS,
                 self.max_num_tokens,
-                self.max_num_seqs * MAX_EXTEND_LEN,
+                self.max_num_seqs * query_len,
             )
         slice_tokens = 0 if self.flash_attn is None else self.max_slice_tokens
         return [

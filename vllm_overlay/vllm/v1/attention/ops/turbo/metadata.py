@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN, choose_kernels
+from vllm.v1.attention.ops.turbo.kernels import choose_kernels, max_extend_len
 from vllm.v1.attention.ops.turbo.prefill_plan import (
     PrefillMetadata,
     build_prefill_metadata,
@@ -240,7 +240,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         query_len = max_layer_query_len(config)
         kernels = [choose_kernels(choice, layout, each, query_len) for each in groups]
         has_extends = kernels and all(each.extend_attention for each in kernels)
-        return MAX_EXTEND_LEN if has_extends else 0
+        return min(map(max_extend_len, groups)) if has_extends else 0
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
