@@ -439,7 +439,7 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
         calls.append(args)
         return "kernels"
 
-    monkeypatch.setattr("vllm.v1.attention.backends.turbo_attn.choose_kernels", record)
+    monkeypatch.setattr("vllm.v1.attention.ops.turbo.dispatch.choose_kernels", record)
     impl.process_weights_after_loading(torch.bfloat16)
     assert calls == [("auto", impl.layout, 2, 1)]
     assert impl.kernels == impl.kernels == "kernels"
