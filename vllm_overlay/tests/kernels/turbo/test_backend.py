@@ -287,9 +287,8 @@ def test_cuda_kernels_take_what_the_backend_hands_over(
     for each in (cuda_decode, cuda_merge):
         monkeypatch.setattr(each, "load", lambda *args: module)
     monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
-    monkeypatch.setattr(
-        cuda_store, "current_stream", lambda: SimpleNamespace(cuda_stream=0)
-    )
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     config = make_vllm_config(folder, "turbo4", dtype, mode)
     impl = make_impl(config)
     impl.kernels = kernels.cuda_kernels()

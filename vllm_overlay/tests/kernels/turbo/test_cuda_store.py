@@ -3,10 +3,12 @@
 """The CUDA store: its bytes are the reference's, whatever shares the work."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vllm.utils import torch_utils
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda_store import (
     StoreTuning,
@@ -144,3 +146,17 @@ def test_partial_blocks(name, num_tokens, parts):
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_page_beyond_4_gib(name):
     check_page_beyond_4_gib(store, name)
+
+
+def test_stream_stays(monkeypatch):
+    """What vLLM has not chosen a stream of its own for yet must not switch to one in
+    the middle of a step: it would leave all memory that is cached for the old one.
+    """
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
+    layout = TurboFormat.from_cache_dtype("turbo4", 128)
+    cache = torch.zeros(2, 1, 16, layout.slot_size, dtype=torch.uint8, device=DEVICE)
+    key = gaussian(3, 1, 128, dtype=BF16)
+    stream = torch.cuda.current_stream()
+    store(cache, torch.arange(3, device=DEVICE), key, key, layout)
+    assert torch.cuda.current_stream() == stream
+    assert cache.any()

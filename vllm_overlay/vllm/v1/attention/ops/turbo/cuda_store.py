@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda_store_constants import (
     constants_header,
@@ -225,7 +224,8 @@ def store(
         ctypes.byref(params),
         key.dtype == torch.bfloat16,
         *tuning,
-        current_stream().cuda_stream,
+        # vLLM's own would make a new stream current, in the middle of a step.
+        torch.cuda.current_stream(kv_cache.device).cuda_stream,
     )
     if status != 0:
         raise RuntimeError(
