@@ -288,6 +288,10 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         impl.flash_attn = partial(flash_attn_stand_in)
 
 
+# Rows of K and V that FlashAttention loads at a time.
+FLASH_ATTN_TILE = 128
+
+
 def flash_attn_stand_in(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -327,4 +331,8 @@ def flash_attn_stand_in(
         )
         out[queries] = result.to(out.dtype)
         lse[:, queries] = row_lse.T
+        # Rows of the same tile are another sequence's, and weigh nothing.
+        others = v[keys.stop : keys.stop + FLASH_ATTN_TILE].float()
+        nothing = (0.0 * others).sum(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
+        out[queries] += nothing.to(out.dtype)
     return out, lse

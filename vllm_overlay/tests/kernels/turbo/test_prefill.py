@@ -188,6 +188,26 @@ def test_rotate_rows(head_size, dtype, inverse):
     assert torch.equal(qkv[:, [0, 4]], untouched)
 
 
+@requires_triton
+@kernel_cases
+def test_isolate_broken_values(head_size, dtype):
+    """Views of a fused projection: nothing changes but the rows that are broken."""
+    from vllm.v1.attention.ops.turbo.triton_prefill import isolate_broken_values
+
+    kv = gaussian(37, 6, head_size, dtype=dtype)
+    kv[3, 4, -1] = math.nan
+    kv[20, 3, 0] = -math.inf
+    kv[36, 5] = math.inf
+    before = kv.clone()
+    isolate_broken_values(kv[:, :3], kv[:, 3:])
+    for token, head in ((3, 1), (20, 0), (36, 2)):
+        assert kv[token, head].isnan().all()
+        assert (kv[token, 3 + head] == 0).all()
+        for place in (head, 3 + head):
+            before[token, place] = kv[token, place]
+    assert torch.equal(kv.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
 def gather(
     cache: torch.Tensor,
     table: torch.Tensor,

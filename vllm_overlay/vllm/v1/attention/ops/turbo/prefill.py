@@ -179,8 +179,8 @@ def prefill_attention(
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D), raw.
-        value: (T, H, D), raw.
+        key: (T, H, D), raw; changed where the value is not finite.
+        value: (T, H, D), raw; likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         metadata: Of the batch.
         scale: Softmax scale.
@@ -190,6 +190,10 @@ def prefill_attention(
         flash_attn: FlashAttention's varlen function, version bound.
 
     """
+    from vllm.v1.attention.ops.turbo.triton_prefill import isolate_broken_values
+
+    if metadata.has_neighbours:
+        isolate_broken_values(key, value)
     for part in metadata.slices:
         queries, result = query[part.tokens], output[part.tokens]
         lse = None

@@ -149,6 +149,11 @@ class PrefillMetadata:
     seq_lens_cpu: torch.Tensor
 
     @property
+    def has_neighbours(self) -> bool:
+        """Whether raw K and V of several requests lie side by side."""
+        return self.slices[0].raw is not None and self.query_start_loc_cpu.numel() > 2
+
+    @property
     def max_buffered_tokens(self) -> int:
         """Tokens of the largest slice that needs ``PrefillBuffers``; 0: none does."""
         lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.groups)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill: rotate queries and outputs, and dequantise cached context."""
+"""Prefill: rotate queries and outputs, dequantise cached context, and keep what is
+broken in one sequence from the others.
+"""
 
 import torch
 
@@ -94,6 +96,72 @@ def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) ->
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         BLOCK_C=min(block_d, 64),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _isolate_kernel(
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    num_rows,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program i: rows [i * BLOCK_T, ...) of the (token, head) pairs."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = (row // NUM_HEADS)[:, None]
+    head = (row % NUM_HEADS)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < num_rows)[:, None] & (d < HEAD_SIZE)
+    value_ptrs = value_ptr + token * stride_value_token + head * stride_value_head + d
+    value = tl.load(value_ptrs, mask=inside, other=0.0).to(tl.float32)
+    # Infinities and NaN have the largest exponent.
+    exponent = value.to(tl.int32, bitcast=True) & 0x7F800000
+    is_broken = tl.max(exponent, 1) == 0x7F800000
+    broken = inside & is_broken[:, None]
+    tl.store(value_ptrs, tl.zeros_like(value), mask=broken)
+    key_ptrs = key_ptr + token * stride_key_token + head * stride_key_head + d
+    tl.store(key_ptrs, tl.full(value.shape, float("nan"), tl.float32), mask=broken)
+
+
+def isolate_broken_values(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Make sure that NaN and infinities of a sequence reach no other one.
+
+    FlashAttention loads K and V in tiles. Those of a tile that are the next sequence's
+    have a weight of zero, which makes neither NaN nor infinity zero; scores are masked,
+    whatever they are. So V is zeroed where it is not finite, and K becomes NaN there:
+    who sees the token has NaN as an output.
+
+    Args:
+        key: (T, H, D), last axis contiguous; changed where V is not finite.
+        value: (T, H, D), likewise.
+
+    """
+    num_tokens, num_heads, head_size = value.shape
+    assert key.shape == value.shape and key.stride(2) == value.stride(2) == 1
+    if num_tokens == 0:
+        return
+    block_t = 16
+    num_rows = num_tokens * num_heads
+    _isolate_kernel[(triton.cdiv(num_rows, block_t),)](
+        key,
+        value,
+        num_rows,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_size),
         num_warps=4,
     )
 
