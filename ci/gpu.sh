@@ -15,7 +15,8 @@
 # cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
 # sure that it finds what is planted for it.
 #
-# profile asks Nsight Compute what the kernels of a decode step are bound by.
+# profile asks Nsight Compute what the kernels of a decode step are bound by. extend
+# times attention of several query tokens to cached context, by their number.
 #
 # throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.

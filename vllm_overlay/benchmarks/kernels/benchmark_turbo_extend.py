@@ -51,25 +51,8 @@ class ExtendArm(TurboArm):
         self.num_splits = splits
         self.partial = torch.empty(*size, batch.shape.head_size, device=batch.device)
         self.partial_lse = torch.empty(size, device=batch.device)
-
-    def attention(self) -> None:
-        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
-
-        batch = self.batch
-        assert self.kernels.extend_attention is not None
-        self.kernels.extend_attention(
-            self.rotated_query,
-            self.query_scale,
-            self.cache,
-            batch.block_table,
-            batch.seq_lens,
-            self.layout,
-            self.partial,
-            self.partial_lse,
-            batch.output,
-            NewestToken(batch.query, batch.key, batch.value, self.scale),
-            batch.query_len,
-        )
+        self.attend = self.kernels.extend_attention
+        self.options = {"query_len": batch.query_len}
 
 
 class PrefillArm(TurboArm):

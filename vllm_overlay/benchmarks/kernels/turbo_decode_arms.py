@@ -8,6 +8,7 @@ what one arm lacks ends that arm only.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -190,7 +191,8 @@ class TurboArm(Arm):
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
         self.kernels = choose_kernels(kernels, self.layout, group)
-        self.options = {}
+        self.attend = self.kernels.decode_attention
+        self.options: dict[str, Any] = {}
         if variant:
             from vllm.v1.attention.ops.turbo.triton_decode import DecodeTuning
 
@@ -230,7 +232,7 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
         batch = self.batch
-        self.kernels.decode_attention(
+        self.attend(
             self.rotated_query,
             self.query_scale,
             self.cache,

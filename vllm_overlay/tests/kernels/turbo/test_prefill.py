@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill: plan of the pieces, its kernels, and attention as a whole."""
+"""Prefill: its kernels, and attention as a whole."""
 
 import math
 from functools import partial
@@ -16,19 +16,12 @@ from vllm.v1.attention.ops.turbo.prefill import (
     prefill_attention,
 )
 from vllm.v1.attention.ops.turbo.prefill_plan import (
-    PIECE_BYTES,
-    ROW_BYTES,
     PrefillLimits,
     build_prefill_metadata,
-    plan_context,
-    plan_groups,
-    plan_slices,
-    prefill_limits,
 )
 
 from .backend_utils import flash_attn_stand_in
 from .utils import (
-    BF16,
     DEVICE,
     FP16,
     ON_GPU,
@@ -48,120 +41,6 @@ from .utils import (
     requires_triton,
     slots_of,
 )
-
-CONTEXTS = {
-    "no request has context": [0, 0, 0],
-    "one request": [37],
-    "one token": [0, 1, 0],
-    "between empty ones": [0, 100, 0, 0, 31, 0],
-    "whole pieces": [16, 32, 16],
-    "long": [1000, 1, 999],
-}
-
-
-@pytest.mark.parametrize("tokens_per_piece", [1, 16, 48, 10**6])
-@pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
-def test_plan_covers_each_token_once(contexts, tokens_per_piece):
-    """In order, in pieces that are full but for the last."""
-    lens = torch.tensor(contexts, dtype=torch.int32)
-    pieces = plan_context(lens, tokens_per_piece)
-    assert len(pieces) == math.ceil(sum(contexts) / tokens_per_piece)
-    covered = [0] * len(contexts)
-    for index, (starts, cu_lens) in enumerate(pieces):
-        assert starts.dtype == cu_lens.dtype == torch.int32
-        assert cu_lens[0] == 0 and len(cu_lens) == len(starts) + 1
-        total = int(cu_lens[-1])
-        assert 0 < total <= tokens_per_piece
-        assert total == tokens_per_piece or index == len(pieces) - 1
-        for row, length in enumerate(cu_lens.diff().tolist()):
-            assert length >= 0
-            if length > 0:
-                # It continues where the last piece stopped, the earlier
-                # requests' contexts being complete.
-                assert starts[row] == covered[row]
-                assert covered[:row] == contexts[:row]
-            covered[row] += length
-    assert covered == contexts
-
-
-def test_random_plans():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        count = int(torch.randint(1, 9, (), generator=generator))
-        lens = torch.randint(0, 90, (count,), generator=generator, dtype=torch.int32)
-        size = int(torch.randint(1, 200, (), generator=generator))
-        test_plan_covers_each_token_once(lens.tolist(), size)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 7, 16, 10**6])
-@pytest.mark.parametrize(
-    "query_lens", [[16], [1, 40], [7, 7, 7], [3, 0, 1, 20, 5, 0]], ids=str
-)
-def test_slices_cover_each_token_once(query_lens, max_tokens):
-    """In order and alike in size, with the requests that have tokens of them."""
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
-    owners = [row for row, length in enumerate(query_lens) for _ in range(length)]
-    slices = plan_slices(starts, max_tokens)
-    assert len(slices) == math.ceil(len(owners) / min(max_tokens, len(owners)))
-    end = 0
-    for tokens, requests in slices:
-        assert tokens.start == end
-        end = tokens.stop
-        own = owners[tokens]
-        assert 0 < len(own) <= max_tokens
-        assert requests == slice(own[0], own[-1] + 1)
-    assert end == len(owners)
-
-
-def test_limits():
-    """With stored K and V, a slice's own tokens are one piece."""
-    of_llama = [prefill_limits(32, 8, 128, BF16, stored) for stored in (False, True)]
-    slice_tokens = ROW_BYTES // (32 * 128 * 2)
-    assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2))] * 2
-    piece_tokens = PIECE_BYTES // (2 * 32 * 128 * 2)
-    of_mha = [prefill_limits(32, 32, 128, BF16, stored) for stored in (False, True)]
-    assert of_mha == [(slice_tokens, piece_tokens), (piece_tokens, piece_tokens)]
-
-
-@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
-def test_scratch_of_a_plan(stored):
-    """A first chunk of raw K and V needs none, however long; others are cut up."""
-    starts = torch.tensor([0, 40, 60], dtype=torch.int32)
-    table = torch.zeros(2, 8, dtype=torch.int32)
-    limits = PrefillLimits(16, 32)
-    for contexts, lens in (([0, 0], [60]), ([0, 9], [15] * 4), ([70, 0], [15] * 4)):
-        seq_lens = torch.tensor(contexts, dtype=torch.int32) + starts.diff()
-        plan = build_prefill_metadata(starts, seq_lens, table, stored, limits, DEVICE)
-        found = [part.tokens.stop - part.tokens.start for part in plan.slices]
-        assert found == ([15] * 4 if stored else lens)
-        needs_scratch = stored or any(contexts)
-        assert plan.max_buffered_tokens == (15 if needs_scratch else 0)
-        for part in plan.slices:
-            assert (part.raw is None) == stored
-            for group in part.groups:
-                assert all(piece.num_tokens <= 32 for piece in group.pieces)
-                assert stored == (group.own is not None)
-
-
-@pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])
-@pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
-def test_groups_have_each_request_once(contexts, piece_tokens):
-    """Of several requests with context, one piece holds all. None is without any, so
-    that each request's output is written.
-    """
-    groups = plan_groups(contexts, piece_tokens)
-    assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
-    assert groups[-1][1] == len(contexts)
-    for first, last in groups:
-        lens = [length for length in contexts[first:last] if length]
-        assert sum(lens) <= piece_tokens or len(lens) == 1
-        assert lens or not any(contexts)
-    pairs = zip(groups, groups[1:])
-    # As few as that allows: none would take in the next one's first.
-    assert all(
-        sum(contexts[a:b]) + next(filter(None, contexts[c:d])) > piece_tokens
-        for (a, b), (c, d) in pairs
-    )
 
 
 @requires_triton

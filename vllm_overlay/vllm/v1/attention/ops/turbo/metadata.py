@@ -50,7 +50,8 @@ class ExtendBatch(NamedTuple):
         first_token: In the batch.
         num_tokens: Of all of them.
         query_len: Query tokens of a request, at most.
-        query_start_loc: (num_requests + 1,) int32 on the device, from zero.
+        query_start_loc: (num_requests + 1,) int32 on the device, from zero; None if
+            each has ``query_len``.
 
     """
 
@@ -59,7 +60,7 @@ class ExtendBatch(NamedTuple):
     first_token: int
     num_tokens: int
     query_len: int
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor | None
 
 
 @dataclass
