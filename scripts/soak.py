@@ -199,8 +199,9 @@ class Soak:
         """Runs all, and returns what was seen."""
         self.run_quietly()
         # All shapes that memory is taken for.
+        copies = -(-self.args.at_once // len(self.prompts))
         self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in self.prompts],
+            [{"prompt_token_ids": prompt} for prompt in self.prompts * copies],
             self.params(),
             use_tqdm=False,
         )
@@ -274,7 +275,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--longest-at-once", type=int, default=32, help="that the cache has room for"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    # What requests free in a step is filled again in the next.
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds")
     parser.add_argument("--output", type=Path, help="file that the row is added to")
