@@ -13,7 +13,9 @@ SCARCE_REQUESTS = 4
 # Of the requests that could run at once, how many have to have done so.
 LEAST_FILLED = 0.5
 # Models by name: arguments of seeded_model.py; None: the trained model. Their heads are
-# small, for roundings of logits are in proportion, and equality.TIE is not.
+# small, for roundings of logits are in proportion, and equality.TIE is not. They run in
+# float16, whose roundings are an eighth of bfloat16's: nothing of what they answer is
+# learnt, so that few of their tokens win by much.
 MODELS: dict[str, tuple[str, ...] | None] = {
     "trained": None,
     "dense": ("--head-range", "0.15"),
@@ -66,6 +68,11 @@ class Mode:
     fresh_kernels: bool = False
     drafts: str | None = None
     gpus: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """Of the model on a GPU."""
+        return "bfloat16" if MODELS[self.model] is None else "float16"
 
     @property
     def speculative_config(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def engine_args(
 
     """
     options: dict[str, Any] = {
-        "dtype": "float32" if args.on_cpu else "bfloat16",
+        "dtype": "float32" if args.on_cpu else mode.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
         "block_size": BLOCK["cpu" if args.on_cpu else "gpu"],
         # vLLM counts what a cache holds in sequences of this length: whole blocks.
