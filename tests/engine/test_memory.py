@@ -16,6 +16,8 @@ from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
 GIB = 1 << 30
 # A block of 16 tokens, 32 layers and 8 KV heads.
 BLOCK_BYTES = 16 * 32 * 8 * 136
+# As large as blocks of 32 tokens in bf16.
+BF16_BLOCK_BYTES = 32 * 32 * 8 * 512
 FOR_CACHE = 90 * GIB
 
 
@@ -30,16 +32,20 @@ def baseline() -> dict[str, Any]:
     }
     grown = {"reserved": 101 * GIB, "taken": 102 * GIB}
     return {
-        "memory": {"start": start, "full_step": start | grown, "end": start | grown}
+        "memory": {"start": start, "full_step": start | grown, "end": start | grown},
+        "blocks": (FOR_CACHE + 100 * MIB) // BF16_BLOCK_BYTES,
+        "bytes_a_block": BF16_BLOCK_BYTES,
     }
 
 
 @pytest.fixture
 def row(baseline: dict[str, Any]) -> dict[str, Any]:
     result = deepcopy(baseline)
+    blocks = FOR_CACHE // BLOCK_BYTES
     for seen in result["memory"].values():
         seen["for_cache"] = FOR_CACHE
-    blocks = FOR_CACHE // BLOCK_BYTES
+        # Blocks are whole: here all of bf16's memory was taken, and not all of this.
+        seen["taken"] -= FOR_CACHE - blocks * BLOCK_BYTES
     return result | {
         "blocks": blocks,
         "block_size": 16,
@@ -55,6 +61,17 @@ def test_nothing_is_wrong(row, baseline):
     assert row["extra_mib"] == 100
     assert row["reserved_grown_mib"] == 1024
     assert row["reserved_grown_since_full_step_mib"] == 0
+
+
+def test_what_no_block_fits_in_counts_as_taken(row, baseline):
+    """The larger bf16's blocks are, the more it may have left over."""
+    baseline["blocks"] -= 1
+    for seen in baseline["memory"].values():
+        seen["taken"] -= BF16_BLOCK_BYTES
+    assert complaints(row, baseline) == []
+    for seen in row["memory"].values():
+        seen["taken"] += 3 * MIB
+    assert any("of the device" in text for text in complaints(row, baseline))
 
 
 def test_a_context_that_bf16_cannot_hold(row):
