@@ -88,10 +88,24 @@ def test_limits():
     """With stored K and V, a slice's own tokens are one piece."""
     of_llama = [prefill_limits(32, 8, 128, BF16, stored) for stored in (False, True)]
     slice_tokens = ROW_BYTES // (32 * 128 * 2)
-    assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2))] * 2
+    assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2), None)] * 2
     piece_tokens = PIECE_BYTES // (2 * 32 * 128 * 2)
     of_mha = [prefill_limits(32, 32, 128, BF16, stored) for stored in (False, True)]
-    assert of_mha == [(slice_tokens, piece_tokens), (piece_tokens, piece_tokens)]
+    assert of_mha == [
+        (slice_tokens, piece_tokens, None),
+        (piece_tokens, piece_tokens, None),
+    ]
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
+def test_limits_without_flash_attention(stored):
+    """What attends to heads of 512 takes memory by the square of the tokens."""
+    limits = prefill_limits(8, 2, 512, BF16, stored)
+    starts = torch.tensor([0, 3, 8192], dtype=torch.int32)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    plan = build_prefill_metadata(starts, starts.diff(), table, stored, limits, DEVICE)
+    assert [part.tokens.stop for part in plan.slices] == [2048, 4096, 6144, 8192]
+    assert plan.max_buffered_tokens == (2048 if stored else 0)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])

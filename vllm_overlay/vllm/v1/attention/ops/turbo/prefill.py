@@ -19,29 +19,31 @@ from vllm.v1.attention.backends.fa_utils import (
     is_flash_attn_varlen_func_available,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.prefill_plan import CacheGroup, PrefillMetadata
-
-# What every version of FlashAttention takes.
-FLASH_ATTN_MAX_HEAD_SIZE = 256
+from vllm.v1.attention.ops.turbo.prefill_plan import (
+    FLASH_ATTN_MAX_HEAD_SIZE,
+    CacheGroup,
+    PrefillMetadata,
+)
 
 
 def get_flash_attn(head_size: int) -> Callable[..., torch.Tensor] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
-    The version is the one vLLM picks on this GPU; None if there is none that
-    takes the head size.
+    The version is the one vLLM picks on this GPU. On an NVIDIA GPU whose
+    FlashAttention takes no such heads, it is PyTorch's memory-efficient attention;
+    elsewhere None.
     """
-    if not is_flash_attn_varlen_func_available():
-        return None
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    if is_flash_attn_varlen_func_available():
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-    if current_platform.is_rocm():
-        return flash_attn_varlen_func
-    version = get_flash_attn_version(head_size=head_size)
-    if version is None or head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-        return None
-    return partial(flash_attn_varlen_func, fa_version=version)
+        if current_platform.is_rocm():
+            return flash_attn_varlen_func
+        version = get_flash_attn_version(head_size=head_size)
+        if version is not None and head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
+            return partial(flash_attn_varlen_func, fa_version=version)
+    return efficient_attention if current_platform.is_cuda() else None
 
 
 @dataclass

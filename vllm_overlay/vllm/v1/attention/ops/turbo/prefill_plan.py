@@ -14,6 +14,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 PIECE_BYTES = 64 * 2**20
 # Rotated queries of a slice, and as much again for what a piece adds to its output.
 ROW_BYTES = 64 * 2**20
+# What every version of FlashAttention takes.
+FLASH_ATTN_MAX_HEAD_SIZE = 256
+# Query tokens of a slice for what attends to other heads, and takes memory for its LSE
+# that grows with their square: with its output at most 4 MiB a KV head.
+_RAW_TOKENS = 2048
 
 
 class PrefillLimits(NamedTuple):
@@ -22,11 +27,14 @@ class PrefillLimits(NamedTuple):
     Attributes:
         slice_tokens: Query tokens of a slice.
         piece_tokens: Tokens that are dequantised at a time.
+        raw_tokens: Query tokens of a slice that reads nothing from the cache; None:
+            as many as there are.
 
     """
 
     slice_tokens: int
     piece_tokens: int
+    raw_tokens: int | None = None
 
 
 def prefill_limits(
@@ -47,7 +55,9 @@ def prefill_limits(
     piece_tokens = max(1, PIECE_BYTES // (2 * num_kv_heads * head_bytes))
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
-    return PrefillLimits(slice_tokens, piece_tokens)
+    if head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
+        return PrefillLimits(slice_tokens, piece_tokens)
+    return PrefillLimits(min(slice_tokens, _RAW_TOKENS), piece_tokens, _RAW_TOKENS)
 
 
 class RawTokens(NamedTuple):
@@ -353,7 +363,8 @@ def build_prefill_metadata(
     context_lens = seq_lens_cpu - query_start_loc_cpu.diff()
     max_tokens = limits.slice_tokens
     if not stored and not context_lens.any():
-        max_tokens = int(query_start_loc_cpu[-1])  # needs no scratch
+        # Needs no scratch of ours.
+        max_tokens = limits.raw_tokens or int(query_start_loc_cpu[-1])
     slices = [
         _plan_slice(
             tokens,

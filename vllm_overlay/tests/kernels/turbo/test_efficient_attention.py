@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""PyTorch's memory-efficient attention, as prefill calls it for heads of 512.
+
+On a CPU, which has no such operator, one in plain PyTorch returns what it would.
+"""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
+
+from .backend_utils import flash_attn_stand_in
+from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
+
+# The operator pads the LSE of each sequence to a multiple of this.
+LSE_TILE = 32
+
+
+def operator_stand_in(
+    query,
+    key,
+    value,
+    bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    custom_mask_type,
+    compute_log_sumexp,
+    *,
+    scale,
+):
+    """aten::_efficient_attention_forward, with NaN where nothing may be read."""
+    assert bias is None and dropout_p == 0 and compute_log_sumexp
+    assert custom_mask_type in (0, 2) and query.shape[2] == key.shape[2]
+    output = torch.full_like(query, math.nan)
+    num_sequences = cu_seqlens_q.numel() - 1
+    rows = -(-max_seqlen_q // LSE_TILE) * LSE_TILE
+    lse = torch.full((num_sequences, query.shape[2], rows), math.nan)
+    for i in range(num_sequences):
+        queries, keys = (
+            slice(*x[i : i + 2].tolist()) for x in (cu_seqlens_q, cu_seqlens_k)
+        )
+        if keys.start == keys.stop:
+            continue
+        arguments = (
+            x[0].float() for x in (query[:, queries], key[:, keys], value[:, keys])
+        )
+        result, own = reference.attention(*arguments, scale, custom_mask_type == 2)
+        output[0, queries] = result.to(output.dtype)
+        lse[i, :, : own.shape[0]] = own.T
+    return output, lse, None, None, max_seqlen_q, max_seqlen_k
+
+
+@pytest.fixture(autouse=True)
+def operator(monkeypatch):
+    if not ON_GPU:
+        name = "_efficient_attention_forward"
+        monkeypatch.setattr(torch.ops.aten, name, operator_stand_in)
+
+
+# Queries and keys of each sequence.
+LENGTHS = {
+    "one": ([40], [40]),
+    "chunks": ([3, 70, 1, 33], [3, 70, 1, 33]),
+    "contexts": ([3, 70, 1, 33], [300, 0, 41, 7]),
+    "behind": ([3, 70, 1, 33], [20, 70, 100, 64]),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_equals_flash_attention(lengths, group, dtype):
+    """Output and LSE, also of sequences without keys and of views."""
+    query_lens, key_lens = LENGTHS[lengths]
+    causal = lengths != "contexts"
+    num_kv_heads, size = 2, 512
+    query = gaussian(sum(query_lens), 4 * group, size, dtype=dtype, seed=1)
+    query = query[:, : num_kv_heads * group]
+    qkv = gaussian(sum(key_lens), 2 * num_kv_heads + 1, size, dtype=dtype, seed=2)
+    bounds = [
+        torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
+        for lens in (query_lens, key_lens)
+    ]
+    results = []
+    for attend in (efficient_attention, flash_attn_stand_in):
+        out = torch.full_like(query, math.nan)
+        results.append(
+            attend(
+                q=query,
+                k=qkv[:, :num_kv_heads],
+                v=qkv[:, num_kv_heads:-1],
+                out=out,
+                cu_seqlens_q=bounds[0],
+                max_seqlen_q=max(query_lens),
+                cu_seqlens_k=bounds[1],
+                max_seqlen_k=max(key_lens),
+                softmax_scale=size**-0.5,
+                causal=causal,
+                return_softmax_lse=True,
+            )
+        )
+        assert results[-1][0] is out
+    (output, lse), (expected, expected_lse) = results
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(output, expected, rtol=rounding, atol=2 * rounding)
+    has_keys = ~expected_lse.isinf()
+    assert (lse[~has_keys] == -math.inf).all()
+    torch.testing.assert_close(
+        lse[has_keys], expected_lse[has_keys], rtol=0, atol=2 * rounding
+    )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="asks CUDA's allocator")
+@pytest.mark.parametrize("group", [1, 8])
+def test_memory_beside_the_output(group):
+    """At most 4 MiB a KV head, for the lengths that take most."""
+    num_kv_heads, size, lens = 2, 512, [2] * 512 + [1024]
+    num_tokens = sum(lens)
+    query = gaussian(num_tokens, num_kv_heads * group, size, dtype=BF16, seed=1)
+    key = gaussian(num_tokens, num_kv_heads, size, dtype=BF16, seed=2)
+    bounds = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
+    out = torch.empty_like(query)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    efficient_attention(
+        query, key, key, out, bounds, max(lens), bounds, max(lens), 1.0, True
+    )
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= (4 * num_kv_heads + 1) * 2**20
