@@ -95,7 +95,9 @@ def run_child(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
     """Runs an arm's engine, and prints what was seen."""
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = ENGINE_ARGS if args.on_cpu else {"enforce_eager": True}
+    options = dict(ENGINE_ARGS if args.on_cpu else {"enforce_eager": True})
+    if dtype == BASELINE and args.baseline_backend:
+        options["attention_config"] = {"backend": args.baseline_backend}
     overrides = {"max_position_embeddings": max_model_len}
     start = time.perf_counter()
     llm = LLM(
@@ -281,6 +283,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
     parser.add_argument("--dtypes", nargs="+", default=["turbo4"])
+    parser.add_argument("--baseline-backend", help="bf16's, if not vLLM's choice")
     parser.add_argument(
         "--max-model-lens", nargs="+", type=int, default=[131072, 1 << 20]
     )

@@ -89,11 +89,14 @@ class Scene:
         num_blocks = len(lengths) * width
         blocks = torch.arange(num_blocks, dtype=torch.int32).flip(0)
         self.block_table = blocks.view(-1, width).to(DEVICE)
-        shape = (num_blocks, BLOCK_SIZE, NUM_KV_HEADS, self.spec.state_content_bytes)
-        cache = torch.zeros(shape, dtype=torch.uint8).transpose(1, 2)
-        if KVCacheLayout.LBNHC not in self.backend.supported_kv_cache_layouts():
-            cache = cache.contiguous()
-        self.cache = cache.to(DEVICE)
+        page = [NUM_KV_HEADS, BLOCK_SIZE]
+        tokens_first = KVCacheLayout.LBNHC in self.backend.supported_kv_cache_layouts()
+        shape = (num_blocks, *(page[::-1] if tokens_first else page))
+        self.cache = torch.zeros(
+            *shape, self.spec.state_content_bytes, dtype=torch.uint8, device=DEVICE
+        )
+        if tokens_first:
+            self.cache = self.cache.transpose(1, 2)
 
     def make_builder(self):
         return self.backend.get_builder_cls()(

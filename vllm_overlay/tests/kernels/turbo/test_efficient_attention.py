@@ -120,7 +120,7 @@ def test_equals_flash_attention(lengths, group, dtype):
 @pytest.mark.skipif(not ON_GPU, reason="asks CUDA's allocator")
 @pytest.mark.parametrize("group", [1, 8])
 def test_memory_beside_the_output(group):
-    """At most 4 MiB a KV head, for the lengths that take most."""
+    """At most 8 MiB a KV head, for the lengths that take most."""
     num_kv_heads, size, lens = 2, 512, [2] * 512 + [1024]
     num_tokens = sum(lens)
     query = gaussian(num_tokens, num_kv_heads * group, size, dtype=BF16, seed=1)
@@ -133,4 +133,4 @@ def test_memory_beside_the_output(group):
         query, key, key, out, bounds, max(lens), bounds, max(lens), 1.0, True
     )
     taken = torch.cuda.max_memory_allocated() - before
-    assert taken <= (4 * num_kv_heads + 1) * 2**20
+    assert taken <= (8 * num_kv_heads + 1) * 2**20, taken

@@ -28,8 +28,8 @@ def efficient_attention(
     """Attention of sequences that lie end to end.
 
     Query heads that share a KV head have a call each, for the operator knows none that
-    do. A call's output, and an LSE padded to ``max_seqlen_q`` for each sequence, are
-    PyTorch's to allocate: ``PrefillLimits.raw_tokens`` bounds them.
+    do. A call's output, once in fp32, too, and an LSE padded to ``max_seqlen_q`` for
+    each sequence are PyTorch's to allocate: ``PrefillLimits.raw_tokens`` bounds them.
 
     Args:
         q: (T, Hq, D).

@@ -17,7 +17,7 @@ ROW_BYTES = 64 * 2**20
 # What every version of FlashAttention takes.
 FLASH_ATTN_MAX_HEAD_SIZE = 256
 # Query tokens of a slice for what attends to other heads, and takes memory for its LSE
-# that grows with their square: with its output at most 4 MiB a KV head.
+# that grows with their square: with its output at most 8 MiB a KV head.
 _RAW_TOKENS = 2048
 
 
