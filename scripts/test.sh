@@ -68,7 +68,8 @@ engine() {
     return
   fi
   apply
-  python -m pytest -q --durations=5 tests/engine
+  # The tests of a file share engines. Each engine takes one core, mostly.
+  python -m pytest -q -n logical --dist loadfile --durations=5 tests/engine
 }
 
 total=$(($# + 1)) number=1

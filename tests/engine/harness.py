@@ -142,12 +142,15 @@ def run_job(
 
 
 class Jobs:
-    """Runs each job once a session, as many at a time as there are cores."""
+    """Runs each job once a session, as many at a time as there are cores for this
+    worker of the tests.
+    """
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.model = model
-        self.pool = ThreadPoolExecutor(os.cpu_count())
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        self.pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // workers))
         self.results: dict[str, Future[dict[str, Any]]] = {}
 
     def start(
