@@ -4,13 +4,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.math_utils import cdiv
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo import torch_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -32,81 +30,17 @@ from vllm.v1.attention.ops.turbo.prefill import (
     prefill_attention,
 )
 from vllm.v1.attention.ops.turbo.prefill_plan import prefill_limits
+from vllm.v1.attention.ops.turbo.short_plan import (
+    AttentionCall,
+    ShortPlan,
+    plan_calls,
+)
+from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.attention.ops.turbo.workspace import Parts, Workspace
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 # Partial outputs of one call of decode or extend attention.
 PARTIAL_BYTES = 64 * 2**20
-# Splits of a sequence that a call has room for, if the kernels want so many: else
-# sequences of unlike lengths could not keep the GPU busy, and more calls are better.
-_LEAST_SPLITS = 4
-
-
-def plan_calls(
-    num_seqs: int, query_len: int, num_splits: int, max_partials: int
-) -> list[tuple[int, int]]:
-    """Cut decodes or extends evenly into calls, by sizes that a CUDA graph has, too.
-
-    Args:
-        num_seqs: Sequences of the batch.
-        query_len: Query tokens of each.
-        num_splits: Splits of a sequence that the kernels want.
-        max_partials: Partial results of a call.
-
-    Returns:
-        First and last (exclusive) sequence of each call.
-
-    """
-    if num_seqs == 0:
-        return []
-    most = max_partials // (query_len * min(num_splits, _LEAST_SPLITS))
-    size = cdiv(num_seqs, cdiv(num_seqs, max(1, most)))
-    return [(first, min(first + size, num_seqs)) for first in range(0, num_seqs, size)]
-
-
-class AttentionCall(NamedTuple):
-    """One call of decode or extend attention: what no layer has of its own.
-
-    Attributes:
-        attention: The kernel.
-        tokens: Of the batch; with ``start_loc``, those it is relative to.
-        block_table: Of the call's requests, and of those after them.
-        seq_lens: Likewise.
-        num_partials: Partial results.
-        query_len: Query tokens of a request, at most.
-        start_loc: Where requests' tokens begin; None if all have as many.
-
-    """
-
-    attention: Callable[..., None]
-    tokens: slice
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    num_partials: int
-    query_len: int
-    start_loc: torch.Tensor | None
-
-
-class ShortPlan(NamedTuple):
-    """How a batch's decodes and extends are served: the same in all layers alike.
-
-    A batch that is in no CUDA graph would else be planned anew in every layer, for
-    longer than a GPU takes for a layer of few tokens.
-
-    Attributes:
-        slot_mapping: Of all tokens.
-        calls: One after the other.
-        query_scale: Scratch of all calls' queries.
-        partial: Scratch of the largest call.
-        partial_lse: Likewise.
-
-    """
-
-    slot_mapping: torch.Tensor
-    calls: list[AttentionCall]
-    query_scale: torch.Tensor
-    partial: torch.Tensor
-    partial_lse: torch.Tensor
 
 
 class KernelDispatch:
@@ -146,7 +80,9 @@ class KernelDispatch:
         self.max_partials = max(
             1, PARTIAL_BYTES // (num_heads * head_size * torch.float32.itemsize)
         )
-        limits = prefill_limits(
+        # Its block size may be set when the layers are there.
+        self.cache_config = vllm_config.cache_config
+        self.prefill_limits = limits = prefill_limits(
             num_heads, num_kv_heads, head_size, self.dtype, self.stored
         )
         self.max_slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
@@ -391,10 +327,11 @@ class KernelDispatch:
         return max(self.workspace.num_bytes(parts) for parts in self._largest_batch())
 
     def _reserve_workspace(self, device: torch.device) -> None:
-        """Take all memory of the largest batch, in the profile run."""
+        """Take all memory of the largest batch, and of kernels, in the profile run."""
         if not is_workspace_manager_initialized():
             return
         for parts in self._largest_batch():
             self.workspace.take(parts, device)
         # Kept for good by a cache: not to be made in a CUDA graph's pool.
         self.kernels.make_matrices(self.head_size, device)
+        warm_up(self, device)
