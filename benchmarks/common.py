@@ -46,9 +46,9 @@ def run_facts() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Returns a row with its floats rounded: timings have no more digits."""
+    """Returns a row with six digits of its floats: no timing has more."""
     if isinstance(value, float):
-        return round(value, 5)
+        return float(f"{value:.6g}")
     if isinstance(value, list):
         return [rounded(item) for item in value]
     if isinstance(value, dict):
