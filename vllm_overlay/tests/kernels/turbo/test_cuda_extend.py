@@ -9,7 +9,6 @@ import torch
 
 from vllm.v1.attention.ops.turbo import cuda_extend, reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
 from .compile_kernels import ARCHITECTURES
 from .test_cuda_multi import (
@@ -205,43 +204,6 @@ def test_large_scores(layout, score):
     assert (lse.sign() == math.copysign(1, score)).all() and lse.isfinite().all()
     values = torch.stack(expected).repeat_interleave(4, 1)
     assert (output - values).abs().max() <= 2e-3 * values.abs().max()
-
-
-@requires_cuda
-@newest_or_stored
-@pytest.mark.parametrize("query_lens", [16, [16, 1, 2, 9]], ids=["uniform", "ragged"])
-def test_a_graph_takes_other_lengths(with_newest, query_lens):
-    """The grid is constant, and lengths are read on the device alone."""
-    batch = Batch(LAYOUT, [300, 35, 1000, 0], query_lens, 4)
-    expected = batch.decode("extend", with_newest)
-    starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
-    seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE)
-    lens = torch.ones_like(seq_lens)
-    rotated = reference.rotate(batch.query.float()).to(FP16).contiguous()
-    scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
-    partial = torch.empty((4 * 16 * 8, batch.num_heads, 128), device=DEVICE)
-    newest = NewestToken(batch.query, batch.key, batch.value, batch.scale)
-    arguments = (
-        rotated,
-        torch.full(rotated.shape[:2], scale, device=DEVICE),
-        batch.cache,
-        batch.table.clamp(max=batch.cache.shape[0] - 1),
-        lens,
-        LAYOUT,
-        partial,
-        partial[:, :, 0].contiguous(),
-        output := torch.full_like(expected, math.nan),
-        newest if with_newest else None,
-        batch.query_len,
-        None if batch.is_uniform else starts,
-    )
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cuda_extend.extend_attention(*arguments)
-    lens.copy_(seq_lens)
-    graph.replay()
-    end = batch.starts[-1]
-    assert torch.equal(output[:end], expected[:end])
 
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)

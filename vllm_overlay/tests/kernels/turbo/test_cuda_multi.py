@@ -280,17 +280,22 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 
 @pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 @newest_or_stored
-@pytest.mark.parametrize("query_lens", [3, [3, 1, 2, 3]], ids=["uniform", "ragged"])
-def test_a_graph_takes_other_lengths(with_newest, query_lens):
+@pytest.mark.parametrize(
+    "kernel, query_lens",
+    [("cuda", 3), ("cuda", [3, 1, 2, 3]), ("extend", 16), ("extend", [16, 1, 2, 9])],
+    ids=["uniform", "ragged", "uniform extends", "ragged extends"],
+)
+def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
     """The grid is constant, and lengths are read on the device alone."""
     batch = Batch(LAYOUT, [300, 35, 1000, 0], query_lens, 4)
-    expected = batch.decode("cuda", with_newest)
+    expected = batch.decode(kernel, with_newest)
     starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
     seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE)
     lens = torch.ones_like(seq_lens)
     rotated = reference.rotate(batch.query.float()).to(FP16).contiguous()
     scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
-    partial = torch.empty((4 * 3 * 8, batch.num_heads, 128), device=DEVICE)
+    shape = (4 * batch.query_len * 8, batch.num_heads, 128)
+    partial = torch.empty(shape, device=DEVICE)
     newest = NewestToken(batch.query, batch.key, batch.value, batch.scale)
     arguments = (
         rotated,
@@ -308,7 +313,7 @@ def test_a_graph_takes_other_lengths(with_newest, query_lens):
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda_decode.decode_attention(*arguments)
+        ATTENTION[kernel](*arguments)
     lens.copy_(seq_lens)
     graph.replay()
     end = batch.starts[-1]
