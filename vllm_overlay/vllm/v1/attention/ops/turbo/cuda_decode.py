@@ -133,7 +133,7 @@ def load(layout: TurboFormat, num_queries: int, device: torch.device) -> Any:
 
 @cache
 def _load(layout: TurboFormat, paired: bool, device: torch.device) -> Any:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     warps = num_warps(layout, paired, properties.shared_memory_per_block_optin)
     return build_and_load(
         CudaModule(

@@ -107,7 +107,7 @@ def load(layout: TurboFormat, num_rows: int, device: torch.device) -> Any:
 
 @cache
 def _load(layout: TurboFormat, columns: int, device: torch.device) -> Any:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     shared_bytes = properties.shared_memory_per_block_optin
     flags = {
         "COLUMNS": columns,

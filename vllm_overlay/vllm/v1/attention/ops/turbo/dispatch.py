@@ -69,6 +69,7 @@ class KernelDispatch:
         self.head_size = head_size
         self.scale = scale
         self.layout = layout
+        assert isinstance(vllm_config.model_config.dtype, torch.dtype)
         self.dtype = vllm_config.model_config.dtype
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.kernel_choice = vllm_config.attention_config.turbo_kernel

@@ -207,6 +207,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             speculative is not None and speculative.enable_adaptive_verification
         )
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        assert isinstance(vllm_config.model_config.dtype, torch.dtype)
         self.prefill_limits = prefill_limits(
             max(
                 (layer.num_heads for layer in layers),

@@ -10,6 +10,7 @@ batch whose queries would need too much scratch is served slice by slice.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from vllm.v1.attention.ops.turbo.prefill_plan import (
 )
 
 
-def get_flash_attn(head_size: int) -> Callable[..., torch.Tensor] | None:
+def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
     The version is the one vLLM picks on this GPU. On an NVIDIA GPU whose

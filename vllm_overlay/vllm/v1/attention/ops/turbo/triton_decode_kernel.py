@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment, misc"
 """The kernel of ``triton_decode``: attention of a part of a sequence."""
 
 from vllm.triton_utils import tl, triton

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
 """The encoder of the turbo format: from vectors to the bytes of a tile.
 
 Rotated vectors come in steps: column f * BLOCK_U + c of step i is code i * FOLD + f of

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
 """Decoded K and V as operands of a dot, for Triton's decode kernel.
 
 V's codes of tokens 2 * i and 2 * i + 1 share 32-bit words, so the kernel takes the

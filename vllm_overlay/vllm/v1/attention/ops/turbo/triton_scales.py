@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
 """Scales of the turbo format: their choice and their words, for the encoder.
 
 A tensor of columns has, for each of F codes of a unit, a column for each unit,

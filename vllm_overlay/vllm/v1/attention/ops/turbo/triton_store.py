@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="no-redef"
 """Store: rotate and quantise K and V into their pages, rotate q, in one launch."""
 
 from typing import NamedTuple

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
 """Trellis-coded levels of the turbo format, for the encoder.
 
 Every scale group is a trellis of its own (see ``format.TurboFormat``), so vectors
