@@ -193,9 +193,12 @@ def attend_in_pieces(
         keys, values = reference.load(cache, slots, layout)
         keys = reference.inverse_rotate(keys) * layout.key_codebook.gain
         values = reference.inverse_rotate(values)
-        tensors = (x.to(dtype) for x in (queries, keys, values))
         output, lse = reference.attention(
-            *tensors, layout.head_size**-0.5, causal=False
+            queries.to(dtype),
+            keys.to(dtype),
+            values.to(dtype),
+            layout.head_size**-0.5,
+            causal=False,
         )
         outputs.append(output.float())
         lses.append(lse)

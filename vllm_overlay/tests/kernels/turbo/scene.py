@@ -90,7 +90,8 @@ class Scene:
         blocks = torch.arange(num_blocks, dtype=torch.int32).flip(0)
         self.block_table = blocks.view(-1, width).to(DEVICE)
         page = [NUM_KV_HEADS, BLOCK_SIZE]
-        tokens_first = KVCacheLayout.LBNHC in self.backend.supported_kv_cache_layouts()
+        layouts = self.backend.supported_kv_cache_layouts()
+        tokens_first = layouts is None or KVCacheLayout.LBNHC in layouts
         shape = (num_blocks, *(page[::-1] if tokens_first else page))
         self.cache = torch.zeros(
             *shape, self.spec.state_content_bytes, dtype=torch.uint8, device=DEVICE
@@ -163,8 +164,10 @@ class Scene:
         lengths = self.query_lens.tolist()
         parts = zip(self.query.split(lengths), self.keys, self.values)
         expected = [
-            reference.attention(*(x.float() for x in part), self.head_size**-0.5)[0]
-            for part in parts
+            reference.attention(
+                query.float(), key.float(), value.float(), self.head_size**-0.5
+            )[0]
+            for query, key, value in parts
         ]
         for row, (found, wanted) in enumerate(zip(output.split(lengths), expected)):
             error = ((found - wanted).norm() / wanted.norm()).item()

@@ -220,6 +220,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         assert impl.forward(None, output, output, output, None, None, output) is output
         assert (output == 0).all()
         (reserved,) = current_workspace_manager()._current_workspaces
+        assert reserved is not None
         # A few parts, each of a multiple of 256 bytes.
         monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
         assert 0 <= reserved.numel() - impl.workspace_bytes < 4 * 256
@@ -278,7 +279,12 @@ def test_cuda_kernels_take_what_the_backend_hands_over(
     fused projection's output too. What is launched does nothing here.
     """
     launches = []
-    library = SimpleNamespace(turbo_store=lambda *args: launches.append("store") or 0)
+
+    def launch_store(*args: object) -> int:
+        launches.append("store")
+        return 0
+
+    library = SimpleNamespace(turbo_store=launch_store)
     module = SimpleNamespace(
         decode=lambda *args: launches.append("decode"),
         merge=lambda *args: launches.append("merge"),
@@ -306,9 +312,10 @@ def test_cuda_kernels_take_what_the_backend_hands_over(
         for x, count in zip(qkv.split([h * HEAD_SIZE for h in heads], -1), heads)
     )
     num_tokens = batch.common.num_actual_tokens
-    tokens = [x[:num_tokens] for x in (query, key, value)]
-    assert not any(x.is_contiguous() for x in tokens)
-    impl._forward_kernels(*tokens, cache, metadata, torch.empty_like(batch.query))
+    query, key, value = (x[:num_tokens] for x in (query, key, value))
+    assert not any(x.is_contiguous() for x in (query, key, value))
+    output = torch.empty_like(batch.query)
+    impl._forward_kernels(query, key, value, cache, metadata, output)
     assert launches == ["store", "decode", "merge"]
 
 

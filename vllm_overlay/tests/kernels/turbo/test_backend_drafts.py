@@ -62,6 +62,7 @@ def test_batches_with_drafts(folder, name, mode, path):
     batch = Batch.make(impl, requests)
     query_lens = [query_len for query_len, _ in requests if query_len <= 3]
     num_decodes = len(query_lens)
+    assert batch.common.seq_lens_cpu_upper_bound is not None
     upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
     upper_bound[:num_decodes] += 7
     common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
@@ -121,7 +122,9 @@ ADAPTIVE_BATCHES = {
 
 def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
     """Of up to two drafts a request."""
-    with_drafts(config).speculative_config.enable_adaptive_verification = True
+    speculative = with_drafts(config).speculative_config
+    assert speculative is not None
+    speculative.enable_adaptive_verification = True
     return config
 
 
@@ -141,6 +144,7 @@ def test_query_lens_of_the_device(folder, name, mode, path):
     batch = Batch.make(impl, requests)
     host_starts = torch.tensor([0, *host_lens]).cumsum(0).int()
     num_decodes = sum(length <= 3 for length in host_lens)
+    assert batch.common.seq_lens_cpu_upper_bound is not None
     upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
     upper_bound[:num_decodes] += 7
     common = batch.common.replace(
@@ -191,8 +195,8 @@ def test_replay_of_other_query_lens(folder, mode, path):
     capture.block_table_tensor[:2] = common.block_table_tensor
     slots[:num_tokens] = common.slot_mapping[:num_tokens]
     output = torch.full_like(batch.query[:num_captured], 7)
-    tokens = (x[:num_captured] for x in (batch.query, batch.key, batch.value))
-    impl._forward_kernels(*tokens, batch.cache, metadata, output)
+    q, k, v = (x[:num_captured] for x in (batch.query, batch.key, batch.value))
+    impl._forward_kernels(q, k, v, batch.cache, metadata, output)
     batch.check(impl, output[:num_tokens])
 
 
@@ -233,6 +237,7 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
     """
     config = make_vllm_config(folder, dtype=FP16)
     config = speculative_config(config, method)
+    assert config.speculative_config is not None
     config.speculative_config.parallel_drafting = parallel
     names = {"target": False, "draft": True}
     for name, is_draft in names.items():
@@ -260,6 +265,7 @@ def test_first_pass_of_a_draft_model(folder, mode, path):
     impl = make_impl(config)
     set_path(impl, path)
     batch = Batch.make(impl, [(4, 31), (2, 64), (20, 0), (5, 40)])
+    assert batch.common.seq_lens_cpu_upper_bound is not None
     upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
     upper_bound[:2] += 7
     common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
@@ -276,7 +282,7 @@ def test_added_slots_count_on_the_host(folder):
     arange = torch.arange(8, dtype=torch.int32, device=DEVICE)
     extended = extend_all_queries_by_N(common, 1, arange, slots)
     assert torch.equal(extended.seq_lens_cpu_upper_bound, extended.seq_lens.cpu())
-    assert (common.seq_lens_cpu_upper_bound == common.seq_lens.cpu()).all()
+    assert torch.equal(common.seq_lens_cpu_upper_bound, common.seq_lens.cpu())
 
 
 def test_non_causal_drafts(folder):

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.ops.turbo import kernels, metadata
 from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
 from vllm.v1.attention.ops.turbo.metadata import max_extend_partials, plan_extends
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
     lock_workspace,
@@ -158,6 +159,7 @@ def test_builder_asks_the_kernels(folder, path):
     add_layer(config, "layers.0.attn")
     builder = make_builder(config, make_impl(config))
     spec = builder.kv_cache_spec
+    assert isinstance(spec, AttentionSpec)
     assert spec.num_kv_heads == NUM_KV_HEADS
     found = builder._find_max_extend_len(spec)
     has_extends = getattr(kernels, f"{path}_kernels")().extend_attention is not None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from inspect import unwrap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import regex as re
@@ -91,7 +92,8 @@ class FlashInfer:
 
     def modules(self) -> dict[str, ModuleType]:
         names = ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")
-        package, jit, cpp_ext = modules = [ModuleType(name) for name in names]
+        modules: list[Any] = [ModuleType(name) for name in names]
+        package, jit, cpp_ext = modules
         package.jit, jit.cpp_ext = jit, cpp_ext
         jit.env = ModuleType("flashinfer.jit.env")
         jit.env.FLASHINFER_GEN_SRC_DIR = self.folder / "generated"
@@ -348,7 +350,7 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
-    loaded = []
+    loaded: list[Any] = []
     monkeypatch.setattr(cuda_store, "load_library", loaded.append)
     monkeypatch.setattr(cuda_decode, "load", lambda *args: loaded.append(args))
     monkeypatch.setattr(cuda_extend, "load", lambda *args: loaded.append(args))

@@ -60,7 +60,8 @@ def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestTok
     num_heads = group * NUM_KV_HEADS
     sizes = [num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_seqs, sum(sizes), head_size, dtype=dtype, seed=3)
-    return NewestToken(*qkv.split(sizes, 1), head_size**-0.5)
+    query, key, value = qkv.split(sizes, 1)
+    return NewestToken(query, key, value, head_size**-0.5)
 
 
 def expected_output(
@@ -223,7 +224,7 @@ def test_it_waits_for_the_kernel_before_it():
     def run() -> None:
         for target, source in zip(scratch, (partial, lse)):
             torch.mul(source, 1, out=target)
-        cuda_merge.merge_splits(*scratch, seq_lens, output, NUM_KV_HEADS)
+        cuda_merge.merge_splits(scratch[0], scratch[1], seq_lens, output, NUM_KV_HEADS)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -299,7 +300,8 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
     merge(*inputs[0], BF16, given)  # builds and loads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda_merge.merge_splits(*static, output, NUM_KV_HEADS, given)
+        partial, lse, seq_lens = static
+        cuda_merge.merge_splits(partial, lse, seq_lens, output, NUM_KV_HEADS, given)
     for index, batch in enumerate(inputs):
         for x in newest[:3]:
             x.copy_(gaussian(*x.shape, dtype=BF16, seed=index))
@@ -329,8 +331,13 @@ def test_two_streams():
                     torch.cuda._sleep(100_000)
                     target.copy_(source)
                 outputs[index].append(torch.empty_like(expected[index]))
+                target_partial, target_lse = targets[index]
                 cuda_merge.merge_splits(
-                    *targets[index], seq_lens, outputs[index][-1], NUM_KV_HEADS
+                    target_partial,
+                    target_lse,
+                    seq_lens,
+                    outputs[index][-1],
+                    NUM_KV_HEADS,
                 )
     torch.accelerator.synchronize()
     for results, one in zip(outputs, expected):

@@ -79,7 +79,8 @@ def test_bytes_equal_the_reference(name, head_size, dtype, parts):
 def test_ends_of_the_scales(name, head_size, parts, exponents):
     """Scales that are subnormal or zero, and scales that saturate."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    magnitude = torch.logspace(*exponents, NUM_TOKENS, 2.0, device=DEVICE)
+    first, last = exponents
+    magnitude = torch.logspace(first, last, NUM_TOKENS, 2.0, device=DEVICE)
     key, value = (
         (gaussian(NUM_TOKENS, 2, head_size, seed=s) * magnitude[:, None, None]).to(BF16)
         for s in (0, 1)

@@ -135,12 +135,12 @@ def test_every_refusal_is_documented():
 def template(text: ast.expr) -> str:
     """A message in a source, with <name> for what varies."""
     if isinstance(text, ast.Constant):
-        return text.value
+        return text.value if isinstance(text.value, str) else ""
     parts = text.values if isinstance(text, ast.JoinedStr) else []
     return "".join(
         f"<{ast.unparse(part.value).rpartition('.')[2]}>"
         if isinstance(part, ast.FormattedValue)
-        else part.value
+        else template(part)
         for part in parts
     )
 

@@ -10,7 +10,7 @@ import ast
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -29,7 +29,11 @@ from vllm.v1.attention.backends.utils import (
     resolve_kv_cache_layout,
 )
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVQuantMode,
+    get_kv_quant_mode,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
@@ -105,8 +109,9 @@ def packed_token_bytes(config: VllmConfig, backends: list) -> list[tuple[float, 
     taken = []
     for group in groups:
         for layer in group.layer_names:
-            spec = group.kv_cache_spec
-            content = specs[layer].state_content_bytes
+            spec, own = group.kv_cache_spec, specs[layer]
+            assert isinstance(spec, AttentionSpec) and isinstance(own, AttentionSpec)
+            content = own.state_content_bytes
             if content is not None:
                 num_tokens = spec.block_size * spec.num_kv_heads
                 taken.append((spec.page_size_bytes / num_tokens, content))
@@ -174,7 +179,10 @@ def flashinfer_layouts(capability: DeviceCapability) -> tuple[KVCacheLayout, ...
     )
     function.decorator_list, function.returns = [], None
     platform = SimpleNamespace(get_device_capability=lambda: capability)
-    scope = {"current_platform": platform, "KVCacheLayout": KVCacheLayout}
+    scope: dict[str, Any] = {
+        "current_platform": platform,
+        "KVCacheLayout": KVCacheLayout,
+    }
     exec(compile(ast.Module([function], []), path, "exec"), scope)
     return scope["supported_kv_cache_layouts"](None)
 
@@ -186,4 +194,5 @@ def test_layout_in_common_with_skipped_layers_on_sm100(name):
     """
     layouts = flashinfer_layouts(DeviceCapability(10, 0))
     flashinfer = SimpleNamespace(supported_kv_cache_layouts=lambda: layouts)
-    assert get_supported_kv_cache_layouts([flashinfer, BACKENDS[name]])
+    backends: list[Any] = [flashinfer, BACKENDS[name]]
+    assert get_supported_kv_cache_layouts(backends)

@@ -98,8 +98,9 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     pages = found.slot_mapping // BLOCK_SIZE
     assert found.slot_mapping.unique().numel() == found.num_actual_tokens
     assert torch.isin(pages, found.block_table).all()
+    assert found.prefill is not None and wanted.prefill is not None
     kinds = [
-        [(part.raw is None, len(part.groups)) for part in batch.prefill.slices]
-        for batch in (found, wanted)
+        [(part.raw is None, len(part.groups)) for part in prefill.slices]
+        for prefill in (found.prefill, wanted.prefill)
     ]
     assert kinds[0] == kinds[1]

@@ -205,8 +205,8 @@ def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:
         setattr(layer, scale, torch.ones(()))
     method = BaseKVCacheMethod(None)
     method.create_weights(layer)
-    for scale in (layer.q_scale, layer.k_scale, layer.v_scale, layer.prob_scale):
-        scale.data.fill_(0.5)
+    for scale in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+        torch.nn.init.constant_(getattr(layer, scale), 0.5)
     method.process_weights_after_loading(layer)
     return layer
 
