@@ -44,8 +44,8 @@ from vllm_turbo_cpu_standins.settings import (  # noqa: E402
 # Small, and so are the parts of a prompt: less of the cache is left over.
 BLOCK = {"cpu": 32, "gpu": 16}
 PART = 128
-# How often a step aborts a request.
-ABORTED = 0.03
+# How often a step aborts a request, and a request is impossible.
+ABORTED, IMPOSSIBLE = 0.03, 0.01
 # Of the blocks, in steps that leave requests waiting, on average.
 LEAST_USAGE = 0.99
 
@@ -161,7 +161,7 @@ class Soak:
 
         name, index = str(number), self.random.randrange(len(self.prompts))
         prompt = self.prompts[index]
-        impossible = self.random.random() < self.args.impossible
+        impossible = self.random.random() < IMPOSSIBLE
         if impossible:
             too_long = prompt * (1 + self.max_model_len // len(prompt))
             prompt = self.random.choice([[], too_long])
@@ -273,9 +273,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=48, help="generated a request")
     parser.add_argument(
         "--longest-at-once", type=int, default=32, help="that the cache has room for"
-    )
-    parser.add_argument(
-        "--impossible", type=float, default=0.01, help="share of the requests"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256)
     # What requests free in a step is filled again in the next.
