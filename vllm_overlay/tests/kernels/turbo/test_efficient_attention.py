@@ -6,11 +6,14 @@ On a CPU, which has no such operator, one in plain PyTorch returns what it would
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.ops.turbo import prefill, reference
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 
 from .backend_utils import flash_attn_stand_in
@@ -65,6 +68,23 @@ def operator(monkeypatch):
     if not ON_GPU:
         name = "_efficient_attention_forward"
         monkeypatch.setattr(torch.ops.aten, name, operator_stand_in)
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_which_heads_it_serves(monkeypatch, is_cuda):
+    """Those that no FlashAttention takes, whose slices are bounded for it."""
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: is_cuda)
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: False)
+    monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: True)
+    monkeypatch.setattr(prefill, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", print, raising=False)
+    found = prefill.get_flash_attn(256)
+    assert isinstance(found, partial)
+    assert (found.func, found.keywords) == (print, {"fa_version": 3})
+    wanted = efficient_attention if is_cuda else None
+    assert prefill.get_flash_attn(512) is wanted
+    monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: False)
+    assert prefill.get_flash_attn(256) is None
 
 
 # Queries and keys of each sequence.

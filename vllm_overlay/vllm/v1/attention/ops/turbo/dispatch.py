@@ -50,8 +50,11 @@ class KernelDispatch:
         kernel_choice: ``attention_config.turbo_kernel``.
         stored: Whether query tokens, too, are read from the cache.
         num_sms: Multiprocessors of the GPU.
+        cache_config: vLLM's; its block size may be set after the layers are made.
+        prefill_limits: What bounds the scratch of a prefill.
         workspace: Scratch memory.
-        flash_attn: FlashAttention's varlen function; None if there is none.
+        flash_attn: FlashAttention's varlen function, or what serves as it; None if
+            there is none.
 
     """
 
@@ -81,7 +84,6 @@ class KernelDispatch:
         self.max_partials = max(
             1, PARTIAL_BYTES // (num_heads * head_size * torch.float32.itemsize)
         )
-        # Its block size may be set when the layers are there.
         self.cache_config = vllm_config.cache_config
         self.prefill_limits = limits = prefill_limits(
             num_heads, num_kv_heads, head_size, self.dtype, self.stored

@@ -32,19 +32,22 @@ from vllm.v1.attention.ops.turbo.prefill_plan import (
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
-    The version is the one vLLM picks on this GPU. On an NVIDIA GPU whose
-    FlashAttention takes no such heads, it is PyTorch's memory-efficient attention;
-    elsewhere None.
+    The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
+    is PyTorch's memory-efficient attention; None if there is none that takes the head
+    size.
     """
-    if is_flash_attn_varlen_func_available():
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    if current_platform.is_cuda() and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        return efficient_attention
+    if not is_flash_attn_varlen_func_available():
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        if current_platform.is_rocm():
-            return flash_attn_varlen_func
-        version = get_flash_attn_version(head_size=head_size)
-        if version is not None and head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
-            return partial(flash_attn_varlen_func, fa_version=version)
-    return efficient_attention if current_platform.is_cuda() else None
+    if current_platform.is_rocm():
+        return flash_attn_varlen_func
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None or head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        return None
+    return partial(flash_attn_varlen_func, fa_version=version)
 
 
 @dataclass
