@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomllib
+from turbo_series.errors import SeriesError
+from turbo_series.upstream import load_upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
@@ -88,9 +89,9 @@ class Environment:
 
     def steps(self, tools: list[str]) -> list[Step]:
         """Returns what belongs into the environment, in order."""
-        upstream = tomllib.loads((ROOT / "UPSTREAM.toml").read_text())
-        version = upstream["project"]["version"]
-        hashes = [wheel["sha256"] for wheel in upstream["wheel"].values()]
+        upstream = load_upstream(ROOT)
+        version = upstream.version
+        hashes = [wheel.sha256 for wheel in upstream.wheels.values()]
         interpreter = interpreter_key()
         steps = [Step("venv", "virtual environment", interpreter, self.make_venv)]
         if self.device == "cpu":
@@ -220,7 +221,7 @@ def main() -> int:
         device = "gpu" if has_gpu() else "cpu"
     try:
         Environment(args.venv.absolute(), device).update(args.tools)
-    except EnvError as error:
+    except (EnvError, SeriesError) as error:
         print(f"env: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

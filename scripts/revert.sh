@@ -4,5 +4,5 @@
 # Take the series off TARGET again, byte for byte; `--help` lists the options.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-python=${PYTHON:-$(command -v python3 || echo python)}
+python=$("$here/find_python.sh")
 exec "$python" "$here/series.py" revert "$@"

@@ -6,8 +6,8 @@
 import sys
 from pathlib import Path
 
-if sys.version_info < (3, 10):  # noqa: UP036
-    sys.exit("error: the series needs Python 3.10 or later")
+if sys.version_info < (3, 11):
+    sys.exit("error: the series needs Python 3.11 or later")
 sys.dont_write_bytecode = True
 
 from turbo_series.cli import main  # noqa: E402

@@ -4,5 +4,5 @@
 # Compare TARGET with what apply.sh wrote; `--help` lists the options.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-python=${PYTHON:-$(command -v python3 || echo python)}
+python=$("$here/find_python.sh")
 exec "$python" "$here/series.py" verify "$@"

@@ -32,7 +32,12 @@ FORMAT_PATCH = (
     "--diff-algorithm=myers",
     "--indent-heuristic",
     "--unified=3",
+    # The entry of a commit that edits nothing is its message.
+    "--always",
+    "--sparse",
 )
+# Literally the path of nothing that a commit holds.
+NO_PATH = ".git"
 
 
 def owners(series: Series) -> dict[str, str]:
@@ -111,7 +116,8 @@ def _committer(git: Git, patch: Patch) -> dict[str, str]:
 
 def _commit_patch(git: Git, series: Series, patch: Patch, parent: str) -> str:
     """Make one commit on `parent`; the index holds the parent's tree."""
-    apply_patch(git, patch, list(patch.files), "--cached")
+    if patch.files:
+        apply_patch(git, patch, list(patch.files), "--cached")
     staged = {file.path: git.text("rev-parse", f":{file.path}") for file in patch.files}
     for file in patch.files:
         require_id(patch, file, staged[file.path])
@@ -179,13 +185,18 @@ def commit_series(
         git.out("switch", "--quiet", "--create", branch, tip)
     where = branch or git.run("branch", "--show-current").stdout.decode().strip()
     if where:
-        git.out("update-ref", base_ref(where), base)
+        remember_base(git, where, base)
     say(f"made {count} commit(s) on {where or 'a detached HEAD'} in {target.root}")
 
 
 def base_ref(branch: str) -> str:
     """The ref that remembers where the series starts on a branch."""
     return f"refs/turbo-series/{branch}"
+
+
+def remember_base(git: Git, branch: str, base: str) -> None:
+    """Note where the series starts on a branch."""
+    git.out("update-ref", base_ref(branch), f"{base}^{{commit}}")
 
 
 @dataclass
@@ -197,7 +208,7 @@ class Exported:
     order: bytes = b""
 
 
-def _commits(git: Git, branch: str, base: str | None) -> list[str]:
+def find_commits(git: Git, branch: str, base: str | None) -> list[str]:
     """The commits of the series on a branch, oldest first."""
     tip = git.text("rev-parse", "--verify", f"{branch}^{{commit}}")
     if base is None:
@@ -206,7 +217,10 @@ def _commits(git: Git, branch: str, base: str | None) -> list[str]:
             raise SeriesError(f"where does {branch} start? name the commit with --base")
     base = git.text("rev-parse", "--verify", f"{base}^{{commit}}")
     if git.run("merge-base", "--is-ancestor", base, tip).returncode:
-        raise SeriesError(f"{base[:12]} is not an ancestor of {branch}")
+        raise SeriesError(
+            f"{branch} does not start at {base[:12]}; was it rebased? "
+            "Name the commit that it starts at with --base"
+        )
     lines = git.text("rev-list", "--reverse", "--parents", f"{base}..{tip}")
     commits = [line.split() for line in lines.splitlines()]
     for commit, *parents in commits:
@@ -241,9 +255,8 @@ def _overlay_at(git: Git, tip: str, paths: set[str]) -> dict[str, OverlayFile]:
 
 def _format(git: Git, commit: str, edited: list[str]) -> bytes:
     """The patch of one commit, less the files that it adds."""
-    return git.out(
-        "--literal-pathspecs", *FORMAT_PATCH, "-1", commit, "--", *sorted(edited)
-    )
+    paths = sorted(edited) or [NO_PATH]
+    return git.out("--literal-pathspecs", *FORMAT_PATCH, "-1", commit, "--", *paths)
 
 
 def _split_changes(
@@ -285,7 +298,7 @@ def read_branch(
 
     """
     theirs = Git(checkout)
-    commits = _commits(theirs, branch, base)
+    commits = find_commits(theirs, branch, base)
     with scratch() as git:
         git.env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = objects_of(theirs)
         return export_commits(root, git, commits)
@@ -300,9 +313,9 @@ def export_commits(root: Path, git: Git, commits: list[str]) -> Exported:
         edited, added = _split_changes(git, commit, overlay)
         message = git.out("log", "-1", "--format=%B", commit).decode().rstrip("\n")
         subject = message.split("\n", 1)[0]
-        if not edited:
+        if not edited and not added:
             raise SeriesError(
-                f"{subject!r} only adds files; squash it with what wires them"
+                f"{subject!r} edits no file of the base and adds none; squash it"
             )
         _require_overlay_trailers(git, subject, message, added)
         overlay.update(added)
@@ -315,7 +328,7 @@ def export_commits(root: Path, git: Git, commits: list[str]) -> Exported:
             raise SeriesError(f"{subject!r}: mail would not keep this message")
         for file in patch.files:
             if file.kind != "edited":
-                raise SeriesError(f"{subject!r}: {file.path} is {file.kind}")
+                raise SeriesError(f"{subject!r}: {file.path}: {file.kind}")
     made.overlay = _overlay_at(git, commits[-1], overlay)
     made.order = new_order(root, list(made.patches))
     return made
@@ -334,19 +347,23 @@ def _require_overlay_trailers(
             raise SeriesError(f"{subject!r} adds {path}: give it `Overlay: {path}`")
 
 
-def _wanted(made: Exported) -> dict[str, bytes]:
+def wanted_files(made: Exported) -> dict[str, bytes]:
     """The project's files that an export stands for, and their bytes."""
     wanted = {f"{PATCHES}/series": made.order}
     wanted |= {f"{PATCHES}/{name}": data for name, data in made.patches.items()}
     return wanted | {f"{OVERLAY}/{path}": f.data for path, f in made.overlay.items()}
 
 
+def project_files(root: Path) -> set[str]:
+    """The patches and overlay files that a project has."""
+    patches = {f"{PATCHES}/{path.name}" for path in (root / PATCHES).glob("*.patch")}
+    return patches | {f"{OVERLAY}/{path}" for path in overlay_paths(root)}
+
+
 def differences(root: Path, made: Exported) -> list[str]:
     """The project's files that an export would write, change or delete."""
-    wanted = _wanted(made)
-    here = {f"{OVERLAY}/{path}" for path in overlay_paths(root)}
-    here |= {f"{PATCHES}/{path.name}" for path in (root / PATCHES).glob("*.patch")}
-    found = here - wanted.keys()
+    wanted = wanted_files(made)
+    found = project_files(root) - wanted.keys()
     for name, data in wanted.items():
         full = root / name
         if not full.is_file() or full.read_bytes() != data:
@@ -361,12 +378,12 @@ def differences(root: Path, made: Exported) -> list[str]:
 def write_export(root: Path, made: Exported) -> list[str]:
     """Bring `patches/` and the overlay to what the branch says; return what changed."""
     changed = differences(root, made)
-    wanted = _wanted(made)
+    wanted = wanted_files(made)
     for name in changed:
         full = root / name
         if name not in wanted:
             full.unlink()
-            _prune(full.parent, root / name.partition("/")[0])
+            prune(full.parent, root / name.partition("/")[0])
             continue
         full.parent.mkdir(parents=True, exist_ok=True)
         full.write_bytes(wanted[name])
@@ -375,7 +392,7 @@ def write_export(root: Path, made: Exported) -> list[str]:
     return changed
 
 
-def _prune(folder: Path, top: Path) -> None:
+def prune(folder: Path, top: Path) -> None:
     """Delete folders that an export emptied."""
     while folder != top and not any(folder.iterdir()):
         folder.rmdir()

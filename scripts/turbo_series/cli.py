@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import branch, lint, operate, report, sdist
+from . import branch, lint, operate, pins, report, sdist, step
 from .errors import SeriesError
 from .git import Git
 from .model import load_series
@@ -60,6 +60,8 @@ def _export(args: argparse.Namespace) -> int:
         names = branch.differences(args.root, made)
     else:
         names = branch.write_export(args.root, made)
+        if args.base:
+            branch.remember_base(Git(folder), args.branch, args.base)
     for name in names:
         print(f"{'would change' if args.check else 'changed'}: {name}")
     if not names:
@@ -99,6 +101,17 @@ def _stats(args: argparse.Namespace) -> int:
 def _sdist(args: argparse.Namespace) -> int:
     sdist.obtain(load_upstream(args.root), Path(args.folder), args.git)
     return 0
+
+
+def _step(args: argparse.Namespace) -> int:
+    folder = (args.folder or args.root / "build" / "step").resolve()
+    if args.abort:
+        step.abort(folder)
+        return 0
+    if args.version:
+        old = load_upstream(args.root)
+        step.prepare(args.root, folder, pins.find_pins(old, args.version))
+    return 0 if step.resume(args.root, folder) else 1
 
 
 def _parser(root: Path) -> argparse.ArgumentParser:
@@ -146,7 +159,7 @@ def _parser(root: Path) -> argparse.ArgumentParser:
     sub = command("export", _export, "turn such a branch back into files")
     sub.add_argument("folder", metavar="DIR", help="the checkout")
     sub.add_argument("--branch", default="turbo", help="its name (default: turbo)")
-    sub.add_argument("--base", help="the commit below it (default: as imported)")
+    sub.add_argument("--base", help="the commit below it (default: as last said)")
     check(sub, "fail if the files would change, write nothing")
     sub = command("lint", _lint, "check the series against its rules")
     sub.add_argument("--base", metavar="DIR", help="a checkout of the base, for more")
@@ -156,6 +169,16 @@ def _parser(root: Path) -> argparse.ArgumentParser:
     sub = command("sdist", _sdist, "fetch the pinned sdist and unpack it")
     sub.add_argument("folder", metavar="DIR", help="a new or empty folder")
     sub.add_argument("--git", action="store_true", help="commit it as the base")
+    sub = command("step", _step, "rebase the series onto another release of vLLM")
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument("version", nargs="?", metavar="VERSION", help="the release")
+    what.add_argument(
+        "--continue", action="store_true", help="go on once a conflict is resolved"
+    )
+    what.add_argument("--abort", action="store_true", help="give the step up")
+    sub.add_argument(
+        "--folder", type=Path, help="where the work is done (default: build/step)"
+    )
     return parser
 
 

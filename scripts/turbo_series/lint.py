@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .branch import FORMAT_PATCH, build_commits, differences, export_commits, objects_of
+from .branch import (
+    FORMAT_PATCH,
+    NO_PATH,
+    build_commits,
+    differences,
+    export_commits,
+    objects_of,
+)
 from .errors import SeriesError
 from .git import Git, scratch
 from .model import OVERLAY, PATCHES, Series, glob_regex, load_overlay, read_order
@@ -21,9 +28,10 @@ MAX_SUBJECT = 72
 ONCE = ("Upstream-Status", "Drop-When")
 REQUIRED = (*ONCE, "Guarded-By", "Signed-off-by")
 _STATUS = re.compile(
-    r"Pending|Submitted https?://\S+|Backport [0-9a-f]{7,40}"
-    r"|Denied https?://\S+|Inappropriate \S.*"
+    r"Pending|Submitted https?://\S+|Tracked https?://\S+(?: https?://\S+)*"
+    r"|Backport [0-9a-f]{7,40}|Denied https?://\S+|Inappropriate \S.*"
 )
+_NUMBER = re.compile(r"/(?:pull|issues)/(\d+)")
 _SIGNED = re.compile(r"\S.* <[^<>@\s]+@[^<>@\s]+>")
 _SUBJECT = re.compile(r"(?:\[[A-Z][\w/ .-]*\])+ (?P<verb>[A-Z][a-z]+)\b.*[^.\s]")
 # Words that end like a past or continuous form, or a third person, and are none.
@@ -71,6 +79,17 @@ def trailers(series: Series) -> Iterator[str]:
                 yield f"{patch.name}: Signed-off-by is {value!r}, not NAME <EMAIL>"
 
 
+def tracked(series: Series) -> Iterator[str]:
+    """A patch waits for the change of somebody else's that it tracks."""
+    for patch in series.patches:
+        when = " ".join(patch.trailer("Drop-When"))
+        for value in patch.trailer("Upstream-Status"):
+            numbers = _NUMBER.findall(value) if value.startswith("Tracked ") else []
+            for number in numbers:
+                if not re.search(rf"#{number}\b", when):
+                    yield f"{patch.name}: Drop-When does not name #{number}"
+
+
 def guard_exists(series: Series) -> Iterator[str]:
     """Guarded-By names a test that is there, in the overlay or in this project."""
     for patch in series.patches:
@@ -104,7 +123,7 @@ def edits_only(series: Series) -> Iterator[str]:
     for patch in series.patches:
         for file in patch.files:
             if file.kind != "edited":
-                yield f"{patch.name}: {file.path} is {file.kind}"
+                yield f"{patch.name}: {file.path}: {file.kind}"
 
 
 def subject(series: Series) -> Iterator[str]:
@@ -179,10 +198,7 @@ def hands_off(series: Series) -> Iterator[str]:
 def chained(series: Series) -> Iterator[str]:
     """A patch starts from what the patches before it left."""
     edits = [
-        (patch, file)
-        for patch in series.patches
-        for file in patch.files
-        if file.kind == "edited" and len(file.old_id + file.new_id) == 80
+        (patch, file) for patch in series.patches for file in patch.files if file.new_id
     ]
     last: dict[str, str] = {}
     for patch, file in edits:
@@ -192,7 +208,7 @@ def chained(series: Series) -> Iterator[str]:
 
 
 def _header(git: Git, patch: Patch, tree: str) -> bytes:
-    """What export would write above the diff."""
+    """What export would write above the diffs of a patch's files."""
     env = {
         "GIT_AUTHOR_NAME": patch.author,
         "GIT_AUTHOR_EMAIL": patch.email,
@@ -201,33 +217,27 @@ def _header(git: Git, patch: Patch, tree: str) -> bytes:
         "GIT_COMMITTER_EMAIL": patch.email,
     }
     made = git.out("commit-tree", tree, data=patch.message.encode(), env=env)
-    text = git.out(*FORMAT_PATCH, "--root", "-1", made.decode().strip())
-    return text[: text.index(b"diff --git ")]
+    text = git.out(*FORMAT_PATCH, "-1", made.decode().strip(), "--", NO_PATH)
+    return text + b"\n" if patch.files else text
 
 
 def canonical(series: Series) -> Iterator[str]:
     """The bytes are what export writes."""
     with scratch() as git:
-        (git.folder / "file").write_bytes(b"x\n")
-        git.out("add", "file")
         tree = git.text("write-tree")
         for patch in series.patches:
-            head = patch.data[: patch.data.index(b"diff --git ")]
+            diffs = sum(len(file.text) for file in patch.files)
+            head = patch.data[: len(patch.data) - diffs]
             if head != _header(git, patch, tree):
                 yield f"{patch.name}: header or message is not as export writes it"
-            if patch.tail:
-                yield f"{patch.name}: {len(patch.tail)} byte(s) after the last change"
             paths = [file.path for file in patch.files]
             if paths != sorted(set(paths)):
                 yield f"{patch.name}: files are not in order"
             for file in patch.files:
-                name = re.escape(file.path.encode())
-                shape = (
-                    rb"diff --git a/%b b/%b\nindex [0-9a-f]{40}\.\.[0-9a-f]{40} 100[67]"
-                    rb"(?:44|55)\n--- a/%b\n\+\+\+ b/%b\n@@ " % (name, name, name, name)
-                )
-                if file.kind == "edited" and not re.match(shape, file.text):
+                if file.kind == "edited" and not file.new_id:
                     yield f"{patch.name}: {file.path} has no full-index diff header"
+                if file.stray:
+                    yield f"{patch.name}: more than the change follows {file.path}"
 
 
 def overlay_new(series: Series, base: Path) -> Iterator[str]:
@@ -254,6 +264,7 @@ def round_trip(series: Series, base: Path) -> Iterator[str]:
 
 RULES: dict[str, Rule] = {
     "trailers": trailers,
+    "tracked": tracked,
     "guard-exists": guard_exists,
     "size": size,
     "edits-only": edits_only,

@@ -9,26 +9,25 @@ from pathlib import PurePosixPath
 from .errors import MissingToolError, SeriesError
 from .git import Git, scratch
 
-_DIFF = re.compile(rb"diff --git a/(.+) b/(.+)")
-_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
-_INDEX = re.compile(rb"index ([0-9a-f]+)\.\.([0-9a-f]+)( [0-7]{6})?")
-_KINDS = (
-    (b"new file mode", "added"),
-    (b"deleted file mode", "deleted"),
-    (b"rename ", "renamed"),
-    (b"copy ", "copied"),
-    (b"old mode ", "mode changed"),
-    (b"GIT binary patch", "binary"),
-    (b"Binary files ", "binary"),
+# No line of a hunk begins like this: each has a mark of its own before it.
+_FILE = re.compile(rb"^(?=diff --git )", re.MULTILINE)
+_PATH = re.compile(rb"diff --git a/(.+) b/(.+)\n")
+_EDIT = re.compile(
+    rb"diff --git a/(?P<path>.+) b/(?P=path)\n"
+    rb"index (?P<old>[0-9a-f]{40})\.\.(?P<new>[0-9a-f]{40}) 100(?:644|755)\n"
+    rb"--- a/(?P=path)\n\+\+\+ b/(?P=path)\n(?=@@ )"
 )
+_HUNKS = {b" ", b"+", b"-", b"@", b"\\"}
 
 
 @dataclass(frozen=True)
 class FileDiff:
     """What a patch does to one file.
 
-    `kind` is "edited" for a plain edit, the only kind that a series may hold.
-    `text` is the diff as it stands in the patch.
+    `kind` is "edited" for a plain edit, the only kind that a series may hold, else
+    the line that says what it is, as `new file mode 100644`. The ids are empty unless
+    the diff of an edit begins just as export writes it. `text` is the diff as it
+    stands in the patch, with what follows it; `stray` says that something does.
     """
 
     path: str
@@ -38,11 +37,15 @@ class FileDiff:
     added: tuple[bytes, ...]
     removed: tuple[bytes, ...]
     text: bytes
+    stray: bool
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A parsed patch. `message` is the commit message, subject first."""
+    """A parsed patch. `message` is the commit message, subject first.
+
+    `files` is empty if it edits nothing, and only its overlay files are new.
+    """
 
     name: str
     data: bytes
@@ -52,7 +55,6 @@ class Patch:
     message: str
     trailers: tuple[tuple[str, str], ...]
     files: tuple[FileDiff, ...]
-    tail: bytes
 
     @property
     def subject(self) -> str:
@@ -75,81 +77,52 @@ def safe_path(path: str) -> str:
     return path
 
 
-def _take_hunk(
-    lines: list[bytes], start: int, added: list[bytes], removed: list[bytes]
-) -> int:
-    """Consume the hunk whose @@ line is `start`; return the index after it.
-
-    The counts on the @@ line decide where it ends: a removed line may well read
-    `--- a/file`.
-    """
-    match = _HUNK.match(lines[start])
-    assert match is not None
-    old, new = (1 if count is None else int(count) for count in match.groups())
-    at = start + 1
-    while old > 0 or new > 0:
-        line = lines[at] if at < len(lines) else b""
-        if line.startswith(b"+"):
-            added.append(line[1:])
-            new -= 1
-        elif line.startswith(b"-"):
-            removed.append(line[1:])
-            old -= 1
-        elif line.startswith(b" "):
-            old, new = old - 1, new - 1
-        elif not line.startswith(b"\\"):
-            raise SeriesError("a hunk ends early")
-        at += 1
-    while at < len(lines) and lines[at].startswith(b"\\"):
-        at += 1
-    return at
+def _lines(text: bytes) -> list[bytes]:
+    """Split at newlines alone: a lone carriage return is content of a line."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
-def _take_file(lines: list[bytes], start: int) -> tuple[FileDiff, int]:
-    """Consume the diff of one file; return it and the index after it."""
-    head = _DIFF.fullmatch(lines[start].rstrip(b"\n"))
+def _counts(git: Git, diff: bytes) -> dict[str, tuple[str, str]]:
+    """The numbers of lines added to and removed from each file, as git reads them."""
+    listed = git.out("apply", "--numstat", "-z", data=diff).decode().split("\0")[:-1]
+    lines = (line.split("\t", 2) for line in listed)
+    return {path: (added, removed) for added, removed, path in lines}
+
+
+def _parse_file(text: bytes, counts: dict[str, tuple[str, str]]) -> FileDiff:
+    head = _PATH.match(text)
     if head is None:
         raise SeriesError("cannot read a `diff --git` line")
-    kind, ids = "edited", ("", "")
-    added: list[bytes] = []
-    removed: list[bytes] = []
-    at = start + 1
-    while at < len(lines) and not lines[at].startswith((b"@@ ", b"diff --git ")):
-        line = lines[at]
-        for prefix, name in _KINDS:
-            if line.startswith(prefix):
-                kind = name
-        if index := _INDEX.match(line):
-            ids = (index[1].decode(), index[2].decode())
-        elif kind != "binary" and line.startswith((b"-- ", b"\n")):
-            break
-        at += 1
-    while at < len(lines) and lines[at].startswith(b"@@ "):
-        at = _take_hunk(lines, at, added, removed)
-    diff = FileDiff(
-        path=safe_path(head[2].decode()),
-        kind=kind,
-        old_id=ids[0],
-        new_id=ids[1],
-        added=tuple(added),
-        removed=tuple(removed),
-        text=b"".join(lines[start:at]),
+    path = safe_path(head[2].decode())
+    header, at, hunks = text.partition(b"\n@@ ")
+    what = _lines(header)[1:]
+    plain = [line.split()[:1] for line in what] == [[b"index"], [b"---"], [b"+++"]]
+    edit = _EDIT.match(text)
+    lines = _lines(at[1:] + hunks)
+    added = tuple(line[1:] for line in lines if line.startswith(b"+"))
+    removed = tuple(line[1:] for line in lines if line.startswith(b"-"))
+    firsts = {line[:1] for line in lines}
+    # A signature reads like a removed line, but git does not count it.
+    count = (str(len(added)), str(len(removed)))
+    return FileDiff(
+        path=path,
+        kind="edited" if plain else what[0].decode().strip() if what else "no change",
+        old_id=edit["old"].decode() if edit else "",
+        new_id=edit["new"].decode() if edit else "",
+        added=added,
+        removed=removed,
+        text=text,
+        stray=plain and (counts.get(path) != count or not _HUNKS.issuperset(firsts)),
     )
-    return diff, at
 
 
-def parse_diff(data: bytes) -> tuple[tuple[FileDiff, ...], bytes]:
-    """Split a patch into its file changes and whatever follows the last one."""
-    # Not splitlines(): a lone carriage return is content here, not a line's end.
-    lines = re.findall(rb"[^\n]*\n|[^\n]+", data)
-    at = 0
-    while at < len(lines) and not lines[at].startswith(b"diff --git "):
-        at += 1
-    files: list[FileDiff] = []
-    while at < len(lines) and lines[at].startswith(b"diff --git "):
-        file, at = _take_file(lines, at)
-        files.append(file)
-    return tuple(files), b"".join(lines[at:])
+def parse_diff(git: Git, data: bytes) -> tuple[FileDiff, ...]:
+    """Split a patch into its file changes."""
+    texts = _FILE.split(data)[1:]
+    if not texts:
+        return ()
+    counts = _counts(git, b"".join(texts))
+    return tuple(_parse_file(text, counts) for text in texts)
 
 
 def parse_trailers(git: Git, message: str) -> tuple[tuple[str, str], ...]:
@@ -174,9 +147,7 @@ def parse_patch(name: str, data: bytes, git: Git | None = None) -> Patch:
         with scratch(init=False) as own:
             return parse_patch(name, data, own)
     try:
-        files, tail = parse_diff(data)
-        if not files:
-            raise SeriesError("no change in it")
+        files = parse_diff(git, data)
         body = git.folder / "message"
         diff = git.folder / "diff"
         fields: dict[str, str] = {}
@@ -194,7 +165,7 @@ def parse_patch(name: str, data: bytes, git: Git | None = None) -> Patch:
         if missing:
             raise SeriesError(f"no {', '.join(sorted(missing))} in its header")
         message = fields["Subject"] + "\n" + (f"\n{text}\n" if text else "")
-        return Patch(
+        patch = Patch(
             name=name,
             data=data,
             author=fields["Author"],
@@ -203,8 +174,13 @@ def parse_patch(name: str, data: bytes, git: Git | None = None) -> Patch:
             message=message,
             trailers=parse_trailers(git, message),
             files=files,
-            tail=tail,
         )
+        if not files and not patch.trailer("Overlay"):
+            raise SeriesError("it changes nothing and names no Overlay")
+        # A blank line stands between a message and the first diff.
+        if not files and data.endswith(b"\n\n"):
+            raise SeriesError("its diffs are cut off")
+        return patch
     except MissingToolError:
         raise
     except (SeriesError, UnicodeDecodeError) as error:

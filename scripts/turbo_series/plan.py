@@ -14,7 +14,6 @@ from .patchfile import FileDiff, Patch
 from .target import KIND_NAMES, PACKAGE, Target
 
 Reader = Callable[[str], bytes | None]
-_FULL_ID = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,8 @@ def chains(patches: tuple[Patch, ...]) -> dict[str, Chain]:
         for file in patch.files:
             where = f"{patch.name}: {file.path}"
             if file.kind != "edited":
-                raise SeriesError(f"{where} is {file.kind}; a patch may only edit")
-            if not (
-                _FULL_ID.fullmatch(file.old_id) and _FULL_ID.fullmatch(file.new_id)
-            ):
+                raise SeriesError(f"{where}: {file.kind}; a patch may only edit")
+            if not file.new_id:
                 raise SeriesError(f"{where} has no full ids on its index line")
             before = found.get(file.path)
             if before is not None and before.final != file.old_id:
@@ -75,7 +72,7 @@ def apply_patch(git: Git, patch: Patch, files: list[FileDiff], *options: str) ->
     done = git.run(*options, data=text)
     said = done.stderr.decode(errors="replace")
     if done.returncode:
-        reason = re.search(r"^error: (.+)$", said, re.MULTILINE)
+        reason = re.search(r"^error: (?!while )(.+)$", said, re.MULTILINE)
         raise SeriesError(
             f"{patch.name} does not apply: {reason[1] if reason else said.strip()}"
         )

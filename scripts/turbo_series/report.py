@@ -32,18 +32,18 @@ def _cell(values: list[str]) -> str:
     return "<br>".join(value.replace("|", "\\|") for value in values)
 
 
-def _row(series: Series, patch: Patch) -> str:
+def _row(patch: Patch) -> str:
     added = sum(len(file.added) for file in patch.files)
     removed = sum(len(file.removed) for file in patch.files)
     cells = (
         [f"[{patch.name}]({patch.name})"],
         [patch.subject],
         [f"`{file.path}`" for file in patch.files],
-        [f"+{added} -{removed}"],
+        [f"+{added} -{removed}"] if patch.files else [],
         patch.trailer("Upstream-Status"),
         patch.trailer("Drop-When"),
         [f"`{value}`" for value in patch.trailer("Guarded-By")],
-        [f"`{path}`" for path in series.overlay_of(patch)],
+        [f"`{glob}`" for glob in patch.trailer("Overlay")],
     )
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
@@ -58,7 +58,7 @@ def index(series: Series) -> str:
     lines = [
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + " --- |" * len(_COLUMNS),
-        *(_row(series, patch) for patch in series.patches),
+        *(_row(patch) for patch in series.patches),
     ]
     return f"{text}\n" + "\n".join(lines) + "\n"
 

@@ -3,25 +3,31 @@
 """Get the pinned sdist and unpack it."""
 
 import hashlib
-import html
 import os
-import re
-import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urljoin
 
 from .errors import SeriesError
 from .git import Git
 from .upstream import Pin, Upstream
 
-TIMEOUT_S = 120
-_LINK = re.compile(r'<a\s[^>]*href="([^"]+)"[^>]*>\s*([^<\s]+)\s*</a>', re.IGNORECASE)
-_WHO = {
+# pip asks an sdist's build backend for its name and version, even to download it, and
+# vLLM's wants PyTorch for that. This one is found before it, and just says them.
+_BACKEND = """
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = Path(folder) / "{project}-{version}.dist-info"
+    info.mkdir()
+    text = "Metadata-Version: 2.1\\nName: {project}\\nVersion: {version}\\n"
+    (info / "METADATA").write_text(text)
+    return info.name
+"""
+WHO = {
     "GIT_AUTHOR_NAME": "vLLM",
     "GIT_AUTHOR_EMAIL": "vllm@localhost",
     "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
@@ -37,56 +43,54 @@ def cache_folder() -> Path:
     return Path(home) / "vllm-turbo"
 
 
-def index_page(project: str) -> str:
-    """The address of a project's page on the package index that pip knows."""
-    try:
-        from pip._internal.models.index import PyPI
-    except ImportError:
-        raise SeriesError("this Python has no pip, which knows the index") from None
-    return f"{PyPI.simple_url}/{project}/"
+def run_pip(*args: str, env: dict[str, str] | None = None) -> str:
+    """Run this Python's pip, which knows the user's index; return what it printed."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--no-input", *args]
+    done = subprocess.run(
+        command, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error: " in line.lower()]
+        reason = lines[-1] if lines else done.stderr.strip() or "no reason given"
+        raise SeriesError(f"pip {args[0]}: {reason}")
+    return done.stdout
 
 
-def find_link(page: str, url: str, file: str) -> str:
-    """The address of `file` on an index page that came from `url`."""
-    for link, name in _LINK.findall(page):
-        if name == file:
-            return urljoin(url, html.unescape(link)).partition("#")[0]
-    raise SeriesError(f"{file} is not on {url}")
+def fetch(project: str, version: str, folder: Path) -> Path:
+    """Download the sdist of a release into an empty folder, as pip finds it."""
+    with tempfile.TemporaryDirectory() as stub:
+        package = Path(stub) / "setuptools"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        backend = _BACKEND.format(project=project, version=version)
+        (package / "build_meta.py").write_text(backend)
+        run_pip(
+            "download", "--no-deps", "--no-build-isolation", f"--no-binary={project}",
+            f"--dest={folder}", f"{project}=={version}", env={"PYTHONPATH": stub},
+        )  # fmt: skip
+    (path,) = folder.iterdir()
+    return path
 
 
-def _is_pinned(path: Path, pin: Pin) -> bool:
-    digest = hashlib.sha256()
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest() == pin.sha256
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def download(upstream: Upstream, page_url: str | None = None) -> Path:
+def download(upstream: Upstream) -> Path:
     """The sdist in the cache, fetched if it is not there."""
     pin = upstream.sdist
     folder = cache_folder()
     path = folder / pin.file
-    if path.is_file() and _is_pinned(path, pin):
+    if path.is_file() and sha256_of(path) == pin.sha256:
         return path
-    page_url = page_url or index_page(upstream.project)
     folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{pin.file}.{os.getpid()}.part")
-    try:
-        with urllib.request.urlopen(page_url, timeout=TIMEOUT_S) as reply:
-            link = find_link(reply.read().decode(), page_url, pin.file)
-        with (
-            urllib.request.urlopen(link, timeout=TIMEOUT_S) as reply,
-            part.open("wb") as out,
-        ):
-            shutil.copyfileobj(reply, out)
-        if not _is_pinned(part, pin):
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        got = fetch(upstream.project, upstream.version, Path(scratch))
+        if Pin(got.name, sha256_of(got)) != pin:
             raise SeriesError(f"{pin.file}: what came is not the pinned file")
-        os.replace(part, path)
-    except urllib.error.URLError as error:
-        raise SeriesError(f"cannot fetch {pin.file}: {error.reason}") from None
-    finally:
-        part.unlink(missing_ok=True)
+        os.replace(got, path)
     return path
 
 
@@ -97,12 +101,10 @@ def unpack(archive: Path, folder: Path, git: bool) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
         with tarfile.open(archive) as tar:
-            # Early patch releases of Python 3.10 and 3.11 have no filters; the
-            # archive's hash is pinned either way.
-            if hasattr(tarfile, "data_filter"):
-                tar.extractall(name, filter="data")
-            else:
-                tar.extractall(name)
+            # Early patch releases of Python 3.11 have no filters, and then ask for
+            # none; the archive's hash is pinned either way.
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)
+            tar.extractall(name)
         tops = list(Path(name).iterdir())
         if len(tops) != 1 or not tops[0].is_dir():
             raise SeriesError(f"{archive.name} does not hold one folder")
@@ -116,7 +118,9 @@ def _commit(folder: Path) -> None:
     git = Git(folder, isolated=True)
     git.out("-c", "init.defaultBranch=main", "init", "--quiet", "--template=")
     git.out("add", "--all", "--force")
-    git.out("commit", "--quiet", "--no-gpg-sign", "-m", "base", env=_WHO)
+    # Tidying goes on in the background, where a folder may be moved or deleted.
+    quiet = ("-c", "maintenance.auto=false", "commit", "--quiet", "--no-gpg-sign")
+    git.out(*quiet, "-m", "base", env=WHO)
 
 
 def obtain(

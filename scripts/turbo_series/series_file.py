@@ -39,15 +39,16 @@ def new_order(root: Path, names: list[str]) -> bytes:
     blocks: dict[str, list[str]] = {}
     for line in old.splitlines():
         name = line.split("#")[0].strip()
-        if name:
-            blocks[name] = [*pending, line]
-            pending = []
-        else:
+        if not name:
             pending.append(line)
-            if not line.strip() and not blocks:
-                # A blank line ends the comment on the file as a whole.
-                lead += pending
-                pending = []
+            continue
+        if not blocks:
+            # The comment on the file as a whole ends at a blank line, if there is one.
+            blanks = [at for at, text in enumerate(pending, 1) if not text.strip()]
+            end = max(blanks, default=len(pending))
+            lead, pending = pending[:end], pending[end:]
+        blocks[name] = [*pending, line]
+        pending = []
     lines = list(lead)
     for name in names:
         lines += blocks.get(name, [name])

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Read UPSTREAM.toml, the pin of the vLLM release below the series."""
+"""Read and write UPSTREAM.toml, the pin of the vLLM release below the series."""
 
-import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import tomllib
 
 from .errors import SeriesError
 
-_TABLE = re.compile(r"\[([A-Za-z0-9_.-]+)\]")
-_ENTRY = re.compile(r'([A-Za-z0-9_-]+)\s*=\s*"([^"\\]*)"')
+PIN_FILE = "UPSTREAM.toml"
+_INTRO = (
+    "# The vLLM release that this series is written against. No other file names it."
+)
 
 
 @dataclass(frozen=True)
@@ -30,43 +33,33 @@ class Upstream:
     wheels: dict[str, Pin]
 
 
-def parse_tables(text: str) -> dict[str, dict[str, str]]:
-    """Parse TOML that has only tables of double-quoted strings.
-
-    `tomllib` came with Python 3.11 and the scripts support 3.10, so the pin file
-    keeps to this subset.
-    """
-    tables: dict[str, dict[str, str]] = {}
-    current: dict[str, str] | None = None
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        if table := _TABLE.fullmatch(line):
-            current = tables.setdefault(table[1], {})
-        elif (entry := _ENTRY.fullmatch(line)) and current is not None:
-            current[entry[1]] = entry[2]
-        else:
-            raise SeriesError(f"UPSTREAM.toml line {number}: cannot read {line!r}")
-    return tables
+def to_toml(upstream: Upstream) -> str:
+    """The text of the pin file."""
+    tables = {
+        "project": {"name": upstream.project, "version": upstream.version},
+        "sdist": asdict(upstream.sdist),
+        **{f"wheel.{arch}": asdict(pin) for arch, pin in upstream.wheels.items()},
+    }
+    lines = [_INTRO]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f'{key} = "{table[key]}"' for key in table)]
+    return "\n".join(lines) + "\n"
 
 
 def load_upstream(root: Path) -> Upstream:
     """Read the pin of the series at `root`."""
-    path = root / "UPSTREAM.toml"
+    path = root / PIN_FILE
     try:
-        tables = parse_tables(path.read_text(encoding="utf-8"))
+        pins = tomllib.loads(path.read_text(encoding="utf-8"))
         return Upstream(
-            project=tables["project"]["name"],
-            version=tables["project"]["version"],
-            sdist=Pin(**tables["sdist"]),
-            wheels={
-                name.removeprefix("wheel."): Pin(**table)
-                for name, table in tables.items()
-                if name.startswith("wheel.")
-            },
+            project=pins["project"]["name"],
+            version=pins["project"]["version"],
+            sdist=Pin(**pins["sdist"]),
+            wheels={name: Pin(**pin) for name, pin in pins.get("wheel", {}).items()},
         )
     except OSError as error:
         raise SeriesError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise SeriesError(f"{path}: {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
         raise SeriesError(f"{path}: missing or unknown entry ({error})") from None

@@ -3,6 +3,7 @@
 """Apply and revert on each kind of tree, and what they refuse."""
 
 import fcntl
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import trees
 from turbo_series import cli
+from turbo_series.disk import Disk
 from turbo_series.errors import SeriesError
 from turbo_series.model import Series, load_series
 from turbo_series.operate import apply, revert
@@ -288,6 +290,15 @@ def test_offset_is_refused(tree: Target, project: Path) -> None:
     assert trees.snapshot(tree.root) == before
 
 
+def test_reason_of_a_refusal(tree: Target, project: Path) -> None:
+    other = _edit_patch(project, "backend.patch", " def backend():", " def other():")
+    with pytest.raises(SeriesError) as error:
+        apply(other, tree)
+    assert str(error.value) == (
+        "backend.patch does not apply: patch failed: vllm/platforms/cuda.py:1"
+    )
+
+
 def test_result_is_judged_by_blob_id(tree: Target, project: Path) -> None:
     """Git is content with this patch; the ids on its index lines are not."""
     wrong = _edit_patch(project, "backend.patch", "+SIZE = 2", "+SIZE = 3")
@@ -329,12 +340,72 @@ def test_tree_that_holds_the_commits(
     assert trees.snapshot(checkout) == before
 
 
-def test_second_run_is_locked_out(tree: Target, series: Series) -> None:
-    handle = os.open(tree.root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(SeriesError, match="another run"):
-            apply(series, tree)
-    finally:
-        os.close(handle)
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_second_run_is_locked_out(tree: Target, series: Series, kind: int) -> None:
+    """By a lock that excludes shared ones too, in both directions."""
+
+    def refused(run: Callable[[], None]) -> None:
+        before = trees.snapshot(tree.root)
+        handle = os.open(tree.root, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, kind)
+            with pytest.raises(SeriesError, match="another run"):
+                run()
+        finally:
+            os.close(handle)
+        assert trees.snapshot(tree.root) == before
+
+    refused(lambda: apply(series, tree))
     apply(series, tree)
+    refused(lambda: revert(tree))
+    revert(tree)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/outside", ".git/hooks"])
+@pytest.mark.parametrize("field", ["folders", "files"])
+def test_manifest_that_leads_out_is_refused(
+    make: Callable[[str], Target], series: Series, field: str, path: str
+) -> None:
+    target = make("sdist")
+    outside = target.root.parent / "outside"
+    outside.mkdir()
+    apply(series, target)
+    manifest = target.state / "manifest.json"
+    fields = json.loads(manifest.read_bytes())
+    if field == "folders":
+        fields["folders"].append(path)
+    else:
+        fields["files"].append({**fields["files"][-1], "path": path})
+    manifest.write_text(json.dumps(fields))
+    applied = trees.snapshot(target.root)
+    runs: list[Callable[[], object]] = [
+        lambda: apply(series, target),
+        lambda: revert(target, force=True),
+        lambda: verify(series, target),
+    ]
+    for run in runs:
+        with pytest.raises(SeriesError, match="unsafe path"):
+            run()
+    assert trees.snapshot(target.root) == applied
+    assert outside.is_dir()
+
+
+def test_owner_carries_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, who alone can give a file away, leaves it its owner."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 54321)
+    old = path.stat()
+    given = []
+    chown = os.fchown
+
+    def fchown(handle: int, user: int, group: int) -> None:
+        given.append((user, group))
+        chown(handle, user, group)
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    Disk().write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert given == [(old.st_uid, old.st_gid)]
+    assert (path.stat().st_uid, path.stat().st_gid) == given[0]

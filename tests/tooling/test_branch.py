@@ -38,7 +38,8 @@ def test_commit(checkout: Path, run: Callable[..., int]) -> None:
     owned = (
         ["__init__.py", "format.py"],
         ["kernel.cu"],
-        ["turbo.md", "test_format.py"],
+        ["turbo.md"],
+        ["test_format.py"],
     )
     for commit, (_, subject, edits, globs), names in zip(
         log.split(), trees.PATCHES, owned
@@ -192,11 +193,11 @@ def test_export_of_new_reordered_and_dropped_commits(
 ) -> None:
     """A name comes from the subject; comments in `series` stay with their patch."""
     assert run("import", checkout) == 0
-    first, _, third = trees.git(
+    first, _, _, last = trees.git(
         checkout, "log", "--reverse", "--format=%H", "main..turbo"
     ).split()
     trees.git(checkout, "reset", "-q", "--hard", "main")
-    trees.git(checkout, "cherry-pick", third)
+    trees.git(checkout, "cherry-pick", last)
     trees.git(checkout, "cherry-pick", first)
     (checkout / "vllm/platforms/cuda.py").write_text("new\n")
     text = trees.message("[CUDA] 3x the -- Speed!", [], "tests/turbo/test_format.py")
@@ -214,6 +215,21 @@ def test_export_of_new_reordered_and_dropped_commits(
     names = {path.name for path in (project / "patches").glob("*.patch")}
     assert names == {"ci-step.patch", "cache-dtype.patch", "x-the-speed.patch"}
     assert not (project / "vllm_overlay/vllm/turbo/csrc").exists()
+
+
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_comment_on_the_order(
+    checkout: Path, run: Callable[..., int], project: Path, blank: str
+) -> None:
+    """It stays at the top, also when the entry below it goes."""
+    order = project / "patches/series"
+    names = [name for name, *_ in trees.PATCHES]
+    order.write_text(f"# The order.\n{blank}" + "\n".join(names) + "\n")
+    assert run("import", checkout) == 0
+    trees.git(checkout, "rebase", "-q", "--onto", "main", "turbo~3")
+    assert run("export", checkout, "--base", "main") == 0
+    kept = "\n".join(names[1:])
+    assert order.read_text() == f"# The order.\n{blank}{kept}\n"
 
 
 def test_later_commit_edits_an_added_file(
@@ -249,9 +265,9 @@ def test_export_refusals(
         trees.git(checkout, "add", "-A")
         trees.git(checkout, "commit", "-q", "-m", text, *args)
 
-    (checkout / "new.txt").write_text("x\n")
+    (checkout / "vllm/turbo/format.py").write_text("x\n")
     commit()
-    assert "only adds files" in _refusal(checkout, project)
+    assert "edits no file of the base and adds none" in _refusal(checkout, project)
     reset()
     (checkout / "new.txt").write_text("x\n")
     (checkout / "setup.py").write_text("x\n")
@@ -264,7 +280,7 @@ def test_export_refusals(
     reset()
     (checkout / "setup.py").chmod(0o755)
     commit()
-    assert "setup.py is mode changed" in _refusal(checkout, project)
+    assert "setup.py: old mode 100644" in _refusal(checkout, project)
     reset()
     (checkout / "setup.py").write_text("x\n")
     trees.git(checkout, "commit", "-qam", "[Core] Do more\n\nBefore\n---\nafter")
@@ -280,6 +296,33 @@ def test_export_refusals(
     assert "name the commit with --base" in _refusal(checkout, project)
     reset()
     assert differences(project, read_branch(project, checkout, "turbo", "main")) == []
+
+
+def test_export_after_a_rebase(
+    checkout: Path,
+    run: Callable[..., int],
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The new base is named once, and remembered by an export that writes."""
+    assert run("import", checkout) == 0
+    trees.git(checkout, "switch", "-q", "--orphan", "newer")
+    base = {**trees.BASE, "setup.py": "import os\n\n" + trees.BASE["setup.py"]}
+    trees.write_tree(checkout, base)
+    trees.git(checkout, "add", "-A", "-f")
+    trees.git(checkout, "commit", "-q", "-m", "newer base")
+    trees.git(checkout, "rebase", "-q", "--onto", "newer", "main", "turbo")
+    capsys.readouterr()
+    for args in ([], ["--check"]):
+        assert run("export", checkout, *args) == 1
+        assert capsys.readouterr().err.startswith("error: turbo does not start at ")
+    assert run("export", checkout, "--base", "newer", "--check") == 1
+    assert run("export", checkout, "--check") == 1
+    assert capsys.readouterr().err.endswith("with --base\n")
+    assert run("export", checkout, "--base", "newer") == 0
+    assert "changed: patches/backend.patch" in capsys.readouterr().out
+    assert "@@ -3,4 +3,5 @@" in (project / "patches/backend.patch").read_text()
+    assert run("export", checkout, "--check") == 0
 
 
 def test_import_refusals(

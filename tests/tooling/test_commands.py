@@ -85,6 +85,24 @@ def test_scripts_from_elsewhere(scripts: Path, tmp_path: Path) -> None:
     assert "TARGET" in done.stdout
 
 
+def test_older_python_names_a_tree(scripts: Path, tmp_path: Path) -> None:
+    """PYTHON says whose vLLM is meant; it need not be able to run the scripts."""
+    target = trees.make_installed(tmp_path / "site")
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f"*find_spec*) echo origin={target}/vllm/__init__.py ;;\n"
+        "*) exit 1 ;;\n"
+        "esac\n"
+    )
+    python.chmod(0o755)
+    for script in ("apply.sh", "verify.sh", "revert.sh"):
+        done = _run(scripts / script, PYTHON=str(python))
+        assert done.returncode == 0, done.stderr
+        assert str(target) in done.stdout
+
+
 def test_git_missing_is_one_line(scripts: Path, tmp_path: Path) -> None:
     target = trees.make_installed(tmp_path / "site")
     done = _run(scripts / "series.py", "apply", target)

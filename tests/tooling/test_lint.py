@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Each lint rule against a series that keeps it and one that breaks it.
 
-A fixture `<rule>.pass` or `<rule>.fail` is a series of one patch, or a `.tree`: the
-files of a series one after the other, each below a line `==> path <==`.
+A fixture `<rule>.pass` or `<rule>.fail`, or one of a case, as `<rule>.<case>.fail`, is
+a series of one patch, or a `.tree`: the files of a series one after the other, each
+below a line `==> path <==`.
 """
 
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import trees
-from turbo_series import lint
+from turbo_series import cli, lint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ALL_RULES = {*lint.RULES, *lint.BASE_RULES, *lint.READ_RULES}
@@ -38,6 +39,10 @@ def _of_patch(text: str) -> dict[str, str]:
 
 def _fixture(rule: str, verdict: str) -> dict[str, str]:
     (path,) = FIXTURES.glob(f"{rule}.{verdict}.*")
+    return _files(path)
+
+
+def _files(path: Path) -> dict[str, str]:
     text = path.read_bytes().decode()
     return _unpack(text) if path.suffix == ".tree" else _of_patch(text)
 
@@ -51,23 +56,50 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_every_rule_has_fixtures() -> None:
-    names = sorted(path.name.rsplit(".", 1)[0] for path in FIXTURES.iterdir())
-    wanted = [f"{rule}.{verdict}" for rule in ALL_RULES for verdict in ("fail", "pass")]
-    assert names == sorted(wanted)
+    """And every fixture has a rule."""
+    names = [path.name.split(".") for path in FIXTURES.iterdir()]
+    plain = {(rule, verdict) for rule, verdict, _ in (n for n in names if len(n) == 3)}
+    assert plain == {
+        (rule, verdict) for rule in ALL_RULES for verdict in ("fail", "pass")
+    }
+    assert {(name[0], name[-2]) for name in names} == plain
 
 
-@pytest.mark.parametrize("rule", sorted(ALL_RULES))
-def test_rule(rule: str, tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_rule(name: str, tmp_path: Path, base: Path) -> None:
     """What keeps the rule has no finding at all; what breaks it, that rule's only."""
+    rule, *_, verdict, _ = name.split(".")
     tree = base if rule in lint.BASE_RULES else None
-    good = _project(tmp_path / "good", _fixture(rule, "pass"))
-    assert [str(finding) for finding in lint.lint(good, tree)] == []
-    bad = _project(tmp_path / "bad", _fixture(rule, "fail"))
-    assert {finding.rule for finding in lint.lint(bad, tree)} == {rule}
+    found = lint.lint(_project(tmp_path / "p", _files(FIXTURES / name)), tree)
+    assert {finding.rule for finding in found} == (
+        {rule} if verdict == "fail" else set()
+    )
 
 
 def _findings(tmp_path: Path, files: dict[str, str]) -> set[str]:
     return {finding.rule for finding in lint.lint(_project(tmp_path / "p", files))}
+
+
+def test_findings_are_printed_and_counted(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status says whether there are any, with a base and without."""
+    good = _project(tmp_path / "good", _fixture("round-trip", "pass"))
+    bad = _project(tmp_path / "bad", _fixture("round-trip", "fail"))
+    worse = _project(tmp_path / "worse", _fixture("size", "fail"))
+    against = ["lint", "--base", str(base)]
+    for root, args, status in (
+        (good, ["lint"], 0),
+        (good, against, 0),
+        (bad, ["lint"], 0),
+        (bad, against, 1),
+        (worse, ["lint"], 1),
+    ):
+        assert cli.main(root, args) == status
+        said = capsys.readouterr().out
+        assert said.startswith(
+            "lint: no findings" if status == 0 else ("round-trip: ", "size: ")
+        )
 
 
 CANONICAL_BREACHES = {
@@ -97,10 +129,15 @@ def test_canonical_breaches(breach: str, tmp_path: Path) -> None:
     [
         ("Pending", True),
         ("Submitted https://example.com/pull/1", True),
+        ("Tracked https://example.com/pull/1", True),
+        ("Tracked https://example.com/pull/1 https://example.com/issues/2", True),
         ("Backport 0123abc", True),
         ("Denied https://example.com/pull/1", True),
         ("Inappropriate for this project only", True),
         ("Submitted", False),
+        ("Tracked", False),
+        ("Tracked #1", False),
+        ("Tracked https://example.com/pull/1 and more", False),
         ("Backport later", False),
         ("Inappropriate", False),
         ("pending", False),
@@ -109,7 +146,29 @@ def test_canonical_breaches(breach: str, tmp_path: Path) -> None:
 def test_upstream_status(value: str, legal: bool, tmp_path: Path) -> None:
     text = (FIXTURES / "size.pass.patch").read_text()
     text = text.replace("Upstream-Status: Pending", f"Upstream-Status: {value}")
+    text = re.sub("Drop-When: .*", "Drop-When: #1 or #2 is merged", text)
     assert ("trailers" in _findings(tmp_path, _of_patch(text))) is not legal
+
+
+@pytest.mark.parametrize(
+    ("when", "named"),
+    [
+        ("#46461 is merged", True),
+        ("vLLM merges #46461 or another", True),
+        ("vLLM looks at each request", False),
+        ("#464610 is merged", False),
+    ],
+)
+def test_tracked_change_ends_the_patch(when: str, named: bool, tmp_path: Path) -> None:
+    """Somebody else's pull request is what a patch that names one waits for."""
+    text = (FIXTURES / "size.pass.patch").read_text()
+    status = "Upstream-Status: Tracked https://example.com/pull/46461/files"
+    text = text.replace("Upstream-Status: Pending", status)
+    text = re.sub("Drop-When: .*", f"Drop-When: {when}", text)
+    project = _project(tmp_path / "p", _of_patch(text))
+    findings = [str(finding) for finding in lint.lint(project)]
+    wanted = "tracked: cache-dtype.patch: Drop-When does not name #46461"
+    assert findings == ([] if named else [wanted])
 
 
 @pytest.mark.parametrize("key", lint.REQUIRED)

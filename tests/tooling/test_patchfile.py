@@ -5,8 +5,9 @@
 import pytest
 import trees
 from turbo_series.errors import SeriesError
+from turbo_series.git import scratch
 from turbo_series.model import Series, glob_regex
-from turbo_series.patchfile import parse_diff, parse_patch, safe_path
+from turbo_series.patchfile import FileDiff, parse_diff, parse_patch, safe_path
 
 HEADER = b"diff --git a/x b/x\nindex %s..%s 100644\n--- a/x\n+++ b/x\n" % (
     b"1" * 40,
@@ -33,39 +34,65 @@ def test_patch(series: Series) -> None:
     assert patch.changed_lines == 5
 
 
+def _parse(data: bytes) -> tuple[FileDiff, ...]:
+    with scratch(init=False) as git:
+        return parse_diff(git, data)
+
+
 def test_lines_that_look_like_headers() -> None:
-    """A removed `-- a/x` reads `--- a/x`; the counts tell."""
+    """A removed `-- a/x` reads `--- a/x`."""
     hunk = (
         b"@@ -1,3 +1,3 @@\n--- a/x\n-@@ -1 +1 @@\n+++ b/x\n+diff --git a/y b/y\n \r\r\n"
     )
-    files, tail = parse_diff(HEADER + hunk + HEADER + b"@@ -1 +1 @@\n-a\n+b\n")
-    assert len(files) == 2
-    assert files[0].removed == (b"-- a/x\n", b"@@ -1 +1 @@\n")
-    assert files[0].added == (b"++ b/x\n", b"diff --git a/y b/y\n")
-    assert tail == b""
+    other = HEADER.replace(b"/x", b"/y") + b"@@ -1 +1 @@\n-a\n+b\n"
+    first, second = _parse(HEADER + hunk + other)
+    assert first.removed == (b"-- a/x\n", b"@@ -1 +1 @@\n")
+    assert first.added == (b"++ b/x\n", b"diff --git a/y b/y\n")
+    assert (first.path, first.text, first.stray) == ("x", HEADER + hunk, False)
+    assert (second.path, second.text, second.stray) == ("y", other, False)
 
 
-def test_no_newline_at_the_end() -> None:
-    hunk = b"@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+b\n"
-    hunk += b"\\ No newline at end of file\n"
-    files, tail = parse_diff(HEADER + hunk + b"-- \n2.39\n")
-    assert files[0].text == HEADER + hunk
-    assert tail == b"-- \n2.39\n"
+NO_NEWLINE = b"\\ No newline at end of file\n"
 
 
 @pytest.mark.parametrize(
-    ("lines", "kind"),
+    "stray", [b"-- \n2.39\n", b"-- \n", b"2.39\n", b"\n", b"+more\n"]
+)
+def test_what_follows_a_change(stray: bytes) -> None:
+    """The counts of the hunks tell it from the change."""
+    hunk = b"@@ -1 +1 @@\n-a\n" + NO_NEWLINE + b"+b\n" + NO_NEWLINE
+    other = HEADER.replace(b"/x", b"/y") + b"@@ -1 +1 @@\n-a\n+b\n"
+    assert [file.stray for file in _parse(HEADER + hunk + other)] == [False, False]
+    assert [file.stray for file in _parse(HEADER + hunk + stray)] == [True]
+    strays = [file.stray for file in _parse(HEADER + hunk + stray + other)]
+    assert strays == [True, False]
+
+
+@pytest.mark.parametrize(
+    "lines",
     [
-        ("new file mode 100644\n", "added"),
-        ("deleted file mode 100644\n", "deleted"),
-        ("similarity index 100%\nrename from x\nrename to y\n", "renamed"),
-        ("old mode 100644\nnew mode 100755\n", "mode changed"),
-        ("index 1..2 100644\nGIT binary patch\nliteral 1\nxyz\n", "binary"),
+        "new file mode 100644\n",
+        "deleted file mode 100644\n",
+        "similarity index 100%\nrename from x\nrename to x\n",
+        "old mode 100644\nnew mode 100755\n",
+        f"index {'1' * 40}..{'2' * 40} 100644\nGIT binary patch\n"
+        + 2 * "literal 0\nHcmV?d00001\n\n",
     ],
 )
-def test_kinds(lines: str, kind: str) -> None:
-    files, _ = parse_diff(b"diff --git a/x b/x\n" + lines.encode())
-    assert [file.kind for file in files] == [kind]
+def test_kinds(lines: str) -> None:
+    """What is no plain edit is called by the line that says so, and has no ids."""
+    (file,) = _parse(b"diff --git a/x b/x\n" + lines.encode())
+    assert file.kind == lines.splitlines()[0]
+    assert not file.new_id
+
+
+def test_patch_without_hunks(series: Series) -> None:
+    patch = series.patches[2]
+    assert patch.name == "docs.patch"
+    assert patch.files == ()
+    assert patch.changed_lines == 0
+    assert patch.trailer("Overlay") == ["docs/turbo.md"]
+    assert patch.data.decode().endswith("Zoë Example <zoe@example.com>\n")
 
 
 @pytest.mark.parametrize("cut", ["diff", "hunk", "subject"])

@@ -22,8 +22,10 @@ def test_index(series: Series) -> None:
         "Pending",
         "vLLM has it",
         "`tests/turbo/test_format.py::test_bits`",
-        "`vllm/turbo/csrc/kernel.cu`",
+        "`vllm/turbo/csrc/**`",
     ]
+    assert cells[2][2:4] == ["", ""]
+    assert cells[2][-1] == "`docs/turbo.md`"
 
 
 def test_index_of_nothing(project: Path) -> None:
@@ -51,7 +53,8 @@ def test_stats(series: Series) -> None:
     lines = [line.split(None, 1) for line in stats(series).splitlines() if line]
     assert ["1", "cache-dtype.patch"] in lines
     assert ["5", "backend.patch"] in lines
-    assert ["7", "all 3 patches"] in lines
+    assert ["0", "docs.patch"] in lines
+    assert ["7", "all 4 patches"] in lines
     assert ["5", "vllm/turbo"] in lines
     assert ["3", "vllm/turbo/csrc"] in lines
     assert ["13", "all 5 files"] in lines

@@ -4,6 +4,7 @@
 
 import hashlib
 import io
+import os
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,85 +16,105 @@ from turbo_series.errors import SeriesError
 from turbo_series.model import Series
 from turbo_series.operate import apply
 from turbo_series.target import open_target
-from turbo_series.upstream import Pin, Upstream, load_upstream, parse_tables
+from turbo_series.upstream import Pin, Upstream, load_upstream, to_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Upstream, str]:
-    """The pin of a small sdist, and the page that links to it."""
+def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Upstream:
+    """The pin of a small sdist, which pip finds in a folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     top = trees.make_sdist(tmp_path / "vllm-0.33.0")
     (top / ".gitignore").write_text("/vllm/_version.py\n")
     (top / "setup.py").chmod(0o755)
-    folder = tmp_path / "index"
+    (top / "pyproject.toml").write_text(
+        "[build-system]\nrequires = ['torch == 99']\n"
+        "build-backend = 'setuptools.build_meta'\n"
+        "[project]\nname = '!'\n"
+    )
+    folder = tmp_path / "dists"
     folder.mkdir()
     archive = folder / "vllm-0.33.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(top, arcname=top.name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    page = folder / "page.html"
-    page.write_text(
-        '<a href="vllm-0.33.0.tar.gz.metadata">vllm-0.33.0.tar.gz.metadata</a>\n'
-        f'<a data-x="1" href="vllm-0.33.0.tar.gz#sha256={digest}">'
-        "vllm-0.33.0.tar.gz</a><br/>\n"
-    )
-    upstream = replace(load_upstream(ROOT), sdist=Pin(archive.name, digest))
-    return upstream, page.as_uri()
+    return replace(load_upstream(ROOT), sdist=Pin(archive.name, digest))
 
 
 def test_pin_file() -> None:
-    """The small parser agrees with TOML's."""
-    text = (ROOT / "UPSTREAM.toml").read_text()
-    tomllib = pytest.importorskip("tomllib")
-    nested = tomllib.loads(text)
-    nested |= {f"wheel.{key}": value for key, value in nested.pop("wheel").items()}
-    assert parse_tables(text) == nested
     upstream = load_upstream(ROOT)
+    assert to_toml(upstream) == (ROOT / "UPSTREAM.toml").read_text()
+    assert set(upstream.wheels) == {"x86_64", "aarch64"}
     for pin in (upstream.sdist, *upstream.wheels.values()):
         assert upstream.version in pin.file
         assert len(bytes.fromhex(pin.sha256)) == 32
 
 
-@pytest.mark.parametrize("text", ["a = 1", 'a = "b"', "[t]\na = 'b'", "[t"])
-def test_pin_file_errors(text: str) -> None:
-    with pytest.raises(SeriesError, match="UPSTREAM.toml line"):
-        parse_tables(text)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[project]", "[project"),
+        ("[project]", "[other]"),
+        ('version = "', 'release = "'),
+        ('file = "', 'name = "'),
+        ("[sdist]", "[[sdist]]"),
+        ("[wheel.x86_64]", "[wheel]"),
+    ],
+)
+def test_pin_file_errors(tmp_path: Path, old: str, new: str) -> None:
+    text = (ROOT / "UPSTREAM.toml").read_text()
+    assert old in text
+    (tmp_path / "UPSTREAM.toml").write_text(text.replace(old, new))
+    with pytest.raises(SeriesError, match=r"UPSTREAM\.toml: "):
+        load_upstream(tmp_path)
 
 
-def test_download_is_cached(pinned: tuple[Upstream, str]) -> None:
-    upstream, url = pinned
-    path = sdist.download(upstream, url)
-    assert sdist.download(upstream, "file:///nowhere") == path
-    path.write_bytes(b"gone bad")
-    with pytest.raises(SeriesError, match="cannot fetch"):
-        sdist.download(upstream, "file:///nowhere")
-    assert sdist.download(upstream, url).stat().st_size > 100
+def test_pin_file_missing(tmp_path: Path) -> None:
+    with pytest.raises(SeriesError, match="cannot read .*UPSTREAM.toml"):
+        load_upstream(tmp_path)
 
 
-def test_download_is_checked(pinned: tuple[Upstream, str]) -> None:
-    upstream, url = pinned
-    other = replace(upstream, sdist=Pin(upstream.sdist.file, "0" * 64))
+def test_download_is_cached(pinned: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is checked, and fetched anew if it is not what was pinned."""
+    path = sdist.download(pinned)
+    with monkeypatch.context() as patch:
+        patch.setenv("PIP_FIND_LINKS", "/nowhere")
+        assert sdist.download(pinned) == path
+        path.write_bytes(b"gone bad")
+        with pytest.raises(SeriesError, match="pip download: .*vllm==0.33.0"):
+            sdist.download(pinned)
+    assert sdist.download(pinned).stat().st_size > 100
+
+
+def test_download_is_checked(pinned: Upstream) -> None:
+    other = replace(pinned, sdist=Pin(pinned.sdist.file, "0" * 64))
     with pytest.raises(SeriesError, match="not the pinned file"):
-        sdist.download(other, url)
+        sdist.download(other)
     assert list(sdist.cache_folder().iterdir()) == []
-    gone = replace(upstream, sdist=Pin("vllm-9.tar.gz", "0" * 64))
-    with pytest.raises(SeriesError, match="vllm-9.tar.gz is not on"):
-        sdist.download(gone, url)
 
 
-def test_links() -> None:
-    page = '<a href="../f/a.tar.gz?x=1&amp;y=2#sha256=0">a.tar.gz</a>'
-    url = "https://example.com/simple/a/"
-    assert sdist.find_link(page, url, "a.tar.gz") == (
-        "https://example.com/simple/f/a.tar.gz?x=1&y=2"
-    )
+def test_download_from_an_index(
+    pinned: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among other files; it is not built, which its pyproject.toml does not allow."""
+    page = tmp_path / "simple/vllm/index.html"
+    page.parent.mkdir(parents=True)
+    names = ["vllm-0.33.0-py3-none-any.whl", "vllm-0.34.0.tar.gz", pinned.sdist.file]
+    links = (f'<a href="../../dists/{name}">{name}</a>' for name in names)
+    page.write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "simple").as_uri())
+    assert sdist.sha256_of(sdist.download(pinned)) == pinned.sdist.sha256
 
 
-def test_unpack(pinned: tuple[Upstream, str], series: Series, tmp_path: Path) -> None:
-    upstream, url = pinned
-    archive = sdist.download(upstream, url)
+def test_unpack(pinned: Upstream, series: Series, tmp_path: Path) -> None:
+    archive = sdist.download(pinned)
     plain = tmp_path / "new/plain"
     sdist.unpack(archive, plain, git=False)
     target = open_target(str(plain))
@@ -104,10 +125,9 @@ def test_unpack(pinned: tuple[Upstream, str], series: Series, tmp_path: Path) ->
     assert [path.name for path in plain.parent.iterdir()] == ["plain"]
 
 
-def test_unpack_to_a_commit(pinned: tuple[Upstream, str], tmp_path: Path) -> None:
+def test_unpack_to_a_commit(pinned: Upstream, tmp_path: Path) -> None:
     """Every file is in it, and it is the same commit each time."""
-    upstream, url = pinned
-    archive = sdist.download(upstream, url)
+    archive = sdist.download(pinned)
     heads = set()
     for name in ("a", "b"):
         sdist.unpack(archive, tmp_path / name, git=True)

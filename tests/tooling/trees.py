@@ -20,7 +20,7 @@ SPDX = (
 BASE = {
     "setup.py": "package_data = [\n    'a',\n    'b',\n]\n",
     "pyproject.toml": "[project]\nname = 'vllm'\n",
-    ".buildkite/steps.yaml": "steps:\n  - one\n  - two\n",
+    ".buildkite/steps.yaml": "# CI\n\nsteps:\n  - one\n  - two\n",
     "tests/test_base.py": "def test_base():\n    pass\n",
     "vllm/__init__.py": "from vllm.config.cache import DTYPES\n",
     "vllm/_version.py": "__version__ = version = '0.33.0'\n",
@@ -36,7 +36,7 @@ OVERLAY = {
     "tests/turbo/test_format.py": SPDX + "def test_bits():\n    pass\n",
     "docs/turbo.md": "# Turbo\n",
 }
-# Name, subject, edits as (path, old, new), overlay globs.
+# Name, subject, edits as (path, old, new), overlay globs. An entry may edit nothing.
 PATCHES = (
     (
         "cache-dtype.patch",
@@ -55,10 +55,16 @@ PATCHES = (
         ["vllm/turbo/csrc/**"],
     ),
     (
+        "docs.patch",
+        "[Docs] Describe the turbo cache dtype",
+        [],
+        ["docs/turbo.md"],
+    ),
+    (
         "ci-step.patch",
         "[CI] Run the turbo tests",
         [(".buildkite/steps.yaml", "  - two\n", "  - two\n  - turbo\n")],
-        ["tests/**", "docs/turbo.md"],
+        ["tests/**"],
     ),
 )
 AUTHOR = {
@@ -71,7 +77,7 @@ AUTHOR = {
 }
 FORMAT = (
     "--keep-subject --no-stat --no-signature --zero-commit --full-index "
-    "--no-encode-email-headers"
+    "--no-encode-email-headers --always"
 )
 
 
@@ -173,7 +179,8 @@ def make_project(root: Path, work: Path) -> Path:
             assert text.count(old) == 1
             (work / path).write_text(text.replace(old, new))
         text = message(subject, globs, "tests/turbo/test_format.py::test_bits")
-        git(work, "commit", "-q", "-a", "--cleanup=verbatim", "-m", text)
+        how = ("-q", "-a", "--allow-empty", "--cleanup=verbatim")
+        git(work, "commit", *how, "-m", text)
         patch = git(work, "format-patch", "--stdout", *FORMAT.split(), "-1")
         (root / "patches" / name).write_bytes(patch.encode())
         order += [f"# About {name}.", name]

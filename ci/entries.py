@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Checks the entries of the series one by one, each on the tree that it leaves.
+
+The series must be a branch of a checkout, as `series.py import` makes it. What an
+entry touches compiles, what it adds can be imported and its tests collected without
+anything that comes later, and what guards it passes: of each test that `Guarded-By`
+names the first case, as soon as an entry has brought the test. A guard that is
+skipped guards nothing. Tests of the whole engine are not the series' own.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Where the tests run: on any machine.
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRITON_INTERPRET": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A commit of the series.
+
+    Attributes:
+        commit: Its id.
+        subject: Its first line.
+        touched: The paths that it edits or adds.
+        added: Those that it adds.
+        guards: What its `Guarded-By` trailers name.
+
+    """
+
+    commit: str
+    subject: str
+    touched: tuple[str, ...]
+    added: tuple[str, ...]
+    guards: tuple[str, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules of vLLM that it adds."""
+        paths = (Path(path) for path in self.added)
+        return [
+            ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+            for path in paths
+            if path.suffix == ".py" and path.parts[0] == "vllm"
+        ]
+
+    @property
+    def tests(self) -> list[str]:
+        """The test files that it adds."""
+        names = [path for path in self.added if path.startswith("tests/")]
+        return [path for path in names if Path(path).match("test_*.py")]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process of its own does for one entry, in `folder`."""
+
+    folder: Path
+    modules: list[str]
+    tests: list[str]
+    guards: list[str]
+
+
+class Guards:
+    """A pytest plugin: runs the first case of each guard, notes what passes."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.passed: set[str] = set()
+
+    def guards_of(self, nodeid: str) -> set[str]:
+        """The guards that a test is, or is a part of."""
+        plain = nodeid.split("[")[0]
+        return {name for name in self.names if f"{plain}::".startswith(f"{name}::")}
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if self.guards_of(item.nodeid):
+                first.setdefault(item.nodeid.split("[")[0], item)
+        kept = list(first.values())
+        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+        items[:] = kept
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.passed |= self.guards_of(report.nodeid)
+
+
+def git(folder: Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", *args], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def read_entries(folder: Path, branch: str) -> list[Entry]:
+    """Returns the entries of an imported series, in order."""
+    commits = git(
+        folder, "rev-list", "--reverse", f"refs/turbo-series/{branch}..{branch}"
+    )
+    entries = []
+    for commit in commits.split():
+        form = "--format=%s%n%(trailers:key=Guarded-By,valueonly)"
+        subject, *guards = git(folder, "log", "-1", form, commit).splitlines()
+        how = ("-r", "-z", "--no-commit-id", "--name-status", "--no-renames")
+        changes = git(folder, "diff-tree", *how, commit).split("\0")[:-1]
+        paths = changes[1::2]
+        added = [path for kind, path in zip(changes[::2], paths) if kind == "A"]
+        entries.append(
+            Entry(
+                commit, subject, tuple(paths), tuple(added), tuple(filter(None, guards))
+            )
+        )
+    return entries
+
+
+def perform(task: Task, log: Path) -> bool:
+    """Runs a task with its output in `log`; returns whether all is well."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(task.folder)
+    sys.path.insert(0, str(task.folder))
+    try:
+        for module in task.modules:
+            importlib.import_module(module)
+    except Exception:
+        traceback.print_exc()
+        return False
+    if not task.tests and not task.guards:
+        return True
+    files = dict.fromkeys([*task.tests, *(name.split("::")[0] for name in task.guards)])
+    plugin = Guards(task.guards)
+    options = ["-q", "-rs", "-pno:cacheprovider", "--disable-warnings"]
+    options += ["--continue-on-collection-errors"]
+    # vLLM's own conftest.py is for its other tests, and needs more than ours.
+    options += [f"--confcutdir={Path(next(iter(files))).parent}"]
+    status = pytest.main([*options, *files], plugins=[plugin])
+    missing = set(task.guards) - plugin.passed
+    for name in sorted(missing):
+        print(f"guard did not pass: {name}")
+    empty = pytest.ExitCode.NO_TESTS_COLLECTED
+    return not missing and status in (pytest.ExitCode.OK, empty)
+
+
+def check_out(folder: Path, entry: Entry) -> list[str]:
+    """Brings the tree to an entry; returns the files that do not compile."""
+    git(folder, "checkout", "--quiet", "--detach", entry.commit)
+    broken = []
+    for path in (folder / path for path in entry.touched if path.endswith(".py")):
+        # Python takes a module for unchanged if it is of the same second and size.
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()
+        try:
+            compile(path.read_bytes(), path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            broken.append(f"{path}: {error}")
+    return broken
+
+
+def check(folder: Path, entries: list[Entry], preload: list[str]) -> list[str]:
+    """Checks the entries; returns what fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    waiting: list[str] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, entry in enumerate(entries, 1):
+            start = time.monotonic()
+            problems = check_out(folder, entry)
+            waiting += [name for name in entry.guards if name not in waiting]
+            ready = [n for n in waiting if (folder / n.split("::")[0]).is_file()]
+            waiting = [name for name in waiting if name not in ready]
+            task = Task(folder, entry.modules, entry.tests, ready)
+            if not problems and (task.modules or task.tests or task.guards):
+                log = Path(scratch) / str(number)
+                # A process of its own: what is imported cannot be taken back.
+                with context.Pool(1) as pool:
+                    if not pool.apply(perform, (task, log)):
+                        problems = log.read_text(errors="replace").splitlines()
+            print(
+                f"[{number}/{len(entries)}] {entry.subject}: {len(task.modules)} "
+                f"module(s), {len(task.tests)} test file(s), {len(ready)} guard(s): "
+                f"{'failed' if problems else 'passed'} in "
+                f"{time.monotonic() - start:.0f} s",
+                *problems,
+                sep="\n",
+                flush=True,
+            )
+            failed += [entry.subject] if problems else []
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the checkout, which is changed")
+    parser.add_argument("--branch", default="turbo", help="its name (default: turbo)")
+    parser.add_argument(
+        "--preload", nargs="*", default=[], help="modules that every process needs"
+    )
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    folder = args.folder.resolve()
+    entries = read_entries(folder, args.branch)
+    try:
+        failed = check(folder, entries, args.preload)
+    finally:
+        git(folder, "checkout", "--quiet", args.branch)
+    for subject in failed:
+        print(f"failed: {subject}")
+    return 1 if failed or not entries else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Runs vLLM's own pre-commit hooks on the files that the series touches.
+
+The series must be a branch of a checkout, as `series.py import` makes it. The hooks are
+those of the checkout's configuration that run in seconds: its own checks, and the
+linters that are in this environment. mypy takes minutes.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+SLOW = {"mypy"}
+TOOLS: dict[str, dict] = {
+    "ruff-check": {"entry": "ruff check", "types_or": ["python", "pyi"]},
+    "ruff-format": {"entry": "ruff format --check", "types_or": ["python", "pyi"]},
+    "typos": {"entry": "typos", "types": ["text"]},
+    "clang-format": {"entry": "clang-format --dry-run --Werror"},
+}
+WRITES = {"--fix", "--verbose"}
+
+
+def here(hook: dict) -> dict | None:
+    """Returns a hook as it runs in this environment, or None if it does not."""
+    if hook["id"] in TOOLS:
+        hook = {"name": hook["id"], **hook, **TOOLS[hook["id"]]}
+        hook["args"] = [word for word in hook.get("args", []) if word not in WRITES]
+    elif hook["id"] in SLOW or not hook.get("entry", "").startswith("python tools/"):
+        return None
+    # The packages that hooks ask for are vLLM's or ours too.
+    left_out = ("additional_dependencies", "verbose")
+    kept = {name: value for name, value in hook.items() if name not in left_out}
+    return {**kept, "language": "system"}
+
+
+def configuration(folder: Path) -> str:
+    """Returns the text of a pre-commit configuration of the hooks that run here."""
+    theirs = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())
+    hooks = [here(hook) for repo in theirs["repos"] for hook in repo["hooks"]]
+    own = {"repo": "local", "hooks": [hook for hook in hooks if hook]}
+    return yaml.safe_dump({"exclude": theirs.get("exclude", "^$"), "repos": [own]})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the checkout, on the branch")
+    parser.add_argument("--branch", default="turbo", help="its name (default: turbo)")
+    args = parser.parse_args()
+    changes = ["git", "diff", "--name-only", "-z"]
+    changes += [f"refs/turbo-series/{args.branch}", args.branch]
+    listed = subprocess.run(
+        changes, cwd=args.folder, check=True, capture_output=True, text=True
+    )
+    files = listed.stdout.split("\0")[:-1]
+    with tempfile.TemporaryDirectory() as scratch:
+        config = Path(scratch) / "hooks.yaml"
+        config.write_text(configuration(args.folder))
+        command = ["pre-commit", "run", "--config", str(config), "--files", *files]
+        return subprocess.run(command, cwd=args.folder).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

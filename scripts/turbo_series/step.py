@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Step the series to another release of vLLM.
+
+The work is done in a repository of its own, by `git rebase`. The project's files are
+written in the end, all at once, so that a step can be given up at any time. What is
+written depends on that repository alone, so that it can also be written again.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .branch import (
+    commit_series,
+    find_commits,
+    project_files,
+    prune,
+    read_branch,
+    remember_base,
+    write_export,
+)
+from .errors import SeriesError
+from .git import Git
+from .model import PATCHES, load_series
+from .report import index, index_path
+from .sdist import WHO, download, unpack
+from .series_file import patch_name, subjects
+from .target import open_target
+from .upstream import PIN_FILE, Upstream, load_upstream, to_toml
+
+Say = Callable[[str], None]
+BRANCH = "turbo"
+# What a rebase is told, out of the user's way.
+OLD_TIP = "refs/turbo-step/series"
+OLD_BASE = "refs/turbo-step/old"
+NEW_BASE = "refs/turbo-step/new"
+
+
+def _state(folder: Path) -> Path:
+    """Where a step keeps the project's files as they were, and the new pins."""
+    return folder / ".git" / "turbo-step"
+
+
+def _before(folder: Path) -> Path:
+    return _state(folder) / "before"
+
+
+def _git(folder: Path) -> Git:
+    """Git in the repository of a step under way, unmoved by the user's settings."""
+    if not _state(folder).is_dir():
+        raise SeriesError(f"no step is under way in {folder}")
+    who = {"GIT_COMMITTER_NAME": "vLLM", "GIT_COMMITTER_EMAIL": "vllm@localhost"}
+    return Git(folder, isolated=True, env={**who, "GIT_EDITOR": "true"})
+
+
+def prepare(root: Path, folder: Path, new: Upstream) -> None:
+    """Make the repository of a step: both bases, and the series on the old one."""
+    unpack(download(load_upstream(root)), folder, git=True)
+    before = _before(folder)
+    before.mkdir(parents=True)
+    _copy(root, before, _files(root))
+    git = _git(folder)
+    # The user's own git works here, too.
+    git.out("config", "core.autocrlf", "false")
+    git.out("config", "maintenance.auto", "false")
+    commit_series(load_series(before), open_target(str(folder)), BRANCH, say=_quiet)
+    git.out("update-ref", OLD_BASE, "main")
+    git.out("update-ref", OLD_TIP, BRANCH)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
+        fresh = Path(name) / "new"
+        unpack(download(new), fresh, git=False)
+        theirs = {"GIT_DIR": f"{folder}/.git", "GIT_INDEX_FILE": f"{name}/index"}
+        own = Git(fresh, env={**git.env, **theirs, "GIT_WORK_TREE": str(fresh)})
+        own.out("add", "--all", "--force")
+        tree = own.text("write-tree")
+        commit = own.text("commit-tree", tree, "-p", OLD_BASE, "-m", "base", env=WHO)
+        git.out("update-ref", NEW_BASE, commit)
+    (_state(folder) / PIN_FILE).write_text(to_toml(new), encoding="utf-8")
+
+
+def _files(root: Path) -> set[str]:
+    """The files of a project that a step may write."""
+    others = (f"{PATCHES}/series", f"{PATCHES}/README.md", PIN_FILE)
+    return project_files(root) | {name for name in others if (root / name).is_file()}
+
+
+def _copy(source: Path, target: Path, names: set[str]) -> None:
+    """Bring files of one project to another; those that it lacks are deleted."""
+    for name in sorted(names):
+        path = target / name
+        if (source / name).is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, path)
+        elif path.is_file():
+            path.unlink()
+            prune(path.parent, target / name.partition("/")[0])
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+def _under_way(git: Git) -> bool:
+    return (git.folder / ".git/rebase-merge").is_dir()
+
+
+def _refuse_unresolved(git: Git) -> None:
+    """Raise unless all that conflicted is settled and staged."""
+    if not _under_way(git):
+        if git.out("status", "--porcelain", "--untracked-files=no"):
+            raise SeriesError(f"{git.folder} has uncommitted changes")
+        return
+    left = git.text("diff", "--name-only", "--diff-filter=U").splitlines()
+    left += git.text("diff", "--name-only").splitlines()
+    if left:
+        raise SeriesError(
+            f"{git.folder}: resolve and `git add` {', '.join(sorted(set(left)))}"
+        )
+    marks = git.run("diff", "--cached", "--check").stdout.decode()
+    if "leftover conflict marker" in marks:
+        raise SeriesError(f"{git.folder}: {marks.splitlines()[0]}")
+
+
+def resume(root: Path, folder: Path, say: Say = print) -> bool:
+    """Rebase as far as it goes; then write the series. Returns whether it is done."""
+    git = _git(folder)
+    _refuse_unresolved(git)
+    if _under_way(git):
+        done = git.run("rebase", "--continue")
+    elif git.run("merge-base", "--is-ancestor", NEW_BASE, BRANCH).returncode:
+        done = git.run("rebase", "--quiet", "--onto", NEW_BASE, OLD_BASE, BRANCH)
+    else:
+        done = None
+    if done is not None and done.returncode and not _under_way(git):
+        raise SeriesError(f"{folder}: {done.stderr.decode(errors='replace').strip()}")
+    for line in _report(git):
+        say(line)
+    if _under_way(git):
+        paths = git.text("diff", "--name-only", "--diff-filter=U").split("\n")
+        say(
+            f"\nIn {folder} resolve and `git add` {', '.join(paths)}, "
+            "or `git rebase --skip` the patch; then series.py step --continue, "
+            "or --abort"
+        )
+        return False
+    _finish(root, git, say)
+    return True
+
+
+def _report(git: Git) -> list[str]:
+    """Each patch, and how it came to the new base, as far as that is known."""
+    known = subjects(_before(git.folder))
+    tip = "HEAD" if _under_way(git) else BRANCH
+    made = {_subject(git, commit): commit for commit in _line(git, NEW_BASE, tip)}
+    stopped = git.run("rev-parse", "--verify", "--quiet", "REBASE_HEAD").stdout.decode()
+    rows = []
+    for commit in _line(git, OLD_BASE, OLD_TIP):
+        subject = _subject(git, commit)
+        if subject in made:
+            verdict = judge(git, commit, f"{made.pop(subject)}^")
+        elif _under_way(git) and commit == stopped.strip():
+            rows.append((patch_name(known, subject), "conflict, to be resolved"))
+            break
+        else:
+            verdict = "dropped"
+        rows.append((patch_name(known, subject), verdict))
+    rows += [(patch_name(known, subject), "new") for subject in made]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {verdict}" for name, verdict in rows]
+
+
+def _line(git: Git, base: str, tip: str) -> list[str]:
+    """The commits of the series above a base."""
+    none = git.text("rev-parse", base) == git.text("rev-parse", tip)
+    return [] if none else find_commits(git, tip, base)
+
+
+def _subject(git: Git, commit: str) -> str:
+    return git.text("log", "-1", "--format=%s", commit)
+
+
+def judge(git: Git, commit: str, parent: str) -> str:
+    """How a commit comes to another parent than its own.
+
+    Returns:
+        "clean" if its diff applies as it is, though maybe at other lines; "3-way" if
+        a merge of each file has no conflict; else "conflict".
+
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        own = Git(git.folder, env={**git.env, "GIT_INDEX_FILE": f"{scratch}/index"})
+        own.out("read-tree", parent)
+        change = (f"{commit}^", commit)
+        diff = own.out("diff-tree", "-p", "--binary", *change)
+        if own.run("apply", "--cached", "--check", data=diff).returncode == 0:
+            return "clean"
+        for path in own.text("diff-tree", "-r", "--name-only", *change).splitlines():
+            names = []
+            for side in (parent, *change):
+                blob = own.run("cat-file", "blob", f"{side}:{path}")
+                if blob.returncode == 0:
+                    names.append(f"{scratch}/{side.replace('/', '-')}")
+                    Path(names[-1]).write_bytes(blob.stdout)
+            added = len(names) == 1
+            merged = ["merge-file", "--quiet", "--stdout", *names]
+            if not added and (len(names) < 3 or own.run(*merged).returncode):
+                return "conflict"
+    return "3-way"
+
+
+def _finish(root: Path, git: Git, say: Say) -> None:
+    """Write the files of the series, its pins and its index."""
+    before = _before(git.folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        after = Path(scratch)
+        _copy(before, after, _files(before))
+        write_export(after, read_branch(after, git.folder, BRANCH, NEW_BASE))
+        shutil.copy(_state(git.folder) / PIN_FILE, after)
+        series = load_series(after)
+        index_path(series).write_text(index(series), encoding="utf-8")
+        names = _files(before) | _files(after)
+        for name in sorted(names | _files(root)):
+            if _read(root / name) not in (_read(before / name), _read(after / name)):
+                raise SeriesError(
+                    f"{root / name} has changed since the step began; undo that first"
+                )
+        _copy(after, root, names)
+    remember_base(git, BRANCH, NEW_BASE)
+    shutil.rmtree(_state(git.folder))
+    say(f"\nthe series is for {series.upstream.project} {series.upstream.version} now")
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def abort(folder: Path, say: Say = print) -> None:
+    """Give a step up; the project's files are as they were."""
+    git = _git(folder)
+    if _under_way(git):
+        git.out("rebase", "--abort")
+    shutil.rmtree(_state(folder))
+    say(f"given up; {folder} can be deleted")

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Stepping a small series to other releases of the small vLLM."""
+
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trees
+from turbo_series import cli, sdist
+from turbo_series.lint import lint
+from turbo_series.model import load_series
+from turbo_series.operate import apply
+from turbo_series.pins import find_pins
+from turbo_series.target import open_target
+from turbo_series.upstream import Pin, Upstream, load_upstream, to_toml
+from turbo_series.verify import verify
+
+OLD, NEW = "0.33.0", "0.34.0"
+# Changes of the base, as (path, old, new).
+Change = tuple[str, str, str]
+OFFSET = (".buildkite/steps.yaml", "steps:", "env: {}\nsteps:")
+NEIGHBOUR = ("vllm/config/cache.py", "'auto'", "'automatic'")
+RESOLVED = "# CI\n\nsteps:\n  - one\n  - 2\n  - turbo\n"
+SAME_LINE = (".buildkite/steps.yaml", "  - two\n", "  - 2\n")
+
+
+def _release(folder: Path, version: str, *changes: Change) -> Pin:
+    """Make the sdist of a release and pin it."""
+    top = trees.make_sdist(folder / f"vllm-{version}")
+    (top / "PKG-INFO").write_text(trees.PKG_INFO.replace(OLD, version))
+    for path, old, new in changes:
+        text = (top / path).read_text()
+        assert text.count(old) == 1
+        (top / path).write_text(text.replace(old, new))
+    archive = folder / f"vllm-{version}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(top, arcname=top.name)
+    shutil.rmtree(top)
+    return Pin(archive.name, sdist.sha256_of(archive))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where downloads are kept, for this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = sdist.cache_folder()
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def project(project: Path, cache: Path) -> Path:
+    """The project, its series for the small vLLM's first release."""
+    old = Upstream("vllm", OLD, _release(cache, OLD), {"x86_64": Pin("w", "0" * 64)})
+    (project / "UPSTREAM.toml").write_text(to_toml(old))
+    assert cli.main(project, ["index"]) == 0
+    return project
+
+
+@pytest.fixture
+def start(
+    project: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
+    """Start a step to a release with some changes, its pins being known."""
+
+    def run(*changes: Change) -> int:
+        new = Upstream("vllm", NEW, _release(cache, NEW, *changes), {})
+        monkeypatch.setattr(cli.pins, "find_pins", lambda old, version: new)
+        return cli.main(project, ["step", NEW])
+
+    return run
+
+
+@pytest.fixture
+def work(project: Path) -> Path:
+    """Where the work is done."""
+    return project / "build/step"
+
+
+def _files(project: Path) -> dict[str, bytes]:
+    """The project's files, but for those of the place where the work is done."""
+    paths = (path for path in project.rglob("*") if path.is_file())
+    found = {path.relative_to(project).as_posix(): path.read_bytes() for path in paths}
+    return {path: data for path, data in found.items() if path[:6] != "build/"}
+
+
+def _verdicts(said: str) -> dict[str, str]:
+    lines = (line.split("  ", 1) for line in said.splitlines() if ".patch " in line)
+    return {name: verdict.strip() for name, verdict in lines}
+
+
+def _applies(project: Path, folder: Path) -> None:
+    """The series is for the new release, whole."""
+    upstream = load_upstream(project)
+    assert upstream.version == NEW
+    sdist.unpack(sdist.download(upstream), folder, git=False)
+    target = open_target(str(folder))
+    series = load_series(project)
+    apply(series, target)
+    assert verify(series, target) == []
+    assert cli.main(project, ["index", "--check"]) == 0
+
+
+def test_without_conflict(
+    project: Path,
+    start: Callable[..., int],
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = _files(project)
+    assert start(OFFSET, NEIGHBOUR) == 0
+    assert _verdicts(capsys.readouterr().out) == {
+        "cache-dtype.patch": "3-way",
+        "backend.patch": "clean",
+        "docs.patch": "clean",
+        "ci-step.patch": "clean",
+    }
+    after = _files(project)
+    assert {path for path in before | after if before.get(path) != after.get(path)} == {
+        "UPSTREAM.toml",
+        "patches/README.md",
+        "patches/cache-dtype.patch",
+        "patches/backend.patch",
+        "patches/ci-step.patch",
+    }
+    _applies(project, tmp_path / "tree")
+    assert cli.main(project, ["export", str(work), "--check"]) == 0
+    trees.git(work, "switch", "-q", "--detach", "refs/turbo-step/new")
+    rules = {finding.rule for finding in lint(project, work)}
+    assert not rules & {"round-trip", "overlay-new"}
+
+
+def test_conflict(
+    project: Path,
+    start: Callable[..., int],
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is written until it is resolved, and nothing half resolved is taken."""
+    before = _files(project)
+    assert start(NEIGHBOUR, SAME_LINE) == 1
+    said = capsys.readouterr().out
+    assert _verdicts(said)["docs.patch"] == "clean"
+    assert _verdicts(said)["ci-step.patch"] == "conflict, to be resolved"
+    assert f"In {work} resolve and `git add` .buildkite/steps.yaml" in said
+
+    def refused(reason: str) -> None:
+        assert cli.main(project, ["step", "--continue"]) == 1
+        assert reason in capsys.readouterr().err
+        assert _files(project) == before
+
+    refused("resolve and `git add` .buildkite/steps.yaml")
+    trees.git(work, "add", "-A")
+    refused(".buildkite/steps.yaml:5: leftover conflict marker")
+    path = work / ".buildkite/steps.yaml"
+    path.write_text(RESOLVED)
+    refused("resolve and `git add` .buildkite/steps.yaml")
+    trees.git(work, "add", "-A")
+    assert cli.main(project, ["step", "--continue"]) == 0
+    said = capsys.readouterr().out
+    assert list(_verdicts(said).values()) == ["3-way", "clean", "clean", "conflict"]
+    assert f"the series is for vllm {NEW} now" in said
+    _applies(project, tmp_path / "tree")
+
+
+def test_continued_by_hand(
+    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
+) -> None:
+    """Plain git may end the rebase, too."""
+    assert start(SAME_LINE) == 1
+    (work / ".buildkite/steps.yaml").write_text(RESOLVED)
+    trees.git(work, "add", "-A")
+    trees.git(work, "-c", "core.editor=true", "rebase", "--continue")
+    (work / "setup.py").write_text("mine\n")
+    assert cli.main(project, ["step", "--continue"]) == 1
+    trees.git(work, "checkout", "-q", "setup.py")
+    assert cli.main(project, ["step", "--continue"]) == 0
+    _applies(project, tmp_path / "tree")
+
+
+def test_dropped_patch(
+    project: Path,
+    start: Callable[..., int],
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert start(SAME_LINE) == 1
+    trees.git(work, "rebase", "--skip")
+    assert cli.main(project, ["step", "--continue"]) == 0
+    assert _verdicts(capsys.readouterr().out)["ci-step.patch"] == "dropped"
+    assert "ci-step" not in (project / "patches/series").read_text()
+    assert not (project / "patches/ci-step.patch").exists()
+    assert not (project / "vllm_overlay/tests").exists()
+    _applies(project, tmp_path / "tree")
+
+
+def test_abort(
+    project: Path,
+    start: Callable[..., int],
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Everything is as it was, and the series' branch as well."""
+    before = _files(project)
+    assert start(SAME_LINE) == 1
+    assert cli.main(project, ["step", "--abort"]) == 0
+    assert _files(project) == before
+    assert trees.git(work, "status", "--porcelain") == ""
+    assert trees.git(work, "branch", "--show-current") == "turbo\n"
+    assert cli.main(project, ["export", str(work), "--check"]) == 0
+    for word in ("--continue", "--abort"):
+        assert cli.main(project, ["step", word]) == 1
+        assert f"no step is under way in {work}" in capsys.readouterr().err
+    assert start() == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+    shutil.rmtree(work)
+    assert start() == 0
+
+
+def test_changes_of_the_project_meanwhile(
+    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
+) -> None:
+    """They are not written over, whatever they are."""
+    assert start(SAME_LINE) == 1
+    trees.git(work, "rebase", "--skip")
+    overlay = project / "vllm_overlay/vllm/turbo"
+    changes: list[tuple[Path, bytes | None]] = [
+        (overlay / "format.py", b"mine\n"),
+        (overlay / "new.py", b"mine\n"),
+        (overlay / "format.py", None),
+        (project / "patches/backend.patch", b"mine\n"),
+        (project / "UPSTREAM.toml", None),
+    ]
+    for path, data in changes:
+        before = path.read_bytes() if path.exists() else None
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+        changed = _files(project)
+        assert cli.main(project, ["step", "--continue"]) == 1
+        assert _files(project) == changed
+        if before is None:
+            path.unlink()
+        else:
+            path.write_bytes(before)
+    assert cli.main(project, ["step", "--continue"]) == 0
+
+
+def test_interrupted_write(
+    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
+) -> None:
+    """What was written of the series is written again with the rest."""
+    assert start(SAME_LINE, NEIGHBOUR, OFFSET) == 1
+    trees.git(work, "rebase", "--skip")
+    copy = Path(shutil.copytree(project, tmp_path / "copy"))
+    assert cli.main(project, ["step", "--continue"]) == 0
+    whole = _files(project)
+    old = _files(copy)
+    changed = sorted(path for path in old | whole if old.get(path) != whole.get(path))
+    for path in changed[::2]:
+        if path in whole:
+            (copy / path).write_bytes(whole[path])
+        else:
+            (copy / path).unlink()
+    assert cli.main(copy, ["step", "--continue"]) == 0
+    assert _files(copy) == whole
+
+
+@pytest.mark.parametrize(
+    "args", [[], [NEW, "--continue"], ["--continue", "--abort"], [NEW, NEW]]
+)
+def test_arguments(project: Path, args: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(project, ["step", *args])
+
+
+def test_without_a_name_of_ones_own(
+    project: Path, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's configuration does not matter, nor that there is none."""
+    for name in list(os.environ):
+        if name.startswith("GIT_"):
+            monkeypatch.delenv(name)
+    config = project.parent / "gitconfig"
+    config.write_text("[core]\nautocrlf = true\n[rebase]\nautosquash = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    assert start(OFFSET) == 0
+
+
+def test_pins(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip finds: the sdist, and a wheel for each machine, of whatever glibc."""
+    dists = tmp_path / "dists"
+    pyproject = (
+        "[build-system]\nrequires = []\nbuild-backend = 'setuptools.build_meta'\n"
+    )
+    change = ("pyproject.toml", "[project]\nname = 'vllm'\n", pyproject)
+    source = _release(dists, NEW, change)
+    wheels = {}
+    for arch, glibc in (("x86_64", "2_28"), ("aarch64", "2_35")):
+        path = trees.make_wheel(dists, NEW)
+        name = f"vllm-{NEW}-cp38-abi3-manylinux_{glibc}_{arch}.whl"
+        path.rename(dists / name)
+        wheels[arch] = Pin(name, sdist.sha256_of(dists / name))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(dists))
+    old = Upstream("vllm", OLD, Pin("", ""), {arch: Pin("", "") for arch in wheels})
+    assert find_pins(old, NEW) == Upstream("vllm", NEW, source, wheels)
+    assert sdist.sha256_of(cache / source.file) == source.sha256

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What scripts/test.sh and ci/gpu.sh run, in what order, and how they end.
+
+Every program that they start is a stub, which notes its arguments and ends as told.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A stub notes some variables that it sees, its name and its arguments; it fails with
+# status 7 where these hold $FAIL.
+STUB = """#!/bin/sh
+set -- {name} "$@"
+for name in VLLM_TARGET_DEVICE TRITON_INTERPRET; do
+  eval "value=\\${{$name:-}}"
+  [ -z "$value" ] || set -- "$name=$value" "$@"
+done
+echo "$*" >>"$CALLS"
+case "$*" in *"${{FAIL:-no such word}}"*) exit 7 ;; esac
+"""
+Run = Callable[..., tuple[int, list[str], str]]
+
+
+def _stub(path: Path, name: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(STUB.format(name=name))
+    path.chmod(0o755)
+
+
+def _runner(script: Path, root: Path, **variables: str) -> Run:
+    """Run a script with stubs; return its status, the calls, and what it said."""
+    log = root / "calls"
+    (root / "tmp").mkdir()
+
+    def run(*args: str, **more: str) -> tuple[int, list[str], str]:
+        log.write_text("")
+        hidden = ("VENV", "PYTHON", "OUT", "VLLM_TARGET_DEVICE", "TRITON_INTERPRET")
+        kept = {name: os.environ[name] for name in os.environ if name not in hidden}
+        own = {"CALLS": str(log), "TMPDIR": str(root / "tmp")}
+        done = subprocess.run(
+            [str(script), *args],
+            env={**kept, **own, **variables, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done.returncode, log.read_text().splitlines(), done.stdout
+
+    return run
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Run:
+    """Runs test.sh in a project of stubs."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("test.sh", "find_python.sh"):
+        shutil.copy(ROOT / "scripts" / name, scripts)
+    for name in ("apply.sh", "verify.sh"):
+        _stub(scripts / name, name)
+    for name in ("env.py", "series.py"):
+        shell = tmp_path / "stubs" / name
+        _stub(shell, name)
+        text = f"import os, sys\nos.execv({str(shell)!r}, sys.argv)\n"
+        (scripts / name).write_text(text)
+    for name in ("python", "pre-commit"):
+        _stub(tmp_path / ".venv/bin" / name, name)
+    return _runner(scripts / "test.sh", tmp_path, PYTHON=sys.executable)
+
+
+@pytest.fixture
+def sections(tmp_path: Path) -> Run:
+    """Runs gpu.sh with stubs, and its results in a folder of the test's own."""
+    for name in ("python", "ncu", "compute-sanitizer"):
+        _stub(tmp_path / "bin" / name, name)
+    return _runner(
+        ROOT / "ci/gpu.sh",
+        tmp_path,
+        PYTHON=str(tmp_path / "bin/python"),
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        OUT=str(tmp_path / "out"),
+        COMMIT="0123abc",
+    )
+
+
+def test_unknown_step(steps: Run) -> None:
+    """It is refused before anything runs, also after a step that is known."""
+    for args in (["speed"], ["lint", "speed"], [""]):
+        status, calls, said = steps(*args)
+        assert status == 2
+        assert calls == []
+        assert said == f"test.sh: no step '{args[-1]}'\n"
+
+
+def test_every_step(steps: Run, tmp_path: Path) -> None:
+    """Cheap to dear, each on the environment that is made first."""
+    status, calls, said = steps()
+    assert status == 0, said
+    assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint"
+    assert calls[1] == "pre-commit run --all-files"
+    tested = [call.split()[-1] for call in calls if "-m pytest" in call]
+    assert tested[-4:] == [
+        "tests/tooling",
+        "vllm_overlay/tests/kernels/turbo",
+        "tests/quality",
+        "tests/engine",
+    ]
+    assert said.splitlines()[-1] == "all passed"
+    for number, step in enumerate(
+        ("environment", "lint", "series", "tooling", "kernels", "quality", "engine"), 1
+    ):
+        assert f"[{number}/7] {step}\n" in said
+
+
+def test_series_step(steps: Run) -> None:
+    """Each check is made on the source that was fetched for it."""
+    status, calls, _ = steps("series")
+    assert status == 0
+    verbs = [call.split()[1:] for call in calls if call.startswith("series.py")]
+    assert [words[0] for words in verbs] == [
+        "index",
+        "sdist",
+        "lint",
+        "import",
+        "export",
+    ]
+    source = verbs[1][-1]
+    assert "--check" in verbs[0]
+    assert verbs[2][1:] == ["--base", source]
+    assert verbs[3][1:] == [source]
+    assert verbs[4][1:] == ["--check", source]
+    assert calls[-2] == f"python ci/vllm_hooks.py {source}"
+    assert calls[-1].startswith(f"python ci/entries.py {source} ")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["env.py", "pre-commit", "index", "sdist", "lint --base", "import", "export"]
+    + [
+        "ci/vllm_hooks.py",
+        "ci/entries.py",
+        "tests/tooling",
+        "verify.sh",
+        "tests/quality",
+        "tests/engine",
+    ],
+)
+def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> None:
+    """With its status; nothing runs after it, and nothing is left behind."""
+    status, calls, said = steps(FAIL=broken)
+    assert status == 7, said
+    assert broken in calls[-1]
+    assert sum(broken in call for call in calls) == 1
+    assert "all passed" not in said
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
+    """The stand-ins tell; what one step exports is not seen by the next."""
+    _, calls, _ = steps("kernels", "quality")
+    kernels, quality = (call for call in calls if "-m pytest" in call)
+    assert "TRITON_INTERPRET=1" in kernels and "VLLM_TARGET_DEVICE=cpu" in kernels
+    assert "TRITON_INTERPRET" not in quality
+    _, calls, said = steps("kernels", "engine", FAIL="import vllm_turbo_cpu_standins")
+    (kernels,) = (call for call in calls if "-m pytest" in call)
+    assert "TRITON_INTERPRET" not in kernels
+    assert "left out: these tests are for the CPU platform" in said
+
+
+def test_unknown_section(sections: Run) -> None:
+    for args in (["speed"], ["bench", "speed"], [""]):
+        status, calls, said = sections(*args)
+        assert status == 2
+        assert calls == []
+        assert said == f"gpu.sh: no section '{args[-1]}'\n"
+
+
+def test_series_must_be_applied(sections: Run) -> None:
+    """But not for the pictures, which are of results alone."""
+    status, calls, said = sections("bench", FAIL="-c import vllm")
+    assert status == 1
+    assert len(calls) == 1
+    assert "apply the series" in said
+    status, (call,), _ = sections("pictures", FAIL="-c import vllm")
+    assert status == 0
+    assert call.startswith("python benchmarks/pictures.py")
+
+
+SECTIONS = {
+    "kernels": "vllm_overlay/tests/kernels/turbo",
+    "architectures": "vllm_overlay/tests/kernels/turbo/compile_kernels.py",
+    "bench": "vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py",
+    "extend": "vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py",
+    "profile": "benchmarks/profile_table.py",
+    "engine": "benchmarks/turbo_engine.py",
+    "throughput": "benchmarks/turbo_engine.py",
+    "pictures": "benchmarks/pictures.py",
+    "serve": "benchmarks/turbo_serve.py",
+    "quality": "scripts/quality.py",
+    "lab": "tests/quality/lab/choices.py",
+    "equality": "scripts/equality.py",
+    "memory": "scripts/memory.py",
+    "soak": "scripts/soak.py",
+}
+
+
+def test_every_section(sections: Run, tmp_path: Path) -> None:
+    """Each starts a script that exists, in the order asked for, and is told of $OUT."""
+    status, calls, said = sections(*SECTIONS)
+    assert status == 0, said
+    assert calls.pop(0).startswith("python -c import vllm")
+    for section, path in SECTIONS.items():
+        assert (ROOT / path).exists()
+        if section == "profile":
+            assert calls.pop(0).startswith("ncu ")
+        call = calls.pop(0)
+        assert path in call.split()
+        assert section == "kernels" or str(tmp_path / "out") in call
+        assert f"[{section}] took" in said
+    assert calls == []
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_arguments_of_a_section(sections: Run, section: str) -> None:
+    """Its variable adds them, as words; another's does not."""
+    words = {f"{section.upper()}_ARGS": "--one 'two three'"}
+    other = "SOAK_ARGS" if section != "soak" else "LAB_ARGS"
+    status, calls, _ = sections(section, **words, **{other: "--not-for-it"})
+    assert status == 0
+    added = [call for call in calls if "--one 'two three'" in call]
+    assert len(added) == 1
+    assert not any("--not-for-it" in call for call in calls)
+
+
+@pytest.mark.parametrize("broken", SECTIONS)
+def test_failed_sections_are_named(sections: Run, broken: str) -> None:
+    """The others run all the same, and the status says that one failed."""
+    path = SECTIONS[broken]
+    status, calls, said = sections("soak", broken, "serve", "lab", FAIL=f" {path}")
+    assert status == 1
+    assert any("choices.py" in call for call in calls)
+    assert {*said.splitlines()[-1].split()} == {"failed:", broken}

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""ci/vllm_hooks.py on a small checkout with hooks of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trees
+
+SCRIPT = Path(__file__).resolve().parents[2] / "ci/vllm_hooks.py"
+CONFIG = """
+exclude: 'third_party/.*'
+repos:
+- repo: https://example.com/ruff-pre-commit
+  rev: v0.14.0
+  hooks:
+  - id: ruff-check
+    args: [--fix]
+  - id: ruff-format
+- repo: https://example.com/unknown
+  rev: v1
+  hooks:
+  - id: unknown
+- repo: local
+  hooks:
+  - id: no-tabs
+    name: No tabs
+    language: python
+    entry: python tools/no_tabs.py
+    types: [python]
+    additional_dependencies: [nowhere]
+  - id: mypy
+    name: Run mypy
+    language: python
+    entry: python tools/no_such_file.py
+  - id: script
+    name: Run a script
+    language: script
+    entry: tools/no_such_file.sh
+"""
+NO_TABS = """
+import sys
+
+found = [name for name in sys.argv[1:] if "\\t" in open(name).read()]
+print(*found, "has a tab")
+sys.exit(bool(found))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = trees.make_checkout(tmp_path / "checkout")
+    files = {
+        ".pre-commit-config.yaml": CONFIG,
+        "tools/no_tabs.py": NO_TABS,
+        "vllm/theirs.py": "x = '\t'\n",
+    }
+    trees.write_tree(root, files)
+    trees.git(root, "add", "-A")
+    trees.git(root, "commit", "-q", "-m", "tools")
+    trees.git(root, "update-ref", "refs/turbo-series/turbo", "HEAD")
+    trees.git(root, "switch", "-q", "-c", "turbo")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "reason"),
+    [
+        ("vllm/ours.py", "x = 1\n", ""),
+        ("vllm/ours.py", 'x = "\t"\n', "vllm/ours.py has a tab"),
+        ("vllm/ours.py", "import os\n", "F401"),
+        ("vllm/ours.py", "x  =  1\n", "Would reformat: vllm/ours.py"),
+        ("vllm/ours.txt", "\t\n", ""),
+        ("vllm/third_party/ours.py", "x  = '\t'\n", ""),
+    ],
+)
+def test_hooks(checkout: Path, path: str, text: str, reason: str) -> None:
+    """On the files of the series alone, which stay as they are."""
+    trees.write_tree(checkout, {path: text, "docs/ours.md": "# Ours\n"})
+    trees.git(checkout, "add", "-A")
+    trees.git(checkout, "commit", "-q", "-m", "ours")
+    command = [sys.executable, str(SCRIPT), str(checkout)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == bool(reason), done.stdout + done.stderr
+    assert reason in done.stdout
+    assert "theirs" not in done.stdout
+    for hook in ("ruff-check", "ruff-format", "No tabs"):
+        assert hook in done.stdout
+    for hook in ("unknown", "mypy", "script"):
+        assert hook not in done.stdout
+    assert trees.git(checkout, "status", "--porcelain") == ""
