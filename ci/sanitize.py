@@ -5,27 +5,24 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
         python ci/sanitize.py
 
-Steps are as the backend has them: store of a prompt and of new tokens, decode, merge.
+Steps are as the backend has them: store of a prompt and of new tokens, decode of one
+token and of drafts, uniform and ragged, extend with few and with many queries, merge.
 Each tensor is an allocation of its own size, and scratch is not initialised. With
---defect something is wrong that the tool of that name must find.
+--defect something is wrong that the tool that begins its name must find.
 """
 
 import argparse
 import math
-import shutil
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
+from cuda_defects import Defect, plant
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo import (
-    cuda_build,
-    cuda_decode,
-    cuda_merge,
-    cuda_store,
-)
+from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend, cuda_store
+from vllm.v1.attention.ops.turbo.cuda_modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 
@@ -33,15 +30,93 @@ from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4)]
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
-# The last ends with the cache.
-SEQ_LENS = [1, 17, 0, 33, 700, 2048]
-# What is planted for a tool to find.
-DEFECTS = {
-    "memcheck": "a block table that names a page past the end of the cache",
-    "initcheck": "pages that nobody has written",
-    "racecheck": "a merge without barriers",
-}
 DEVICE = torch.device("cuda", 0)
+NUM_SMS = num_compute_units(0)
+BARRIER = "  __syncthreads();\n"
+SEGMENT = "extend_segment.cuh"
+# By what is wrong: a change to the sources, or None where inputs are.
+DEFECTS = {
+    # A block table that names a page past the end of the cache.
+    "memcheck-page": None,
+    # Pages that nobody has written.
+    "initcheck-pages": None,
+    "racecheck-merge": Defect("merge.cuh", BARRIER, "", times=2),
+    # Teams of warps that go on to their next sequence while one still reads.
+    "racecheck-team": Defect(
+        "segment.cuh", "team.sync();  // before tiles are copied", "//"
+    ),
+    # Blocks that do so, and whose warps read weights before these are written.
+    "racecheck-segment": Defect(
+        SEGMENT, "__syncthreads();  // what the segment before", "//"
+    ),
+    "racecheck-weights": Defect(
+        SEGMENT,
+        "                tile == segment.first_tile);\n  " + BARRIER,
+        "                tile == segment.first_tile);\n",
+    ),
+}
+
+
+class Batch(NamedTuple):
+    """Sequences, and how they are attended to.
+
+    Attributes:
+        attend: The entry point.
+        lens: (query tokens, tokens) of each, whose last ends with the cache.
+        splits: Splits that each query has room for.
+
+    """
+
+    attend: Callable[..., None]
+    lens: list[tuple[int, int]]
+    splits: tuple[int, ...]
+
+    @property
+    def query_len(self) -> int:
+        return max(query_len for query_len, _ in self.lens)
+
+    @property
+    def is_uniform(self) -> bool:
+        return all(query_len == self.query_len for query_len, _ in self.lens)
+
+
+def served_splits(num_seqs: int) -> int:
+    return cuda_decode.num_kv_splits(num_seqs, NUM_KV_HEADS, NUM_SMS)
+
+
+def short_sequences(query_len: int) -> list[tuple[int, int]]:
+    """More than the GPU has blocks or teams of warps for: each has several."""
+    return [(query_len, query_len + i % 40) for i in range(3 * NUM_SMS)]
+
+
+def batches() -> dict[str, Batch]:
+    """What is run of each layout, by name."""
+    decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
+    ragged = [(1, 1), (3, 17), (0, 0), (2, 33), (1, 0), (4, 300), (4, 700)]
+    # Of four query heads a KV head these are up to 32 queries, and more than 64.
+    few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
+    many = [(20, 20), (1, 17), (0, 0), (33, 161), (16, 700)]
+    one = [(1, length) for length in (1, 17, 0, 33, 700, 2048)]
+    return {
+        "one token": Batch(decode, one, (1, 3, served_splits(6))),
+        "drafts": Batch(decode, [(3, n) for n in (3, 17, 2, 33, 700)], (1, 3)),
+        "ragged drafts": Batch(decode, ragged, (1, served_splits(7))),
+        "many sequences": Batch(decode, short_sequences(1), (1, 3)),
+        "few queries": Batch(extend, few, (1, 3)),
+        "many queries": Batch(extend, many, (1, 5)),
+        "many extends": Batch(extend, short_sequences(8), (1,)),
+    }
+
+
+# Where a defect is to be found, in a short time.
+WATCHED = {
+    "memcheck-page": ["one token", "few queries"],
+    "initcheck-pages": ["one token", "few queries"],
+    "racecheck-merge": ["one token"],
+    "racecheck-team": ["many sequences"],
+    "racecheck-segment": ["many extends"],
+    "racecheck-weights": ["few queries"],
+}
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -49,83 +124,89 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).to(torch.bfloat16).to(DEVICE)
 
 
-def remove_barriers() -> None:
-    """Let the merge be built from a copy of the sources that has no barriers."""
-    folder = Path(tempfile.mkdtemp()) / "cuda"
-    shutil.copytree(cuda_build.SOURCE_DIR, folder)
-    source = folder / "merge.cuh"
-    text = source.read_text()
-    assert "__syncthreads();" in text
-    source.write_text(text.replace("__syncthreads();", ""))
-    cuda_build.SOURCE_DIR = folder
-
-
 def build(cases: list[tuple[TurboFormat, int]]) -> None:
     """Build all modules, at once: the compiler is another process."""
+    jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
-        jobs = [
-            job
-            for layout, group in cases
-            for job in (
-                pool.submit(cuda_store.load_library, layout),
-                pool.submit(cuda_decode.load, layout, group, DEVICE),
-                pool.submit(cuda_merge.load, layout.head_size),
-            )
-        ]
-        for job in jobs:
-            job.result()
+        for layout, group in cases:
+            for loader in serving_modules(layout, group, 4, 33, DEVICE):
+                jobs.append(pool.submit(loader.load))
+    for job in jobs:
+        job.result()
 
 
-def slots_and_table(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of all tokens, and the block table; sequences have pages in turn."""
-    counts = [math.ceil(length / BLOCK_SIZE) for length in SEQ_LENS]
-    assert sum(counts) == num_blocks
-    table = torch.zeros(len(SEQ_LENS), max(counts), dtype=torch.int32)
+def slots_and_table(seq_lens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Slots of each sequence's tokens, and the block table; pages are in turn."""
+    counts = [math.ceil(length / BLOCK_SIZE) for length in seq_lens]
+    table = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32)
     slots = []
     first = 0
-    for row, (length, count) in enumerate(zip(SEQ_LENS, counts)):
+    for row, (length, count) in enumerate(zip(seq_lens, counts)):
         table[row, :count] = torch.arange(first, first + count)
         slots.append(first * BLOCK_SIZE + torch.arange(length))
         first += count
-    return torch.cat(slots), table
+    return slots, table
 
 
-def run(layout: TurboFormat, group: int, defect: str | None) -> None:
-    """Store, then decode with several numbers of splits."""
-    size, num_seqs = layout.head_size, len(SEQ_LENS)
-    num_blocks = sum(math.ceil(length / BLOCK_SIZE) for length in SEQ_LENS)
+def newest_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
+    """Those of the query tokens, of which a sequence may have less than it says."""
+    parts = []
+    for (query_len, length), own in zip(batch.lens, slots):
+        missing = max(query_len - length, 0)
+        parts += [torch.full((missing,), -1), own[max(length - query_len, 0) :]]
+    return torch.cat(parts).to(DEVICE)
+
+
+def filled_cache(
+    layout: TurboFormat, slots: list[torch.Tensor], defect: str | None
+) -> torch.Tensor:
+    """Store prompts. Whole tiles are copied, also what lies past a sequence's end:
+    bytes that are defined, for vLLM allocates caches of zeros. That they change nothing
+    is for test_recycled_bytes_do_not_leak to show.
+    """
+    num_blocks = sum(math.ceil(len(own) / BLOCK_SIZE) for own in slots)
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layout.slot_size)
-    # Whole tiles are copied, also what lies past a sequence's end: bytes that are
-    # defined, for vLLM allocates caches of zeros. That they change nothing is for
-    # test_recycled_bytes_do_not_leak to show.
-    make = torch.empty if defect == "initcheck" else torch.zeros
+    make = torch.empty if defect == "initcheck-pages" else torch.zeros
     cache = make(shape, dtype=torch.uint8, device=DEVICE)
-    slots, table = slots_and_table(num_blocks)
-    if defect == "memcheck":
-        table[-1, -1] = num_blocks
-    ends = torch.tensor(SEQ_LENS).cumsum(0) - 1
-    newest_slots = slots[ends].where(torch.tensor(SEQ_LENS) > 0, -1).to(DEVICE)
+    every = torch.cat(slots)
     # The store is launched in one way for prompts and in another for few tokens.
-    some = slots.where(torch.arange(len(slots)) % 100 > 0, -1)
-    for stored in (some, slots[5::300]):
-        key, value = (random(len(stored), NUM_KV_HEADS, size) for _ in range(2))
+    some = every.where(torch.arange(len(every)) % 100 > 0, -1)
+    for stored in (some, every[5::300]):
+        key, value = (
+            random(len(stored), NUM_KV_HEADS, layout.head_size) for _ in range(2)
+        )
         cuda_store.store(cache, stored.to(DEVICE), key, value, layout)
-    table = table.to(DEVICE)
-    seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32).to(DEVICE)
-    num_heads = group * NUM_KV_HEADS
-    query = random(num_seqs, num_heads, size)
-    key, value = (random(num_seqs, NUM_KV_HEADS, size) for _ in range(2))
-    served = cuda_decode.num_kv_splits(num_seqs, NUM_KV_HEADS, num_compute_units(0))
-    for num_splits in (1, 3, served):
+    return cache
+
+
+def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> None:
+    """Store, then attend with several numbers of splits, to newest tokens too."""
+    size, num_heads = layout.head_size, group * NUM_KV_HEADS
+    seq_lens = [length for _, length in batch.lens]
+    slots, table = slots_and_table(seq_lens)
+    cache = filled_cache(layout, slots, defect)
+    if defect == "memcheck-page":
+        table[-1, math.ceil(seq_lens[-1] / BLOCK_SIZE) - 1] = cache.shape[0]
+    query_lens = torch.tensor([query_len for query_len, _ in batch.lens])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
+    num_tokens, num_seqs = int(starts[-1]), len(seq_lens)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    device_starts = None if batch.is_uniform else starts.int().to(DEVICE)
+    query = random(num_tokens, num_heads, size)
+    key, value = (random(num_tokens, NUM_KV_HEADS, size) for _ in range(2))
+    new_slots = newest_slots(batch, slots)
+    device_table, device_lens = table.to(DEVICE), lengths.to(DEVICE)
+    for num_splits in batch.splits:
         for newest in (None, NewestToken(query, key, value, size**-0.5)):
             rotated = torch.empty_like(query, dtype=torch.float16)
-            query_scale = torch.empty(num_seqs, num_heads, device=DEVICE)
-            partial = torch.empty(num_seqs * num_splits, num_heads, size, device=DEVICE)
-            lse = torch.empty(num_seqs * num_splits, num_heads, device=DEVICE)
+            query_scale = torch.empty(num_tokens, num_heads, device=DEVICE)
+            rows = num_seqs * num_splits * batch.query_len
+            partial = torch.empty(rows, num_heads, size, device=DEVICE)
+            lse = torch.empty(rows, num_heads, device=DEVICE)
             output = torch.empty_like(query)
             cuda_store.store(
                 cache,
-                newest_slots,
+                new_slots,
                 key,
                 value,
                 layout,
@@ -134,39 +215,58 @@ def run(layout: TurboFormat, group: int, defect: str | None) -> None:
                 query_scale,
                 size**-0.5,
             )
-            cuda_decode.decode_attention(
+            batch.attend(
                 rotated,
                 query_scale,
                 cache,
-                table,
-                seq_lens,
+                device_table,
+                device_lens,
                 layout,
                 partial,
                 lse,
                 output,
                 newest,
+                batch.query_len,
+                device_starts,
             )
             result = output.cpu()
-            assert defect or result.isfinite().all()
-            assert defect or (result[2] == 0).all() and (result[4] != 0).any()
+            if defect is None:
+                check(batch, starts, result)
+
+
+def check(batch: Batch, starts: torch.Tensor, output: torch.Tensor) -> None:
+    """Tokens that there are not have zeros, and others numbers."""
+    assert output.isfinite().all()
+    for start, (query_len, length) in zip(starts.tolist(), batch.lens):
+        missing = max(query_len - length, 0)
+        assert (output[start : start + missing] == 0).all()
+        is_zero = (output[start + missing : start + query_len] == 0).all(-1)
+        assert not is_zero.any(), (query_len, length)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="all presets and head sizes")
     parser.add_argument("--defect", choices=DEFECTS, help="plant a defect")
+    parser.add_argument("--defects", action="store_true", help="print their names")
     args = parser.parse_args()
+    if args.defects:
+        print(*DEFECTS)
+        return
     torch.manual_seed(0)
-    if args.defect == "racecheck":
-        remove_barriers()
-    chosen = SOME
-    if args.all:
+    defect = DEFECTS.get(args.defect)
+    if defect is not None:
+        plant(defect)
+    chosen = SOME[:1] if args.defect else SOME
+    if args.all and not args.defect:
         sizes = cuda_decode.SUPPORTED_HEAD_SIZES
         chosen = [(n, d, g) for n in TURBO_PRESETS for d in sizes for g in (4, 8)]
     cases = [(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in chosen]
     build(cases)
     for layout, group in cases:
-        run(layout, group, args.defect)
+        for name, batch in batches().items():
+            if name in WATCHED.get(args.defect, [name]):
+                run(layout, group, batch, args.defect)
         print(f"{layout.name} {layout.head_size}, {group} queries a head", flush=True)
 
 

@@ -11,23 +11,17 @@ record what was found, copy the output there.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from inspect import unwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import regex as re
-import torch
 
 from vllm.v1.attention.ops.turbo import (
     cuda_decode,
@@ -47,7 +41,6 @@ ARCHITECTURES = {
     100: 232448,
     120: 101376,
 }
-GROUPS = {"paired": cuda_decode.MAX_PAIRED_QUERIES, "full": 8}
 RECORDED = Path(__file__).with_name("cuda_resources.json")
 # Those of FlashInfer's that have a say in the device code.
 FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
@@ -70,47 +63,21 @@ class CompileError(RuntimeError):
     pass
 
 
-class _Requested(Exception):
-    pass
-
-
-def module_of(load: Callable[..., Any], *args: object) -> CudaModule:
-    """The module that one of the kernels' loaders has built."""
-    requested: list[CudaModule] = []
-
-    def build_and_load(module: CudaModule, loader: Callable[[str], Any]) -> None:
-        requested.append(module)
-        raise _Requested
-
-    kernel = sys.modules[load.__module__]
-    with (
-        mock.patch.object(kernel, "build_and_load", build_and_load),
-        contextlib.suppress(_Requested),
-    ):
-        unwrap(load)(*args)
-    (module,) = requested
-    return module
-
-
 def instances(capability: int) -> dict[str, CudaModule]:
     """All modules that may be served on GPUs of an architecture, by name."""
-    properties = SimpleNamespace(
-        shared_memory_per_block_optin=ARCHITECTURES[capability]
-    )
+    shared_bytes = ARCHITECTURES[capability]
     modules = {}
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties):
-        for size in cuda_decode.SUPPORTED_HEAD_SIZES:
-            modules[f"merge {size}"] = module_of(cuda_merge.load, size)
-            for name in TURBO_PRESETS:
-                layout = TurboFormat.from_cache_dtype(name, size)
-                store = module_of(cuda_store.load_library, layout)
-                modules[f"store {name} {size}"] = store
-                for width, group in GROUPS.items():
-                    decode = module_of(cuda_decode.load, layout, group, "cuda")
-                    modules[f"decode {name} {size} {width}"] = decode
-                for columns in cuda_extend.COLUMNS:
-                    extend = module_of(cuda_extend.load, layout, columns, "cuda")
-                    modules[f"extend {name} {size} {columns}"] = extend
+    for size in cuda_decode.SUPPORTED_HEAD_SIZES:
+        modules[f"merge {size}"] = cuda_merge.module(size)
+        for name in TURBO_PRESETS:
+            layout = TurboFormat.from_cache_dtype(name, size)
+            modules[f"store {name} {size}"] = cuda_store.module(layout)
+            for width, paired in (("paired", True), ("full", False)):
+                decode = cuda_decode.module(layout, paired, shared_bytes)
+                modules[f"decode {name} {size} {width}"] = decode
+            for columns in cuda_extend.COLUMNS:
+                extend = cuda_extend.module(layout, columns, shared_bytes)
+                modules[f"extend {name} {size} {columns}"] = extend
     return modules
 
 
@@ -125,6 +92,15 @@ def nvcc_release(nvcc: str) -> str:
     return re.search(r"release (\d+\.\d+)", text)[1]
 
 
+def include_flags() -> list[str]:
+    """For nvcc to find TVM-FFI's headers and the kernels' own."""
+    from tvm_ffi import libinfo
+
+    system = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    flags = [x for path in system for x in ("-isystem", str(path))]
+    return [*flags, f"-I{SOURCE_DIR}"]
+
+
 def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
     """Compile a module's device code for one architecture.
 
@@ -132,16 +108,12 @@ def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
         CompileError: With the compiler's words.
 
     """
-    from tvm_ffi import libinfo
-
-    includes = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / module.header_name).write_text(module.header)
         command = [
             nvcc,
             *FLAGS,
-            *(x for path in includes for x in ("-isystem", str(path))),
-            f"-I{SOURCE_DIR}",
+            *include_flags(),
             f"-I{folder}",
             f"-gencode=arch=compute_{capability},code=sm_{capability}",
             *module.flags,

@@ -29,15 +29,24 @@ from vllm.v1.attention.ops.turbo import (
     cuda_extend,
     cuda_merge,
     cuda_store,
+    dispatch,
     kernels,
 )
-from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build, build_and_load
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 from .backend_utils import make_vllm_config
 from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+DEVICE = torch.device("cuda", 0)
+# What loads each kernel's modules.
+LOADERS = (
+    (cuda_store, "load"),
+    (cuda_decode, "load_instance"),
+    (cuda_extend, "load_instance"),
+    (cuda_merge, "load"),
+)
 MODULE = CudaModule("decode", "turbo4_128", "constants.h", "#define A 1\n", ("-DB",))
 
 
@@ -153,7 +162,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 def load(module: CudaModule = MODULE) -> str:
-    return build_and_load(module, lambda path: Path(path).read_text())
+    return build(module, DEVICE).read_text()
 
 
 def test_builds_once_and_says_so(flashinfer, log):
@@ -283,24 +292,41 @@ def test_failures_name_the_way_out(flashinfer, monkeypatch, fail, message):
     assert len(str(e.value)) < 5000, "the compiler's output is cut"
 
 
-def test_what_is_built_may_not_load(flashinfer):
-    def loader(path: str) -> None:
-        raise OSError("libcudart.so.13: cannot open")
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("libcudart.so.13: cannot open"),
+        AttributeError("libcudart has no decode"),
+    ],
+    ids=["library", "function"],
+)
+def test_what_is_built_may_not_load(flashinfer, monkeypatch, error):
+    def load_function(path: Path, name: str) -> None:
+        assert name == "decode"
+        raise error
 
+    monkeypatch.setattr(cuda_build, "_load_function", load_function)
     with pytest.raises(RuntimeError, match="libcudart.*Remove .*turbo_decode") as e:
-        build_and_load(MODULE, loader)
-    assert isinstance(e.value.__cause__, OSError)
+        build_and_load(MODULE, DEVICE)
+    assert e.value.__cause__ is error
+
+
+def test_a_module_is_built_for_the_device_that_runs_it(flashinfer, monkeypatch):
+    """Which need not be the first, nor like it."""
+    capabilities = [DeviceCapability(9, 0), DeviceCapability(8, 6)]
+    monkeypatch.setattr(
+        current_platform, "get_device_capability", lambda index: capabilities[index]
+    )
+    for index, number in enumerate((90, 86)):
+        build(MODULE, torch.device("cuda", index))
+        assert flashinfer.flags[0] == f"-gencode=arch=compute_{number},code=sm_{number}"
+    assert len(set(flashinfer.builds)) == 2
 
 
 @pytest.fixture
 def gpu(flashinfer, monkeypatch):
     """As far as the choice goes, a GPU, for which no process has loaded anything."""
-    for module, loader in (
-        (cuda_store, "load_library"),
-        (cuda_decode, "_load"),
-        (cuda_extend, "_load"),
-        (cuda_merge, "load"),
-    ):
+    for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
     kernels.cuda_build_error.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
@@ -343,23 +369,27 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
     does_not_compile(gpu, None)
     for _ in range(3):
         choose("auto")
-    built = [text.split()[5] for _, text in log if "Building" in text]
-    assert sorted(built) == ["decode", "extend", "merge", "store"]
+    built = [text.split()[5:8] for _, text in log if "Building" in text]
+    assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
+        "decode turbo4_128_paired;",
+        "extend turbo4_128_c32;",
+        "extend turbo4_128_c64;",
+        "merge 128;",
+        "store turbo4_128;",
+    ]
 
 
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
-    loaded: list[Any] = []
-    monkeypatch.setattr(cuda_store, "load_library", loaded.append)
-    monkeypatch.setattr(cuda_decode, "load", lambda *args: loaded.append(args))
-    monkeypatch.setattr(cuda_extend, "load", lambda *args: loaded.append(args))
-    monkeypatch.setattr(cuda_merge, "load", loaded.append)
+    loaded: list[tuple] = []
+    for module, loader in LOADERS:
+        monkeypatch.setattr(module, loader, lambda *args: loaded.append(args))
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
-    device = torch.device("cuda", 0)
-    extend = (LAYOUT, 4 * kernels.MAX_EXTEND_LEN, device)
-    assert loaded == [LAYOUT, (LAYOUT, 4, device), extend, 128]
+    arguments = [(LAYOUT,), (128,), (LAYOUT, True), (LAYOUT, 32), (LAYOUT, 64)]
+    expected = [(*x, torch.device("cuda", 0)) for x in arguments]
+    assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
     assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
@@ -368,15 +398,13 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
 
 @requires_triton
 def test_kernels_are_built_side_by_side(gpu, monkeypatch):
-    at_once = threading.Barrier(4)
+    at_once = threading.Barrier(5)
 
     def load(*args: object) -> None:
-        at_once.wait(timeout=10)
+        at_once.wait(timeout=60)
 
-    monkeypatch.setattr(cuda_store, "load_library", load)
-    monkeypatch.setattr(cuda_decode, "load", load)
-    monkeypatch.setattr(cuda_extend, "load", load)
-    monkeypatch.setattr(cuda_merge, "load", load)
+    for module, loader in LOADERS:
+        monkeypatch.setattr(module, loader, load)
     assert choose("cuda") == "cuda"
 
 
@@ -441,7 +469,10 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
         calls.append(args)
         return "kernels"
 
-    monkeypatch.setattr("vllm.v1.attention.ops.turbo.dispatch.choose_kernels", record)
+    monkeypatch.setattr(kernels, "choose_kernels", record)
+    monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
+    monkeypatch.setattr(dispatch, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
     assert calls == [("auto", impl.layout, 2, 1)]
     assert impl.kernels == impl.kernels == "kernels"

@@ -24,7 +24,6 @@ from .cuda_steps import (
     assert_close_in_rotated_space,
     check_row,
     fill,
-    new_cache,
     normal,
     random_sequences,
     rotated_attention,
@@ -395,22 +394,3 @@ def test_two_streams(layout):
     torch.accelerator.synchronize()
     for results, one in zip(outputs, expected):
         assert all(torch.equal(output, one) for output in results)
-
-
-@each_preset
-def test_decode_waits_for_a_long_store(layout):
-    """It may begin while the store runs, but not read what that has yet to write."""
-    cache, step = random_sequences(layout, [4000, 17])
-    expected = step.run(cache, layout, Scratch.of(step.query, 6)).clone()
-    num_tokens, first = 8192, cache.shape[0] * BLOCK_SIZE
-    cache = torch.cat([cache, new_cache(layout, num_tokens // BLOCK_SIZE)])
-    others = torch.arange(first, first + num_tokens, device=DEVICE)
-    shape = (num_tokens, NUM_KV_HEADS, layout.head_size)
-    long_step = step._replace(
-        key=torch.cat([step.key, normal(*shape, seed=1)]),
-        value=torch.cat([step.value, normal(*shape, seed=2)]),
-        slots=torch.cat([step.slots, others]),
-    )
-    for _ in range(20):
-        output = long_step.run(cache, layout, Scratch.of(step.query, 6))
-        assert torch.equal(output, expected)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import cuda_extend, reference
+from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend, reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 
 from .compile_kernels import ARCHITECTURES
@@ -243,11 +243,12 @@ def test_shared_memory_has_room_for_a_stage(capability):
                 assert 1 <= stages <= 2 and (stages == 2 or size == 256)
 
 
-def test_head_sizes_without_an_instance_say_so():
+@pytest.mark.parametrize("kernel", [cuda_decode, cuda_extend])
+def test_head_sizes_without_an_instance_say_so(kernel):
     for size in HEAD_SIZES:
         layout = TurboFormat.from_cache_dtype("turbo4", size)
-        reason = cuda_extend.unsupported_reason(layout)
+        reason = cuda_decode.unsupported_reason(layout)
         assert (reason is None) == (size in (64, 128, 256))
         if reason is not None:
             with pytest.raises(RuntimeError, match=f"head size {size}"):
-                cuda_extend.load(layout, 64, DEVICE)
+                kernel.module(layout, 64, ARCHITECTURES[90])

@@ -22,7 +22,7 @@ def can_build() -> bool:
     if not ON_GPU:
         return False
     try:
-        cuda_merge.load(128)
+        cuda_merge.load(128, DEVICE)
     except RuntimeError:
         return False
     return True

@@ -46,13 +46,11 @@ ATTENTION = {
 }
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query, "extend": lambda q: q.to(FP16).float()}
+requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU"),
-        ),
+        pytest.param("cuda", marks=requires_cuda),
         pytest.param(
             "triton",
             marks=pytest.mark.skipif(
@@ -278,7 +276,35 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
     assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
 
 
-@pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+@requires_cuda
+@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
+    """A sequence's last tokens, which some of its queries do not see, may fill the
+    tiles that a warp takes at once, or begin in them. A warp that has had others before
+    masks no scores then but for these queries' sake.
+    """
+    query_len = 4
+    # A warp takes 32 tokens, and its next are 128 behind them; an extend takes 128.
+    ends = [9 * 32, 10 * 32, 11 * 32, 3 * 128, 5 * 128]
+    seq_lens = [end + more for end in ends for more in range(query_len)]
+    batch = Batch(LAYOUT, seq_lens, query_len, group)
+    before = batch.decode(kernel, False, num_splits=1)
+    for place in reversed(range(1, query_len)):
+        for row, length in enumerate(seq_lens):
+            token = length - query_len + place
+            slots = slots_of(batch.table[row], token, token + 1, BLOCK_SIZE)
+            # As fill_cache has it: a larger score would have the others masked too.
+            key = gaussian(length, NUM_KV_HEADS, 128, dtype=FP16, seed=2 * row + 100)
+            value = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
+            key = key[token : token + 1]
+            reference.store(batch.cache, slots, key, value.to(FP16), LAYOUT)
+        after = batch.decode(kernel, False, num_splits=1)
+        is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
+        assert is_equal[:, :place].all() and not is_equal[:, place:].any()
+
+
+@requires_cuda
 @newest_or_stored
 @pytest.mark.parametrize(
     "kernel, query_lens",

@@ -13,7 +13,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda_store import (
     StoreTuning,
     default_tuning,
-    load_library,
+    load,
     store,
 )
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TurboFormat
@@ -43,7 +43,7 @@ def can_build() -> bool:
     if not ON_GPU:
         return False
     try:
-        load_library(TurboFormat.from_cache_dtype("turbo4", 128))
+        load(TurboFormat.from_cache_dtype("turbo4", 128), DEVICE)
     except RuntimeError:
         return False
     return True

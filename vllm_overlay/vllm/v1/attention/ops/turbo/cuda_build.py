@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Builds the CUDA kernels with FlashInfer's JIT: once for all processes of a host.
 
-A module is one source of ``cuda/`` with one header of constants. What has been built
-stays in FlashInfer's cache.
+A module is one source of ``cuda/`` with one header of constants, and exports one
+function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import torch
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,16 +24,26 @@ SOURCE_DIR = Path(__file__).parent / "cuda"
 # Of the compiler's output, in a message.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
+# The kind of error that launch.cuh throws.
+_LAUNCH_REFUSED = "TurboLaunchRefused"
 
-T = TypeVar("T")
+
+class LaunchRefused(RuntimeError):
+    """A kernel that was built and loaded cannot be launched on this GPU.
+
+    Nothing of it has run, and other kernels may: no image for the device, a driver that
+    is too old, more registers or shared memory than there are. Its message begins with
+    CUDA's name of the error. A fault of a kernel that ran is a plain RuntimeError.
+    """
 
 
 class CudaModule(NamedTuple):
     """What a module is built from.
 
     Attributes:
-        kernel: The source, without ``.cu``.
-        instance: What it is an instance for; part of the module's name.
+        kernel: The source, without ``.cu``, and the function that it exports.
+        instance: What it is an instance for: no two modules of a kernel, built for the
+            same GPU, have the same.
         header_name: The header of constants that the source includes.
         header: Its text.
         flags: For nvcc.
@@ -85,9 +97,15 @@ def _import_jit() -> Any:
     return jit
 
 
-def _target() -> str:
-    """This GPU, whatever others FlashInfer's modules are built for."""
-    capability = current_platform.get_device_capability()
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block can have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
+
+
+def _target(device: torch.device) -> str:
+    """The device's own, whatever others FlashInfer's modules are built for."""
+    capability = current_platform.get_device_capability(device.index or 0)
     assert capability is not None
     number = capability.to_int()
     return f"-gencode=arch=compute_{number},code=sm_{number}"
@@ -139,19 +157,18 @@ def _build(jit: Any, spec: Any, module: CudaModule) -> None:
         ) from error
 
 
-def load_tvm_module(path: str) -> Any:
-    """A loader of modules that export functions of tensors through TVM-FFI."""
+def _load_function(path: Path, name: str) -> Callable[..., None]:
     import tvm_ffi
 
-    return tvm_ffi.load_module(path)
+    tvm_ffi.register_error(_LAUNCH_REFUSED, LaunchRefused)
+    return tvm_ffi.load_module(str(path)).get_function(name)
 
 
-def build_and_load(module: CudaModule, loader: Callable[[str], T]) -> T:
-    """Build a module, if no process has, and load it.
+def build(module: CudaModule, device: torch.device) -> Path:
+    """Build a module for a device, if no process has.
 
-    Args:
-        module: What to build.
-        loader: Makes of the path of a shared library what the caller calls.
+    Returns:
+        The shared library.
 
     Raises:
         RuntimeError: If that cannot be done here; the message has the way out.
@@ -160,7 +177,7 @@ def build_and_load(module: CudaModule, loader: Callable[[str], T]) -> T:
     jit = _import_jit()
     from filelock import FileLock
 
-    flags = [_target(), *module.flags]
+    flags = [_target(device), *module.flags]
     name = module_name(module, flags)
     header_dir = jit.env.FLASHINFER_GEN_SRC_DIR / name
     try:
@@ -176,10 +193,30 @@ def build_and_load(module: CudaModule, loader: Callable[[str], T]) -> T:
             _build(jit, spec, module)
     except OSError as error:
         raise _not_writable(error) from error
-    path = spec.jit_library_path
+    return spec.jit_library_path
+
+
+def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., None]:
+    """Build a module, if need be, and load it.
+
+    Args:
+        module: What to build.
+        device: The GPU to build it for.
+
+    Returns:
+        Its function. It launches the kernel on the current stream of its tensors'
+        device, and raises ``LaunchRefused`` where that cannot be done, ValueError or
+        TypeError for tensors that the kernel does not take, and RuntimeError for other
+        errors of CUDA's.
+
+    Raises:
+        RuntimeError: If it cannot be built or loaded; the message has the way out.
+
+    """
+    path = build(module, device)
     try:
-        return loader(str(path))
-    except (OSError, RuntimeError) as error:
+        return _load_function(path, module.kernel)
+    except (AttributeError, OSError, RuntimeError) as error:
         raise _failure(
             f"what was built cannot be loaded ({error})",
             f"Remove {path.parent} to have it built anew",

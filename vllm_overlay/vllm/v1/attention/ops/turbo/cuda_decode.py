@@ -6,10 +6,8 @@ As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly amon
 its warps, whatever the lengths. ``cuda_merge`` joins the partial results.
 """
 
-import struct
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -17,14 +15,15 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda_build import (
     CudaModule,
     build_and_load,
-    load_tvm_module,
+    shared_memory,
 )
 from vllm.v1.attention.ops.turbo.cuda_merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import (
+from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     NewestToken,
     count_sequences,
+    half2_bits,
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
@@ -52,12 +51,6 @@ def _max_warps(head_size: int, paired: bool) -> int:
 
 def _word(values: list[int]) -> str:
     return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
-
-
-def half2(value: float) -> str:
-    """A number twice in fp16, as C++ has the bits."""
-    bits = struct.unpack("<H", struct.pack("<e", value))[0]
-    return f"0x{bits:04X}{bits:04X}u"
 
 
 def constants_header(layout: TurboFormat) -> str:
@@ -89,8 +82,8 @@ def constants_header(layout: TurboFormat) -> str:
         "KEY_POSITIVE_LOW": _word(positive[:4]),
         "KEY_POSITIVE_HIGH": _word(positive[4:]),
         "KEY_LEVEL_UNIT": f"{float(fmt.KEY_LEVEL_UNIT)}f",
-        "VALUE_LINEAR": half2(linear),
-        "VALUE_QUADRATIC": half2(quadratic),
+        "VALUE_LINEAR": f"{half2_bits(linear)}u",
+        "VALUE_QUADRATIC": f"{half2_bits(quadratic)}u",
     }
     lines = ["#pragma once", ""]
     lines += [f"#define {name} {value}" for name, value in constants.items()]
@@ -98,7 +91,7 @@ def constants_header(layout: TurboFormat) -> str:
 
 
 def unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why there is no instance of the kernel for a layout; None if there is one."""
+    """Why a layout has no CUDA kernels of attention; None if it has."""
     if layout.head_size not in SUPPORTED_HEAD_SIZES:
         return f"head size {layout.head_size} has no CUDA decode kernel"
     return None
@@ -113,8 +106,40 @@ def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
     return min(_max_warps(layout.head_size, paired), fitting)
 
 
-def load(layout: TurboFormat, num_queries: int, device: torch.device) -> Any:
-    """Build, if need be, and load the module for a number of queries.
+def is_paired(num_queries: int) -> bool:
+    """Which module serves so many queries of a sequence and KV head."""
+    return num_queries <= MAX_PAIRED_QUERIES
+
+
+def instance(layout: TurboFormat, paired: bool) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}{'_paired' if paired else ''}"
+
+
+def module(layout: TurboFormat, paired: bool, shared_bytes: int) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory.
+
+    Raises:
+        RuntimeError: If there is no instance for the layout.
+
+    """
+    reason = unsupported_reason(layout)
+    if reason is not None:
+        raise RuntimeError(reason)
+    warps = num_warps(layout, paired, shared_bytes)
+    return CudaModule(
+        "decode",
+        instance(layout, paired),
+        "turbo_constants.h",
+        constants_header(layout),
+        (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
+    )
+
+
+def load(
+    layout: TurboFormat, num_queries: int, device: torch.device
+) -> Callable[..., None]:
+    """Build, if need be, and load the kernel for a number of queries.
 
     Args:
         layout: The cache's format.
@@ -125,26 +150,15 @@ def load(layout: TurboFormat, num_queries: int, device: torch.device) -> Any:
         RuntimeError: If it cannot be built.
 
     """
-    reason = unsupported_reason(layout)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return _load(layout, num_queries <= MAX_PAIRED_QUERIES, device)
+    return load_instance(layout, is_paired(num_queries), device)
 
 
 @cache
-def _load(layout: TurboFormat, paired: bool, device: torch.device) -> Any:
-    properties: Any = torch.cuda.get_device_properties(device)
-    warps = num_warps(layout, paired, properties.shared_memory_per_block_optin)
-    return build_and_load(
-        CudaModule(
-            "decode",
-            f"{layout.name}_{layout.head_size}",
-            "turbo_constants.h",
-            constants_header(layout),
-            (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
-        ),
-        load_tvm_module,
-    )
+def load_instance(
+    layout: TurboFormat, paired: bool, device: torch.device
+) -> Callable[..., None]:
+    """As ``load``, of one of the two modules of a layout."""
+    return build_and_load(module(layout, paired, shared_memory(device)), device)
 
 
 def num_kv_splits(
@@ -194,14 +208,7 @@ def attend(
 
     """
     num_tokens, num_heads, _ = rotated_query.shape
-    num_kv_heads, block_size = kv_cache.shape[1:3]
-    assert block_size % fmt.TILE_TOKENS == 0, block_size
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
-    assert all(stride % 16 == 0 for stride in kv_cache.stride()[:2])
-    assert kv_cache.data_ptr() % 16 == 0
-    assert rotated_query.is_contiguous() and query_scale.is_contiguous()
-    assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert output.stride(2) == 1 and block_table.stride(1) == 1
+    num_kv_heads = kv_cache.shape[1]
     num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
     if num_seqs == 0:
         return
@@ -233,12 +240,6 @@ def attend(
     )
 
 
-def _load_decode(
-    layout: TurboFormat, num_queries: int, device: torch.device
-) -> Callable[..., None]:
-    return load(layout, num_queries, device).decode
-
-
 def decode_attention(
     rotated_query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -260,9 +261,13 @@ def decode_attention(
     S is the most splits of a sequence; with S = 1 a result does not depend on the rest
     of the batch.
 
+    Raises:
+        RuntimeError: If the kernels cannot be built; see ``build_and_load`` for what
+            their functions raise.
+
     """
     attend(
-        _load_decode,
+        load,
         rotated_query,
         query_scale,
         kv_cache,

@@ -10,7 +10,6 @@ fp16 exactly, so scores have no error but that of the products' fp32 sums.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -19,10 +18,14 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda_build import (
     CudaModule,
     build_and_load,
-    load_tvm_module,
+    shared_memory,
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS, NewestToken
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    half2_bits,
+)
 
 # Queries of a KV head that attend at once; more do in further passes.
 COLUMNS = (32, 64)
@@ -53,17 +56,9 @@ def constants_header(layout: TurboFormat) -> str:
         "KEY_ROUNDING": 1.5 * 2**_FRACTION_BITS / unit,
     }
     lines = [
-        f"#define {name} {cuda_decode.half2(value)}"
-        for name, value in constants.items()
+        f"#define {name} {half2_bits(value)}u" for name, value in constants.items()
     ]
     return cuda_decode.constants_header(layout) + "\n".join(lines) + "\n"
-
-
-def unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why there is no instance of the kernel for a layout; None if there is one."""
-    if layout.head_size not in cuda_decode.SUPPORTED_HEAD_SIZES:
-        return f"head size {layout.head_size} has no CUDA extend kernel"
-    return None
 
 
 def num_columns(num_rows: int) -> int:
@@ -87,8 +82,40 @@ def num_stages(layout: TurboFormat, columns: int, shared_bytes: int) -> int:
     return min(_MAX_STAGES, fitting)
 
 
-def load(layout: TurboFormat, num_rows: int, device: torch.device) -> Any:
-    """Build, if need be, and load the module for a number of queries.
+def instance(layout: TurboFormat, columns: int) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}_c{columns}"
+
+
+def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory.
+
+    Raises:
+        RuntimeError: If there is no instance for the layout.
+
+    """
+    reason = cuda_decode.unsupported_reason(layout)
+    if reason is not None:
+        raise RuntimeError(reason)
+    flags = {
+        "COLUMNS": columns,
+        "WARPS": num_warps(layout),
+        "STAGES": num_stages(layout, columns, shared_bytes),
+        "MAX_SHARED_BYTES": shared_bytes,
+    }
+    return CudaModule(
+        "extend",
+        instance(layout, columns),
+        "turbo_constants.h",
+        constants_header(layout),
+        tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
+    )
+
+
+def load(
+    layout: TurboFormat, num_rows: int, device: torch.device
+) -> Callable[..., None]:
+    """Build, if need be, and load the kernel for a number of queries.
 
     Args:
         layout: The cache's format.
@@ -99,32 +126,15 @@ def load(layout: TurboFormat, num_rows: int, device: torch.device) -> Any:
         RuntimeError: If it cannot be built.
 
     """
-    reason = unsupported_reason(layout)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return _load(layout, num_columns(num_rows), device)
+    return load_instance(layout, num_columns(num_rows), device)
 
 
 @cache
-def _load(layout: TurboFormat, columns: int, device: torch.device) -> Any:
-    properties: Any = torch.cuda.get_device_properties(device)
-    shared_bytes = properties.shared_memory_per_block_optin
-    flags = {
-        "COLUMNS": columns,
-        "WARPS": num_warps(layout),
-        "STAGES": num_stages(layout, columns, shared_bytes),
-        "MAX_SHARED_BYTES": shared_bytes,
-    }
-    return build_and_load(
-        CudaModule(
-            "extend",
-            f"{layout.name}_{layout.head_size}",
-            "turbo_constants.h",
-            constants_header(layout),
-            tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
-        ),
-        load_tvm_module,
-    )
+def load_instance(
+    layout: TurboFormat, columns: int, device: torch.device
+) -> Callable[..., None]:
+    """As ``load``, of one of the modules of a layout."""
+    return build_and_load(module(layout, columns, shared_memory(device)), device)
 
 
 def num_kv_splits(
@@ -149,12 +159,6 @@ def num_kv_splits(
     average = -(-blocks // (num_seqs * num_kv_heads))
     room = max(_MAX_PARTIALS // (num_seqs * query_len), average + 1)
     return max(2, min(MAX_KV_SPLITS, alone, room))
-
-
-def _load_extend(
-    layout: TurboFormat, num_rows: int, device: torch.device
-) -> Callable[..., None]:
-    return load(layout, num_rows, device).extend
 
 
 def extend_attention(
@@ -186,7 +190,7 @@ def extend_attention(
         block_table: (>= B, max_blocks) int32, last axis contiguous.
         seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
             output is zero.
-        layout: The cache's format, without an ``unsupported_reason``.
+        layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
         partial: (B * S * Q, Hq, D) fp32 scratch, contiguous; S splits a sequence, at
             most ``MAX_KV_SPLITS``.
         partial_lse: (B * S * Q, Hq) fp32 scratch, contiguous.
@@ -202,7 +206,7 @@ def extend_attention(
 
     """
     cuda_decode.attend(
-        _load_extend,
+        load,
         rotated_query,
         query_scale,
         kv_cache,

@@ -2,31 +2,24 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Merge of decode attention's splits as a CUDA kernel: see triton_merge."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo.cuda_build import (
-    CudaModule,
-    build_and_load,
-    load_tvm_module,
-)
-from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
-from vllm.v1.attention.ops.turbo.rotation import rotation_signs
-from vllm.v1.attention.ops.turbo.triton_codec import LOG2_E
-from vllm.v1.attention.ops.turbo.triton_merge import (
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
     MAX_KV_SPLITS,
     NewestToken,
     count_sequences,
 )
+from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
+from vllm.v1.attention.ops.turbo.rotation import rotation_signs
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORD_BITS = 32
-# Elements that the kernel loads and stores at once.
-_VECTOR = 4
 # kMergeWarps of merge.cuh.
 _BLOCK_WARPS = 8
 # Warps of a multiprocessor that rows are spread over.
@@ -48,18 +41,22 @@ def constants_header(head_size: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def module(head_size: int) -> CudaModule:
+    """What is built."""
+    assert head_size in SUPPORTED_HEAD_SIZES, head_size
+    header = constants_header(head_size)
+    return CudaModule("merge", str(head_size), "turbo_merge_constants.h", header)
+
+
 @cache
-def load(head_size: int) -> Any:
-    """Build, if need be, and load the module of a head size.
+def load(head_size: int, device: torch.device) -> Callable[..., None]:
+    """Build, if need be, and load the kernel of a head size.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    assert head_size in SUPPORTED_HEAD_SIZES, head_size
-    header = constants_header(head_size)
-    module = CudaModule("merge", str(head_size), "turbo_merge_constants.h", header)
-    return build_and_load(module, load_tvm_module)
+    return build_and_load(module(head_size), device)
 
 
 def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
@@ -75,13 +72,6 @@ def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
     ):
         warps *= 2
     return warps
-
-
-def _check_vectors(name: str, x: torch.Tensor) -> None:
-    stride_token, stride_head, stride_d = x.stride()
-    assert stride_d == 1, (name, x.stride())
-    assert stride_token % _VECTOR == stride_head % _VECTOR == 0, (name, x.stride())
-    assert x.data_ptr() % (_VECTOR * x.element_size()) == 0, (name, x.data_ptr())
 
 
 def merge_splits(
@@ -116,7 +106,8 @@ def merge_splits(
             has Q, so that T = B * Q.
 
     Raises:
-        RuntimeError: If the kernel cannot be built.
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
 
     """
     num_tokens, num_heads, head_size = output.shape
@@ -126,25 +117,16 @@ def merge_splits(
     num_rows = num_seqs * query_len * num_heads
     num_splits = partial.shape[0] // (num_seqs * query_len)
     assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
-    assert partial.dtype == partial_lse.dtype == torch.float32
-    assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert partial.data_ptr() % (_VECTOR * partial.element_size()) == 0
-    assert seq_lens.dtype == torch.int32 and seq_lens.stride(0) == 1
-    assert output.dtype in _DTYPES, output.dtype
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
     with_newest = newest is not None
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestToken(output, output, output, 0.0)
     query, key, value, scale = newest
-    assert query.dtype == key.dtype == value.dtype == output.dtype
-    for name, x in zip(("output", *NewestToken._fields), (output, query, key, value)):
-        _check_vectors(name, x)
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_warps = warps_a_row(num_rows, num_splits, num_sms)
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
-    load(head_size).merge(
+    load(head_size, output.device)(
         partial,
         partial_lse,
         seq_lens,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Store as a CUDA kernel, built by FlashInfer's JIT: see triton_store."""
 
-import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -16,9 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda_store_constants import (
     single_fragments,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-
-# Scores are in base 2.
-_LOG2_E = 1.4426950408889634
+from vllm.v1.attention.ops.turbo.interface import LOG2_E
 
 
 class StoreTuning(NamedTuple):
@@ -51,78 +49,38 @@ def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
     return StoreTuning(parts=1, threads=128)
 
 
-class _StoreParams(ctypes.Structure):
-    """StoreParams of store.cuh."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "key",
-                "value",
-                "query",
-                "kv_cache",
-                "slot_mapping",
-                "kv_matrix",
-                "single_matrix",
-                "query_matrix",
-                "rotated_query",
-                "query_scale",
-                "tables",
-            )
-        ),
-        *(
-            (f"stride_{name}", ctypes.c_int64)
-            for name in (
-                "key_token",
-                "key_head",
-                "value_token",
-                "value_head",
-                "query_token",
-                "query_head",
-                "cache_block",
-                "cache_head",
-            )
-        ),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "num_tokens",
-                "num_kv_heads",
-                "num_queries",
-                "num_heads",
-                "block_size",
-            )
-        ),
-        ("query_factor", ctypes.c_float),
-    ]
+def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
+    """Numbers of tokens of which each takes other launch parameters."""
+    limits = [limit // (2 * num_kv_heads) for limit, _ in _FEW_VECTORS[layout.name]]
+    return sorted({1, *(limit + 1 for limit in limits)})
 
 
-@cache
-def load_library(layout: TurboFormat) -> ctypes.CDLL:
-    """Build, once for all processes, and load the kernels of a layout.
+def instance(layout: TurboFormat) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}"
 
-    Raises:
-        RuntimeError: If they cannot be built here.
 
-    """
-    module = CudaModule(
+def module(layout: TurboFormat) -> CudaModule:
+    """What is built."""
+    return CudaModule(
         "store",
-        f"{layout.name}_{layout.head_size}",
+        instance(layout),
         "turbo_store_constants.h",
         constants_header(layout),
         # The bytes are exact: no multiply-add may be fused.
         ("-fmad=false",),
     )
-    library = build_and_load(module, ctypes.CDLL)
-    library.turbo_store.argtypes = (
-        ctypes.POINTER(_StoreParams),
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    )
-    return library
+
+
+@cache
+def load(layout: TurboFormat, device: torch.device) -> Callable[..., None]:
+    """Build, if need be, and load the kernel of a layout.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    return build_and_load(module(layout), device)
 
 
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -141,16 +99,12 @@ def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, .
 
 
 @cache
-def _matrix_pointers(head_size: int, device: torch.device) -> tuple[int, ...]:
-    return tuple(x.data_ptr() for x in make_matrices(head_size, device))
-
-
-def _rows(x: torch.Tensor, head_size: int) -> tuple[int, int, int]:
-    """Pointer and strides of (T, H, D) vectors, which are loaded by 8 bytes."""
-    assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
-    assert x.shape[2] == head_size and x.stride(2) == 1, (x.shape, x.stride())
-    assert x.stride(0) % 4 == x.stride(1) % 4 == x.data_ptr() % 8 == 0, x.stride()
-    return x.data_ptr(), x.stride(0), x.stride(1)
+def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What the kernel reads beside its inputs: kv_matrix, single_matrix, query_matrix
+    and tables of params.cuh.
+    """
+    matrices = make_matrices(layout.head_size, device)
+    return (*matrices, level_tables(layout, device))
 
 
 def store(
@@ -171,63 +125,26 @@ def store(
     multiples of 16 bytes, and vectors at multiples of 8.
 
     Raises:
-        RuntimeError: If the kernels cannot be built or launched.
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
 
     """
     num_tokens = slot_mapping.shape[0]
-    num_kv_heads, head_size = key.shape[1], layout.head_size
-    num_blocks, _, block_size, _ = kv_cache.shape
-    assert kv_cache.shape[1:] == (num_kv_heads, block_size, layout.slot_size)
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
-    assert kv_cache.stride(0) % 16 == kv_cache.stride(1) % 16 == 0, kv_cache.stride()
-    assert num_blocks * block_size < 2**31, (num_blocks, block_size)
-    assert slot_mapping.dtype == torch.int64 and slot_mapping.stride(0) == 1
-    assert key.dtype == value.dtype and value.shape[1] == num_kv_heads
-    assert min(key.shape[0], value.shape[0]) >= num_tokens
-    assert num_tokens * num_kv_heads < 2**31, (num_tokens, num_kv_heads)
-    num_queries = num_heads = 0
-    query_rows: tuple[int | None, int, int] = (None, 0, 0)
-    if query is not None:
-        assert rotated_query is not None and query_scale is not None
-        assert rotated_query.is_contiguous() and query_scale.is_contiguous()
-        assert rotated_query.dtype == torch.float16 and query.dtype == key.dtype
-        num_queries, num_heads = query.shape[:2]
-        query_rows = _rows(query, head_size)
+    num_queries = 0 if query is None else query.shape[0]
     if num_tokens == 0 and num_queries == 0:
         return
     if tuning is None:
-        tuning = default_tuning(2 * num_tokens * num_kv_heads, layout)
-    key_rows, value_rows = _rows(key, head_size), _rows(value, head_size)
-    params = _StoreParams(
-        key_rows[0],
-        value_rows[0],
-        query_rows[0],
-        kv_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        *_matrix_pointers(head_size, kv_cache.device),
-        None if rotated_query is None else rotated_query.data_ptr(),
-        None if query_scale is None else query_scale.data_ptr(),
-        level_tables(layout, kv_cache.device).data_ptr(),
-        *key_rows[1:],
-        *value_rows[1:],
-        *query_rows[1:],
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        num_tokens,
-        num_kv_heads,
-        num_queries,
-        num_heads,
-        block_size,
-        scale * _LOG2_E * layout.key_codebook.gain,
-    )
-    status = load_library(layout).turbo_store(
-        ctypes.byref(params),
-        key.dtype == torch.bfloat16,
+        tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
+    device = kv_cache.device
+    load(layout, device)(
+        kv_cache,
+        slot_mapping,
+        key,
+        value,
+        *_constants(layout, device),
+        query,
+        rotated_query,
+        query_scale,
+        scale * LOG2_E * layout.key_codebook.gain,
         *tuning,
-        # vLLM's own would make a new stream current, in the middle of a step.
-        torch.cuda.current_stream(kv_cache.device).cuda_stream,
     )
-    if status != 0:
-        raise RuntimeError(
-            f"the turbo store kernel was not launched: CUDA error {status}"
-        )

@@ -4,13 +4,15 @@
 // The decode kernel's entry point. A module has one instance: cuda_decode.py
 // defines DECODE_PAIRED and DECODE_WARPS, and has turbo_constants.h of the
 // layout included.
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
 #include "attention_params.cuh"
 #include "decode.cuh"
 #include "launch.cuh"
 
 namespace {
 
-using turbo::check;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
@@ -22,18 +24,13 @@ constexpr size_t kSharedBytes =
 constexpr auto kKernel =
     turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
 
-// Multiprocessors of the device, made ready at the first call.
-int prepare(int device) {
-  constexpr int kMaxDevices = 64;
-  static int num_sms[kMaxDevices] = {};
-  TVM_FFI_ICHECK(device < kMaxDevices) << device;
-  if (num_sms[device] == 0) {
-    check(cudaFuncSetAttribute(
-        kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    check(cudaDeviceGetAttribute(&num_sms[device],
-                                 cudaDevAttrMultiProcessorCount, device));
-  }
-  return num_sms[device];
+// Blocks on the current device: one a multiprocessor.
+int num_blocks(int device) {
+  static turbo::NumberByDevice known;
+  return known.get(device, [device] {
+    turbo::allow_shared_bytes(kKernel, kSharedBytes);
+    return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
+  });
 }
 
 // See turbo::DecodeParams and cuda_decode.py for shapes and types.
@@ -44,9 +41,10 @@ void decode(TensorView query, TensorView query_scale, TensorView kv_cache,
   const turbo::DecodeParams p = turbo::params_of(
       query, query_scale, kv_cache, block_table, seq_lens, partial, partial_lse,
       query_start_loc, num_seqs, query_len, with_newest);
-  const DLDevice device = query.device();
-  const int num_blocks = prepare(device.device_id);
-  turbo::launch(kKernel, num_blocks, kThreads, kSharedBytes, device, p);
+  const DLDevice device = kv_cache.device();
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  turbo::launch(kKernel, num_blocks(device.device_id), kThreads, kSharedBytes,
+                device, p);
 }
 
 }  // namespace

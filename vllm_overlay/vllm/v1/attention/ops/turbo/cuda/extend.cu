@@ -4,13 +4,15 @@
 // The extend kernel's entry point. A module has one instance: cuda_extend.py
 // defines EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES and
 // EXTEND_MAX_SHARED_BYTES, and has turbo_constants.h of the layout included.
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
 #include "attention_params.cuh"
 #include "extend.cuh"
 #include "launch.cuh"
 
 namespace {
 
-using turbo::check;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
@@ -21,23 +23,18 @@ static_assert(kSharedBytes <= EXTEND_MAX_SHARED_BYTES);
 constexpr auto kKernel =
     turbo::extend_kernel<EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES>;
 
-// Blocks that the device has room for, made ready at the first call.
-int prepare(int device) {
-  constexpr int kMaxDevices = 64;
-  static int num_blocks[kMaxDevices] = {};
-  TVM_FFI_ICHECK(device < kMaxDevices) << device;
-  if (num_blocks[device] == 0) {
-    int num_sms = 0, per_sm = 0;
-    check(cudaFuncSetAttribute(
-        kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount,
-                                 device));
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+// Blocks that the current device has room for.
+int num_blocks(int device) {
+  static turbo::NumberByDevice known;
+  return known.get(device, [device] {
+    turbo::allow_shared_bytes(kKernel, kSharedBytes);
+    int per_sm = 0;
+    turbo::check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &per_sm, kKernel, kThreads, kSharedBytes));
-    TVM_FFI_ICHECK(per_sm > 0) << kSharedBytes;
-    num_blocks[device] = num_sms * per_sm;
-  }
-  return num_blocks[device];
+    TVM_FFI_CHECK(per_sm > 0, TurboLaunchRefused)
+        << "no room for a block of " << kSharedBytes << " bytes";
+    return per_sm * turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
+  });
 }
 
 // See turbo::DecodeParams and cuda_extend.py for shapes and types.
@@ -48,9 +45,10 @@ void extend(TensorView query, TensorView query_scale, TensorView kv_cache,
   const turbo::DecodeParams p = turbo::params_of(
       query, query_scale, kv_cache, block_table, seq_lens, partial, partial_lse,
       query_start_loc, num_seqs, query_len, with_newest);
-  const DLDevice device = query.device();
-  const int num_blocks = prepare(device.device_id);
-  turbo::launch(kKernel, num_blocks, kThreads, kSharedBytes, device, p);
+  const DLDevice device = kv_cache.device();
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  turbo::launch(kKernel, num_blocks(device.device_id), kThreads, kSharedBytes,
+                device, p);
 }
 
 }  // namespace

@@ -1,30 +1,97 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Launches of kernels that begin while the one before them still runs.
+// Launches of kernels, which may begin while the one before them still runs,
+// and how their errors are told.
 #pragma once
 
+#include <cuda_runtime.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
+
+#include <atomic>
 
 namespace turbo {
 
 inline void check(cudaError_t error) {
-  TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
+  if (error != cudaSuccess) {
+    TVM_FFI_THROW(RuntimeError)
+        << cudaGetErrorName(error) << ": " << cudaGetErrorString(error);
+  }
 }
 
-// Whether a kernel can begin before the one before it ends.
-inline bool can_overlap(int device) {
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
-                               device));
-  return major >= 9;
+// Whether an error says that a kernel cannot be launched here. Others may be of
+// a kernel that has run.
+inline bool is_refusal(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue:
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorLaunchOutOfResources:
+    case cudaErrorNotSupported:
+      return true;
+    default:
+      return false;
+  }
 }
 
-// The kernel has to wait by itself: see wait_for_previous_kernel.
+// As check, of what loads or launches a kernel. cuda_build.py has the class of
+// the error for a kernel that is refused.
+inline void check_launch(cudaError_t error) {
+  if (is_refusal(error)) {
+    cudaGetLastError();  // so that no later check, PyTorch's say, finds it
+    TVM_FFI_THROW(TurboLaunchRefused)
+        << cudaGetErrorName(error) << ": " << cudaGetErrorString(error);
+  }
+  check(error);
+}
+
+// A positive number of each device, worked out when it is first asked for.
+// Threads that are first together all work it out.
+class NumberByDevice {
+ public:
+  template <typename F>
+  int get(int device, F work_out) {
+    TVM_FFI_ICHECK(0 <= device && device < kMaxDevices) << device;
+    int number = numbers_[device].load(std::memory_order_acquire);
+    if (number == 0) {
+      number = work_out();
+      numbers_[device].store(number, std::memory_order_release);
+    }
+    return number;
+  }
+
+ private:
+  static constexpr int kMaxDevices = 64;
+  std::atomic<int> numbers_[kMaxDevices] = {};
+};
+
+inline int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// Let a kernel have so many bytes of shared memory on the current device.
+template <typename Params>
+void allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
+  check_launch(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
+}
+
+// Launch a kernel on the device, which is the current one, and its stream.
+//
+// overlaps: whether it may begin before the kernel before it ends. It has to
+// wait by itself: see wait_for_previous_kernel.
 template <typename Params>
 void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
-            DLDevice device, const Params& params) {
+            DLDevice device, const Params& params, bool overlaps = true) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -35,8 +102,12 @@ void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &overlap;
-  config.numAttrs = can_overlap(device.device_id) ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, params));
+  if (overlaps) {
+    const int major =
+        attribute_of(device.device_id, cudaDevAttrComputeCapabilityMajor);
+    config.numAttrs = major >= 9 ? 1 : 0;
+  }
+  check_launch(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 }  // namespace turbo

@@ -3,11 +3,12 @@
 //
 // The merge kernel's entry point. A module is of one head size, that of
 // turbo_merge_constants.h, which cuda_merge.py generates.
-#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
 #include "launch.cuh"
 #include "merge.cuh"
+#include "tensors.cuh"
 
 namespace {
 
@@ -21,10 +22,20 @@ Kernel kernel_of(bool with_newest) {
                      : turbo::merge_kernel<T, false>;
 }
 
-Kernel kernel_of(DLDataType dtype, bool with_newest) {
-  if (dtype.code == kDLBfloat) return kernel_of<__nv_bfloat16>(with_newest);
-  return dtype.bits == 16 ? kernel_of<__half>(with_newest)
-                          : kernel_of<float>(with_newest);
+Kernel kernel_of(const TensorView& output, bool with_newest) {
+  const DLDataType dtype = output.dtype();
+  if (dtype == turbo::kBFloat16) return kernel_of<__nv_bfloat16>(with_newest);
+  if (dtype == turbo::kFloat16) return kernel_of<__half>(with_newest);
+  turbo::check_dtype("output", output, turbo::kFloat32);
+  return kernel_of<float>(with_newest);
+}
+
+// [T, heads, D] of the output's dtype.
+void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
+                  int64_t num_heads) {
+  turbo::check_dtype(name, x, dtype);
+  turbo::check_vectors(name, x, HEAD_SIZE);
+  turbo::check_size(name, x, 1, num_heads);
 }
 
 // See turbo::MergeParams and cuda_merge.py for shapes and types.
@@ -33,10 +44,23 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView value, int64_t num_kv_heads, bool with_newest,
            double score_factor, Optional<TensorView> query_start_loc,
            int64_t num_seqs, int64_t query_len, int64_t row_shift) {
+  const int64_t num_heads = output.size(1);
+  const DLDataType dtype = output.dtype();
+  TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
+      << "output: " << num_heads << " heads, no multiple of " << num_kv_heads;
+  check_tokens("output", output, dtype, num_heads);
+  check_tokens("query", query, dtype, num_heads);
+  if (with_newest) {
+    check_tokens("key", key, dtype, num_kv_heads);
+    check_tokens("value", value, dtype, num_kv_heads);
+  }
+  const DLDevice device = output.device();
+  turbo::check_device(device, output, partial, partial_lse, seq_lens, query,
+                      key, value);
   turbo::MergeParams p;
   p.partial = static_cast<const float*>(partial.data_ptr());
   p.partial_lse = static_cast<const float*>(partial_lse.data_ptr());
-  p.seq_lens = static_cast<const int*>(seq_lens.data_ptr());
+  p.seq_lens = turbo::ints_of("seq_lens", seq_lens, num_seqs);
   p.output = output.data_ptr();
   p.query = query.data_ptr();
   p.key = key.data_ptr();
@@ -50,22 +74,23 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.stride_value_token = value.stride(0);
   p.stride_value_head = value.stride(1);
   p.score_factor = static_cast<float>(score_factor);
-  p.num_heads = static_cast<int>(output.size(1));
+  p.num_heads = turbo::to_int("output", num_heads);
   p.group = p.num_heads / static_cast<int>(num_kv_heads);
-  p.query_start_loc = nullptr;
-  if (query_start_loc.has_value()) {
-    p.query_start_loc =
-        static_cast<const int*>(query_start_loc.value().data_ptr());
-  }
-  p.query_len = static_cast<int>(query_len);
+  p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
+  p.query_len = turbo::to_int("query_len", query_len);
   p.num_queries = p.query_len * p.num_heads;
-  p.num_splits = static_cast<int>(partial.size(0) / (num_seqs * query_len));
+  p.num_splits = turbo::check_partials(partial, partial_lse, num_heads,
+                                       HEAD_SIZE, num_seqs, query_len);
+  TVM_FFI_CHECK(p.num_splits <= MAX_SPLITS, ValueError)
+      << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
   p.row_shift = static_cast<int>(row_shift);
 
   const int rows = turbo::kMergeWarps >> p.row_shift;
-  const dim3 grid(num_seqs, (p.num_queries + rows - 1) / rows);
-  turbo::launch(kernel_of(output.dtype(), with_newest), grid,
-                turbo::kMergeThreads, 0, output.device(), p);
+  const dim3 grid(turbo::to_int("num_seqs", num_seqs),
+                  (p.num_queries + rows - 1) / rows);
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  turbo::launch(kernel_of(output, with_newest), grid, turbo::kMergeThreads, 0,
+                device, p);
 }
 
 }  // namespace

@@ -7,10 +7,6 @@
 #include "single.cuh"
 #include "warp.cuh"
 
-#ifndef STORE_MIN_BLOCKS
-  #define STORE_MIN_BLOCKS 5
-#endif
-
 namespace turbo {
 
 // Blocks of STORE_THREADS that a multiprocessor is to have room for.
@@ -194,27 +190,15 @@ __global__ void __launch_bounds__(STORE_THREADS, MIN_BLOCKS<PARTS>)
   }
 }
 
+// Warps that store K and V, and rotate queries.
 template <int PARTS>
-inline cudaError_t store(const StoreParams& params, bool is_bf16, int threads,
-                         cudaStream_t stream) {
-  const KernelParams kernel_params(params);
-  const int num_rows = params.num_queries * params.num_heads;
-  int warps = (PARTS > 1 ? 2 : 1) * num_pair_warps<PARTS>(params);
-  if (IS_SINGLE<PARTS> && kernel_params.has_single_queries) {
-    warps += num_rows * SINGLE_WARPS;
-  } else {
-    warps += (num_rows + QUERIES_A_WARP - 1) / QUERIES_A_WARP;
+inline int64_t num_store_warps(const KernelParams& params) {
+  const int64_t num_rows = int64_t(params.num_queries) * params.num_heads;
+  const int64_t warps = (PARTS > 1 ? 2 : 1) * num_pair_warps<PARTS>(params);
+  if (IS_SINGLE<PARTS> && params.has_single_queries) {
+    return warps + num_rows * SINGLE_WARPS;
   }
-  // A vector's warps are of one block.
-  if (IS_SINGLE<PARTS>) threads = max(threads, 32 * SINGLE_WARPS);
-  if (warps == 0) return cudaSuccess;
-  const int blocks = (32 * warps + threads - 1) / threads;
-  if (is_bf16) {
-    store_kernel<true, PARTS><<<blocks, threads, 0, stream>>>(kernel_params);
-  } else {
-    store_kernel<false, PARTS><<<blocks, threads, 0, stream>>>(kernel_params);
-  }
-  return cudaGetLastError();
+  return warps + (num_rows + QUERIES_A_WARP - 1) / QUERIES_A_WARP;
 }
 
 }  // namespace turbo

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Plant small defects in the CUDA kernels, and see that tests fail for them.
+
+    python ci/cuda_defects.py [NAME]...
+
+It runs on a GPU, with the vLLM that the Python imports. Each test has to pass without a
+defect, and to fail with it. What only compute-sanitizer can see is in ci/sanitize.py.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm.v1.attention.ops.turbo import cuda_build
+
+TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
+HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
+ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
+MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
+# Exit statuses of pytest.
+PASSED, FAILED = 0, 1
+
+
+class Defect(NamedTuple):
+    """A change to a source that a test is to notice.
+
+    Attributes:
+        source: Of ``cuda_build.SOURCE_DIR``.
+        old: What is there, ``times`` times.
+        new: What is put in its place.
+        test: The test, and what selects its cases.
+        selected: pytest's -k.
+        times: How often ``old`` is there.
+
+    """
+
+    source: str
+    old: str
+    new: str
+    test: str = ""
+    selected: str = ""
+    times: int = 1
+
+
+WAIT = "  wait_for_previous_kernel();\n"
+DEFECTS = {
+    # Hidden tokens in tiles that the sequence fills are not masked.
+    "decode-hidden": Defect(
+        "values.cuh",
+        "TILES * TILE_TOKENS + visible.most_hidden;",
+        "TILES * TILE_TOKENS;",
+        HIDDEN,
+        "cuda",
+    ),
+    "extend-hidden": Defect(
+        "extend_segment.cuh",
+        "num_tokens < kStepTokens + p.most_hidden,",
+        "num_tokens < kStepTokens,",
+        HIDDEN,
+        "extend",
+    ),
+    # What the kernel before has not written yet is read.
+    "decode-wait": Defect("decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
+    "extend-wait": Defect("extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
+    "merge-wait": Defect("merge.cuh", WAIT, "", MERGE_WAITS),
+}
+
+
+def plant(defect: Defect) -> None:
+    """Let this process build its kernels from a copy of the sources with a defect."""
+    folder = Path(tempfile.mkdtemp()) / "cuda"
+    shutil.copytree(cuda_build.SOURCE_DIR, folder)
+    source = folder / defect.source
+    text = source.read_text()
+    found = text.count(defect.old)
+    assert found == defect.times, (defect, found)
+    source.write_text(text.replace(defect.old, defect.new))
+    cuda_build.SOURCE_DIR = folder
+
+
+def run_test(defect: Defect) -> int:
+    """Returns pytest's exit status, of a test in this process."""
+    import pytest
+
+    arguments = ["-q", "-rN", "--tb=line", "-p", "no:cacheprovider"]
+    if defect.selected:
+        arguments += ["-k", defect.selected]
+    return pytest.main([*arguments, str(TESTS / defect.test)])
+
+
+def run_apart(name: str, option: str) -> int:
+    """As ``run_test``, in a process that loads kernels of its own."""
+    command = [sys.executable, __file__, option, name]
+    return subprocess.run(command).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DEFECTS))
+    parser.add_argument("--with", dest="planted", choices=DEFECTS, help="run its test")
+    parser.add_argument("--without", choices=DEFECTS, help="but plant nothing")
+    args = parser.parse_args()
+    if args.planted:
+        plant(DEFECTS[args.planted])
+        return run_test(DEFECTS[args.planted])
+    if args.without:
+        return run_test(DEFECTS[args.without])
+    wrong = []
+    for name in args.names or DEFECTS:
+        statuses = run_apart(name, "--without"), run_apart(name, "--with")
+        is_caught = statuses == (PASSED, FAILED)
+        wrong += [] if is_caught else [name]
+        said = "is caught" if is_caught else f"is not caught: statuses {statuses}"
+        print(f"{name} {said}", flush=True)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Launches of the CUDA kernels: what they wait for, where they go, how they fail."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import (
+    cuda_build,
+    cuda_decode,
+    cuda_extend,
+    cuda_merge,
+    cuda_store,
+)
+from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+from .cuda_steps import (
+    NUM_KV_HEADS,
+    Scratch,
+    Step,
+    new_cache,
+    normal,
+    random_sequences,
+    step_of,
+)
+from .test_cuda_multi import CAN_RUN_CUDA
+from .utils import BF16, DEVICE
+
+pytestmark = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+ATTENTION = {
+    "decode": cuda_decode.decode_attention,
+    "extend": cuda_extend.extend_attention,
+}
+# So long no launch by the host takes.
+DELAY_NS = 30_000_000
+
+
+@triton.jit
+def _copy_late(source_ptr, target_ptr, size, DELAY: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy numbers after a while, in which the next kernel may begin."""
+    tl.extra.cuda.gdc_launch_dependents()
+    start = tl.extra.cuda.globaltimer()
+    while tl.extra.cuda.globaltimer() - start < DELAY:
+        pass
+    for first in range(0, size, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < size
+        numbers = tl.load(source_ptr + offsets, mask=mask)
+        tl.store(target_ptr + offsets, numbers, mask=mask)
+
+
+def copy_late(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy, by one block: the rest of the GPU is free for the next kernel."""
+    assert source.is_contiguous() and target.is_contiguous()
+    _copy_late[(1,)](source, target, source.numel(), DELAY_NS, 1024)
+
+
+requires_overlap = pytest.mark.skipif(
+    not (CAN_RUN_CUDA and current_platform.has_device_capability(90)),
+    reason="needs a GPU on which kernels overlap",
+)
+
+
+def attend(
+    kernel: str, step: Step, cache: torch.Tensor, scratch: Scratch
+) -> torch.Tensor:
+    """Attend to what is stored from rotated queries that are in the scratch."""
+    ATTENTION[kernel](
+        scratch.rotated_query,
+        scratch.query_scale,
+        cache,
+        step.block_table,
+        step.seq_lens,
+        LAYOUT,
+        scratch.partial,
+        scratch.partial_lse,
+        scratch.output,
+    )
+    return scratch.output
+
+
+@requires_overlap
+@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize("late", ["rotated_query", "query_scale", "cache"])
+def test_attention_waits_for_the_kernel_before_it(kernel, late):
+    """It may begin while that runs, but not read what it writes: queries and pages."""
+    cache, step = random_sequences(LAYOUT, [4000, 17, 0, 300])
+    scratch = Scratch.of(step.query, 6)
+    step.run(cache, LAYOUT, scratch)
+    expected = attend(kernel, step, cache, scratch).clone()
+    target = cache if late == "cache" else getattr(scratch, late)
+    written = target.clone()
+    for _ in range(3):
+        target.copy_(written.flip(0))
+        scratch.output.fill_(math.nan)
+        torch.accelerator.synchronize()
+        # Nothing may come between: the attention is to follow at once.
+        copy_late(written, target)
+        assert torch.equal(attend(kernel, step, cache, scratch), expected)
+
+
+@requires_overlap
+@pytest.mark.parametrize("late", ["partial", "partial_lse"])
+def test_the_merge_waits_for_the_kernel_before_it(late):
+    """Its partial results are what that writes."""
+    partial = normal(384, 8, 128, seed=1).float()
+    partial_lse = normal(384, 8, seed=2).float()
+    target = partial if late == "partial" else partial_lse
+    seq_lens = torch.full((64,), 1000, dtype=torch.int32, device=DEVICE)
+    output = torch.empty(64, 8, 128, dtype=BF16, device=DEVICE)
+    cuda_merge.merge_splits(partial, partial_lse, seq_lens, output, NUM_KV_HEADS)
+    expected = output.clone()
+    written = target.clone()
+    for _ in range(3):
+        target.copy_(written.flip(0))
+        output.fill_(math.nan)
+        torch.accelerator.synchronize()
+        copy_late(written, target)
+        cuda_merge.merge_splits(partial, partial_lse, seq_lens, output, NUM_KV_HEADS)
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.skipif(
+    not CAN_RUN_CUDA or torch.accelerator.device_count() < 2, reason="needs two GPUs"
+)
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_kernels_run_where_their_tensors_are(kernel):
+    """Another device may be the current one, and stays so."""
+    assert torch.accelerator.current_device_index() == 0
+    cache, step = random_sequences(LAYOUT, [700, 17, 0])
+    outputs = []
+    for index in (1, 0):
+        device = torch.device("cuda", index)
+        there = type(step)(*(x.to(device) for x in step))
+        pages = cache.to(device)
+        scratch = Scratch(*(x.to(device) for x in Scratch.of(step.query, 6)))
+        cuda_store.store(
+            pages,
+            there.slots,
+            there.key,
+            there.value,
+            LAYOUT,
+            there.query,
+            scratch.rotated_query,
+            scratch.query_scale,
+            128**-0.5,
+        )
+        attend(kernel, there, pages, scratch)
+        assert torch.accelerator.current_device_index() == 0
+        outputs.append(scratch.output.cpu())
+    # GPUs of different sizes cut the work in different ways.
+    largest = outputs[1].abs().max()
+    assert largest > 0 and (outputs[0] - outputs[1]).abs().max() <= 2**-6 * largest
+
+
+@pytest.fixture
+def other_architecture(monkeypatch: pytest.MonkeyPatch):
+    """Kernels are built for GPUs that have nothing in common with this one."""
+    number = 80 if current_platform.has_device_capability(90) else 90
+    flag = f"-gencode=arch=compute_{number},code=sm_{number}"
+    loads = (
+        cuda_store.load,
+        cuda_decode.load_instance,
+        cuda_extend.load_instance,
+        cuda_merge.load,
+    )
+    for load in loads:
+        load.cache_clear()
+    monkeypatch.setattr(cuda_build, "_target", lambda device: flag)
+    yield
+    for load in loads:
+        load.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", ["store", "decode", "merge"])
+def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, kernel):
+    """And nothing else fails for it afterwards."""
+    table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    step = step_of(LAYOUT, table, [0])
+    scratch = Scratch.of(step.query, 6)
+    cache = torch.zeros_like(new_cache(LAYOUT, 1))
+    with pytest.raises(LaunchRefused, match="^cudaError"):
+        if kernel == "store":
+            cuda_store.store(cache, step.slots, step.key, step.value, LAYOUT)
+        elif kernel == "merge":
+            cuda_merge.merge_splits(
+                scratch.partial,
+                scratch.partial_lse,
+                step.seq_lens,
+                scratch.output,
+                NUM_KV_HEADS,
+            )
+        else:
+            attend(kernel, step, cache, scratch)
+    assert torch.ones(3, device=DEVICE).sum() == 3
+    torch.accelerator.synchronize()
+    assert not cache.any()
+
+
+# A process of its own: a fault ends all work on the GPU.
+FAULT = """
+import sys
+import torch
+from PACKAGE.cuda_steps import Scratch, random_sequences
+from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+layout = TurboFormat.from_cache_dtype("turbo4", 128)
+cache, step = random_sequences(layout, [4000])
+step.run(cache, layout, Scratch.of(step.query, 6))
+torch.accelerator.synchronize()
+step.block_table.fill_(2**30)
+step.run(cache, layout, Scratch.of(step.query, 6))
+try:
+    torch.accelerator.synchronize()
+except RuntimeError:
+    pass
+else:
+    sys.exit("nothing has failed")
+try:
+    step.run(cache, layout, Scratch.of(step.query, 6))
+except LaunchRefused as error:
+    sys.exit(f"taken for a refusal: {error}")
+except RuntimeError:
+    print("a fault")
+"""
+
+
+def test_a_fault_in_flight_is_no_refusal():
+    assert __package__
+    program = FAULT.replace("PACKAGE", __package__)
+    root = str(Path(__file__).resolve().parents[__package__.count(".") + 1])
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path])},
+    )
+    assert result.returncode == 0 and result.stdout == "a fault\n", result.stderr

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every module that serving asks for is among those that are built before."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import (
+    cuda_decode,
+    cuda_extend,
+    cuda_merge,
+    cuda_store,
+)
+from vllm.v1.attention.ops.turbo.cuda_build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda_modules import serving_modules
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.kernels import max_extend_len
+
+DEVICE = torch.device("cuda", 0)
+SHARED_BYTES = 232448
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+Asked = list[tuple[CudaModule, torch.device]]
+
+
+def clear_caches() -> None:
+    for load in (
+        cuda_store.load,
+        cuda_decode.load_instance,
+        cuda_extend.load_instance,
+        cuda_merge.load,
+    ):
+        load.cache_clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """What is built, in order, where nothing has been loaded."""
+    modules: Asked = []
+    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge):
+        monkeypatch.setattr(
+            kernel, "build_and_load", lambda *args: modules.append(args)
+        )
+    for kernel in (cuda_decode, cuda_extend):
+        monkeypatch.setattr(kernel, "shared_memory", lambda device: SHARED_BYTES)
+    clear_caches()
+    yield modules
+    clear_caches()
+
+
+def served(layout: TurboFormat, group: int, query_lens: range, extend_lens: range):
+    """Ask as the entry points of the kernels do, of all batches."""
+    cuda_store.load(layout, DEVICE)
+    cuda_merge.load(layout.head_size, DEVICE)
+    for query_len in query_lens:
+        cuda_decode.load(layout, group * query_len, DEVICE)
+    for query_len in extend_lens:
+        cuda_extend.load(layout, group * query_len, DEVICE)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
+@pytest.mark.parametrize("group", [*range(1, 17), 32])
+def test_all_that_is_asked_for_is_listed(asked, group, max_query_len):
+    longest = max_extend_len(group)
+    loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE)
+    for loader in loaders:
+        loader()
+    listed = set(asked)
+    assert len(asked) == len(listed), "one is listed twice"
+    clear_caches()
+    asked.clear()
+    served(LAYOUT, group, range(1, max_query_len + 1), range(1, longest + 1))
+    assert set(asked) == listed
+
+
+def test_both_widths_of_both_kernels_where_batches_have_them(asked):
+    loaders = serving_modules(LAYOUT, 4, 3, max_extend_len(4), DEVICE)
+    assert [loader.name for loader in loaders] == [
+        "store turbo4_128",
+        "merge 128",
+        "decode turbo4_128_paired",
+        "decode turbo4_128",
+        "extend turbo4_128_c32",
+        "extend turbo4_128_c64",
+    ]
+
+
+def test_no_extends(asked):
+    names = [loader.name for loader in serving_modules(LAYOUT, 8, 1, 0, DEVICE)]
+    assert names == ["store turbo4_128", "merge 128", "decode turbo4_128"]
+
+
+@pytest.mark.parametrize("name", TURBO_PRESETS)
+@pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
+def test_names_are_those_of_the_modules(asked, name, head_size):
+    """And tell all modules of a kernel apart: builds are counted by them."""
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    loaders = serving_modules(layout, 1, 8, 48, DEVICE)
+    for loader in loaders:
+        loader()
+    names = [f"{module.kernel} {module.instance}" for module, _ in asked]
+    assert names == [loader.name for loader in loaders]
+    assert len(set(names)) == len(names) == 6
+
+
+def test_the_current_device_unless_another_is_named(asked, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    for loader in serving_modules(LAYOUT, 4, 1, 4):
+        loader()
+    assert {device for _, device in asked} == {torch.device("cuda", 3)}
+
+
+def test_each_device_has_modules_of_its_own(asked):
+    """They may differ in their architecture."""
+    for index in (0, 1):
+        for loader in serving_modules(LAYOUT, 4, 1, 4, torch.device("cuda", index)):
+            loader()
+    assert [device.index for _, device in asked] == [0] * 4 + [1] * 4

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How the decode kernel cuts a batch, by the kernel's source compiled for the host.
+
+A warp's lanes are threads there. Undefined behaviour ends the program.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from vllm.v1.attention.ops.turbo import cuda_decode
+from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+# In place of CUDA's header, what partition.cuh takes of CUDA.
+SHIM = r"""
+#pragma once
+#include <pthread.h>
+#include <algorithm>
+#include <atomic>
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+using std::max;
+using std::min;
+struct __half;
+inline pthread_barrier_t barrier;
+inline std::atomic<int> reduced;
+template <typename F>
+int reduce(int x, int start, F combine) {
+  if (pthread_barrier_wait(&barrier) == PTHREAD_BARRIER_SERIAL_THREAD)
+    reduced = start;
+  pthread_barrier_wait(&barrier);
+  int seen = reduced;
+  while (!reduced.compare_exchange_weak(seen, combine(seen, x))) {
+  }
+  pthread_barrier_wait(&barrier);
+  return reduced;
+}
+inline int __reduce_add_sync(unsigned, int x) {
+  return reduce(x, 0, [](int a, int b) { return a + b; });
+}
+inline int __reduce_max_sync(unsigned, int x) {
+  return reduce(x, -1, [](int a, int b) { return max(a, b); });
+}
+"""
+# A line is rows, warps, splits, and lengths; the answer is a partition.
+PROGRAM = r"""
+#include <cstdio>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+#include "partition.cuh"
+
+int main() {
+  pthread_barrier_init(&barrier, nullptr, 32);
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream numbers(line);
+    int num_rows, num_warps, length;
+    turbo::DecodeParams p = {};
+    numbers >> num_rows >> num_warps >> p.num_splits;
+    std::vector<int> lengths;
+    while (numbers >> length) lengths.push_back(length);
+    p.seq_lens = lengths.data();
+    p.num_seqs = int(lengths.size());
+    p.query_len = 1;
+    turbo::Partition results[32];
+    std::vector<std::thread> lanes;
+    for (int lane = 0; lane < 32; ++lane) {
+      lanes.emplace_back([&, lane] {
+        results[lane] = turbo::partition(p, num_rows, num_warps, lane);
+      });
+    }
+    for (auto& lane : lanes) lane.join();
+    const auto& cut = results[0];
+    std::printf("%d %d %d %d\n", cut.team_size, cut.range, cut.num_ranges,
+                int(cut.aligned));
+    for (const auto& other : results) {
+      if (other.range != cut.range || other.num_ranges != cut.num_ranges)
+        return 1;
+    }
+  }
+}
+"""
+
+
+class Case(NamedTuple):
+    """What a batch is cut by: as ``partition`` has it, and the sequences' lengths."""
+
+    num_rows: int
+    num_warps: int
+    num_splits: int
+    seq_lens: list[int]
+
+
+class Cut(NamedTuple):
+    """``Partition``."""
+
+    team_size: int
+    range: int
+    num_ranges: int
+    aligned: bool
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("partition")
+    (folder / "cuda_fp16.h").write_text(SHIM)
+    (folder / "turbo_constants.h").write_text(cuda_decode.constants_header(LAYOUT))
+    (folder / "main.cpp").write_text(PROGRAM)
+    assert COMPILER is not None
+    command: list[str | Path] = [COMPILER, "-std=c++17", "-O1", "-pthread"]
+    command += ["-Wno-unknown-pragmas"]
+    command += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    command += [f"-I{folder}", f"-I{SOURCE_DIR}", folder / "main.cpp", "-o"]
+    result = subprocess.run([*command, folder / "main"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder / "main"
+
+
+def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
+    lines = [" ".join(map(str, [*case[:3], *case.seq_lens])) for case in cases]
+    result = subprocess.run(
+        [program], input="\n".join(lines), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [list(map(int, line.split())) for line in result.stdout.splitlines()]
+    assert len(rows) == len(cases)
+    return [Cut(a, b, c, bool(d)) for a, b, c, d in rows]
+
+
+def check(case: Case, cut: Cut) -> None:
+    """Ranges hold every tile, of no row more than there are splits."""
+    assert cut.team_size in (1, 4) and case.num_warps % cut.team_size == 0
+    tiles = [-(-length // TILE_TOKENS) for length in case.seq_lens]
+    counted = [n for n in tiles for _ in range(case.num_rows)]
+    if cut.range == 0:
+        assert not any(tiles) and cut.num_ranges == 0
+        return
+    assert cut.range > 0
+    if cut.aligned:
+        counted = [-(-n // cut.range) * cut.range for n in counted]
+    ends = list(accumulate(counted, initial=0))
+    assert cut.num_ranges == -(-ends[-1] // cut.range)
+    for first, last in zip(ends, ends[1:]):
+        if last > first:
+            splits = (last - 1) // cut.range - first // cut.range + 1
+            assert splits <= case.num_splits, (case, cut)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+@pytest.mark.parametrize("num_seqs", [1, 2, 31, 32, 33, 300])
+def test_sequences_without_cached_tokens(program, num_splits, num_seqs):
+    """Prompts of one token and padding have no tiles, and no range."""
+    case = Case(8, 1584, num_splits, [0] * num_seqs)
+    (cut,) = cut_all(program, [case])
+    assert cut.num_ranges == 0
+    check(case, cut)
+
+
+def test_random_batches(program):
+    generator = random.Random(0)
+    cases = []
+    for _ in range(600):
+        num_seqs = generator.choice([1, 2, 5, 32, 33, 70])
+        longest = generator.choice([1, 16, 17, 300, 5000, 100_000])
+        shortest = generator.choice([0, longest - longest // 8])
+        lengths = [generator.randint(shortest, longest) for _ in range(num_seqs)]
+        num_warps = generator.choice([4, 8, 20, 16 * 12, 108 * 8, 132 * 12])
+        num_rows = generator.choice([1, 2, 8, 48])
+        num_splits = generator.choice([1, 2, 3, 8, 64])
+        cases.append(Case(num_rows, num_warps, num_splits, lengths))
+    cuts = cut_all(program, cases)
+    for case, cut in zip(cases, cuts):
+        check(case, cut)
+    assert {cut.team_size for cut in cuts} == {1, 4}
+    assert {cut.aligned for cut in cuts} == {False, True}

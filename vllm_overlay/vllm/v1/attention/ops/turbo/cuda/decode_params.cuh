@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What decode and extend attention are given.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "turbo_constants.h"
+
+namespace turbo {
+
+// Warps that may work on a part of a sequence together, as one could.
+constexpr int kTeamWarps = 4;
+
+struct DecodeParams {
+  const __half* query;         // [T, Hq, D], rotated
+  const float* query_scale;    // [T, Hq]
+  const uint8_t* kv_cache;     // [num_blocks, H, N, C]
+  const int* block_table;      // [B, max_blocks]
+  const int* seq_lens;         // [B]
+  const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  float* partial;              // [B, S, Q, Hq, D]
+  float* partial_lse;          // [B, S, Q, Hq], base 2
+  int64_t stride_cache_block;
+  int64_t stride_cache_head;
+  int stride_block_table;
+  int num_seqs;
+  int num_kv_heads;
+  int group;  // query heads a KV head
+  int tiles_per_block;
+  int num_splits;
+  int query_len;    // Q, most query tokens of a sequence: its last
+  int with_newest;  // whether query tokens' K and V are left out
+  int most_hidden;  // of the others, those that the first query does not see
+
+  // Of a sequence, at most.
+  __device__ __forceinline__ int num_queries() const {
+    return query_len * num_kv_heads * group;
+  }
+  // Of a KV head, at most.
+  __device__ __forceinline__ int num_columns() const {
+    return query_len * group;
+  }
+  __device__ __forceinline__ int first_token(int seq) const {
+    return query_start_loc ? query_start_loc[seq] : seq * query_len;
+  }
+  __device__ __forceinline__ int num_query_tokens(int seq) const {
+    return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
+                           : query_len;
+  }
+  // Cached tokens that a sequence's queries are to see.
+  __device__ __forceinline__ int num_tokens(int seq) const {
+    return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
+  }
+};
+
+__device__ __forceinline__ int num_tiles(const DecodeParams& p, int seq) {
+  if (seq >= p.num_seqs) return 0;
+  const int tokens = p.num_tokens(seq);
+  return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;
+}
+
+}  // namespace turbo

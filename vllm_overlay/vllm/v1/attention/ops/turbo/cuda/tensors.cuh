@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the entry points ask of their tensors, on the host, at every call: the
+// kernels trust it. Messages name the tensor.
+//
+// DLPack may give any stride to an axis of one element: such are not looked at.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
+
+#include <cstdint>
+
+namespace turbo {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+// Bytes of a page that are loaded at once, and elements of a vector.
+constexpr int64_t kPageAlignment = 16;
+constexpr int64_t kVectorElements = 4;
+
+// A number that a kernel has in 32 bits.
+inline int to_int(const char* name, int64_t value) {
+  TVM_FFI_CHECK(0 <= value && value <= INT32_MAX, ValueError)
+      << name << ": " << value << " is not between 0 and 2**31 - 1";
+  return static_cast<int>(value);
+}
+
+constexpr DLDataType kBytes = {kDLUInt, 8, 1};
+constexpr DLDataType kInt32 = {kDLInt, 32, 1};
+constexpr DLDataType kInt64 = {kDLInt, 64, 1};
+constexpr DLDataType kFloat32 = {kDLFloat, 32, 1};
+constexpr DLDataType kFloat16 = {kDLFloat, 16, 1};
+constexpr DLDataType kBFloat16 = {kDLBfloat, 16, 1};
+
+inline void check_dtype(const char* name, const TensorView& x,
+                        DLDataType dtype) {
+  TVM_FFI_CHECK(x.dtype() == dtype, TypeError)
+      << name << ": of " << x.dtype() << ", not " << dtype;
+}
+
+inline void check_axes(const char* name, const TensorView& x, int axes) {
+  TVM_FFI_CHECK(x.ndim() == axes, ValueError)
+      << name << ": of " << x.ndim() << " axes, not " << axes;
+}
+
+inline void check_size(const char* name, const TensorView& x, int axis,
+                       int64_t size) {
+  TVM_FFI_CHECK(x.size(axis) == size, ValueError)
+      << name << ": " << x.size(axis) << " along axis " << axis << ", not "
+      << size;
+}
+
+inline void check_last_axis(const char* name, const TensorView& x) {
+  const int last = x.ndim() - 1;
+  TVM_FFI_CHECK(x.size(last) <= 1 || x.stride(last) == 1, ValueError)
+      << name << ": the last axis is not contiguous, but of stride "
+      << x.stride(last);
+}
+
+inline void check_contiguous(const char* name, const TensorView& x) {
+  TVM_FFI_CHECK(x.IsContiguous(), ValueError) << name << ": not contiguous";
+}
+
+inline void check_address(const char* name, const TensorView& x,
+                          int64_t alignment) {
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % alignment == 0,
+                ValueError)
+      << name << ": its address is no multiple of " << alignment << " bytes";
+}
+
+inline void check_stride(const char* name, const TensorView& x, int axis,
+                         int64_t divisor) {
+  TVM_FFI_CHECK(x.size(axis) <= 1 || x.stride(axis) % divisor == 0, ValueError)
+      << name << ": the stride of axis " << axis << ", " << x.stride(axis)
+      << ", is no multiple of " << divisor;
+}
+
+// [T, heads, D]: vectors of 16 or 32 bits, four elements of which are loaded or
+// stored at once.
+inline void check_vectors(const char* name, const TensorView& x,
+                          int64_t head_size) {
+  check_axes(name, x, 3);
+  check_size(name, x, 2, head_size);
+  check_last_axis(name, x);
+  check_stride(name, x, 0, kVectorElements);
+  check_stride(name, x, 1, kVectorElements);
+  check_address(name, x, kVectorElements * (x.dtype().bits / 8));
+}
+
+// [num_blocks, H, N, C] of bytes: whole tiles, each aligned.
+inline void check_pages(const char* name, const TensorView& x,
+                        int64_t tile_tokens, int64_t tile_bytes) {
+  check_dtype(name, x, kBytes);
+  check_axes(name, x, 4);
+  check_size(name, x, 3, tile_bytes / tile_tokens);
+  check_last_axis(name, x);
+  TVM_FFI_CHECK(x.size(2) > 0 && x.size(2) % tile_tokens == 0, ValueError)
+      << name << ": blocks of " << x.size(2) << " tokens, no multiple of "
+      << tile_tokens;
+  TVM_FFI_CHECK(x.stride(2) == x.size(3), ValueError)
+      << name << ": tokens are " << x.stride(2) << " bytes apart, not "
+      << x.size(3);
+  check_stride(name, x, 0, kPageAlignment);
+  check_stride(name, x, 1, kPageAlignment);
+  check_address(name, x, kPageAlignment);
+  to_int(name, x.size(0) * x.size(2));  // slots
+}
+
+// All are on one GPU.
+template <typename... Tensors>
+void check_device(DLDevice device, const Tensors&... tensors) {
+  TVM_FFI_CHECK(device.device_type == kDLCUDA, ValueError)
+      << "tensors have to be on an NVIDIA GPU";
+  const bool on_it = (... && (tensors.device().device_type == kDLCUDA &&
+                              tensors.device().device_id == device.device_id));
+  TVM_FFI_CHECK(on_it, ValueError)
+      << "tensors are not all on GPU " << device.device_id;
+}
+
+// int32, one a sequence, and so many more.
+inline const int* ints_of(const char* name, const TensorView& x,
+                          int64_t least) {
+  check_dtype(name, x, kInt32);
+  check_axes(name, x, 1);
+  check_last_axis(name, x);
+  TVM_FFI_CHECK(x.size(0) >= least, ValueError)
+      << name << ": of " << x.size(0) << ", not " << least;
+  return static_cast<const int*>(x.data_ptr());
+}
+
+inline const int* starts_of(const Optional<TensorView>& query_start_loc,
+                            int64_t num_seqs, DLDevice device) {
+  if (!query_start_loc.has_value()) return nullptr;
+  check_device(device, query_start_loc.value());
+  return ints_of("query_start_loc", query_start_loc.value(), num_seqs + 1);
+}
+
+// Splits of each query that there is room for.
+inline int check_partials(const TensorView& partial,
+                          const TensorView& partial_lse, int64_t num_heads,
+                          int64_t head_size, int64_t num_seqs,
+                          int64_t query_len) {
+  check_dtype("partial", partial, kFloat32);
+  check_dtype("partial_lse", partial_lse, kFloat32);
+  check_axes("partial", partial, 3);
+  check_axes("partial_lse", partial_lse, 2);
+  check_contiguous("partial", partial);
+  check_contiguous("partial_lse", partial_lse);
+  check_address("partial", partial, 16);
+  check_size("partial", partial, 1, num_heads);
+  check_size("partial", partial, 2, head_size);
+  check_size("partial_lse", partial_lse, 1, num_heads);
+  const int64_t num_splits = partial.size(0) / (num_seqs * query_len);
+  TVM_FFI_CHECK(num_splits >= 1, ValueError)
+      << "partial: " << partial.size(0) << " rows are not one a query of "
+      << num_seqs << " sequences";
+  check_size("partial_lse", partial_lse, 0, partial.size(0));
+  to_int("partial", num_splits * query_len * num_heads * head_size);
+  return static_cast<int>(num_splits);
+}
+
+}  // namespace turbo
