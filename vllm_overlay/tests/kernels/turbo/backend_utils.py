@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import dispatch, prefill_plan, reference
-from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
+from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN, TurboKernels
 
 from .utils import (
     BF16,
@@ -137,22 +137,29 @@ def set_scratch(
             monkeypatch.setattr(module, name, count * size)
 
 
-def make_impl(config: VllmConfig) -> TurboAttentionImpl:
+def make_impl(
+    config: VllmConfig, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+) -> TurboAttentionImpl:
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
-            NUM_HEADS,
+            num_heads,
             HEAD_SIZE,
             SCALE,
-            NUM_KV_HEADS,
+            num_kv_heads,
             kv_cache_dtype=config.cache_config.cache_dtype,
         )
 
 
+def chosen_by(impl: TurboAttentionImpl) -> TurboKernels | None:
+    """The kernels of an implementation that has chosen some."""
+    return impl.kernels if "chosen_kernels" in vars(impl) else None
+
+
 def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
     """A builder for the kernels that the implementation has at this time."""
-    spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    spec = cache_spec(impl.layout, impl.num_kv_heads, BLOCK_SIZE)
     builder = TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
-    chosen = vars(impl).get("kernels")
+    chosen = chosen_by(impl)
     has_extends = chosen is not None and chosen.extend_attention is not None
     builder.max_extend_len = MAX_EXTEND_LEN if has_extends else 0
     return builder
@@ -187,17 +194,21 @@ class Batch:
     requests: list[tuple[int, int]]
 
     @staticmethod
-    def make(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> "Batch":
+    def make(
+        impl: TurboAttentionImpl,
+        requests: list[tuple[int, int]],
+        block_size: int = BLOCK_SIZE,
+    ) -> "Batch":
         dtype = impl.dtype
         contexts = [context for _, context in requests]
         seq_lens = [query + context for query, context in requests]
         num_tokens = sum(query for query, _ in requests)
-        num_blocks = num_blocks_for(seq_lens, BLOCK_SIZE)
-        cache = new_cache(impl.layout, num_blocks, NUM_KV_HEADS, BLOCK_SIZE)
-        table = make_block_table(seq_lens, BLOCK_SIZE)
+        num_blocks = num_blocks_for(seq_lens, block_size)
+        cache = new_cache(impl.layout, num_blocks, impl.num_kv_heads, block_size)
+        table = make_block_table(seq_lens, block_size)
         fill_cache(cache, table, contexts, impl.layout, dtype)
         slots = [
-            slots_of(table[row], context, seq_lens[row], BLOCK_SIZE)
+            slots_of(table[row], context, seq_lens[row], block_size)
             for row, context in enumerate(contexts)
         ]
         padding = torch.full((PADDING,), -1, device=DEVICE)
@@ -220,9 +231,9 @@ class Batch:
         return Batch(
             cache,
             common,
-            gaussian(rows, NUM_HEADS, HEAD_SIZE, dtype=dtype, seed=1),
-            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=2),
-            gaussian(rows, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=3),
+            gaussian(rows, impl.num_heads, HEAD_SIZE, dtype=dtype, seed=1),
+            gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=2),
+            gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=3),
             requests,
         )
 
@@ -244,7 +255,7 @@ class Batch:
         CUDA's decode attention takes q in int8 by design, so its target is attention
         from q rounded so.
         """
-        chosen = vars(impl).get("kernels")
+        chosen = chosen_by(impl)
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.max_decode_query_len)
         num_decodes = next(longer, len(lens))
@@ -277,7 +288,7 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
     """Have the path's kernels run, and FlashAttention unless they are to be alone."""
     if path != "torch":
         impl.kernel_choice = path.removesuffix(" alone")
-        vars(impl).pop("kernels", None)
+        vars(impl).pop("chosen_kernels", None)
         try:
             impl.process_weights_after_loading(impl.dtype)
         except ValueError as error:

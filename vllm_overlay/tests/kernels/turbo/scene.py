@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One attention layer of vLLM's ``turboquant_4bit_nc`` or of ``turbo4``, whose bytes
-and bits are alike, behind one interface.
+"""One attention layer of vLLM's ``turboquant_4bit_nc`` or ``ultraquant_4bit``, or of
+``turbo4``, whose bits are alike, behind one interface.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +13,19 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
+from vllm.v1.attention.backends.ultraquant_attn import UltraQuantAttentionBackend
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .utils import DEVICE, FP16, gaussian
 
-THEIRS, OURS = "turboquant_4bit_nc", "turbo4"
-BACKENDS = {THEIRS: TurboQuantAttentionBackend, OURS: TurboAttentionBackend}
+THEIRS, OURS, ULTRAQUANT = "turboquant_4bit_nc", "turbo4", "ultraquant_4bit"
+BACKENDS = {
+    THEIRS: TurboQuantAttentionBackend,
+    OURS: TurboAttentionBackend,
+    ULTRAQUANT: UltraQuantAttentionBackend,
+}
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 64, 32
 # Of an output's norm: four bits cost up to 0.14, wrong lengths 0.49 and more.
 TOLERANCE = 0.25

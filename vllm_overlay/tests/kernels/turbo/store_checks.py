@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .utils import DEVICE, gaussian, layer_caches
+from .utils import DEVICE, gaussian, layer_caches, spread_pages
 
 Store = Callable[..., None]
 
@@ -137,24 +137,13 @@ def check_rotated_query(
 
 
 def check_page_beyond_4_gib(store: Store, name: str) -> None:
-    """Byte offsets of pages pass 2**31 and 2**32.
-
-    Memory that is not touched is not taken on a CPU.
-    """
+    """Byte offsets of pages pass 2**31 and 2**32."""
     layout = TurboFormat.from_cache_dtype(name, 128)
-    page_bytes = 2 * 16 * layout.slot_size
-    num_blocks = 2**32 // page_bytes + 3
-    shape = (num_blocks, 2, 16, layout.slot_size)
-    cache = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
-    blocks = [2, 2**31 // page_bytes + 1, num_blocks - 1]
-    assert blocks[-1] * page_bytes > 2**32
     _, (expected, *_) = layer_caches(layout, 3, 2, 16)
-    for block in blocks:
-        cache[block] = 0xFF
+    cache, blocks = spread_pages(expected)
     key = gaussian(6, 2, 128, dtype=torch.bfloat16)
     position = torch.tensor([0, 15, 3, 7, 1, 14], device=DEVICE)
     block = torch.tensor([0, 1, 2, 0, 1, 2], device=DEVICE)
     reference.store(expected, block * 16 + position, key, key, layout)
-    slots = torch.tensor(blocks, device=DEVICE)[block] * 16 + position
-    store(cache, slots, key, key, layout)
+    store(cache, blocks[block] * 16 + position, key, key, layout)
     assert torch.equal(cache[blocks], expected)

@@ -3,7 +3,6 @@
 """The backend: metadata of mixed batches, both forward paths, workspace."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import (
-    cuda_decode,
-    cuda_merge,
-    cuda_store,
     kernels,
     reference,
 )
@@ -51,12 +47,10 @@ from .backend_utils import (
 )
 from .utils import (
     BF16,
-    CACHE_LAYOUTS,
     DEVICE,
     FP16,
     ON_GPU,
     all_presets,
-    gaussian,
     new_cache,
     requires_triton,
     slots_of,
@@ -266,57 +260,6 @@ def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
         batch.check(impl, batch.run(impl, metadata, "triton"))
     finally:
         reset_workspace_manager()
-
-
-@requires_triton
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS, ids=lambda x: x.name)
-@prefill_modes
-def test_cuda_kernels_take_what_the_backend_hands_over(
-    folder, mode, dtype, cache_layout, monkeypatch
-):
-    """Their entry points check shapes, types, strides and alignment, of views of a
-    fused projection's output too. What is launched does nothing here.
-    """
-    launches = []
-
-    def launch_store(*args: object) -> int:
-        launches.append("store")
-        return 0
-
-    library = SimpleNamespace(turbo_store=launch_store)
-    module = SimpleNamespace(
-        decode=lambda *args: launches.append("decode"),
-        merge=lambda *args: launches.append("merge"),
-    )
-    monkeypatch.setattr(cuda_store, "load_library", lambda *args: library)
-    for each in (cuda_decode, cuda_merge):
-        monkeypatch.setattr(each, "load", lambda *args: module)
-    monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    config = make_vllm_config(folder, "turbo4", dtype, mode)
-    impl = make_impl(config)
-    impl.kernels = kernels.cuda_kernels()
-    impl.num_sms = 4
-    impl.flash_attn = None
-    batch = Batch.make(impl, [(1, 40), (1, 0), (3, 0)])
-    metadata = make_builder(config, impl).build(0, batch.common)
-    cache = new_cache(
-        impl.layout, batch.cache.shape[0], NUM_KV_HEADS, BLOCK_SIZE, cache_layout
-    )
-    heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
-    qkv = gaussian(batch.query.shape[0], sum(heads) * HEAD_SIZE, dtype=dtype)
-    query, key, value = (
-        x.view(-1, count, HEAD_SIZE)
-        for x, count in zip(qkv.split([h * HEAD_SIZE for h in heads], -1), heads)
-    )
-    num_tokens = batch.common.num_actual_tokens
-    query, key, value = (x[:num_tokens] for x in (query, key, value))
-    assert not any(x.is_contiguous() for x in (query, key, value))
-    output = torch.empty_like(batch.query)
-    impl._forward_kernels(query, key, value, cache, metadata, output)
-    assert launches == ["store", "decode", "merge"]
 
 
 @requires_triton

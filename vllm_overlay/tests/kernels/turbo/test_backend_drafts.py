@@ -112,6 +112,30 @@ def test_padded_drafts(folder, mode, path):
     batch.check(impl, output[:num_tokens])
 
 
+@requires_triton
+@kernel_paths
+def test_padding_alone(folder, path):
+    """As a rank without requests has it, beside ranks that have some."""
+    config = with_drafts(make_vllm_config(folder))
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, [(3, 0)])
+    nothing = torch.zeros(4, dtype=torch.int32)
+    padding = batch.common.replace(
+        query_start_loc=nothing.to(DEVICE),
+        query_start_loc_cpu=nothing,
+        seq_lens=nothing[:3].to(DEVICE),
+        seq_lens_cpu_upper_bound=nothing[:3],
+        num_reqs=3,
+        block_table_tensor=batch.common.block_table_tensor.expand(3, -1).contiguous(),
+        slot_mapping=torch.full_like(batch.common.slot_mapping, -1),
+    )
+    before = batch.cache.clone()
+    metadata = make_builder(config, impl).build(0, padding)
+    output = batch.run(impl, metadata, path)
+    assert (output == 0).all() and torch.equal(batch.cache, before)
+
+
 # Query lengths on the device, and what the host has: an even share of the same sum.
 ADAPTIVE_BATCHES = {
     "decodes": ([(3, 31), (1, 64), (2, 30)], [2, 2, 2]),

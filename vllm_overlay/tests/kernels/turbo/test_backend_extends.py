@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import kernels, metadata
 from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
-from vllm.v1.attention.ops.turbo.metadata import max_extend_partials, plan_extends
+from vllm.v1.attention.ops.turbo.metadata import plan_extends
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
@@ -73,7 +73,7 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
-    monkeypatch.setattr(metadata, "_MAX_CALL_TOKENS", 8)
+    monkeypatch.setattr(metadata, "MAX_CALL_TOKENS", 8)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     give_extends(impl, path)
@@ -101,23 +101,6 @@ def test_longest_extends():
     """By queries of a KV head, and by tokens where heads are few."""
     found = [kernels.max_extend_len(group) for group in (1, 4, 8, 64, 1000)]
     assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 3, 1]
-
-
-def test_partials_of_every_plan():
-    """The reservation holds for whatever is planned."""
-
-    def num_partials(num_seqs: int, query_len: int) -> int:
-        rows = num_seqs * query_len
-        return rows * max(2, 4096 // rows)
-
-    for max_num_seqs in (1, 7, 64, 1000):
-        reserved = max_extend_partials(max_num_seqs, MAX_EXTEND_LEN, num_partials)
-        for longest in range(1, MAX_EXTEND_LEN + 1):
-            lens = [longest] + [1] * (max_num_seqs - 1)
-            for first, last in plan_extends(lens, [9] * len(lens), MAX_EXTEND_LEN):
-                count, length = last - first, max(lens[first:last])
-                taken = num_partials(count, length)
-                assert taken <= reserved, (max_num_seqs, longest)
 
 
 @requires_triton
@@ -177,10 +160,11 @@ def test_builder_asks_for_the_heads_of_its_layers(folder, monkeypatch):
     def choose(choice, layout, group, query_len):
         asked.append(group)
         chosen = kernels.triton_kernels()
-        return chosen._replace(extend_attention=print if group < 8 else None)
+        chosen = chosen._replace(extend_attention=print if group < 8 else None)
+        return kernels.ChosenKernels(chosen)
 
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(metadata, "choose_kernels", choose)
+    monkeypatch.setattr(metadata, "share_kernels", choose)
     found = [
         TurboMetadataBuilder(spec, [name], config, DEVICE).max_extend_len
         for name in ("target", "draft")

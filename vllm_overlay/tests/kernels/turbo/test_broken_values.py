@@ -118,6 +118,25 @@ def test_others_in_the_batch(folder, path, mode, broken):
         assert torch.equal(pages(batch, row), pages(other, row)), f"request {row}"
 
 
+@all_paths
+def test_two_prefills(folder, path):
+    """Two are the fewest that are neighbours: nothing else is in the batch."""
+    config = make_vllm_config(folder, "turbo4", FP16)
+    impl = make_impl(config)
+    set_path(impl, path)
+    first, outputs = slice(0, 3), []
+    for is_broken in (False, True):
+        batch = Batch.make(impl, [(3, 0), (4, 0)])
+        if is_broken:
+            for x in (batch.query, batch.key, batch.value):
+                fill(x[first.stop :])
+        metadata = make_builder(config, impl).build(0, batch.common)
+        assert metadata.prefill is not None and metadata.num_short_tokens == 0
+        outputs.append(batch.run(impl, metadata, path))
+    assert outputs[0].isfinite().all() and outputs[1][first.stop :].isnan().all()
+    assert torch.equal(outputs[1][first], outputs[0][first])
+
+
 @prefill_modes
 @all_paths
 def test_next_owners_of_the_blocks(folder, path, mode):

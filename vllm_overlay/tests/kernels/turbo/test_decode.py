@@ -29,6 +29,7 @@ from .utils import (
     num_blocks_for,
     random_pages,
     requires_triton,
+    spread_pages,
 )
 
 pytestmark = requires_triton
@@ -264,19 +265,14 @@ def test_nan_of_a_sequence_stays_its_own(broken):
 def test_page_beyond_4_gib(name):
     """Byte offsets of pages pass 2**31 and 2**32."""
     layout = TurboFormat.from_cache_dtype(name, 128)
-    page_bytes = NUM_KV_HEADS * layout.tile_bytes
-    num_blocks = 2**32 // page_bytes + 3
-    shape = (num_blocks, NUM_KV_HEADS, 16, layout.slot_size)
-    far = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
-    blocks = torch.tensor([[num_blocks - 1, 2**31 // page_bytes + 1, 2]], device=DEVICE)
     near = random_pages(layout, 3, NUM_KV_HEADS, 16)
     # Small scales, for scores that differ little.
     near[:, :, :, 2 * layout.key_code_bytes :] &= 0x77
-    far[blocks[0]] = near
+    far, blocks = spread_pages(near)
     query = gaussian(1, 4, 128, dtype=FP16)
     near_table = torch.arange(3, dtype=torch.int32, device=DEVICE)[None]
     expected = decode(query, near, near_table, [41], layout)
-    output = decode(query, far, blocks.int(), [41], layout)
+    output = decode(query, far, blocks[None].int(), [41], layout)
     assert torch.equal(output, expected)
 
 

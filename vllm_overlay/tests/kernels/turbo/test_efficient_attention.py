@@ -150,10 +150,10 @@ def test_memory_beside_the_output(group):
     key = gaussian(num_tokens, num_kv_heads, size, dtype=BF16, seed=2)
     bounds = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
     out = torch.empty_like(query)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
     efficient_attention(
         query, key, key, out, bounds, max(lens), bounds, max(lens), 1.0, True
     )
-    taken = torch.cuda.max_memory_allocated() - before
+    taken = torch.accelerator.max_memory_allocated() - before
     assert taken <= (8 * num_kv_heads + 1) * 2**20, taken

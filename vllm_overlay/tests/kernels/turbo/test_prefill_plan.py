@@ -14,6 +14,7 @@ from vllm.v1.attention.ops.turbo.prefill_plan import (
     build_prefill_metadata,
     plan_context,
     plan_groups,
+    plan_runs,
     plan_slices,
     prefill_limits,
 )
@@ -114,18 +115,58 @@ def test_scratch_of_a_plan(stored):
     starts = torch.tensor([0, 40, 60], dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
     limits = PrefillLimits(16, 32)
-    for contexts, lens in (([0, 0], [60]), ([0, 9], [15] * 4), ([70, 0], [15] * 4)):
+    raw_lens = [40, 20], [40, 10, 10], [14, 14, 12, 20]
+    for contexts, lens in zip(([0, 0], [0, 9], [70, 0]), raw_lens):
         seq_lens = torch.tensor(contexts, dtype=torch.int32) + starts.diff()
         plan = build_prefill_metadata(starts, seq_lens, table, stored, limits, DEVICE)
         found = [part.tokens.stop - part.tokens.start for part in plan.slices]
         assert found == ([15] * 4 if stored else lens)
-        needs_scratch = stored or any(contexts)
-        assert plan.max_buffered_tokens == (15 if needs_scratch else 0)
+        own = [length for part, length in zip(plan.slices, found) if part.groups]
+        assert plan.max_buffered_tokens == (max(own) if own else None)
         for part in plan.slices:
             assert (part.raw is None) == stored
             for group in part.groups:
                 assert all(piece.num_tokens <= 32 for piece in group.pieces)
                 assert stored == (group.own is not None)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 16, 10**6])
+@pytest.mark.parametrize(
+    "query_lens", [[16], [1, 40, 2, 3], [7, 7, 7], [8] * 9], ids=str
+)
+def test_runs_have_each_request_once(query_lens, max_tokens):
+    """A run of several requests has no more tokens than a piece, and no less than it
+    could have.
+    """
+    runs = plan_runs(query_lens, max_tokens)
+    assert [first for first, _ in runs] == [0, *(last for _, last in runs[:-1])]
+    assert runs[-1][1] == len(query_lens)
+    for first, last in runs:
+        assert sum(query_lens[first:last]) <= max_tokens or last - first == 1
+    for (first, last), (following, _) in zip(runs, runs[1:]):
+        assert sum(query_lens[first:last]) + query_lens[following] > max_tokens
+
+
+def test_neighbours_fit_into_the_scratch_of_a_piece():
+    """Raw K and V of several requests are copied there; one request's are used as they
+    are, however many.
+    """
+    query_lens = torch.tensor([5, 9, 3, 70, 8, 8, 8, 8, 8], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
+    table = torch.zeros(9, 8, dtype=torch.int32)
+    for contexts in (0, 9):
+        plan = build_prefill_metadata(
+            starts, query_lens + contexts, table, False, PrefillLimits(16, 32), DEVICE
+        )
+        assert any(part.has_neighbours for part in plan.slices)
+        assert plan.max_buffered_tokens == (0 if contexts == 0 else 16)
+        for part in plan.slices:
+            assert part.raw is not None
+            assert not part.has_neighbours or part.raw.num_tokens <= 32
+    alone = build_prefill_metadata(
+        starts[:2], query_lens[:1], table[:1], False, PrefillLimits(16, 32), DEVICE
+    )
+    assert alone.max_buffered_tokens is None
 
 
 @pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm.v1.attention.ops.turbo import triton_store
 from vllm.v1.attention.ops.turbo import warm_up as module
-from vllm.v1.attention.ops.turbo.kernels import triton_kernels
+from vllm.v1.attention.ops.turbo.kernels import max_extend_len, triton_kernels
 from vllm.v1.attention.ops.turbo.warm_up import small_batch
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
@@ -17,6 +18,7 @@ from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,
+    NUM_KV_HEADS,
     Batch,
     kernel_paths,
     make_builder,
@@ -26,6 +28,7 @@ from .backend_utils import (
     set_path,
     with_drafts,
 )
+from .triton_variants import RecordedVariants, compiled_variants
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 
@@ -65,14 +68,21 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     for impl in layers:
         set_path(impl, path)
     first, second = (profile(impl, monkeypatch) for impl in layers)
-    assert [batch.decode_query_len for batch in first] == [1, 3] and second == []
+    has_extends = layers[0].kernels.extend_attention is not None
+    lens = [1, 3, 3] + ([1, 1] if has_extends else [])
+    assert [batch.decode_query_len for batch in first] == lens and second == []
+    assert [batch.decode_start_loc is None for batch in first] == [
+        *(True, True, False),
+        *([True] * 2 if has_extends else []),
+    ]
     for batch in first:
-        assert batch.num_decodes == 1 and len(batch.prefill.slices[0].groups) == 1
-        extends = layers[0].kernels.extend_attention is not None
-        assert len(batch.extends) == extends
+        assert batch.num_decodes == 1 and len(batch.prefill.slices[0].groups) == 2
+    longest = max_extend_len(NUM_HEADS // NUM_KV_HEADS)
+    extends = [each.query_len for batch in first for each in batch.extends]
+    assert extends == ([1, longest] if has_extends else [])
     other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))
     set_path(other, path)
-    assert len(profile(other, monkeypatch)) == 1
+    assert len(profile(other, monkeypatch)) == (3 if has_extends else 1)
 
 
 @requires_triton
@@ -86,9 +96,11 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     impl.kernels = triton_kernels()
     query_len = 1 + num_drafts
     # Longer than a decode, or it would be one.
-    requests = [(query_len, 16), (2 + num_drafts, 16), (2 + num_drafts, 0)]
-    wanted = make_builder(config, impl).build(0, Batch.make(impl, requests).common)
-    found = small_batch(impl, BLOCK_SIZE, query_len, DEVICE)
+    requests = [(query_len, 16), *((2 + num_drafts, length) for length in (32, 16, 0))]
+    builder = make_builder(config, impl)
+    builder.prefill_limits = builder.prefill_limits._replace(piece_tokens=16)
+    wanted = builder.build(0, Batch.make(impl, requests).common)
+    found = small_batch(impl, BLOCK_SIZE, DEVICE, query_len)
     for name in ("num_decodes", "num_decode_tokens", "decode_query_len", "extends"):
         assert getattr(found, name) == getattr(wanted, name), name
     for name in ("slot_mapping", "seq_lens", "block_table"):
@@ -104,3 +116,47 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
         for prefill in (found.prefill, wanted.prefill)
     ]
     assert kinds[0] == kinds[1]
+
+
+# Lengths of query and context; with two drafts at most, the first three are decodes.
+VARIED = {
+    "decodes": [(1, 31), (1, 0), (1, 95)],
+    "drafts": [(3, 40), (3, 64)],
+    "fewer drafts": [(2, 40), (2, 64)],
+    "ragged drafts": [(3, 31), (1, 0), (2, 95)],
+    "prefix hits": [(5, 64), (9, 33), (4, 31)],
+    "chunks": [(1, 9), (40, 64), (33, 0), (20, 0)],
+}
+
+
+@requires_triton
+@kernel_paths
+@pytest.mark.parametrize("cache_dtype, block_size", [("turbo3", 48), ("turbo4", 64)])
+def test_serving_compiles_nothing(
+    tmp_path: Path, profiled, path, cache_dtype, block_size, monkeypatch
+):
+    """Whatever the lengths, the width of the block table and the size of a block, which
+    may be another than the one that the profile run knows.
+    """
+    # So many that they are not all slices of a batch's beginning.
+    monkeypatch.setattr(triton_store, "SMALL_BATCH", 64)
+    variants = compiled_variants if ON_GPU else RecordedVariants(monkeypatch)
+    config = make_vllm_config(tmp_path, cache_dtype, FP16, "raw")
+    if block_size == 64:
+        # A block has whole steps of the decode kernel; another's are cut into smaller.
+        config.cache_config.block_size = 128
+    impl = make_impl(with_drafts(config, 2))
+    set_path(impl, path)
+    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+    impl.forward(None, x, x, x, None, None, x)
+    warm = variants()
+    assert warm
+    builder = make_builder(config, impl)
+    for requests in VARIED.values():
+        batch = Batch.make(impl, requests, block_size)
+        table = batch.common.block_table_tensor
+        wide = torch.zeros(len(requests), 67, dtype=torch.int32, device=DEVICE)
+        wide[:, : table.shape[1]] = table
+        common = batch.common.replace(block_table_tensor=wide)
+        batch.run(impl, builder.build(0, common), path)
+    assert variants() - warm == set()

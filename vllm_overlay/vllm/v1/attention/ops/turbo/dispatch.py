@@ -12,16 +12,18 @@ from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo import torch_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, NewestToken
 from vllm.v1.attention.ops.turbo.kernels import (
+    ChosenKernels,
     TurboKernels,
-    choose_kernels,
     max_extend_len,
+    share_kernels,
 )
 from vllm.v1.attention.ops.turbo.metadata import (
+    MAX_CALL_TOKENS,
     MAX_EXTEND_TOKENS,
     ExtendBatch,
     TurboMetadata,
-    max_extend_partials,
     max_layer_query_len,
 )
 from vllm.v1.attention.ops.turbo.prefill import (
@@ -80,7 +82,11 @@ class KernelDispatch:
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_tokens = scheduler_config.max_num_batched_tokens
         self.max_decode_query_len = max_layer_query_len(vllm_config)
-        self.num_sms = 1 if current_platform.is_cpu() else num_compute_units()
+        self.num_sms = (
+            1
+            if current_platform.is_cpu()
+            else num_compute_units(torch.accelerator.current_device_index())
+        )
         self.max_partials = max(
             1, PARTIAL_BYTES // (num_heads * head_size * torch.float32.itemsize)
         )
@@ -95,12 +101,21 @@ class KernelDispatch:
         self.flash_attn = get_flash_attn(head_size)
 
     @cached_property
-    def kernels(self) -> TurboKernels:
-        """What stores and decodes on a GPU."""
+    def chosen_kernels(self) -> ChosenKernels:
+        """What stores and attends on a GPU, shared with layers alike."""
         group = self.num_heads // self.num_kv_heads
-        return choose_kernels(
+        return share_kernels(
             self.kernel_choice, self.layout, group, self.max_decode_query_len
         )
+
+    @property
+    def kernels(self) -> TurboKernels:
+        return self.chosen_kernels.kernels
+
+    @kernels.setter
+    def kernels(self, kernels: TurboKernels) -> None:
+        """Have these serve this layer alone."""
+        self.chosen_kernels = ChosenKernels(kernels)
 
     @property
     def kernels_used(self) -> str:
@@ -167,8 +182,6 @@ class KernelDispatch:
         output: torch.Tensor,
     ) -> None:
         """Store all tokens, and attend from those of decodes and extends."""
-        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
-
         plan = metadata.short_plans.get(self.workspace)
         if plan is None:
             plan = self._plan_short(metadata, query.shape[0], query.device)
@@ -286,37 +299,23 @@ class KernelDispatch:
         return rows * min(num_splits(num_seqs, query_len), room)
 
     def _largest_batch(self) -> list[Parts]:
-        """Of all batches, the most that each request to the workspace asks for."""
+        """Of all batches, the most that each request to the workspace asks for.
 
-        def most(num_splits: Callable[[int, int], int]) -> Callable[[int, int], int]:
-            def num_partials(num_seqs: int, query_len: int) -> int:
-                if num_seqs > max(1, self.max_partials // query_len):
-                    return 0  # is cut into several calls
-                return self._num_partials(num_splits, num_seqs, query_len)
-
-            return num_partials
-
-        of_decodes = most(self._num_decode_splits)
-        num_partials = max(
-            of_decodes(count, query_len)
-            for count in range(1, self.max_num_seqs + 1)
-            for query_len in range(1, self.max_decode_query_len + 1)
-        )
-        num_short_tokens = self.max_num_seqs * self.max_decode_query_len
+        A call has as many partial results as ``max_partials``, more if one request
+        alone has, and at most ``MAX_KV_SPLITS`` a query token.
+        """
+        query_len = self.max_decode_query_len
+        num_short_tokens = num_call_tokens = self.max_num_seqs * query_len
         if self.kernels.extend_attention is not None:
-            query_len = max_extend_len(self.num_heads // self.num_kv_heads)
-            num_partials = max(
-                num_partials,
-                max_extend_partials(
-                    self.max_num_seqs, query_len, most(self._num_extend_splits)
-                ),
-            )
-            num_short_tokens += min(
-                MAX_EXTEND_TOKENS,
-                self.max_num_tokens,
-                self.max_num_seqs * query_len,
-            )
-        slice_tokens = 0 if self.flash_attn is None else self.max_slice_tokens
+            extend_len = max_extend_len(self.num_heads // self.num_kv_heads)
+            query_len = max(query_len, extend_len)
+            num_tokens = self.max_num_seqs * extend_len
+            num_call_tokens = max(num_call_tokens, min(num_tokens, MAX_CALL_TOKENS))
+            num_short_tokens += min(num_tokens, self.max_num_tokens, MAX_EXTEND_TOKENS)
+        num_partials = min(
+            max(self.max_partials, query_len), num_call_tokens * MAX_KV_SPLITS
+        )
+        slice_tokens = None if self.flash_attn is None else self.max_slice_tokens
         return [
             self.workspace.short_parts(num_short_tokens, num_partials),
             self.workspace.prefill_parts(slice_tokens),

@@ -401,11 +401,6 @@ class TurboFormat:
         return self.key_packed_size + self.value_packed_size
 
     @property
-    def slot_size_aligned(self) -> int:
-        """``slot_size``: tiles of 16 tokens keep every plane aligned."""
-        return self.slot_size
-
-    @property
     def tile_bytes(self) -> int:
         return TILE_TOKENS * self.slot_size
 

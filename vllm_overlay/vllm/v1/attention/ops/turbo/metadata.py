@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What attention over the turbo KV cache is told of a batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.kernels import choose_kernels, max_extend_len
+from vllm.v1.attention.ops.turbo.kernels import max_extend_len, share_kernels
 from vllm.v1.attention.ops.turbo.prefill_plan import (
     PrefillMetadata,
     build_prefill_metadata,
@@ -38,7 +37,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 # Query tokens of a step that extends take, and of one call if each of its requests had
 # as many as the longest: for more, scratch would be large.
 MAX_EXTEND_TOKENS = 2048
-_MAX_CALL_TOKENS = 1024
+MAX_CALL_TOKENS = 1024
 
 
 class ExtendBatch(NamedTuple):
@@ -126,7 +125,7 @@ def plan_extends(
         total += length
         if length > max_len or total > MAX_EXTEND_TOKENS:
             break
-        if max(longest, length) * (i + 1 - first) > _MAX_CALL_TOKENS:
+        if max(longest, length) * (i + 1 - first) > MAX_CALL_TOKENS:
             first, longest = i, 0
         longest = max(longest, length)
         if calls and calls[-1][0] == first:
@@ -135,24 +134,6 @@ def plan_extends(
     if not calls or not any(context_lens[: calls[-1][1]]):
         return []
     return calls
-
-
-def max_extend_partials(
-    max_num_seqs: int, max_len: int, num_partials: Callable[[int, int], int]
-) -> int:
-    """Partial results of the largest call of ``plan_extends``.
-
-    Args:
-        max_num_seqs: Requests of a batch.
-        max_len: Query tokens of an extend, at most.
-        num_partials: Of a call, by its sequences and query tokens of each.
-
-    """
-    return max(
-        num_partials(count, length)
-        for length in range(1, max_len + 1)
-        for count in range(1, min(max_num_seqs, _MAX_CALL_TOKENS // length) + 1)
-    )
 
 
 def num_draft_slots(vllm_config: VllmConfig) -> int:
@@ -240,7 +221,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         groups = {layer.num_heads // spec.num_kv_heads for layer in self._layers()}
         choice = config.attention_config.turbo_kernel
         query_len = max_layer_query_len(config)
-        kernels = [choose_kernels(choice, layout, each, query_len) for each in groups]
+        kernels = [
+            share_kernels(choice, layout, each, query_len).kernels for each in groups
+        ]
         has_extends = kernels and all(each.extend_attention for each in kernels)
         return min(map(max_extend_len, groups)) if has_extends else 0
 
@@ -275,9 +258,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             num_short = num_decodes + sum(extend.num_requests for extend in extends)
             if num_short < common.num_reqs:
                 starts = common.query_start_loc_cpu[num_short:]
-                # Exact on prefill rows.
-                seq_lens_cpu = common.seq_lens_cpu_upper_bound
-                assert seq_lens_cpu is not None
+                seq_lens_cpu = self._seq_lens_cpu(common)
                 prefill = build_prefill_metadata(
                     starts - starts[0],
                     seq_lens_cpu[num_short:],
@@ -301,6 +282,21 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             prefill=prefill,
         )
 
+    def _seq_lens_cpu(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """(R,) int32 lengths on the host, exact for requests that are prefilled.
+
+        Raises:
+            ValueError: If the runner gives none.
+
+        """
+        if common.seq_lens_cpu_upper_bound is None:
+            raise ValueError(
+                f"--kv-cache-dtype {self.cache_dtype} plans prefills by lengths on the "
+                "host, and this model runner gives none "
+                "(CommonAttentionMetadata.seq_lens_cpu_upper_bound)"
+            )
+        return common.seq_lens_cpu_upper_bound
+
     def _decode_query_len(
         self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
     ) -> tuple[int, bool]:
@@ -321,8 +317,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     ) -> list[ExtendBatch]:
         starts = common.query_start_loc_cpu[num_decodes:]
         query_lens = starts.diff()
-        assert common.seq_lens_cpu_upper_bound is not None
-        seq_lens = common.seq_lens_cpu_upper_bound[num_decodes : common.num_reqs]
+        seq_lens = self._seq_lens_cpu(common)[num_decodes : common.num_reqs]
         context_lens = (seq_lens - query_lens).tolist()
         calls = plan_extends(query_lens.tolist(), context_lens, self.max_extend_len)
         return [

@@ -42,8 +42,6 @@ def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-    if current_platform.is_rocm():
-        return flash_attn_varlen_func
     version = get_flash_attn_version(head_size=head_size)
     if version is None or head_size > FLASH_ATTN_MAX_HEAD_SIZE:
         return None
@@ -57,8 +55,9 @@ class PrefillBuffers:
     Attributes:
         query: (T, Hq, D) rotated queries of a slice.
         output: (T, Hq, D) output of one piece.
-        key: (P, H, D) dequantised keys, P tokens a piece.
-        value: (P, H, D) dequantised values.
+        key: (P, H, D) keys of a piece that are dequantised, or raw ones of several
+            requests; P tokens.
+        value: (P, H, D) values, likewise.
 
     """
 
@@ -104,6 +103,7 @@ def _attend_to_group(
             piece.starts,
             piece.cu_lens,
             piece.max_len,
+            piece.num_tokens,
             layout,
             buffers.key,
             buffers.value,
@@ -166,7 +166,13 @@ def _attend_to_cache(
         for group in groups
     ]
     rotate_rows(output, output, inverse=True)
-    return lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+    lse = lses[0]
+    if len(groups) > 1:
+        # Not by torch.cat: the driver would load its kernel while serving.
+        lse = lse.new_empty(query.shape[1], query.shape[0])
+        for group, group_lse in zip(groups, lses):
+            lse[:, group.tokens] = group_lse
+    return lse
 
 
 def prefill_attention(
@@ -185,21 +191,19 @@ def prefill_attention(
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D), raw; changed where the value is not finite.
-        value: (T, H, D), raw; likewise.
+        key: (T, H, D), raw.
+        value: (T, H, D), raw.
         kv_cache: (num_blocks, H, N, C) uint8.
         metadata: Of the batch.
         scale: Softmax scale.
         layout: The cache's format.
-        buffers: Scratch for ``metadata.max_buffered_tokens``; None if that is zero.
+        buffers: Scratch for ``metadata.max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
         flash_attn: FlashAttention's varlen function, version bound.
 
     """
     from vllm.v1.attention.ops.turbo.triton_prefill import isolate_broken_values
 
-    if metadata.has_neighbours:
-        isolate_broken_values(key, value)
     for part in metadata.slices:
         queries, result = query[part.tokens], output[part.tokens]
         lse = None
@@ -219,14 +223,21 @@ def prefill_attention(
             continue
         end = part.tokens.stop
         raw = slice(end - part.raw.num_tokens, end)
+        raw_key, raw_value = key[raw], value[raw]
+        if part.has_neighbours:
+            assert buffers is not None
+            isolated_key = buffers.key[: part.raw.num_tokens]
+            isolated_value = buffers.value[: part.raw.num_tokens]
+            isolate_broken_values(raw_key, raw_value, isolated_key, isolated_value)
+            raw_key, raw_value = isolated_key, isolated_value
         target = result
         if lse is not None:
             assert buffers is not None
             target = buffers.output[: queries.shape[0]]
         _, raw_lse, *_ = flash_attn(
             q=queries,
-            k=key[raw],
-            v=value[raw],
+            k=raw_key,
+            v=raw_value,
             out=target,
             cu_seqlens_q=part.query_start_loc,
             max_seqlen_q=part.max_query_len,

@@ -129,7 +129,8 @@ class PrefillSlice(NamedTuple):
         tokens: Which, of the prefills'.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most tokens of a request.
-        raw: What is used as computed; None if all is read from the cache.
+        raw: What is used as computed; None if all is read from the cache. Of several
+            requests it has no more tokens than a piece.
         groups: What is read from the cache, if anything: of all its requests.
 
     """
@@ -139,6 +140,11 @@ class PrefillSlice(NamedTuple):
     max_query_len: int
     raw: RawTokens | None
     groups: list[CacheGroup]
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether raw K and V of several requests lie side by side."""
+        return self.raw is not None and self.raw.cu_lens.shape[0] > 2
 
 
 @dataclass
@@ -159,13 +165,10 @@ class PrefillMetadata:
     seq_lens_cpu: torch.Tensor
 
     @property
-    def has_neighbours(self) -> bool:
-        """Whether raw K and V of several requests lie side by side."""
-        return self.slices[0].raw is not None and self.query_start_loc_cpu.numel() > 2
-
-    @property
-    def max_buffered_tokens(self) -> int:
-        """Tokens of the largest slice that needs ``PrefillBuffers``; 0: none does."""
+    def max_buffered_tokens(self) -> int | None:
+        """Query tokens that ``PrefillBuffers`` are to hold; None: none are needed."""
+        if not any(part.groups or part.has_neighbours for part in self.slices):
+            return None
         lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.groups)
         return max(lengths, default=0)
 
@@ -197,23 +200,43 @@ def plan_context(
     return pieces
 
 
+def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Which of a batch's requests may be in the same slice, with raw K and V.
+
+    Args:
+        query_lens: Query tokens of each request.
+        max_tokens: Of several requests together.
+
+    Returns:
+        First and last (exclusive) request of each run. Each request is in one.
+
+    """
+    firsts, total = [0], 0
+    for i, length in enumerate(query_lens):
+        if total and total + length > max_tokens:
+            firsts.append(i)
+            total = 0
+        total += length
+    return list(zip(firsts, [*firsts[1:], len(query_lens)]))
+
+
 def plan_slices(
     query_start_loc: torch.Tensor, max_tokens: int
 ) -> list[tuple[slice, slice]]:
     """Cut query tokens evenly.
 
     Args:
-        query_start_loc: (R + 1,) int32 on the host, from zero.
+        query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin.
         max_tokens: Of a slice.
 
     Returns:
         Tokens and requests of each slice.
 
     """
-    num_tokens = int(query_start_loc[-1])
-    size = cdiv(num_tokens, cdiv(num_tokens, max_tokens))
-    firsts = torch.arange(0, num_tokens, size, dtype=torch.int32)
-    lasts = (firsts + size).clamp(max=num_tokens)
+    begin, end = int(query_start_loc[0]), int(query_start_loc[-1])
+    size = cdiv(end - begin, cdiv(end - begin, max_tokens))
+    firsts = torch.arange(begin, end, size, dtype=torch.int32)
+    lasts = (firsts + size).clamp(max=end)
     begins = torch.searchsorted(query_start_loc, firsts, right=True) - 1
     ends = torch.searchsorted(query_start_loc, lasts)
     bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
@@ -360,21 +383,28 @@ def build_prefill_metadata(
         device: Of the kernels.
 
     """
-    context_lens = seq_lens_cpu - query_start_loc_cpu.diff()
-    max_tokens = limits.slice_tokens
-    if not stored and not context_lens.any():
-        # Needs no scratch of ours.
-        max_tokens = limits.raw_tokens or int(query_start_loc_cpu[-1])
-    slices = [
-        _plan_slice(
-            tokens,
-            query_start_loc_cpu[requests.start : requests.stop + 1],
-            context_lens[requests],
-            block_table[requests],
-            stored,
-            limits.piece_tokens,
-            device,
-        )
-        for tokens, requests in plan_slices(query_start_loc_cpu, max_tokens)
-    ]
+    query_lens = query_start_loc_cpu.diff()
+    context_lens = seq_lens_cpu - query_lens
+    runs = [(0, len(query_lens))]
+    if not stored:
+        runs = plan_runs(query_lens.tolist(), limits.piece_tokens)
+    slices = []
+    for first, last in runs:
+        starts = query_start_loc_cpu[first : last + 1]
+        max_tokens = limits.slice_tokens
+        if not stored and not context_lens[first:last].any():
+            # Needs no scratch of ours for queries.
+            max_tokens = limits.raw_tokens or int(starts[-1])
+        slices += [
+            _plan_slice(
+                tokens,
+                starts[part.start : part.stop + 1],
+                context_lens[first:last][part],
+                block_table[first:last][part],
+                stored,
+                limits.piece_tokens,
+                device,
+            )
+            for tokens, part in plan_slices(starts, max_tokens)
+        ]
     return PrefillMetadata(slices, block_table, query_start_loc_cpu, seq_lens_cpu)

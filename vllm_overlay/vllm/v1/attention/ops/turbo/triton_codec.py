@@ -12,11 +12,10 @@ from functools import cache
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
-# Scores are in base 2.
-LOG2_E = 1.4426950408889634
 MIN_DOT_SIZE = 16
 # Least number of columns of a dot's result: NVIDIA's tensor cores have 8.
 MIN_OUTPUT_COLUMNS = 8 if current_platform.is_cuda() else MIN_DOT_SIZE
@@ -48,7 +47,34 @@ def layout_constants(layout: TurboFormat) -> dict[str, object]:
     }
 
 
-_TILE = tl.constexpr(fmt.TILE_TOKENS)
+@cache
+def block_divisor(block_size: int) -> dict[str, int]:
+    """How kernels divide tiles by those of a block, by the names of their parameters.
+
+    They are not compiled for a block size: it is known when the cache is planned, after
+    the kernels have been launched for the first time, and that of hybrid models is any
+    multiple of 16.
+
+    Args:
+        block_size: Tokens of a block.
+
+    Returns:
+        Tiles of a block; log2 of that, rounded up; 2 ** (28 + log2) over the tiles,
+        rounded up, which is exact for positions below 2**31 (Granlund and Montgomery,
+        doi:10.1145/178243.178249).
+
+    """
+    assert block_size > 0 and block_size % fmt.TILE_TOKENS == 0, block_size
+    tiles = block_size // fmt.TILE_TOKENS
+    shift = (tiles - 1).bit_length()
+    return {
+        "tiles_per_block": tiles,
+        "block_shift": shift,
+        "block_multiplier": cdiv(1 << (28 + shift), tiles),
+    }
+
+
+TILE = tl.constexpr(fmt.TILE_TOKENS)
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
 _KEY_LEVEL = tl.constexpr(1 / fmt.KEY_LEVEL_UNIT)
 _SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
@@ -68,13 +94,28 @@ def load(pointer, mask):
 
 
 @triton.jit
+def divide_by_block(
+    tile,  # int32, not negative
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
+):
+    """Places of a sequence's tiles in the block table, and in their blocks: see
+    ``block_divisor``.
+    """
+    # The high half of 16 * tile * multiplier is tile * multiplier / 2**28.
+    place = tl.umulhi(tile * 16, block_multiplier) >> block_shift
+    return place, tile - place * tiles_per_block
+
+
+@triton.jit
 def tile_pointers(
     page_ptr,  # [N] uint8 pointers to the (block, head) regions
     position,  # [N] position in the block
     TILE_BYTES: tl.constexpr,
 ):
     """Pointers to the tokens' tiles, and the tokens' places in them."""
-    return page_ptr + position // _TILE * TILE_BYTES, position % _TILE
+    return page_ptr + position // TILE * TILE_BYTES, position % TILE
 
 
 @triton.jit
@@ -148,7 +189,7 @@ def _load_value_units(
 
     p_half = value_pointers(value_rows(codes_ptr, token, 0, 8, HEAD_SIZE), group, 8)
     branch = rotate_halves(_load_halves(p_half, mask), 12)
-    paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
+    paths_ptr = codes_ptr + TILE * (HEAD_SIZE // 4)
     p_path = value_pointers(value_rows(paths_ptr, token, 0, 4, HEAD_SIZE), group, 4)
     path = load(p_path, mask).to(tl.int32) & 0xFFFF
     place = same_unit // NUM_GROUPS
@@ -193,7 +234,7 @@ def load_units(
     row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
     p_branch = row_ptr.to(tl.pointer_type(tl.int32)) + group
     branch = load(p_branch, mask)
-    row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
+    row_ptr = codes_ptr + TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
     place = same_unit // NUM_GROUPS
     if NUM_GROUPS % 2 == 0:
         p_path = row_ptr.to(tl.pointer_type(tl.int32)) + group // 2

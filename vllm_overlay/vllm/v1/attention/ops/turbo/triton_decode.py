@@ -13,18 +13,20 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    check_pages,
+    count_sequences,
+)
 from vllm.v1.attention.ops.turbo.triton_codec import (
     MIN_OUTPUT_COLUMNS,
+    block_divisor,
     layout_constants,
 )
 from vllm.v1.attention.ops.turbo.triton_decode_kernel import decode_kernel
-from vllm.v1.attention.ops.turbo.triton_merge import (
-    MAX_KV_SPLITS,
-    NewestToken,
-    count_sequences,
-    merge_splits,
-)
+from vllm.v1.attention.ops.turbo.triton_merge import merge_splits
 
 
 class DecodeTuning(NamedTuple):
@@ -55,6 +57,18 @@ def default_tuning(head_size: int) -> DecodeTuning:
     if head_size <= 128:
         return DecodeTuning(64, 1, 3, max_registers=168)
     return DecodeTuning(32, 1, 2)
+
+
+def block_sizes(block_size: int, head_size: int) -> list[int]:
+    """Block sizes of which each takes another kernel.
+
+    Args:
+        block_size: Tokens of a block. A runner may cut it into smaller ones.
+        head_size: Of query, key and value.
+
+    """
+    has_whole_steps = block_size % default_tuning(head_size).block_n == 0
+    return [block_size, TILE_TOKENS] if has_whole_steps else [block_size]
 
 
 def num_kv_splits(
@@ -118,8 +132,7 @@ def decode_attention(
     """
     num_tokens, num_heads, head_size = rotated_query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
-    assert block_size % 16 == 0, block_size
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    check_pages(kv_cache, layout)
     assert partial.is_contiguous() and partial_lse.is_contiguous()
     assert output.stride(2) == 1 and block_table.stride(1) == 1
     num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
@@ -145,17 +158,19 @@ def decode_attention(
         partial,
         partial_lse,
         num_splits,
+        query_len,
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
-        BLOCK_SIZE=block_size,
+        **block_divisor(block_size),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         **layout_constants(layout),
         BLOCK_H=block_h,
         BLOCK_N=tuning.block_n,
         NUM_STAGES=tuning.num_stages,
-        QUERY_LEN=query_len,
+        STEP_IN_BLOCK=block_size % tuning.block_n == 0,
+        MULTIPLE=query_len > 1,
         UNIFORM=query_start_loc is None,
         WITH_NEWEST=newest is not None,
         num_warps=tuning.num_warps,

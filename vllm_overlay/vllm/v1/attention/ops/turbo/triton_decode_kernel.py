@@ -5,11 +5,12 @@
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton_codec import (
+    TILE,
     as_loaded,
+    divide_by_block,
     key_scale,
     load_scales,
     load_side,
-    tile_pointers,
 )
 from vllm.v1.attention.ops.turbo.triton_operands import (
     key_operands,
@@ -104,7 +105,23 @@ def _add_values(
     return result
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_splits",
+        "max_query_len",
+        "tiles_per_block",
+        "block_shift",
+        "block_multiplier",
+        "stride_block_table",
+    ],
+    # A call begins with any of the batch's requests.
+    do_not_specialize_on_alignment=[
+        "query_scale_ptr",
+        "block_table_ptr",
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+    ],
+)
 def decode_kernel(
     query_ptr,  # [T, Hq, D] fp16, rotated
     query_scale_ptr,  # [T, Hq] fp32
@@ -115,10 +132,13 @@ def decode_kernel(
     partial_ptr,  # [B, S, Q, Hq, D] fp32
     partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
     num_splits,
-    stride_cache_block,
-    stride_cache_head,
+    max_query_len,
+    stride_cache_block: tl.int64,
+    stride_cache_head: tl.int64,
     stride_block_table,
-    BLOCK_SIZE: tl.constexpr,
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     VALUE_CODES_OFFSET: tl.constexpr,
@@ -136,23 +156,27 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
+    STEP_IN_BLOCK: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     UNIFORM: tl.constexpr,
     WITH_NEWEST: tl.constexpr,
 ):
     """Program (b, h, s): split s // P of sequence b, KV head h.
 
-    P programs share the queries, BLOCK_H each. The query tokens themselves are left to
-    the merge, if so asked.
+    P programs share the queries, BLOCK_H each. MULTIPLE: whether ``max_query_len`` is
+    more than one. STEP_IN_BLOCK: whether a block has whole steps of BLOCK_N tokens. The
+    query tokens themselves are left to the merge, if so asked.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    PARTS: tl.constexpr = (QUERY_LEN * GROUP + BLOCK_H - 1) // BLOCK_H
+    if not MULTIPLE:
+        max_query_len = 1
+    parts = tl.cdiv(max_query_len * GROUP, BLOCK_H)
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2) // PARTS
+    split = tl.program_id(2) // parts
     if UNIFORM:
-        first_token = batch * QUERY_LEN
-        query_len = QUERY_LEN
+        first_token = batch * max_query_len
+        query_len = max_query_len
     else:
         first_token = tl.load(query_start_loc_ptr + batch)
         query_len = tl.load(query_start_loc_ptr + batch + 1) - first_token
@@ -163,12 +187,12 @@ def decode_kernel(
     first = split * split_size
     last = tl.minimum(first + split_size, seq_len)
 
-    h = tl.program_id(2) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+    h = tl.program_id(2) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = h < query_len * GROUP
     query_token = h // GROUP
     own_row = query_token * NUM_HEADS + kv_head * GROUP + h % GROUP
     row = first_token.to(tl.int64) * NUM_HEADS + own_row
-    partial_row = (batch * num_splits + split) * (QUERY_LEN * NUM_HEADS) + own_row
+    partial_row = (batch * num_splits + split) * (max_query_len * NUM_HEADS) + own_row
     p_lse = partial_lse_ptr + partial_row
     if first >= last:
         tl.store(p_lse, float("-inf"), mask=head_mask)
@@ -194,9 +218,23 @@ def decode_kernel(
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         n = start + 2 * pair_of_block
         inside = n < last, n + 1 < last
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=inside[0], other=0)
+        # Steps, and so their first tokens, begin where tiles do.
+        token = 2 * pair_of_block % TILE
+        tile = start // TILE
+        if STEP_IN_BLOCK:
+            place = tile // tiles_per_block
+            block = tl.load(table_ptr + place)
+            tile = tile - place * tiles_per_block + 2 * pair_of_block // TILE
+        else:
+            place, tile = divide_by_block(
+                tile + 2 * pair_of_block // TILE,
+                tiles_per_block,
+                block_shift,
+                block_multiplier,
+            )
+            block = tl.load(table_ptr + place, mask=inside[0], other=0)
         page_ptr = cache_ptr + block.to(tl.int64) * stride_cache_block
-        tile_ptr, token = tile_pointers(page_ptr, n % BLOCK_SIZE, TILE_BYTES)
+        tile_ptr = page_ptr + tile * TILE_BYTES
         pair = token // 2
 
         scores = ()
@@ -216,14 +254,14 @@ def decode_kernel(
             )
             product = product * query_scale[None, :]
             product = tl.where(inside[i][:, None], product, float("-inf"))
-            if QUERY_LEN > 1 and not WITH_NEWEST:
+            if MULTIPLE and not WITH_NEWEST:
                 end = seq_len - query_len + 1 + query_token
                 seen = (n + i)[:, None] < end[None, :]
                 product = tl.where(seen, product, float("-inf"))
             scores = scores + (product,)
         new_max = tl.max(tl.maximum(scores[0], scores[1]), 0)
         new_max = tl.maximum(running_max, new_max)
-        if QUERY_LEN > 1 and not WITH_NEWEST:
+        if MULTIPLE and not WITH_NEWEST:
             # A query may see none of the tokens so far.
             new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
         rescale = tl.exp2(running_max - new_max)

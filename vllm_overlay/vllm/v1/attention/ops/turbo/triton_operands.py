@@ -10,11 +10,10 @@ On NVIDIA GPUs two codes at a time are decoded in PTX: Triton has no type of two
 numbers, and the compiler joins few of the instructions for one.
 """
 
-import struct
-
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.interface import half2_bits
 from vllm.v1.attention.ops.turbo.triton_codec import (
     key_coordinates,
     load,
@@ -35,11 +34,6 @@ _UPPER = tl.constexpr(~0x33333333)
 _LOWER = tl.constexpr(0x33333333)
 
 
-def _half2(value: float) -> str:
-    bits = struct.unpack("<H", struct.pack("<e", value))[0]
-    return f"0x{bits:04X}{bits:04X}"
-
-
 def _key_ptx(half: int) -> str:
     """PTX of the coordinates of four codes of K.
 
@@ -49,11 +43,11 @@ def _key_ptx(half: int) -> str:
     a, b = fmt.KEY_COEFFICIENTS
     lines = [
         ".reg .b32 x<4>, w, s, v, y, a, b, center, round, back;",
-        f"mov.b32 a, {_half2(a)};",
-        f"mov.b32 b, {_half2(b)};",
-        f"mov.b32 center, {_half2(-16 - 15 / 8)};",
-        f"mov.b32 round, {_half2(1536)};",
-        f"mov.b32 back, {_half2(-1536)};",
+        f"mov.b32 a, {half2_bits(a)};",
+        f"mov.b32 b, {half2_bits(b)};",
+        f"mov.b32 center, {half2_bits(-16 - 15 / 8)};",
+        f"mov.b32 round, {half2_bits(1536)};",
+        f"mov.b32 back, {half2_bits(-1536)};",
         f"prmt.b32 w, $4, $5, {'0x7632' if half else '0x5410'};",
         # Codes 2 and 3 in the lower bytes.
         "prmt.b32 s, w, w, 0x2301;",
@@ -93,7 +87,7 @@ def _value_ptx(token: int) -> str:
         mask, one, center = places[i % 2]
         lines += [
             f"lop3.b32 v, {'s' if i >= 2 else 'w'}, {mask}, {one}, 0xEA;",
-            f"mov.b32 center, {_half2(center)};",
+            f"mov.b32 center, {half2_bits(center)};",
             "add.rn.f16x2 v, v, center;",
             "abs.f16x2 y, v;",
             "fma.rn.f16x2 y, y, $7, $6;",

@@ -8,15 +8,18 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import check_pages
 from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
+    TILE,
+    block_divisor,
+    divide_by_block,
     key_coordinates,
     key_scale,
     layout_constants,
     load_side,
     step_positions,
-    tile_pointers,
     value_coordinates,
 )
 from vllm.v1.attention.ops.turbo.triton_rotate import (
@@ -104,6 +107,8 @@ def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) ->
 def _isolate_kernel(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
+    isolated_key_ptr,  # [T, H, D]
+    isolated_value_ptr,  # [T, H, D]
     num_rows,
     stride_key_token,
     stride_key_head,
@@ -121,18 +126,27 @@ def _isolate_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < num_rows)[:, None] & (d < HEAD_SIZE)
     value_ptrs = value_ptr + token * stride_value_token + head * stride_value_head + d
-    value = tl.load(value_ptrs, mask=inside, other=0.0).to(tl.float32)
-    # Infinities and NaN have the largest exponent.
-    exponent = value.to(tl.int32, bitcast=True) & 0x7F800000
-    is_broken = tl.max(exponent, 1) == 0x7F800000
-    broken = inside & is_broken[:, None]
-    tl.store(value_ptrs, tl.zeros_like(value), mask=broken)
+    value = tl.load(value_ptrs, mask=inside, other=0.0)
     key_ptrs = key_ptr + token * stride_key_token + head * stride_key_head + d
-    tl.store(key_ptrs, tl.full(value.shape, float("nan"), tl.float32), mask=broken)
+    key = tl.load(key_ptrs, mask=inside, other=0.0)
+    # Infinities and NaN have the largest exponent.
+    exponent = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    is_broken = (tl.max(exponent, 1) == 0x7F800000)[:, None]
+    value = tl.where(is_broken, 0.0, value.to(tl.float32))
+    key = tl.where(is_broken, float("nan"), key.to(tl.float32))
+    offset = row[:, None] * HEAD_SIZE + d
+    dtype = isolated_key_ptr.dtype.element_ty
+    tl.store(isolated_value_ptr + offset, value.to(dtype), mask=inside)
+    tl.store(isolated_key_ptr + offset, key.to(dtype), mask=inside)
 
 
-def isolate_broken_values(key: torch.Tensor, value: torch.Tensor) -> None:
-    """Make sure that NaN and infinities of a sequence reach no other one.
+def isolate_broken_values(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    isolated_key: torch.Tensor,
+    isolated_value: torch.Tensor,
+) -> None:
+    """Copy K and V so that NaN and infinities of a sequence reach no other one.
 
     FlashAttention loads K and V in tiles. Those of a tile that are the next sequence's
     have a weight of zero, which makes neither NaN nor infinity zero; scores are masked,
@@ -140,12 +154,16 @@ def isolate_broken_values(key: torch.Tensor, value: torch.Tensor) -> None:
     who sees the token has NaN as an output.
 
     Args:
-        key: (T, H, D), last axis contiguous; changed where V is not finite.
+        key: (T, H, D), last axis contiguous.
         value: (T, H, D), likewise.
+        isolated_key: (T, H, D) contiguous, of that dtype, written.
+        isolated_value: (T, H, D), likewise.
 
     """
     num_tokens, num_heads, head_size = value.shape
     assert key.shape == value.shape and key.stride(2) == value.stride(2) == 1
+    assert isolated_key.shape == isolated_value.shape == key.shape
+    assert isolated_key.is_contiguous() and isolated_value.is_contiguous()
     if num_tokens == 0:
         return
     block_t = 16
@@ -153,6 +171,8 @@ def isolate_broken_values(key: torch.Tensor, value: torch.Tensor) -> None:
     _isolate_kernel[(triton.cdiv(num_rows, block_t),)](
         key,
         value,
+        isolated_key,
+        isolated_value,
         num_rows,
         key.stride(0),
         key.stride(1),
@@ -166,7 +186,17 @@ def isolate_broken_values(key: torch.Tensor, value: torch.Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "tiles_per_block",
+        "block_shift",
+        "block_multiplier",
+        "stride_block_table",
+        "max_blocks",
+    ],
+    # A slice begins with any of the batch's requests.
+    do_not_specialize_on_alignment=["block_table_ptr", "starts_ptr", "cu_lens_ptr"],
+)
 def _gather_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [R, max_blocks]
@@ -174,11 +204,13 @@ def _gather_kernel(
     cu_lens_ptr,  # [R + 1] where the pieces lie in the output
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    stride_cache_block,
-    stride_cache_head,
+    stride_cache_block: tl.int64,
+    stride_cache_head: tl.int64,
     stride_block_table,
     max_blocks,
-    BLOCK_SIZE: tl.constexpr,
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
     NUM_KV_HEADS: tl.constexpr,
     VALUE_CODES_OFFSET: tl.constexpr,
     KEY_SCALES_OFFSET: tl.constexpr,
@@ -205,14 +237,15 @@ def _gather_kernel(
     inside = n < length
     position = tl.load(starts_ptr + request) + n
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
-    place = position // BLOCK_SIZE
+    place, tile = divide_by_block(
+        position // TILE, tiles_per_block, block_shift, block_multiplier
+    )
     # vLLM's dummy batches may be longer than any request.
     block = tl.load(table_ptr + place, mask=inside & (place < max_blocks), other=0)
     page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
     page_ptr += head.to(tl.int64) * stride_cache_head
-    tile_ptr, token = tile_pointers(page_ptr, position % BLOCK_SIZE, TILE_BYTES)
-    tile_ptr = tile_ptr[:, None]
-    token = token[:, None]
+    tile_ptr = (page_ptr + tile * TILE_BYTES)[:, None]
+    token = (position % TILE)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = inside[:, None]
     mask = inside & (column < COLUMNS)
@@ -265,6 +298,7 @@ def gather_context(
     starts: torch.Tensor,
     cu_lens: torch.Tensor,
     max_len: int,
+    num_tokens: int,
     layout: TurboFormat,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -277,16 +311,18 @@ def gather_context(
         starts: (R,) int32, first position of each request's piece.
         cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
         max_len: Length of the longest piece.
+        num_tokens: Of all pieces, ``cu_lens[-1]``, at most T.
         layout: The cache's format.
-        key: (T, H, D) contiguous, rows up to ``cu_lens[-1]`` are written. Not
+        key: (T, H, D) contiguous, of which ``num_tokens`` rows are written. Not
             multiplied by the codebook's gain.
         value: (T, H, D), likewise.
 
     """
     num_kv_heads, block_size = kv_cache.shape[1:3]
     num_requests = starts.shape[0]
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    check_pages(kv_cache, layout)
     assert key.is_contiguous() and value.is_contiguous()
+    assert num_tokens <= min(key.shape[0], value.shape[0]), (num_tokens, key.shape)
     if num_requests == 0 or max_len == 0:
         return
     block_n = 32
@@ -301,7 +337,7 @@ def gather_context(
         kv_cache.stride(1),
         block_table.stride(0),
         block_table.shape[1],
-        BLOCK_SIZE=block_size,
+        **block_divisor(block_size),
         NUM_KV_HEADS=num_kv_heads,
         **layout_constants(layout),
         BLOCK_N=block_n,

@@ -9,10 +9,10 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, check_pages
 from vllm.v1.attention.ops.turbo.reference import inverse_sqrt
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton_codec import (
-    LOG2_E,
     MIN_OUTPUT_COLUMNS,
     tile_pointers,
 )
@@ -51,6 +51,11 @@ def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
     if num_tokens > SMALL_BATCH or head_size > 256:
         return StoreTuning(block_t=64 if head_size <= 256 else 16, fold=1, num_warps=4)
     return StoreTuning(block_t=16, fold=8 if head_size <= 128 else 4, num_warps=4)
+
+
+def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
+    """Numbers of tokens of which each takes other launch parameters."""
+    return [1, SMALL_BATCH + 1]
 
 
 @triton.jit
@@ -245,8 +250,8 @@ def store(
         assert rotated_query is not None and query_scale is not None
         num_queries, num_heads = query.shape[:2]
         assert rotated_query.is_contiguous() and query_scale.is_contiguous()
-    assert kv_cache.shape[1:] == (num_kv_heads, kv_cache.shape[2], layout.slot_size)
-    assert kv_cache.stride()[2:] == (layout.slot_size, 1), kv_cache.stride()
+    assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
+    check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
     if num_tokens == 0:
         return

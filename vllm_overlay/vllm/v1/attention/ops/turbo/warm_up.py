@@ -4,51 +4,73 @@
 
 A driver loads a kernel when it is first launched, and then allocates local memory for
 all threads that the GPU can hold: 130 MiB on an H200 for 500 bytes a thread. What was
-there before the cache is in the account; what comes later may be missing.
+there before the cache is in the account; what comes later may be missing. Nor does a
+request wait for Triton's compiler then.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.distributed.parallel_state import (
+    get_tp_group,
+    model_parallel_is_initialized,
+)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.kernels import (
+    cuda_refusal,
+    fall_back_to_triton,
+    max_extend_len,
+    refusal_of_other_ranks,
+)
 from vllm.v1.attention.ops.turbo.metadata import ExtendBatch, TurboMetadata
 from vllm.v1.attention.ops.turbo.prefill_plan import build_prefill_metadata
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.dispatch import KernelDispatch
 
-# Cached tokens of the requests that have any.
+# Cached tokens of decodes and extends.
 _CONTEXT = 16
-# Query tokens of a request that is no decode.
+# Those of a prefill: so many that FlashAttention splits them among blocks.
+_PREFILL_CONTEXT = 1024
+# Query tokens of a prefill request.
 _QUERY_LEN = 2
 # Of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
 
 
 def small_batch(
-    dispatch: "KernelDispatch", block_size: int, query_len: int, device: torch.device
+    dispatch: "KernelDispatch",
+    block_size: int,
+    device: torch.device,
+    query_len: int,
+    is_uniform: bool = True,
+    extend_len: int = 0,
 ) -> TurboMetadata:
-    """One request of each kind: a decode, an extend if there are any, a prefill behind
-    cached tokens and one of a prompt.
+    """Requests of each kind: a decode, an extend, and prefills, two of which have
+    cached tokens: so many that they are dequantised in several pieces.
 
     Args:
         dispatch: Of the layer.
         block_size: Tokens of a block.
-        query_len: Query tokens of the decode.
         device: Of the kernels.
+        query_len: Query tokens of the decode.
+        is_uniform: Whether no request could have fewer.
+        extend_len: Query tokens of the extend; 0: there is none.
 
     """
     extends = []
     query_lens, contexts = [query_len], [_CONTEXT]
-    if dispatch.kernels.extend_attention is not None:
-        extends.append(ExtendBatch(1, 1, query_len, _QUERY_LEN, _QUERY_LEN, None))
-        query_lens.append(_QUERY_LEN)
+    if extend_len:
+        extends.append(ExtendBatch(1, 1, query_len, extend_len, extend_len, None))
+        query_lens.append(extend_len)
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)
-    query_lens += [_QUERY_LEN] * 2
-    contexts += [_CONTEXT, 0]
+    query_lens += [_QUERY_LEN] * 3
+    contexts += [2 * _PREFILL_CONTEXT, _PREFILL_CONTEXT, 0]
     seq_lens = [q + context for q, context in zip(query_lens, contexts)]
     width = cdiv(max(seq_lens), block_size)
     table = torch.arange(len(seq_lens) * width, dtype=torch.int32, device=device)
@@ -60,13 +82,15 @@ def small_batch(
     ]
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
     starts = torch.tensor([0, *query_lens[first_prefill:]]).cumsum(0).int()
+    decode_starts = torch.tensor([0, query_len], dtype=torch.int32)
     table = table.view(-1, width)
+    limits = dispatch.prefill_limits
     prefill = build_prefill_metadata(
         starts,
         lengths[first_prefill:],
         table[first_prefill:],
         dispatch.stored,
-        dispatch.prefill_limits,
+        limits._replace(piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT)),
         device,
     )
     return TurboMetadata(
@@ -77,34 +101,112 @@ def small_batch(
         num_decodes=1,
         num_decode_tokens=query_len,
         decode_query_len=query_len,
-        decode_start_loc=None,
+        decode_start_loc=None if is_uniform else decode_starts.to(device),
         extends=extends,
         prefill=prefill,
     )
 
 
+def batches(
+    dispatch: "KernelDispatch", block_size: int, device: torch.device
+) -> list[TurboMetadata]:
+    """Batches that together launch every kernel of attention that serving does."""
+    make = partial(small_batch, dispatch, block_size, device)
+    most = dispatch.max_decode_query_len
+    found = [make(1)]
+    if most > 1:
+        # The Triton kernels are compiled for one query token, as many of each
+        # sequence, or not.
+        found += [make(most), make(most, is_uniform=False)]
+    if dispatch.kernels.extend_attention is not None:
+        group = dispatch.num_heads // dispatch.num_kv_heads
+        # CUDA's have an instance for few queries, and one for many.
+        found += [make(1, extend_len=n) for n in sorted({1, max_extend_len(group)})]
+    return found
+
+
+def _run_store(
+    dispatch: "KernelDispatch", kv_cache: torch.Tensor, num_tokens: int
+) -> None:
+    """Store so many tokens nowhere."""
+    device, heads = kv_cache.device, dispatch.num_kv_heads
+    vector = torch.zeros(1, heads, dispatch.head_size, dtype=dispatch.dtype).to(device)
+    vectors = vector.expand(num_tokens, -1, -1)
+    query = torch.zeros(
+        0, dispatch.num_heads, dispatch.head_size, dtype=dispatch.dtype, device=device
+    )
+    dispatch.kernels.store(
+        kv_cache,
+        torch.full((num_tokens,), -1, device=device),
+        vectors,
+        vectors,
+        dispatch.layout,
+        query,
+        query.view(torch.float16),
+        torch.empty(0, dispatch.num_heads, device=device),
+        dispatch.scale,
+    )
+
+
+def _run_kernels(dispatch: "KernelDispatch", device: torch.device) -> None:
+    """Launch each kernel of a layer, on values that are zero."""
+    block_size = dispatch.cache_config.block_size or 1
+    block_size = cdiv(block_size, fmt.TILE_TOKENS) * fmt.TILE_TOKENS
+    heads, kv_heads = dispatch.num_heads, dispatch.num_kv_heads
+    block_sizes = dispatch.kernels.block_sizes(block_size, dispatch.head_size)
+    for block_size, metadata in [
+        (size, metadata)
+        for size in block_sizes
+        for metadata in batches(dispatch, size, device)
+    ]:
+        shape = (metadata.block_table.numel(), kv_heads, block_size)
+        slot_size = dispatch.layout.slot_size
+        cache = torch.zeros(*shape, slot_size, dtype=torch.uint8, device=device)
+        shape = (metadata.num_actual_tokens, heads + 2 * kv_heads, dispatch.head_size)
+        qkv = torch.zeros(shape, dtype=dispatch.dtype, device=device)
+        query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        dispatch._forward_kernels(query, key, value, cache, metadata, output)
+    for num_tokens in dispatch.kernels.store_sizes(dispatch.layout, kv_heads):
+        if num_tokens <= dispatch.max_num_tokens:
+            _run_store(dispatch, cache, num_tokens)
+
+
+def _share_choice(dispatch: "KernelDispatch") -> None:
+    """Have all ranks that share this layer run the same kernels."""
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return
+    reason = refusal_of_other_ranks(dispatch.kernels, get_tp_group().cpu_group)
+    if reason is None:
+        return
+    if dispatch.kernel_choice == "cuda":
+        raise ValueError(cuda_refusal(reason))
+    fall_back_to_triton(reason)
+
+
 def warm_up(dispatch: "KernelDispatch", device: torch.device) -> None:
     """Run a layer's kernels, unless those of a layer like it have run.
 
-    The workspace has to have been taken.
+    The workspace has to have been taken. If the driver refuses to launch one of CUDA's,
+    on this rank or another, Triton's serve from now on.
+
+    Raises:
+        ValueError: If CUDA's kernels are asked for and refused.
+
     """
-    kernels = dispatch.kernels.name, dispatch.stored, dispatch.max_decode_query_len
-    key = (dispatch.workspace, dispatch.layout, *kernels, device)
+    key = (dispatch.workspace, dispatch.layout, dispatch.stored, device)
+    key = (*key, dispatch.kernel_choice, dispatch.max_decode_query_len)
     if key in _warm:
         return
-    block_size = dispatch.cache_config.block_size or 1
-    block_size = cdiv(block_size, fmt.TILE_TOKENS) * fmt.TILE_TOKENS
-    for query_len in sorted({1, dispatch.max_decode_query_len}):
-        metadata = small_batch(dispatch, block_size, query_len, device)
-        shape = (metadata.block_table.numel(), dispatch.num_kv_heads, block_size)
-        slot_size = dispatch.layout.slot_size
-        cache = torch.zeros(*shape, slot_size, dtype=torch.uint8, device=device)
-        heads = dispatch.num_heads + 2 * dispatch.num_kv_heads
-        shape = (metadata.num_actual_tokens, heads, dispatch.head_size)
-        qkv = torch.zeros(shape, dtype=dispatch.dtype, device=device)
-        query, new_key, value = qkv.split(
-            [dispatch.num_heads, dispatch.num_kv_heads, dispatch.num_kv_heads], 1
-        )
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        dispatch._forward_kernels(query, new_key, value, cache, metadata, output)
+    name = dispatch.kernels.name
+    try:
+        _run_kernels(dispatch, device)
+    except LaunchRefused as error:
+        reason = f"the driver refused to launch a CUDA kernel ({error})"
+        if dispatch.kernel_choice == "cuda":
+            raise ValueError(cuda_refusal(reason)) from error
+        fall_back_to_triton(reason)
+    _share_choice(dispatch)
+    if dispatch.kernels.name != name:
+        _run_kernels(dispatch, device)
     _warm.add(key)

@@ -54,9 +54,9 @@ class Workspace(NamedTuple):
             ((num_partials, heads), torch.float32),
         ]
 
-    def prefill_parts(self, num_tokens: int) -> Parts:
-        """The ``PrefillBuffers`` for slices of so many tokens; zero: of none."""
-        if num_tokens == 0:
+    def prefill_parts(self, num_tokens: int | None) -> Parts:
+        """The ``PrefillBuffers`` for so many query tokens; None: for no slice."""
+        if num_tokens is None:
             return []
         shapes = PrefillBuffers.shapes(
             num_tokens,

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Triton's interpreter: it rounds to bf16 as GPUs do, and warms up by less."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.triton_utils import tl
+from vllm.v1.attention.ops.turbo import warm_up
+
+from .utils import CAN_RUN_KERNELS, ON_GPU
+
+
+@pytest.fixture(autouse=True, scope="session")
+def round_to_nearest_bf16() -> Iterator[None]:
+    """The interpreter cuts off what bf16 has no bits for: up to twice the error, and
+    all of it toward zero. With GPUs' rounding, one tolerance serves both.
+    """
+    if ON_GPU or not CAN_RUN_KERNELS:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(x, input_dtype, output_dtype, rounding_mode):
+        if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
+            return convert(x, input_dtype, output_dtype, rounding_mode)
+        rounded = torch.from_numpy(np.array(x)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert_float)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes seconds for as much context as FlashAttention splits."""
+    if not ON_GPU:
+        monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 16)

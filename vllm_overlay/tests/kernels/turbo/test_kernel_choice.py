@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels serve when CUDA's, though they were built, cannot be launched."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import kernels, warm_up
+from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+from .backend_utils import (
+    HEAD_SIZE,
+    NUM_HEADS,
+    Batch,
+    flash_attn_stand_in,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+)
+from .utils import DEVICE, FP16, ON_GPU, requires_triton
+
+# What the driver says of a launch that it refuses, and of a kernel that failed.
+REFUSED = "no kernel image is available for execution on the device"
+IN_FLIGHT = "an illegal memory access was encountered"
+
+
+@pytest.fixture
+def choice(monkeypatch):
+    """Nothing has been chosen in this process, and nothing is warm."""
+    monkeypatch.setattr(kernels, "_chosen", [])
+    monkeypatch.setattr(kernels, "_launch_refusal", None)
+    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda layout: None)
+    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
+    monkeypatch.setattr(warm_up, "_warm", set())
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    kernels.share_kernels.cache_clear()
+    init_workspace_manager(DEVICE)
+    yield
+    reset_workspace_manager()
+    kernels.share_kernels.cache_clear()
+
+
+def fail(monkeypatch, message: str) -> None:
+    """Have CUDA's store fail so, which is launched first."""
+    error = LaunchRefused if message == REFUSED else RuntimeError
+
+    def store(*args: object) -> None:
+        raise error(message)
+
+    def cuda_kernels(reason: str = "") -> kernels.TurboKernels:
+        triton = kernels.triton_kernels(reason)
+        return triton._replace(store=store, name=kernels.CUDA)
+
+    monkeypatch.setattr(kernels, "cuda_kernels", cuda_kernels)
+
+
+def profile(impl) -> None:
+    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+    impl.forward(None, x, x, x, None, None, x)
+
+
+@requires_triton
+def test_auto_falls_back_for_all_layers(tmp_path: Path, choice, monkeypatch):
+    """Layers that were asked before, their builder, and those asked afterwards."""
+    fail(monkeypatch, REFUSED)
+    config = make_vllm_config(tmp_path, dtype=FP16)
+    layers = [make_impl(config) for _ in range(2)]
+    assert [impl.kernels.name for impl in layers] == ["CUDA", "CUDA"]
+    for impl in layers:
+        impl.flash_attn = flash_attn_stand_in if not ON_GPU else impl.flash_attn
+    profile(layers[1])
+    layers.append(make_impl(config))
+    for impl in layers:
+        assert impl.kernels.name == "Triton"
+        assert REFUSED in impl.kernels.reason
+    batch = Batch.make(layers[0], [(1, 31), (9, 0)])
+    metadata = make_builder(config, layers[0]).build(0, batch.common)
+    batch.check(layers[0], batch.run(layers[0], metadata, "triton"))
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "turbo_kernel, message, error, words",
+    [
+        ("cuda", REFUSED, ValueError, f"turbo_kernel=cuda cannot.*{REFUSED}.*Use auto"),
+        ("auto", IN_FLIGHT, RuntimeError, IN_FLIGHT),
+    ],
+)
+def test_others_raise(
+    tmp_path: Path, choice, turbo_kernel, message, error, words, monkeypatch
+):
+    fail(monkeypatch, message)
+    config = make_vllm_config(tmp_path, dtype=FP16)
+    impl = make_impl(config)
+    # A CPU refuses it earlier.
+    impl.kernel_choice = turbo_kernel
+    with pytest.raises(error, match=words):
+        profile(impl)
+    assert impl.kernels.name == "CUDA"
+
+
+# One rank of three, of which the last runs Triton's kernels.
+RANK = """
+import sys
+import torch
+from vllm.v1.attention.ops.turbo import kernels
+
+rank = int(sys.argv[1])
+store = torch.distributed.FileStore(sys.argv[2], 3)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+own = kernels.triton_kernels("it has no nvcc")
+if rank < 2:
+    own = own._replace(name=kernels.CUDA, reason="they could be built")
+print(kernels.refusal_of_other_ranks(own, torch.distributed.group.WORLD))
+"""
+
+
+@requires_triton
+def test_ranks_run_the_same_kernels(tmp_path: Path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    reasons = [rank.communicate()[0].splitlines()[-1] for rank in ranks]
+    expected = "rank 2 runs Triton kernels, because it has no nvcc"
+    assert reasons == [expected, expected, "None"]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What CUDA's kernels are launched with, for machines without a GPU: Triton's compute
+from the same arguments, and the output has to be right.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import (
+    cuda_decode,
+    cuda_extend,
+    cuda_merge,
+    cuda_store,
+    kernels,
+)
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, NewestToken, count_sequences
+
+from .backend_utils import (
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    with_drafts,
+)
+from .utils import FP16, requires_triton
+
+pytestmark = requires_triton
+
+
+def store(
+    layout: TurboFormat,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_matrix: torch.Tensor,
+    single_matrix: torch.Tensor,
+    query_matrix: torch.Tensor,
+    tables: torch.Tensor,
+    query: torch.Tensor,
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    factor: float,
+    *tuning: int,
+) -> None:
+    from vllm.v1.attention.ops.turbo import triton_store
+
+    scale = factor / LOG2_E / layout.key_codebook.gain
+    triton_store.store(
+        kv_cache,
+        slot_mapping,
+        key,
+        value,
+        layout,
+        query,
+        rotated_query,
+        query_scale,
+        scale,
+    )
+
+
+def attend(
+    layout: TurboFormat,
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_lse: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_seqs: int,
+    query_len: int,
+    with_newest: bool,
+) -> None:
+    from vllm.v1.attention.ops.turbo import triton_decode
+
+    num_tokens = rotated_query.shape[0]
+    assert num_seqs == count_sequences(num_tokens, query_len, query_start_loc)
+    # Read by the merge alone, which is left out.
+    newest = NewestToken(rotated_query, kv_cache, kv_cache, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_decode, "merge_splits", lambda *args: None)
+        triton_decode.decode_attention(
+            rotated_query,
+            query_scale,
+            kv_cache,
+            block_table,
+            seq_lens,
+            layout,
+            partial_output,
+            partial_lse,
+            rotated_query,
+            newest if with_newest else None,
+            query_len,
+            query_start_loc,
+        )
+
+
+def merge(
+    partial_output: torch.Tensor,
+    partial_lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_kv_heads: int,
+    with_newest: bool,
+    factor: float,
+    query_start_loc: torch.Tensor | None,
+    num_seqs: int,
+    query_len: int,
+    log2_warps: int,
+) -> None:
+    from vllm.v1.attention.ops.turbo.triton_merge import merge_splits
+
+    assert num_seqs == count_sequences(output.shape[0], query_len, query_start_loc)
+    newest = NewestToken(query, key, value, factor / LOG2_E)
+    merge_splits(
+        partial_output,
+        partial_lse,
+        seq_lens,
+        output,
+        num_kv_heads,
+        newest if with_newest else None,
+        query_len,
+        query_start_loc,
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have CUDA's modules launch Triton's kernels; returns which were loaded."""
+    loaded = []
+
+    def load(name: str, function: Callable[..., None], layout, *args):
+        loaded.append(name)
+        return function if name == "merge" else partial(function, layout)
+
+    for module, name, function in (
+        (cuda_store, "store", store),
+        (cuda_decode, "decode", attend),
+        (cuda_extend, "extend", attend),
+        (cuda_merge, "merge", merge),
+    ):
+        monkeypatch.setattr(module, "load", partial(load, name, function))
+    monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
+    return loaded
+
+
+@prefill_modes
+@pytest.mark.parametrize(
+    "requests",
+    [[(1, 40), (1, 0)], [(3, 31), (1, 9), (5, 40)]],
+    ids=["decodes", "ragged drafts and an extend"],
+)
+def test_output_of_what_is_launched(tmp_path: Path, requests, mode, launches):
+    """From views of a fused projection's output, as models hand them over."""
+    config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
+    impl = make_impl(config)
+    impl.num_sms = 4
+    # By their own name, q would be expected in int8.
+    impl.kernels = kernels.cuda_kernels()._replace(name="Triton")
+    batch = Batch.make(impl, requests)
+    qkv = torch.cat([batch.query, batch.key, batch.value], 1)
+    heads = [impl.num_heads, impl.num_kv_heads, impl.num_kv_heads]
+    batch.query, batch.key, batch.value = qkv.split(heads, 1)
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert metadata.prefill is None
+    batch.check(impl, batch.run(impl, metadata, "kernels"))
+    calls = [["decode", "merge"], ["extend", "merge"]][: 1 + len(metadata.extends)]
+    assert launches == ["store", *sum(calls, [])]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The Triton merge of decode attention's splits, against the same sums in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo.interface import NewestToken
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+
+from .utils import DEVICE, FP16, gaussian, requires_triton
+
+pytestmark = requires_triton
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
+SCALE = HEAD_SIZE**-0.5
+# Query tokens of each sequence.
+BATCHES = {
+    "one token each": [1] * 5,
+    "several each": [3] * 4,
+    "ragged": [3, 1, 0, 2],
+}
+
+
+class Splits:
+    """Random results of splits, of which each sequence has written some.
+
+    Attributes:
+        partial: (B * S * Q, Hq, D) fp32; NaN where nothing was written.
+        lse: (B * S * Q, Hq) fp32, in base 2; -inf there.
+
+    """
+
+    def __init__(self, counts: list[int], num_splits: int, query_len: int) -> None:
+        """``counts``: of each sequence, the splits that have tokens."""
+        self.shape = (len(counts), num_splits, query_len, NUM_HEADS)
+        written = torch.arange(num_splits) < torch.tensor(counts)[:, None]
+        written = written[..., None, None].expand(self.shape).to(DEVICE)
+        self.partial = gaussian(*self.shape, HEAD_SIZE, seed=1).flatten(0, 2)
+        self.partial[~written.flatten(0, 2)] = math.nan
+        self.lse = 2 * gaussian(*self.shape, seed=2).flatten(0, 2)
+        self.lse[~written.flatten(0, 2)] = -math.inf
+
+    def of_row(
+        self, sequence: int, place: int, head: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A query's written results, rotated back, and their natural LSE, in fp64."""
+        lse = self.lse.view(self.shape)[sequence, :, place, head].double()
+        values = self.partial.view(*self.shape, HEAD_SIZE)[sequence, :, place, head]
+        written = lse > -math.inf
+        matrix = rotation_matrix(HEAD_SIZE, DEVICE, torch.float64, inverse=True)
+        rotated = values[written].double() @ matrix * HEAD_SIZE**-0.5
+        return rotated, lse[written] * math.log(2)
+
+
+def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
+    """Merge into a tensor of NaN with two rows more than there are tokens."""
+    from vllm.v1.attention.ops.turbo.triton_merge import merge_splits
+
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    query_len = splits.shape[2]
+    is_uniform = set(query_lens) == {query_len}
+    num_tokens = sum(query_lens)
+    buffer = torch.full((num_tokens + 2, NUM_HEADS, HEAD_SIZE), math.nan, device=DEVICE)
+    merge_splits(
+        splits.partial,
+        splits.lse,
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        buffer[:num_tokens],
+        NUM_KV_HEADS,
+        None if newest is None else NewestToken(*newest, SCALE),
+        query_len,
+        None if is_uniform else starts.to(DEVICE),
+    )
+    assert buffer[num_tokens:].isnan().all()
+    return buffer[:num_tokens]
+
+
+def newest_tokens(num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """Query, key and value: views of a fused projection's output."""
+    sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    qkv = gaussian(num_tokens, sum(sizes), HEAD_SIZE, dtype=FP16, seed=3)
+    return qkv.split(sizes, 1)
+
+
+def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -> None:
+    """Compare each row to the softmax over what it is to see."""
+    token = 0
+    for sequence, query_len in enumerate(query_lens):
+        first = token
+        for place in range(query_len):
+            for head in range(NUM_HEADS):
+                values, scores = splits.of_row(sequence, place, head)
+                if newest is not None:
+                    query, key, value = (x.double() for x in newest)
+                    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+                    own = key[first : token + 1, kv_head] @ query[token, head] * SCALE
+                    scores = torch.cat([scores, own])
+                    values = torch.cat([values, value[first : token + 1, kv_head]])
+                expected = scores.softmax(0) @ values
+                error = (output[token, head] - expected).abs().max().item()
+                assert error <= 2**-17 * values.abs().max().item()
+            token += 1
+
+
+@pytest.mark.parametrize("num_splits", [1, 9, 64])
+@pytest.mark.parametrize("with_newest", [False, True])
+@pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
+def test_every_split_counts(query_lens, with_newest, num_splits):
+    """Of a few splits and of all that may be, where the last are empty and where they
+    are not.
+    """
+    counts = [max(1, num_splits - 3 * row) for row in range(len(query_lens))]
+    splits = Splits(counts, num_splits, max(query_lens))
+    newest = newest_tokens(sum(query_lens)) if with_newest else None
+    output = merge(splits, query_lens, [1000] * len(query_lens), newest)
+    check(output, splits, query_lens, newest)
+
+
+@pytest.mark.parametrize(
+    "query_lens", [[3, 3, 3], [3, 3, 2]], ids=["uniform", "ragged"]
+)
+def test_tokens_that_padding_lacks(query_lens):
+    """A padded request is shorter than its query: what it has are the last tokens, and
+    what the tensors hold before those is anything.
+    """
+    seq_lens = [1, 2, 0]
+    splits = Splits([0, 0, 0], 2, 3)
+    newest = newest_tokens(sum(query_lens))
+    ends = torch.tensor(query_lens).cumsum(0).tolist()
+    missing = [
+        token
+        for end, query_len, seq_len in zip(ends, query_lens, seq_lens)
+        for token in range(end - query_len, end - seq_len)
+    ]
+    for x in newest:
+        x[missing] = math.nan
+    output = merge(splits, query_lens, seq_lens, newest)
+    assert (output[missing] == 0).all()
+    _, key, value = newest
+    assert torch.equal(output[2], value[2].float().repeat_interleave(2, 0))
+    # As if the two tokens that the second has were all that there are.
+    short = Splits([0], 2, 2)
+    own = tuple(x[4:6] for x in newest)
+    check(output[4:6], short, [2], own)
