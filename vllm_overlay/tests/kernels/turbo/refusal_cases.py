@@ -9,12 +9,14 @@ import torch
 
 from vllm.config import (
     KVTransferConfig,
+    ParallelConfig,
     SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
@@ -52,9 +54,11 @@ SELECTIONS = {
     "MLA": (dict(use_mla=True), "MLA"),
     "sparse": (dict(use_sparse=True), "sparse"),
     "sinks": (dict(has_sink=True), "sinks"),
-    "sliding window": (dict(has_sliding_window=True), "sliding window"),
-    "mm-prefix": (dict(use_mm_prefix=True), "multimodal"),
-    "per-head scales": (dict(use_per_head_quant_scales=True), "per-head"),
+    "sliding window, sinks": (
+        dict(has_sliding_window=True, has_sink=True),
+        "sinks.*sliding window .*--kv-cache-dtype-skip-layers sliding_window",
+    ),
+    "mm-prefix": (dict(use_mm_prefix=True), "multimodal.*--language-model-only"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
     "PCP": (dict(use_pcp=True), "PCP"),
@@ -80,7 +84,11 @@ def make_impl(config: VllmConfig, **changes) -> TurboAttentionImpl:
 
 IMPL_ARGUMENTS = {
     "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
-    "sliding window": (dict(sliding_window=128), "sliding window"),
+    "sliding window": (
+        dict(sliding_window=128),
+        "sliding window .*--kv-cache-dtype-skip-layers sliding_window",
+    ),
+    "longest window that binds": (dict(sliding_window=2047), "sliding window"),
     "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
     "sinks": (dict(sinks=torch.zeros(4)), "sinks"),
     "KV sharing": (dict(kv_sharing_target_layer_name="layers.0"), "KV sharing"),
@@ -148,6 +156,32 @@ SPECS = {
     "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v|size of V"),
     "pooled": (lambda: make_spec(tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
 }
+
+
+MICRO_BATCHES = {"dual batch overlap": dict(enable_dbo=True), "2": dict(ubatch_size=2)}
+
+
+def parallel_config(config: VllmConfig, **changes) -> VllmConfig:
+    return with_attribute(config, "parallel_config", ParallelConfig(**changes))
+
+
+PACKED = make_spec(state_content_bytes=68)
+
+
+class OwnAttention(torch.nn.Module, AttentionLayerBase):
+    """An attention layer of a model's own, which nobody selects a backend for."""
+
+    def __init__(self, backend: type[AttentionBackend], spec: AttentionSpec):
+        super().__init__()
+        self.kv_cache_dtype = "turbo4"
+        self.backend = backend
+        self.spec = spec
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        return self.spec
 
 
 def transfer_config(config: VllmConfig, permute: bool) -> VllmConfig:

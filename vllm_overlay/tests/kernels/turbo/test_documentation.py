@@ -16,8 +16,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import cuda_build, cuda_decode, kernels
@@ -26,15 +27,19 @@ from vllm.v1.attention.ops.turbo.refusals import (
     REASONS,
     SPEC_FEATURES,
 )
+from vllm.v1.attention.ops.turbo.startup import check_layer
 
 from .backend_utils import make_vllm_config
 from .refusal_cases import (
     IMPL_ARGUMENTS,
+    PACKED,
     SELECTIONS,
     SPECS,
+    OwnAttention,
     make_builder,
     make_impl,
     make_spec,
+    parallel_config,
     select,
     speculative_config,
     transfer_config,
@@ -65,6 +70,7 @@ def reasons_of(call: Callable[[], object]) -> list[str]:
         r"Use --kv-cache-dtype fp8 or auto instead\.$",
         str(raised.value),
     )
+    assert found is not None, raised.value
     return found[1].split("; ")
 
 
@@ -82,7 +88,7 @@ def listed(reason: str) -> str:
 
 def backend_reasons() -> Iterator[str]:
     """All that ``validate_configuration`` can say, whatever flags it has by now."""
-    parameters = inspect.signature(TurboAttentionBackend.validate_configuration)
+    parameters = inspect.signature(AttentionBackend.validate_configuration)
     flags = {
         name: True
         for name in parameters.parameters
@@ -106,6 +112,7 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
     """
     x = torch.zeros(1, 4, 64)
     forward = partial(make_impl(config).forward, None, x, x, x, x, None, x)
+    own_layer = OwnAttention(FlashAttentionBackend, PACKED)
     calls: list[Callable[[], object]] = [
         *(partial(select, **changes) for changes, _ in SELECTIONS.values()),
         *(
@@ -115,11 +122,14 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
         *(lambda make=make: make_builder(config, make()) for make, _ in SPECS.values()),
         partial(select, AttentionBackendEnum.FLASH_ATTN),
         partial(make_impl, speculative_config(config, "extract_hidden_states")),
+        partial(make_impl, parallel_config(config, enable_dbo=True)),
         partial(make_builder, transfer_config(config, True), make_spec()),
         partial(forward, output_scale=torch.ones(())),
+        partial(check_layer, "layers.1.attn", own_layer, config),
     ]
     reasons = [reason for call in calls for reason in reasons_of(call)]
-    monkeypatch.setattr(current_platform, "is_xpu", lambda: True, raising=False)
+    for platform in ("is_rocm", "is_xpu"):
+        monkeypatch.setattr(current_platform, platform, lambda: True)
     reasons += reasons_of(select)
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
     reasons += backend_reasons()

@@ -4,12 +4,14 @@
 and the way out: nothing is dropped in silence.
 """
 
+import json
+from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
@@ -20,18 +22,22 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+from vllm.v1.worker.utils import customize_attention_spec
 
 from .backend_utils import make_vllm_config
 from .refusal_cases import (
     IMPL_ARGUMENTS,
+    MICRO_BATCHES,
     SELECTIONS,
     SPECS,
     make_builder,
     make_impl,
     make_spec,
+    parallel_config,
     select,
     speculative_config,
     transfer_config,
+    with_attribute,
 )
 from .utils import all_presets
 
@@ -71,13 +77,20 @@ def test_all_reasons_are_named():
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT"])
 def test_other_backend(backend):
-    with refused(f"{backend}.*drop --attention-backend"):
+    """Gemma 4's configuration chooses one where the user did not."""
+    with refused(f"{backend}.*drop --attention-backend, or pass TURBO if the model"):
         select(AttentionBackendEnum[backend])
+    assert "turbo" in select(AttentionBackendEnum.TURBO)
 
 
-def test_xpu(monkeypatch):
-    monkeypatch.setattr(current_platform, "is_xpu", lambda: True, raising=False)
-    with refused("XPU"):
+def test_scales_a_head_are_not_read():
+    assert "turbo" in select(use_per_head_quant_scales=True)
+
+
+@pytest.mark.parametrize("name", ["ROCm", "XPU"])
+def test_other_platforms(name, monkeypatch):
+    monkeypatch.setattr(current_platform, f"is_{name.lower()}", lambda: True)
+    with refused(name):
         select()
 
 
@@ -102,6 +115,30 @@ def test_impl_takes_what_means_nothing(config):
     )
 
 
+def test_window_that_never_binds(config):
+    """It is as long as the longest sequence: the layer is planned as without one."""
+    assert "turbo" in select(has_sliding_window=True)
+    make_impl(config, sliding_window=2048)
+    specs = []
+    for window in (None, 2048, 4096):
+        layer = make_layer(config, per_layer_sliding_window=window)
+        spec = layer.get_kv_cache_spec(config)
+        specs.append(customize_attention_spec(layer.get_attn_backend(), spec))
+    assert specs[0] == specs[1] == specs[2]
+    make_builder(config, specs[1])
+
+
+def test_window_of_a_drafter(config):
+    """Its sequences are as long as the model's."""
+    drafting = speculative_config(config, "draft_model")
+    target = copy(config.model_config)
+    target.max_model_len = 4096
+    drafting.speculative_config.target_model_config = target
+    with refused("sliding window"):
+        make_impl(drafting, sliding_window=4095)
+    make_impl(drafting, sliding_window=4096)
+
+
 @pytest.mark.parametrize("method", ["ngram", "eagle", "mtp", "draft_model"])
 def test_speculative_decoding_is_served(config, method):
     make_impl(speculative_config(config, method))
@@ -111,6 +148,17 @@ def test_extracted_hidden_states(config):
     """They would be cached in the dtype of the cache, as if they were K and V."""
     with refused("extract_hidden_states"):
         make_impl(speculative_config(config, "extract_hidden_states"))
+
+
+@pytest.mark.parametrize("changes", MICRO_BATCHES.values(), ids=MICRO_BATCHES)
+def test_micro_batches(config, changes):
+    """Each would need a workspace and a plan of its own."""
+    with refused("leave out --enable-dbo and --ubatch-size"):
+        make_impl(parallel_config(config, **changes))
+
+
+def test_one_micro_batch_is_the_batch(config):
+    make_impl(parallel_config(config, ubatch_size=1))
 
 
 def test_adaptive_verification_is_served():
@@ -174,6 +222,41 @@ LAYERS = {
 def test_layer(config, changes, feature):
     with refused(feature):
         make_layer(config, **changes)
+
+
+PALIGEMMA = {
+    "architectures": ["PaliGemmaForConditionalGeneration"],
+    "model_type": "paligemma",
+    "image_token_index": 500,
+    "text_config": {
+        "model_type": "gemma",
+        "hidden_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+
+
+def test_mm_prefix_without_images(config, tmp_path):
+    """With the flag that its refusal names, the model is served."""
+    (tmp_path / "config.json").write_text(json.dumps(PALIGEMMA))
+    models = [
+        ModelConfig(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            language_model_only=language_model_only,
+        )
+        for language_model_only in (False, True)
+    ]
+    with refused("multimodal.*--language-model-only"):
+        make_layer(with_attribute(config, "model_config", models[0]))
+    make_layer(with_attribute(config, "model_config", models[1]))
 
 
 def test_layer_is_served(config):

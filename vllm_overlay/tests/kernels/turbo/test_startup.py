@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is said of a cache when the engine starts."""
+"""What is checked and said of a cache when the engine starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.platforms.interface import Platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionBackend,
+    TurboAttentionImpl,
+)
 from vllm.v1.attention.ops.turbo import kernels
 from vllm.v1.attention.ops.turbo.startup import describe_cache
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config
-from .utils import requires_triton
+from .refusal_cases import PACKED, OwnAttention
+from .utils import BF16, requires_triton
 
 
 def make_impl(
@@ -72,3 +84,72 @@ def test_documented_line(monkeypatch, tmp_path):
     _, _, block = page.read_text().partition("```text\n")
     documented = " ".join(block.partition("\n```")[0].split("\n"))
     assert describe_cache("turbo4", 32 * [impl], 246720) == documented
+
+
+def add_layers(folder: Path, *layers: AttentionLayerBase) -> VllmConfig:
+    """The configuration of a model with a layer of vLLM's and these."""
+    config = make_vllm_config(folder)
+    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
+        Attention(
+            4, 64, 0.125, 2, cache_config=config.cache_config, prefix="layers.0.attn"
+        )
+    context = config.compilation_config.static_forward_context
+    context |= {f"layers.{i}.attn": layer for i, layer in enumerate(layers, 1)}
+    return config
+
+
+platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
+
+
+@platforms
+@pytest.mark.parametrize(
+    "backend, spec",
+    [
+        # As MiniMax-M3's, Inkling's, and one that TURBO was selected for.
+        (FlashAttentionBackend, replace(PACKED, state_content_bytes=None)),
+        (
+            FlashAttentionBackend,
+            FullAttentionSpec(
+                block_size=32, num_kv_heads=2, head_size=64, dtype=torch.uint8
+            ),
+        ),
+        (TurboAttentionBackend, PACKED),
+    ],
+)
+def test_layer_of_its_own_kind(tmp_path, platform, backend, spec):
+    config = add_layers(tmp_path, OwnAttention(backend, spec))
+    message = (
+        "--kv-cache-dtype turbo4 does not support this: layer layers.1.attn of "
+        rf"LlamaForCausalLM \(OwnAttention, {backend.get_name()}\)\. "
+        "Use --kv-cache-dtype fp8 or auto instead"
+    )
+    with pytest.raises(ValueError, match=message):
+        platform.update_block_size_for_backend(config)
+
+
+@platforms
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(state_content_bytes=72),
+        dict(kv_quant_mode=KVQuantMode.NONE),
+        dict(kv_quant_mode=KVQuantMode.K4V3),
+    ],
+)
+def test_layer_with_other_bytes(tmp_path, platform, changes):
+    layer = OwnAttention(TurboAttentionBackend, replace(PACKED, **changes))
+    config = add_layers(tmp_path, layer)
+    layer.impl = config.compilation_config.static_forward_context["layers.0.attn"].impl
+    with pytest.raises(ValueError, match=r"layer layers\.1\.attn of Llama"):
+        platform.update_block_size_for_backend(config)
+
+
+@platforms
+def test_other_layers_pass(tmp_path, platform):
+    """One whose cache is of another dtype, and one that is TURBO's in all."""
+    other = OwnAttention(FlashAttentionBackend, PACKED)
+    other.kv_cache_dtype = "auto"
+    same = OwnAttention(TurboAttentionBackend, PACKED)
+    config = add_layers(tmp_path, other, same)
+    same.impl = config.compilation_config.static_forward_context["layers.0.attn"].impl
+    platform.update_block_size_for_backend(config)

@@ -205,7 +205,14 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
         scene = Scene(config, [(130, context)])
         if name == OURS:
             scene.impl.kernels = kernels.TurboKernels(
-                NoKernel(), NoKernel(), lambda *sizes: 1, NoKernel(), "", ""
+                store=NoKernel(),
+                decode_attention=NoKernel(),
+                num_kv_splits=lambda *sizes: 1,
+                block_sizes=lambda *sizes: [],
+                store_sizes=lambda *sizes: [],
+                make_matrices=NoKernel(),
+                name="",
+                reason="",
             )
             scene.impl.flash_attn = attend_to_nothing
             scene.impl._forward_torch = scene.impl._forward_kernels

@@ -20,11 +20,8 @@ import vllm
 import vllm.platforms
 from vllm.config import AttentionConfig, CacheConfig
 from vllm.config.cache import CacheDType
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.quantization.turboquant.config import (
-    TQ_PRESETS,
-    TurboQuantConfig,
-)
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
@@ -94,19 +91,6 @@ def test_values_of_other_quant_modes_stay():
         KVQuantMode.K4V3,
         KVQuantMode.TURBO3,
     ]
-
-
-@all_presets
-@all_head_sizes
-def test_turboquant_config_delegates(name, head_size):
-    layout = TurboQuantConfig.from_cache_dtype(name, head_size)
-    assert layout == TurboFormat.from_cache_dtype(name, head_size)
-
-
-def test_turboquant_config_keeps_its_presets():
-    assert TurboQuantConfig.from_cache_dtype("turbo4", 128).slot_size_aligned == 136
-    for name in TQ_PRESETS:
-        assert type(TurboQuantConfig.from_cache_dtype(name, 128)) is TurboQuantConfig
 
 
 @all_presets
@@ -234,11 +218,11 @@ def test_this_platform_selects_the_backend(name, selected):
     assert path == BACKEND_PATH
 
 
-def load_selector(platform: str):
+def load_selector(platform: str, **names: object):
     """``get_attn_backend_cls`` of a platform whose module cannot be imported.
 
-    It is compiled from the source with no globals but what the turbo branch
-    needs: anything that ran before the branch would raise a NameError.
+    It is compiled from the source with no globals but ``names`` and what the turbo
+    branch needs: anything else that ran would raise a NameError.
     """
     path = Path(inspect.getfile(vllm.platforms)).with_name(f"{platform}.py")
     tree = ast.parse(path.read_text())
@@ -250,7 +234,7 @@ def load_selector(platform: str):
     function.decorator_list = []
     module = ast.Module([function], [])
     annotations = __future__.annotations.compiler_flag
-    scope = {"is_turbo_cache_dtype": is_turbo_cache_dtype}
+    scope = {"is_turbo_cache_dtype": is_turbo_cache_dtype, **names}
     exec(compile(module, path, "exec", flags=annotations), scope)
     return scope["get_attn_backend_cls"]
 
@@ -279,12 +263,45 @@ def test_every_platform_asks_first(name, platform, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu", "cpu"])
-def test_other_dtypes_go_on_as_before(platform, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, name, expected",
+    [
+        ("cuda", "fp8", None),
+        ("cuda", "turboquant_4bit_nc", None),
+        ("rocm", "fp8", None),
+        ("rocm", "turboquant_4bit_nc", None),
+        ("xpu", "auto", AttentionBackendEnum.TRITON_ATTN),
+        ("xpu", "turboquant_4bit_nc", AttentionBackendEnum.TURBOQUANT),
+        ("cpu", "auto", AttentionBackendEnum.CPU_ATTN),
+    ],
+)
+def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
+    """They come to the backend they are to have, or (None) to the list of all."""
+
     def refuse(*args):
         raise AssertionError("turbo was asked")
 
+    class Listed(Exception):
+        pass
+
+    def list_backends(**arguments):
+        assert arguments["attn_selector_config"] == config
+        raise Listed
+
     monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", refuse)
-    cls = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
-    with pytest.raises((NameError, AttributeError)):
-        load_selector(platform)(cls, None, selector_config("fp8"), 32)
+    config = selector_config(name)
+    cls = SimpleNamespace(
+        get_device_capability=lambda: DeviceCapability(9, 0),
+        get_valid_backends=list_backends,
+    )
+    select = load_selector(
+        platform,
+        AttentionBackendEnum=AttentionBackendEnum,
+        logger=init_logger(__name__),
+    )
+    if expected is None:
+        with pytest.raises(Listed):
+            select(cls, None, config, 32)
+    else:
+        selected = AttentionBackendEnum.TRITON_ATTN
+        assert select(cls, selected, config, 32) == expected.get_path()

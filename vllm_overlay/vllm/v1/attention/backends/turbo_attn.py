@@ -8,7 +8,7 @@ does.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -33,7 +33,14 @@ from vllm.v1.attention.ops.turbo.format import (
 )
 from vllm.v1.attention.ops.turbo.kernels import cuda_refusal
 from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    replace_as,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -61,6 +68,8 @@ def get_turbo_backend_path(
         device_capability=device_capability,  # type: ignore[arg-type]
         **selector_config._asdict(),
     )
+    if current_platform.is_rocm():
+        reasons.append(refusals.ROCM)
     if current_platform.is_xpu():
         reasons.append(refusals.XPU)
     cache_dtype = selector_config.kv_cache_dtype
@@ -119,6 +128,22 @@ class TurboAttentionBackend(AttentionBackend):
         return is_turbo_cache_dtype(kv_cache_dtype)
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        # They are a checkpoint's, for FP8, and not read.
+        return True
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """As the base class, with the flags that help.
+
+        A sliding window alone is no reason: the implementation is told its length,
+        and refuses one that binds.
+        """
+        found = super().validate_configuration(*args, **kwargs)
+        reasons = [refusals.HINTED.get(reason, reason) for reason in found]
+        return [] if reasons == [refusals.SLIDING_WINDOW] else reasons
+
+    @classmethod
     def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
         return not current_platform.is_cuda() or capability >= DeviceCapability(8, 0)
 
@@ -132,6 +157,14 @@ class TurboAttentionBackend(AttentionBackend):
         """Pack K and V of a token and head into one slot."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
             return spec
+        if type(spec) is SlidingWindowSpec:
+            # The implementation was built, so the window never binds.
+            spec = replace_as(
+                spec,
+                FullAttentionSpec,
+                drop=("extra_retained_tokens",),
+                sliding_window=None,
+            )
         layout = TurboFormat.from_cache_dtype(
             spec.kv_quant_mode.name.lower(), spec.head_size
         )
@@ -159,9 +192,12 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
     ) -> None:
         vllm_config = get_current_vllm_config()
         speculative = vllm_config.speculative_config
+        window_binds = sliding_window is not None and (
+            sliding_window < refusals.longest_sequence(vllm_config)
+        )
         optional = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
+            "sliding_window": sliding_window if window_binds else None,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
@@ -170,6 +206,8 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
         )
         if speculative is not None and speculative.uses_extract_hidden_states():
             reasons.append(refusals.HIDDEN_STATES)
+        if vllm_config.parallel_config.use_ubatching:
+            reasons.append(refusals.MICRO_BATCHES)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         KernelDispatch.__init__(

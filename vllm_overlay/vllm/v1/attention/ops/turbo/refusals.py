@@ -4,12 +4,21 @@
 
 from collections.abc import Callable, Iterable
 
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 # Reasons by what is not served, in the words of
-# ``AttentionBackend.validate_configuration`` where it has them.
-SLIDING_WINDOW = "sliding window not supported"
+# ``AttentionBackend.validate_configuration`` where it has them, with the flag that
+# helps in brackets.
+SLIDING_WINDOW = (
+    "sliding window not supported (--kv-cache-dtype-skip-layers sliding_window keeps "
+    "such layers in the model's dtype)"
+)
+MM_PREFIX = (
+    "partial multimodal token full attention not supported (--language-model-only "
+    "serves text)"
+)
 NON_CAUSAL = "non-causal attention not supported"
 
 # Of an attention layer's arguments, by reason. Any other is refused by its name.
@@ -32,8 +41,13 @@ SPEC_FEATURES: dict[str, Callable[[FullAttentionSpec], bool]] = {
     "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
 }
 
+# Reasons by what ``validate_configuration`` calls them.
+HINTED = {reason.partition(" (")[0]: reason for reason in (SLIDING_WINDOW, MM_PREFIX)}
+
 HIDDEN_STATES = "extract_hidden_states"
+MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
 PERMUTED_TRANSFER = "enable_permute_local_kv"
+ROCM = "ROCm"
 XPU = "XPU"
 FUSED_OUTPUT = "fused output quantization"
 
@@ -43,11 +57,10 @@ REASONS = (
     "head_size not supported",
     "dtype not supported",
     "block_size not supported",
-    "partial multimodal token full attention not supported",
+    MM_PREFIX,
     "MLA not supported",
     "attention sinks not supported",
     "sparse not supported",
-    "per-head quant scales not supported",
     "compute capability not supported",
     "attention type <type> not supported",
     SLIDING_WINDOW,
@@ -57,15 +70,18 @@ REASONS = (
     "batch invariance not supported",
     "PCP not supported",
     "DCP not supported",
+    ROCM,
     XPU,
     "attention backend <name> (<dtype>'s pages are read by TURBO alone: drop "
-    "--attention-backend)",
+    "--attention-backend, or pass TURBO if the model chose another)",
     "ALiBi",
     "logits soft cap",
     "KV sharing between layers",
     HIDDEN_STATES,
+    MICRO_BATCHES,
     "layer argument <name>",
     "layers of kind <kind>",
+    "layer <name> of <model> (<kind>, <backend>)",
     "chunked local attention",
     "head_size_v other than head_size",
     "tokens_per_state other than 1",
@@ -83,11 +99,24 @@ def refusal(cache_dtype: str | None, reasons: Iterable[str]) -> str:
 
 
 def backend_reason(cache_dtype: str | None, name: str) -> str:
-    """The reason to refuse a backend that a user asked for."""
+    """The reason to refuse a backend that a user or the model's configuration chose."""
     return (
         f"attention backend {name} ({cache_dtype}'s pages are read by TURBO alone: "
-        "drop --attention-backend)"
+        "drop --attention-backend, or pass TURBO if the model chose another)"
     )
+
+
+def layer_reason(name: str, model: str, kind: str, backend: str) -> str:
+    """The reason to refuse a layer that TURBO does not serve."""
+    return f"layer {name} of {model} ({kind}, {backend})"
+
+
+def longest_sequence(vllm_config: VllmConfig) -> int:
+    """Tokens of the longest sequence that a layer of the model or its drafter sees."""
+    configs = [vllm_config.model_config]
+    if vllm_config.speculative_config is not None:
+        configs.append(vllm_config.speculative_config.target_model_config)
+    return max(config.max_model_len for config in configs if config is not None)
 
 
 def unsupported_layer_arguments(

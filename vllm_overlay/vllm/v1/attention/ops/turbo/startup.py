@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The line that says, when an engine starts, what its turbo KV cache is."""
+"""What is checked and said of a turbo KV cache when an engine starts."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, cast
@@ -8,14 +8,51 @@ from typing import TYPE_CHECKING, cast
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    get_kv_quant_mode,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 
 logger = init_logger(__name__)
+
+
+def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -> None:
+    """Check that TURBO serves a layer, of whatever class, that has a turbo dtype.
+
+    Args:
+        name: Its name in the model.
+        layer: Any layer whose ``kv_cache_dtype`` is a turbo one.
+        vllm_config: The engine's configuration.
+
+    Raises:
+        ValueError: If the layer's backend or implementation is not TURBO's, or its
+            cache spec has not TURBO's bytes.
+
+    """
+    cache_dtype = layer.kv_cache_dtype  # type: ignore[attr-defined]
+    backend = layer.get_attn_backend()
+    spec = layer.get_kv_cache_spec(vllm_config)
+    if (
+        backend.supports_kv_cache_dtype(cache_dtype)
+        and isinstance(getattr(layer, "impl", None), backend.get_impl_cls())
+        and isinstance(spec, AttentionSpec)
+        and spec.kv_quant_mode == get_kv_quant_mode(cache_dtype)
+    ):
+        layout = TurboFormat.from_cache_dtype(cache_dtype, spec.head_size)
+        if backend.customize_spec(spec).state_content_bytes == layout.slot_size:
+            return
+    model = vllm_config.model_config.architecture
+    kind = type(layer).__name__
+    reason = refusals.layer_reason(name, model, kind, backend.get_name())
+    raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:

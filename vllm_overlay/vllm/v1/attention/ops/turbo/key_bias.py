@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The bias that some models add to K, which can be too long to be stored well.
+
+Rotation spreads a bias over all coordinates of a key, where it takes codebook levels
+and scales from what differs between keys. It is the same in every key of a head before
+RoPE, so a checkpoint tells how bad this is: see Qwen2.5-7B, whose first and last layers
+have biases of several hundred.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+
+logger = init_logger(__name__)
+
+# Euclidean, of a KV head. Keys whose coordinates have a deviation of 1 then lose ten
+# times what they lose without a bias, as KL divergence of the attention weights.
+LONGEST_KEY_BIAS = 40.0
+# What models call a norm of K, or of Q and K. It follows the bias, and bounds K.
+KEY_NORMS = ("k_norm", "key_norm", "k_layernorm", "key_layernorm", "qk_norm")
+
+
+def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
+    """Each attention layer of a turbo dtype, and the module that holds it."""
+    for parent in model.modules():
+        for layer in parent.children():
+            if isinstance(layer, Attention) and is_turbo_cache_dtype(
+                layer.kv_cache_dtype
+            ):
+                yield layer, parent
+
+
+def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
+    """The bias that a model adds to K, of this rank's KV heads.
+
+    It is looked for beside the attention layer: the K part of a ``QKVParallelLinear``
+    whatever its name, or a linear layer ``k_proj``. Kernels may permute biases when
+    they repack weights, so this has to be called before.
+
+    Args:
+        layer: An attention layer.
+        parent: The module that holds it.
+
+    Returns:
+        (num_kv_heads, head_size), a view of the parameter; None if there is none.
+
+    """
+    for name, module in parent.named_children():
+        linear = getattr(module, "base_layer", module)  # below a LoRA
+        bias = getattr(linear, "bias", None)
+        if bias is None:
+            continue
+        if isinstance(linear, QKVParallelLinear):
+            start = linear.num_heads * linear.head_size
+            bias = bias[start : start + linear.num_kv_heads * linear.head_size]
+        elif not (isinstance(linear, LinearBase) and name == "k_proj"):
+            continue
+        if bias.numel() == layer.num_kv_heads * layer.head_size:
+            return bias.detach().view(layer.num_kv_heads, layer.head_size)
+    return None
+
+
+def key_bias_norms(model: nn.Module) -> dict[str, float]:
+    """The longest bias of K of a KV head, of any rank, by layer name.
+
+    Layers that have none, or normalise K after it, are left out.
+    """
+    norms = {}
+    for layer, parent in turbo_layers(model):
+        bias = find_key_bias(layer, parent)
+        normalised = any(name in KEY_NORMS for name, _ in parent.named_children())
+        if bias is not None and not normalised:
+            norms[layer.layer_name] = bias.float().norm(dim=-1).max().item()
+    group = get_tp_group()
+    if norms and group.world_size > 1:
+        longest = torch.tensor(list(norms.values()), device="cpu")
+        torch.distributed.all_reduce(
+            longest, torch.distributed.ReduceOp.MAX, group.cpu_group
+        )
+        norms = dict(zip(norms, longest.tolist()))
+    return norms
+
+
+def warn_of_key_biases(model: nn.Module) -> None:
+    """Warn of layers whose keys a turbo dtype stores badly, with what to do.
+
+    Args:
+        model: A model with its checkpoint's weights, not processed yet.
+
+    """
+    norms = key_bias_norms(model)
+    found = {name: norm for name, norm in norms.items() if norm > LONGEST_KEY_BIAS}
+    if not found or get_tensor_model_parallel_rank() != 0:
+        return
+    # As ``Attention`` reads the flag; a layer without a number cannot be named in it.
+    layers = [
+        next((part for part in name.split(".") if part.isdigit()), name)
+        for name in found
+    ]
+    config = get_current_vllm_config_or_none()
+    skipped = config.cache_config.kv_cache_dtype_skip_layers if config else []
+    logger.warning_once(
+        "The bias of K in layers %s of %s is up to %.0f long a head. Beyond %.0f a "
+        "turbo KV cache stores keys so badly that answers suffer. Keep these layers "
+        "in the model's dtype: --kv-cache-dtype-skip-layers %s",
+        ", ".join(layers),
+        type(model).__name__,
+        max(found.values()),
+        LONGEST_KEY_BIAS,
+        " ".join([*skipped, *layers]),
+        scope="process",
+    )
