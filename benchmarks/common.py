@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+FIRST_TOKEN = 1000
 CONFIGS = ROOT / "benchmarks" / "configs"
 
 
@@ -54,6 +55,11 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return value
+
+
+def plain_tokens(vocab_size: int) -> range:
+    """Returns the token ids for prompts: small ones may be special."""
+    return range(min(FIRST_TOKEN, vocab_size // 2), vocab_size)
 
 
 class Report:

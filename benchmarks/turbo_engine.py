@@ -31,42 +31,38 @@ import os
 import random
 import re
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from common import CONFIGS, ROOT, Report, first_line
+from common import CONFIGS, ROOT, Report, first_line, plain_tokens
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from quickstart import raise_exit, stop_group  # noqa: E402
+from child_runner import (  # noqa: E402
+    emit,
+    engine_variables,
+    exit_when_told,
+    last_error,
+    rows_of,
+    run_child,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-ROW = "RESULT "
 FORCED_VERSION = "attention_config.flash_attn_version = 2\n"
 WARM_UP_PROMPTS = 2
 WARM_UP_TOKENS = 12288
-# Small ids may be special.
-FIRST_TOKEN = 1000
 # The largest first: the others then find it in the prefix cache.
 SHAPES = ((1, 65536), (16, 32768), (64, 4096), (1, 2048))
 SWEEP_SHAPES = (
     *((1, 65536), (16, 32768), (1, 32768), (64, 8192), (16, 8192), (1, 8192)),
     *((64, 4096), (64, 2048), (16, 2048), (1, 2048)),
 )
-
-
-def emit(**fields: Any) -> None:
-    """Sends a row from an arm's process to the one that reports."""
-    print(f"\n{ROW}{json.dumps(fields)}", flush=True)
 
 
 def used_mib() -> int | None:
@@ -78,8 +74,7 @@ def used_mib() -> int | None:
 
 
 def random_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
-    first = min(FIRST_TOKEN, vocab_size // 2)
-    return random.Random(seed).choices(range(first, vocab_size), k=length)
+    return random.Random(seed).choices(plain_tokens(vocab_size), k=length)
 
 
 class Engine:
@@ -198,7 +193,7 @@ class Engine:
         }
 
 
-def run_child(arm: str, args: argparse.Namespace) -> None:
+def measure_arm(arm: str, args: argparse.Namespace) -> None:
     """Measures one arm; the rows go to the standard output."""
     engine = Engine(arm, args)
     cache_config = engine.cache_config
@@ -255,63 +250,41 @@ def copy_site(target: Path) -> None:
     path.write_text(text.replace(FORCED_VERSION, FORCED_VERSION.replace("2", "3")))
 
 
-def child_environment(arm: str, args: argparse.Namespace) -> dict[str, str]:
-    """Returns the environment of an arm's process."""
-    defaults = {
-        "VLLM_CACHE_ROOT": "/tmp/vllm_cache",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    variables = defaults | dict(os.environ)
+def child_variables(arm: str, args: argparse.Namespace) -> dict[str, str]:
+    """Returns the variables of an arm's process."""
+    cache = os.environ.get("VLLM_CACHE_ROOT", "/tmp/vllm_cache")
+    variables = engine_variables(on_cpu=False) | {"VLLM_CACHE_ROOT": cache}
     if arm.startswith("turboquant_") and args.site_copy:
         copy_site(args.site_copy)
-        path = (str(args.site_copy), variables.get("PYTHONPATH"))
+        path = (str(args.site_copy), os.environ.get("PYTHONPATH"))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return variables
 
 
-def run_arm(arm: str, args: argparse.Namespace, report: Report, log: TextIO) -> bool:
+def run_arm(arm: str, args: argparse.Namespace, report: Report) -> bool:
     """Runs one arm in a process, and reports its rows; whether all went well."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, *sys.argv[1:], "--child", arm],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env=child_environment(arm, args),
-    )
-    timer = threading.Timer(args.arm_timeout, stop_group, [process])
-    timer.start()
-    deadline = time.monotonic() + args.arm_timeout
-    found: dict[str, Any] = {}
-    failed = last_error = None
-    assert process.stdout is not None
+    log = args.logs / f"{arm.replace(':', '-')}.log"
+    log.unlink(missing_ok=True)
+    wrong: str | None = "stopped"
+    rows: list[dict[str, Any]] = []
     try:
-        for line in process.stdout:
-            log.write(line)
-            log.flush()
-            memory = re.search(r"Available KV cache memory: ([\d.]+) GiB", line)
-            if memory:
-                found["kv_cache_gib"] = float(memory[1])
-            if re.search(r"\w+(Error|Exception): ", line):
-                last_error = line.strip()[-500:]
-            if line.startswith(ROW):
-                row = json.loads(line.removeprefix(ROW))
-                failed = failed or "error" in row
-                report.row(arm=arm, **row, **found)
-        status = process.wait()
+        wrong = run_child(
+            [sys.executable, __file__, *sys.argv[1:], "--child", arm],
+            log,
+            child_variables(arm, args),
+            args.arm_timeout,
+        )
     finally:
-        timer.cancel()
-        stop_group(process)
-    if status:
-        reason = last_error or "see the log"
-        if time.monotonic() >= deadline:
-            reason = f"stopped after {args.arm_timeout:g} s"
-        report.row(arm=arm, error=reason, status=status)
-    return not status and not failed
+        if log.exists():
+            text = log.read_text(errors="replace")
+            gib = re.findall(r"Available KV cache memory: ([\d.]+) GiB", text)
+            found = {"kv_cache_gib": float(gib[-1])} if gib else {}
+            rows = rows_of(log)
+            for row in rows:
+                report.row(arm=arm, **row, **found)
+    if wrong:
+        report.row(arm=arm, error=f"{wrong}: {last_error(log)}")
+    return not wrong and not any("error" in row for row in rows)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -357,7 +330,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--site-copy", type=Path, help="folder, made anew")
     parser.add_argument("--arm-timeout", type=float, default=280.0, help="seconds")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
-    parser.add_argument("--log", type=Path, default=Path("/tmp/turbo_engine.log"))
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-engine"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 
@@ -368,20 +341,17 @@ def main() -> int:
     if not args.shapes and not args.throughput:
         parser.error("nothing to measure: neither --shapes nor --throughput")
     if args.child:
-        run_child(args.child, args)
+        measure_arm(args.child, args)
         return 0
-    signal.signal(signal.SIGTERM, raise_exit)
-    signal.signal(signal.SIGHUP, raise_exit)
+    exit_when_told()
     report = Report(args.output)
-    args.log.parent.mkdir(parents=True, exist_ok=True)
     well = True
-    with args.log.open("a") as log:
-        for arm in args.arms:
-            try:
-                well = run_arm(arm, args, report, log) and well
-            except Exception as error:
-                report.row(arm=arm, error=f"{type(error).__name__}: {error}"[:500])
-                well = False
+    for arm in args.arms:
+        try:
+            well = run_arm(arm, args, report) and well
+        except Exception as error:
+            report.row(arm=arm, error=f"{type(error).__name__}: {error}"[:500])
+            well = False
     return 0 if well else 1
 
 

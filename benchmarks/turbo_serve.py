@@ -12,7 +12,6 @@ import http.client
 import json
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,11 +26,10 @@ from common import CONFIGS, ROOT, Report
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from child_runner import engine_variables, exit_when_told, running  # noqa: E402
 from quickstart import (  # noqa: E402
     QuickstartError,
     free_port,
-    raise_exit,
-    running,
     startup_lines,
     wait_until_up,
 )
@@ -203,10 +201,9 @@ def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
         "--max-model-len", str(args.max_model_len), *args.serve_args,
     ]  # fmt: skip
     common = {"kv_cache_dtype": args.kv_cache_dtype}
-    variables = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     well = True
-    with running(command, args.log, **variables) as server:
+    with running(command, args.log, engine_variables(on_cpu=False)) as server:
         wait_until_up(server, port, args.log)
         seconds = time.perf_counter() - start
         lines = startup_lines(args.log)
@@ -235,10 +232,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
-    signal.signal(signal.SIGTERM, raise_exit)
-    signal.signal(signal.SIGHUP, raise_exit)
+    exit_when_told()
     report = Report(args.output)
-    args.log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return 0 if benchmark(args, Path(folder), report) else 1

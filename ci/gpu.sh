@@ -12,8 +12,9 @@
 # LAB_ARGS, EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
-# cores, and no GPU. sanitizer runs the CUDA kernels under compute-sanitizer, and makes
-# sure that it finds what is planted for it.
+# cores, and no GPU. sanitizer runs store, decode (of drafts too, uniform and ragged),
+# extend (with 32 and with 64 columns) and merge under compute-sanitizer, and makes sure
+# that it finds what is planted for it.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number.
@@ -95,8 +96,8 @@ sanitizer() {
     watch "$tool" "$tool" 0 "$@" &
     jobs="$jobs $!"
   done
-  for tool in memcheck racecheck initcheck; do
-    watch "$tool-defect" "$tool" 9 --defect "$tool" &
+  for defect in $("$python" ci/sanitize.py --defects); do
+    watch "$defect" "${defect%%-*}" 9 --defect "$defect" &
     jobs="$jobs $!"
   done
   set -- 0
@@ -138,13 +139,13 @@ profile() {
 
 engine() {
   "$python" benchmarks/turbo_engine.py \
-    --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
+    --output "$out/engine.jsonl" --logs "$out/engine-logs" "$@"
 }
 
 throughput() {
   "$python" benchmarks/turbo_engine.py --shapes --throughput 96 4096 512 \
     --kv-cache-memory-bytes 8589934592 \
-    --output "$out/engine.jsonl" --log "$out/engine.log" "$@"
+    --output "$out/engine.jsonl" --logs "$out/engine-logs" "$@"
 }
 
 pictures() {

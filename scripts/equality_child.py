@@ -6,7 +6,9 @@ Usage: python equality_child.py JOB RESULT. RESULT is a .npz: `tokens` (request,
 position), `logprobs` (request, position, token), `right`, whether each answer is the
 task's, `cached_tokens` of each request, `from_cpu`, tokens whose cache came from the
 CPU's memory, `most_at_once`, requests that ran, `capacity`, tokens that the cache
-holds, and how many `preemptions`, `drafted` and `accepted` tokens there were.
+holds, and how many `preemptions`, `drafted` and `accepted` tokens there were; and
+`ran`, JSON of what the engine ran as: `ranks`, `replays` of CUDA graphs, and settings
+by the names of `LLM`'s arguments.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 
 from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import Attention
 from vllm.outputs import RequestOutput
@@ -137,6 +140,56 @@ def as_inputs(prompts: list[list[int]]) -> list[TokensPrompt]:
     return [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
 
 
+def count_replays(worker: Any) -> None:
+    """Lets a worker count the CUDA graphs that it replays from now on."""
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        worker.num_replays += 1
+        replay(graph)
+
+    worker.num_replays = 0
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+
+
+def replays_and_block(worker: Any) -> tuple[int, int]:
+    """Returns the graphs that a worker has replayed, and its cache's block size."""
+    return worker.num_replays, worker.vllm_config.cache_config.block_size
+
+
+def settings(config: VllmConfig, workers: list[tuple[int, int]]) -> dict[str, Any]:
+    """Returns what an engine ran as, by its own account after the start.
+
+    Args:
+        config: The engine's.
+        workers: `replays_and_block` of each.
+
+    """
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    attention, cache = config.attention_config, config.cache_config
+    speculative = config.speculative_config
+    return {
+        "ranks": len(workers),
+        "replays": min(replays for replays, _ in workers),
+        "block_size": min(block_size for _, block_size in workers),
+        "kv_cache_dtype": cache.cache_dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "kv_offloading_size": cache.kv_offloading_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "turbo_prefill": attention.turbo_prefill,
+        "enable_adaptive_verification": bool(
+            speculative and speculative.enable_adaptive_verification
+        ),
+    }
+
+
 def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOutput]:
     """Generates greedily for all prompts, so many at a time."""
     prompts = job["prompts"]
@@ -159,6 +212,7 @@ def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOu
 def sleep_and_wake(llm: LLM, level: int) -> None:
     """Takes all memory from an engine and gives it back; weights as vLLM documents."""
     llm.sleep(level=level)
+    assert llm.llm_engine.is_sleeping()
     if level == 1:
         llm.wake_up()
         return
@@ -184,9 +238,12 @@ def empty_prefix_cache(llm: LLM) -> None:
     raise RuntimeError("the prefix cache cannot be emptied")
 
 
-def run(job: dict[str, Any]) -> tuple[list[RequestOutput], int]:
-    """Returns the outputs that count, and the tokens that the cache holds."""
+def run(job: dict[str, Any]) -> tuple[list[RequestOutput], VllmConfig, list]:
+    """Returns the outputs that count, the engine's configuration and
+    `replays_and_block` of its workers.
+    """
     llm = LLM(job["model"], disable_log_stats=False, **job["engine_args"])
+    llm.collective_rpc(count_replays)
     swap = Swap() if job["defect"] == "swapped" else None
     broken = zeroed_attention() if job["defect"] == "zeroed" else nullcontext()
     with broken, swap.installed() if swap else nullcontext():
@@ -195,10 +252,13 @@ def run(job: dict[str, Any]) -> tuple[list[RequestOutput], int]:
             empty_prefix_cache(llm)
         if job["repeat"]:
             outputs = generate(llm, job, swap)
-    return outputs, llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens or 0
+    workers = llm.collective_rpc(replays_and_block)
+    return outputs, llm.llm_engine.vllm_config, workers
 
 
-async def run_ranks(job: dict[str, Any]) -> tuple[list[RequestOutput], int]:
+async def run_ranks(
+    job: dict[str, Any],
+) -> tuple[list[RequestOutput], VllmConfig, list]:
     """The same where engines share the requests, which `LLM` has no way to."""
     args = AsyncEngineArgs(job["model"], **job["engine_args"])
     engine = AsyncLLM.from_engine_args(args)
@@ -210,8 +270,10 @@ async def run_ranks(job: dict[str, Any]) -> tuple[list[RequestOutput], int]:
 
     prompts = as_inputs(job["prompts"])
     try:
+        await engine.collective_rpc(count_replays)
         outputs = await asyncio.gather(*map(answer, range(len(prompts)), prompts))
-        return outputs, engine.vllm_config.cache_config.kv_cache_size_tokens or 0
+        workers = await engine.collective_rpc(replays_and_block)
+        return outputs, engine.vllm_config, workers
     finally:
         engine.shutdown()
 
@@ -220,9 +282,9 @@ def main() -> None:
     job_path, result_path = map(Path, sys.argv[1:])
     job = json.loads(job_path.read_text())
     if job["engine_args"].get("data_parallel_size", 1) > 1:
-        outputs, capacity = asyncio.run(run_ranks(job))
+        outputs, config, workers = asyncio.run(run_ranks(job))
     else:
-        outputs, capacity = run(job)
+        outputs, config, workers = run(job)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     pairs = zip(tokens, job["answers"], strict=True)
     np.savez(
@@ -232,7 +294,8 @@ def main() -> None:
         right=np.array([own[: len(answer)] == answer for own, answer in pairs]),
         cached_tokens=np.array([output.num_cached_tokens or 0 for output in outputs]),
         most_at_once=np.array(most_at_once(outputs)),
-        capacity=np.array(capacity),
+        capacity=np.array(config.cache_config.kv_cache_size_tokens or 0),
+        ran=np.array(json.dumps(settings(config, workers))),
         **{name: np.array(counted(metric)) for name, metric in COUNTS.items()},
     )
 

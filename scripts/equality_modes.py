@@ -12,6 +12,8 @@ NUM_DRAFTS = 3
 SCARCE_REQUESTS = 4
 # Of the requests that could run at once, how many have to have done so.
 LEAST_FILLED = 0.5
+# Tokens of a block, in modes that do not say. A CPU's own attention takes no fewer.
+BLOCK = {"cpu": 32, "gpu": 16}
 # Models by name: arguments of seeded_model.py; None: the trained model. Their heads are
 # small, for roundings of logits are in proportion, and equality.TIE is not. They run in
 # float16, whose roundings are an eighth of bfloat16's: nothing of what they answer is
@@ -35,6 +37,7 @@ class Mode:
     Attributes:
         args: Of `LLM`, beyond those of the quiet run.
         model: Of MODELS.
+        graphs: Whether CUDA graphs are replayed, and the model is compiled.
         batch: Prompts a `generate`; 0: all.
         repeat: Whether all is run twice, and the second time counts.
         from_cpu: Whether the second time nothing is left in the GPU's prefix cache, so
@@ -42,8 +45,6 @@ class Mode:
         fill: Whether prompts come as often as it takes to fill `max_num_seqs`.
         sleep: The level at which the engine sleeps between two halves of the prompts.
         defect: What is broken on purpose, so that the answers must differ.
-        only_bounded: Whether the answers are equal under turbo_prefill "stored" alone:
-            under "raw" it depends on the mode which tokens a token sees quantised.
         scarce: Whether blocks are so few that requests are preempted.
         capacity: How many times the quiet run's tokens the same memory a rank holds;
             0: not looked at.
@@ -56,13 +57,13 @@ class Mode:
 
     args: dict[str, Any] = field(default_factory=dict)
     model: str = "trained"
+    graphs: bool = False
     batch: int = 0
     repeat: bool = False
     from_cpu: bool = False
     fill: bool = False
     sleep: int = 0
     defect: str | None = None
-    only_bounded: bool = False
     scarce: bool = False
     capacity: float = 0.0
     fresh_kernels: bool = False
@@ -83,35 +84,32 @@ class Mode:
         return config | self.args.get("speculative_config", {})
 
 
-GRAPHS: dict[str, Any] = {"enforce_eager": False}
-ASYNC = GRAPHS | {"async_scheduling": True}
-ADAPTIVE = GRAPHS | {"speculative_config": {"enable_adaptive_verification": True}}
+ASYNC = {"async_scheduling": True}
+ADAPTIVE = {"speculative_config": {"enable_adaptive_verification": True}}
 
 
-def drafting(
-    method: str, args: dict[str, Any] | None = None, on_cpu: bool = False
-) -> Mode:
-    """A mode with drafts, which "raw" sees unquantised in the step that verifies."""
-    return Mode(args or {}, only_bounded=True, drafts=method, gpus=0 if on_cpu else 1)
+def drafting(method: str, args: dict[str, Any] | None = None) -> Mode:
+    """A mode with drafts, in graphs."""
+    return Mode(args or {}, graphs=True, drafts=method, gpus=1)
 
 
 DRAFTING = {
-    "ngram": drafting("ngram"),
+    "ngram": Mode(drafts="ngram", gpus=1),
     "ngram_graphs": drafting("ngram", ASYNC),
-    "draft_model": drafting("draft_model", on_cpu=True),
+    "draft_model": Mode(drafts="draft_model"),
     "draft_model_graphs": drafting("draft_model", ASYNC),
-    "eagle": drafting("eagle", on_cpu=True),
-    "eagle_graphs": drafting("eagle", GRAPHS),
+    "eagle": Mode(drafts="eagle"),
+    "eagle_graphs": drafting("eagle"),
     "eagle_async": drafting("eagle", ASYNC),
     "eagle_adaptive": drafting("eagle", ADAPTIVE),
     "eagle3_graphs": drafting("eagle3", ASYNC),
-    "mtp": drafting("mtp", on_cpu=True),
+    "mtp": Mode(drafts="mtp"),
     "mtp_graphs": drafting("mtp", ASYNC),
 }
 
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 EXPERT_PARALLEL = {**EXPERTS_ARGS, "enable_expert_parallel": True}
-SLEEP = {"enable_sleep_mode": True, "enforce_eager": False}
+SLEEP = {"enable_sleep_mode": True}
 
 MODES = {
     "quiet": Mode(batch=1),
@@ -125,26 +123,25 @@ MODES = {
             "max_num_seqs": 1024,
             "max_num_batched_tokens": 1 << 18,
             "kv_cache_memory_bytes": 16 << 30,
-            "enforce_eager": False,
             "compilation_config": {"max_cudagraph_capture_size": 1024},
         },
+        graphs=True,
         fill=True,
         gpus=1,
     ),
-    "block_16": Mode({"block_size": 16}, capacity=1),
-    "block_32": Mode({"block_size": 32}, capacity=1),
+    # The others' on a CPU.
+    "block_32": Mode({"block_size": 32}, capacity=1, gpus=1),
     "block_64": Mode({"block_size": 64}, capacity=1),
     "block_128": Mode({"block_size": 128}, capacity=1),
-    "graphs": Mode({"enforce_eager": False}, gpus=1),
-    "async": Mode({"enforce_eager": False, "async_scheduling": True}, gpus=1),
+    "graphs": Mode(graphs=True, gpus=1),
+    "async": Mode(ASYNC, graphs=True, gpus=1),
     "triton": Mode({"attention_config": {"turbo_kernel": "triton"}}, gpus=1),
-    "sleep": Mode(SLEEP, sleep=1, capacity=1, gpus=1),
-    "sleep_reload": Mode(SLEEP, sleep=2, capacity=1, gpus=1),
+    "sleep": Mode(SLEEP, graphs=True, sleep=1, capacity=1, gpus=1),
+    "sleep_reload": Mode(SLEEP, graphs=True, sleep=2, capacity=1, gpus=1),
     "offload": Mode(
         {"enable_prefix_caching": True, "kv_offloading_size": 4},
         repeat=True,
         from_cpu=True,
-        only_bounded=True,
         capacity=1,
         gpus=1,
     ),
@@ -162,12 +159,9 @@ MODES = {
     "data_parallel": Mode(
         {"data_parallel_size": 2} | EXPERT_PARALLEL, model="experts", gpus=2
     ),
-    "prefix": Mode({"enable_prefix_caching": True}, repeat=True, only_bounded=True),
-    "chunked": Mode(
-        {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK},
-        only_bounded=True,
-    ),
-    "preempted": Mode(scarce=True, only_bounded=True),
+    "prefix": Mode({"enable_prefix_caching": True}, repeat=True),
+    "chunked": Mode({"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK}),
+    "preempted": Mode(scarce=True),
     # Of two requests, each reads a page of the other's.
     "swapped": Mode(batch=2, defect="swapped"),
     "zeroed": Mode(defect="zeroed"),

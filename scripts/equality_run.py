@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs a mode of `equality.py` in a process, and says what it ended of."""
+"""Runs a mode of `equality.py` in a process, and says what it ran as."""
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,19 +15,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "cpu_standins"))
 
-from equality_modes import MODELS, MODES, SCARCE_REQUESTS, Mode  # noqa: E402
-from quickstart import stop_group  # noqa: E402
+from child_runner import engine_variables, run_child, what_happened  # noqa: E402
+from equality_modes import BLOCK, MODELS, MODES, SCARCE_REQUESTS, Mode  # noqa: E402
+from quality_cases import HEAD  # noqa: E402
 from seeded_drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402
 from seeded_model import build_parser, write_model  # noqa: E402
-from vllm_turbo_cpu_standins.settings import (  # noqa: E402
-    ENGINE_ARGS,
-    engine_environment,
-)
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
+TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 CHILD = Path(__file__).with_name("equality_child.py")
-# In bf16 logits are up to 1/16 apart, which is more than TIE.
-HEAD = {"head_dtype": "float32"}
-BLOCK = {"cpu": 32, "gpu": 16}
 MAX_BLOCK = 128
 # One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
 # alone. The others also want NVLink multicast, which not every host has.
@@ -41,14 +33,6 @@ SEVERAL_GPUS_VARIABLES = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-# Of a log, in a message.
-LAST_LINES = 60
-LINES_BEFORE = 16
-MAX_ERRORS = 4
-# The line that ends a traceback, with what vLLM writes before it.
-ERROR = re.compile(r"(^|\] )[\w.]*(Error|Exception|Interrupt)(:|$)")
-# For all processes to say where they are.
-STACKS_S = 5
 
 
 def model_folder(name: str, folder: Path, args: argparse.Namespace) -> Path:
@@ -75,6 +59,11 @@ def drafter_args(mode: Mode, folder: Path, model: Path) -> dict[str, Any]:
     return {"speculative_config": speculative, "hf_overrides": HEAD | overrides}
 
 
+def attention_config(dtype: str, prefill: str) -> dict[str, str]:
+    """Returns vLLM's `attention_config` of a cache dtype."""
+    return {"turbo_prefill": prefill} if dtype in TURBO_DTYPES else {}
+
+
 def engine_args(
     mode: Mode, longest: int, prefill: str, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -98,21 +87,19 @@ def engine_args(
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "async_scheduling": False,
-        "enforce_eager": True,
+        "enforce_eager": not mode.graphs,
         "max_logprobs": -1,
         "hf_overrides": HEAD,
         "kv_cache_memory_bytes": (64 << 20) if args.on_cpu else (2 << 30),
         "gpu_memory_utilization": 0.1,
     }
-    attention = {}
-    if args.kv_cache_dtype in ("turbo4", "k4v3", "turbo3"):
-        attention["turbo_prefill"] = prefill
     own = dict(mode.args)
     if args.on_cpu:
         options |= ENGINE_ARGS
         own.pop("moe_backend", None)
     if mode.gpus > 1:
         options |= SEVERAL_GPUS_ARGS
+    attention = attention_config(args.kv_cache_dtype, prefill)
     attention |= own.pop("attention_config", {})
     options |= own | {"attention_config": attention}
     if mode.scarce:
@@ -123,13 +110,12 @@ def engine_args(
 
 
 def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
-    variables = dict(os.environ) | {
+    """Returns the variables of a mode's process."""
+    variables = engine_variables(on_cpu) | {
         # Of compiled graphs, which modes shall not share; a CPU compiles none.
         "VLLM_CACHE_ROOT": str((folder.parent if on_cpu else folder) / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # SIGABRT then prints where each thread is.
-        "PYTHONFAULTHANDLER": "1",
+        # A function is sent to the workers, which counts the graphs that they replay.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if mode.defect:
         # The engine has to be in the process that is changed.
@@ -139,40 +125,9 @@ def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
     if mode.fresh_kernels:
         variables["FLASHINFER_WORKSPACE_BASE"] = str(folder)
     if on_cpu:
-        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
         # Ranks share the cores.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return variables
-
-
-def what_happened(log: Path) -> str:
-    """Returns a log's first errors, which are the cause of later ones, and its end.
-
-    A worker's lines begin with its rank, so that ranks can be told apart.
-    """
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [number for number, line in enumerate(lines) if ERROR.search(line)]
-    shown = set(range(max(len(lines) - LAST_LINES, 0), len(lines)))
-    for number in errors[:MAX_ERRORS]:
-        shown |= set(range(max(number - LINES_BEFORE, 0), number + 1))
-    text, last = [], -1
-    for number in sorted(shown):
-        if number > last + 1:
-            text.append(f"... {number - last - 1} lines")
-        text.append(lines[number])
-        last = number
-    return "\n".join(text)
-
-
-def wait(process: subprocess.Popen, time_limit: float) -> str | None:
-    """Waits for a mode's process, and returns what is wrong with its end."""
-    try:
-        status = process.wait(time_limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        time.sleep(STACKS_S)
-        return f"no end after {time_limit:g} s"
-    return f"status {status}" if status else None
 
 
 def built_kernels(log: Path) -> dict[str, int]:
@@ -180,6 +135,41 @@ def built_kernels(log: Path) -> dict[str, int]:
     text = log.read_text(errors="replace")
     pattern = r"Building the turbo CUDA kernel (\w+) for (\S+);"
     return dict(Counter(" ".join(found) for found in re.findall(pattern, text)))
+
+
+def used_kernels(log: Path) -> set[str]:
+    """Returns whose kernels the engine said at its start that its layers take."""
+    text = log.read_text(errors="replace")
+    return set(re.findall(r"KV cache \w+: .*head size: \d+; (\w+)", text))
+
+
+def unlike_asked(
+    asked: dict[str, Any], ran: dict[str, Any], kernels: set[str], on_cpu: bool
+) -> dict[str, Any]:
+    """Returns, by setting, what an engine ran as and was not asked for.
+
+    Args:
+        asked: The arguments of `LLM`.
+        ran: The settings by the engine's account (see the child).
+        kernels: Whose its layers take.
+        on_cpu: Whether these are PyTorch's operators.
+
+    """
+    attention = asked["attention_config"]
+    wanted = {"turbo_prefill": "raw", "enable_adaptive_verification": False}
+    wanted |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    wanted |= asked | attention | asked.get("speculative_config", {})
+    wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
+    found = {
+        name: value
+        for name, value in ran.items()
+        if name in wanted and value != wanted[name]
+    }
+    if asked["kv_cache_dtype"] in TURBO_DTYPES:
+        own = "Triton" if attention.get("turbo_kernel") == "triton" else "CUDA"
+        if kernels != {"PyTorch" if on_cpu else own}:
+            found["kernels"] = sorted(kernels)
+    return found
 
 
 def run_mode(
@@ -190,7 +180,7 @@ def run_mode(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Returns what a mode's process left (see the child), and `built`.
+    """Returns what a mode's process left (see the child), `built` and `unlike_asked`.
 
     Raises:
         RuntimeError: If it failed; with what its log says of it.
@@ -217,20 +207,20 @@ def run_mode(
         "defect": mode.defect,
     }
     (folder / "job.json").write_text(json.dumps(job))
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, CHILD, folder / "job.json", folder / "result.npz"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(folder, mode, args.on_cpu),
-            start_new_session=True,
-        )
-        try:
-            wrong = wait(process, args.time_limit)
-        finally:
-            stop_group(process)
+    log = folder / "log"
+    wrong = run_child(
+        [sys.executable, CHILD, folder / "job.json", folder / "result.npz"],
+        log,
+        child_environment(folder, mode, args.on_cpu),
+        args.time_limit,
+    )
     if wrong:
-        raise RuntimeError(f"{name}: {wrong}\n{what_happened(folder / 'log')}")
-    with np.load(folder / "result.npz") as result:
-        return dict(result) | {"built": built_kernels(folder / "log")}
+        raise RuntimeError(f"{name}: {wrong}\n{what_happened(log)}")
+    with np.load(folder / "result.npz") as arrays:
+        result: dict[str, Any] = dict(arrays)
+    result["ran"] = json.loads(result["ran"].item())
+    kernels = used_kernels(log)
+    return result | {
+        "built": built_kernels(log),
+        "unlike_asked": unlike_asked(options, result["ran"], kernels, args.on_cpu),
+    }

@@ -20,12 +20,8 @@ It prints one JSON object an arm and ends with status 1 if something is not so.
 """
 
 import argparse
-import json
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,16 +30,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from common import CONFIGS, Report  # noqa: E402
-from env import has_gpu  # noqa: E402
-from equality_run import what_happened  # noqa: E402
-from quickstart import raise_exit, stop_group  # noqa: E402
-from vllm_turbo_cpu_standins.settings import (  # noqa: E402
-    ENGINE_ARGS,
-    engine_environment,
+from child_runner import (  # noqa: E402
+    emit,
+    engine_variables,
+    exit_when_told,
+    rows_of,
+    run_child,
+    what_happened,
 )
+from common import CONFIGS, Report, plain_tokens  # noqa: E402
+from env import has_gpu  # noqa: E402
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
-ROW = "RESULT "
 # Of vLLM's refusal of a context that the cache cannot hold.
 NO_ROOM = "KV cache is needed, which is larger than the available"
 MIB = 2**20
@@ -57,8 +55,6 @@ SLACK_MIB = 2
 SUFFIXES = (1, 7, 16, 17, 32, 33, 100, 1000)
 # Of the long prompt, how much a request shares.
 SHARES = (1.0, 0.5, 0.1, 0.01, 0.0)
-# Small ids may be special.
-FIRST_TOKEN = 1000
 LINE = re.compile(r"KV cache \w+: .*?; ([\d,]+) tokens; ([\d.]+) MiB of workspace")
 
 
@@ -81,7 +77,7 @@ def worker_memory(worker: Any) -> dict[str, int]:
 def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """Returns a full batch: shares of the long prompt, and something after each."""
     rng = random.Random(args.seed)
-    tokens = range(min(FIRST_TOKEN, vocab_size // 2), vocab_size)
+    tokens = plain_tokens(vocab_size)
     long = rng.choices(tokens, k=args.longest - max(args.suffixes))
     batch = []
     for i in range(args.max_num_seqs):
@@ -91,7 +87,7 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     return [long, *batch]
 
 
-def run_child(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
+def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
     """Runs an arm's engine, and prints what was seen."""
     from vllm import LLM, SamplingParams
 
@@ -132,7 +128,7 @@ def run_child(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
     seen = {"start": memory()}
     # One step of all tokens and then one of all sequences.
     length = args.max_num_batched_tokens // args.max_num_seqs
-    tokens = range(vocab_size // 2, vocab_size)
+    tokens = plain_tokens(vocab_size)
     generate([rng.choices(tokens, k=length) for _ in range(args.max_num_seqs)])
     seen["full_step"] = memory()
     start = time.perf_counter()
@@ -142,17 +138,16 @@ def run_child(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
     cached = [generate(batch) for _ in range(2)]
     seen["end"] = memory()
     cache = config.cache_config
-    row = {
-        "startup_s": startup_s,
-        "run_s": time.perf_counter() - start,
-        "cached_tokens": cached,
-        "memory": seen,
-        "blocks": cache.num_gpu_blocks,
-        "block_size": cache.block_size,
-        "tokens": cache.kv_cache_size_tokens,
-        "bytes_a_block": bytes_a_block(llm),
-    }
-    print(f"\n{ROW}{json.dumps(row)}", flush=True)
+    emit(
+        startup_s=startup_s,
+        run_s=time.perf_counter() - start,
+        cached_tokens=cached,
+        memory=seen,
+        blocks=cache.num_gpu_blocks,
+        block_size=cache.block_size,
+        tokens=cache.kv_cache_size_tokens,
+        bytes_a_block=bytes_a_block(llm),
+    )
 
 
 def bytes_a_block(llm: Any) -> int:
@@ -164,44 +159,23 @@ def bytes_a_block(llm: Any) -> int:
 
 def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one arm in a process, and returns its row."""
-    name = f"{dtype}-{max_model_len}"
-    args.logs.mkdir(parents=True, exist_ok=True)
-    path = args.logs / f"memory-{name}.log"
-    variables = dict(os.environ) | {
-        # The worker is looked into from here.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if args.on_cpu:
-        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
-    with path.open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--child", dtype]
-            + [str(max_model_len)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=variables,
-        )
-        try:
-            status: int | str = process.wait(args.arm_timeout)
-        except subprocess.TimeoutExpired:
-            status = f"no end after {args.arm_timeout:g} s"
-        finally:
-            stop_group(process)
+    log = args.logs / f"memory-{dtype}-{max_model_len}.log"
+    wrong = run_child(
+        [sys.executable, __file__, *sys.argv[1:], "--child", dtype, str(max_model_len)],
+        log,
+        # The worker is looked into from its engine's process.
+        engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        args.arm_timeout,
+    )
     row: dict[str, Any] = {"kv_cache_dtype": dtype, "max_model_len": max_model_len}
-    lines = path.read_text(errors="replace").splitlines()
-    found = [line for line in lines if line.startswith(ROW)]
-    if status or not found:
-        return row | {"wrong": [f"{status}\n{what_happened(path)}"]}
-    line = next(filter(None, map(LINE.search, lines)), None)
+    rows = rows_of(log)
+    if wrong or not rows:
+        return row | {"wrong": [f"{wrong or 'no row'}\n{what_happened(log)}"]}
+    line = LINE.search(log.read_text(errors="replace"))
     if line:
         row["line"] = {"tokens": int(line[1].replace(",", ""))}
         row["line"]["workspace_mib"] = float(line[2])
-    return row | json.loads(found[-1].removeprefix(ROW))
+    return row | rows[-1]
 
 
 def grown_mib(row: dict[str, Any], first: str, what: str) -> float:
@@ -309,10 +283,9 @@ def main() -> int:
     if args.child:
         dtype, max_model_len = args.child[0], int(args.child[1])
         args.longest = min(max_model_len - args.tokens, args.longest)
-        run_child(dtype, max_model_len, args)
+        measure_arm(dtype, max_model_len, args)
         return 0
-    signal.signal(signal.SIGTERM, raise_exit)
-    signal.signal(signal.SIGHUP, raise_exit)
+    exit_when_told()
     report = Report(args.output)
     well = True
     for max_model_len in args.max_model_lens:

@@ -17,16 +17,13 @@ another chunk size: "auto:512" against "auto" is the noise of unquantised caches
 
 import argparse
 import json
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +33,19 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
+from child_runner import (  # noqa: E402
+    engine_variables,
+    exit_when_told,
+    last_error,
+    run_child,
+    side_by_side,
+)
 from common import run_facts  # noqa: E402
 from env import has_gpu  # noqa: E402
-from quality_cases import HELD_OUT, MODEL, Plan, build_cases  # noqa: E402
+from quality_cases import HEAD, HELD_OUT, MODEL, Plan, build_cases  # noqa: E402
 from quality_metrics import common_prefix, compare, score_tasks  # noqa: E402
 from quality_report import bars, markdown  # noqa: E402
-from quickstart import raise_exit, stop_group  # noqa: E402
-from vllm_turbo_cpu_standins.settings import (  # noqa: E402
-    ENGINE_ARGS,
-    engine_environment,
-)
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
 CHILD = Path(__file__).with_name("quality_child.py")
 PICTURES = Path(__file__).with_name("quality_pictures.py")
@@ -110,20 +110,14 @@ class Arm:
         return cls(name, cache_dtype, chunk, "stored" in options, "all" in options)
 
 
-def child_environment(folder: Path, on_cpu: bool) -> dict[str, str]:
-    """Returns the environment of an engine's process, whose files go to `folder`."""
-    variables = dict(os.environ) | {
+def child_variables(folder: Path, on_cpu: bool) -> dict[str, str]:
+    """Returns the variables of an engine's process, whose files go to `folder`."""
+    return engine_variables(on_cpu) | {
         # Engines that start side by side would compile into the same files.
         "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         # Arrays of all distributions need not go from process to process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    if on_cpu:
-        # The runner that GPUs take, and one core an engine.
-        variables |= engine_environment("v2") | {"OMP_NUM_THREADS": "1"}
-    return variables
 
 
 def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -140,8 +134,7 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
         "enable_prefix_caching": False,
         "enable_trace_replay": True,
         "max_logprobs": -1,
-        # In bf16 logits are up to 1/16 apart, which would hide small divergences.
-        "hf_overrides": {"head_dtype": "float32"},
+        "hf_overrides": HEAD,
         "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
         # The cache's size is given: this only says what must be free at the start.
         "gpu_memory_utilization": 0.1,
@@ -163,7 +156,8 @@ class Lab:
         self.cases = build_cases(args.text, args.plan, args.seed)
         self.deadline = time.monotonic() + args.time_limit
 
-    def start(self, arm: Arm) -> subprocess.Popen:
+    def run_arm(self, arm: Arm) -> str | None:
+        """Runs an arm in a process, and returns what went wrong."""
         folder = self.folder(arm)
         folder.mkdir()
         job = {
@@ -172,52 +166,25 @@ class Lab:
             "compress_all_layers": arm.compress_all_layers,
         }
         (folder / "job.json").write_text(json.dumps(job | self.cases.for_child()))
-        with (folder / "log").open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, CHILD, folder / "job.json", folder],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(folder, self.args.on_cpu),
-                start_new_session=True,
-            )
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return "no time left"
+        wrong = run_child(
+            [sys.executable, CHILD, folder / "job.json", folder],
+            folder / "log",
+            child_variables(folder, self.args.on_cpu),
+            left,
+        )
+        if (folder / "result.json").exists():
+            return None
+        return last_error(folder / "log") if wrong else "ended without a result"
 
     def run(self, arms: list[Arm]) -> Iterator[tuple[Arm, str | None]]:
         """Yields each arm when its process has ended, and what went wrong."""
-        waiting = deque(arms)
-        running: dict[Arm, subprocess.Popen] = {}
-        try:
-            while waiting or running:
-                late = time.monotonic() > self.deadline
-                ended = [
-                    arm
-                    for arm, process in running.items()
-                    if late or process.poll() is not None
-                ]
-                for arm in ended:
-                    stop_group(running.pop(arm))
-                if late:
-                    ended += waiting
-                    waiting.clear()
-                while waiting and len(running) < self.args.jobs:
-                    arm = waiting.popleft()
-                    running[arm] = self.start(arm)
-                for arm in ended:
-                    yield arm, self.failure(arm, late)
-                time.sleep(0.1)
-        finally:
-            for process in running.values():
-                stop_group(process)
-
-    def failure(self, arm: Arm, late: bool) -> str | None:
-        """Returns the last error in the log of an arm that left no result."""
-        if (self.folder(arm) / "result.json").exists():
-            return None
-        if late:
-            return "no time left"
-        log = (self.folder(arm) / "log").read_text(errors="replace")
-        errors = re.findall(r"\b\w+(?:Error|Exception): .*$", log, re.MULTILINE)
-        return errors[-1].strip()[:300] if errors else "ended without a result"
+        with side_by_side(self.args.jobs) as pool:
+            runs = {pool.submit(self.run_arm, arm): arm for arm in arms}
+            for run in as_completed(runs):
+                yield runs[run], run.result()
 
     def folder(self, arm: Arm) -> Path:
         return self.scratch / arm.name.replace(":", "-")
@@ -360,8 +327,7 @@ def keep_logs(scratch: Path, folder: Path) -> None:
 
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGTERM, raise_exit)
-    signal.signal(signal.SIGHUP, raise_exit)
+    exit_when_told()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         try:

@@ -107,6 +107,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    elif args.llama:
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     else:
         kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     return {
@@ -164,10 +166,13 @@ def seeded_weights(
             name + "self_attn.k_proj.weight": normal(kv_size, hidden),
             name + "self_attn.v_proj.weight": normal(kv_size, hidden),
             name + "self_attn.o_proj.weight": normal(hidden, q_size),
-            name + "self_attn.q_norm.weight": constant(head_dim, 2.0),
-            name + "self_attn.k_norm.weight": constant(head_dim),
             name + "post_attention_layernorm.weight": constant(hidden),
         }
+        if config["model_type"] != "llama":
+            weights |= {
+                name + "self_attn.q_norm.weight": constant(head_dim, 2.0),
+                name + "self_attn.k_norm.weight": constant(head_dim),
+            }
         mlps = {name + "mlp.": config["intermediate_size"]}
         if "num_experts" in config:
             experts = range(config["num_experts"])
@@ -216,6 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-range", type=float, help="of the head's own weights")
     parser.add_argument("--experts", type=int, default=0, help="0: no experts")
     parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument("--llama", action="store_true", help="no norms of q and k")
     return parser
 
 

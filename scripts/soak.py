@@ -20,8 +20,6 @@ It prints one JSON object and ends with status 1 if something is not so.
 """
 
 import argparse
-import json
-import os
 import random
 import sys
 import time
@@ -31,33 +29,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from common import run_facts  # noqa: E402
+from child_runner import (  # noqa: E402
+    emit,
+    engine_variables,
+    exit_when_told,
+    rows_of,
+    run_child,
+    what_happened,
+)
+from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
-from quality_cases import HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
+from equality_modes import BLOCK  # noqa: E402
+from equality_run import attention_config  # noqa: E402
+from quality_cases import HEAD, HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
 from tasks import IM_END  # noqa: E402
-from vllm_turbo_cpu_standins.settings import (  # noqa: E402
-    ENGINE_ARGS,
-    engine_environment,
-)
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
-# Small, and so are the parts of a prompt: less of the cache is left over.
-BLOCK = {"cpu": 32, "gpu": 16}
+# Of a prompt; small, as blocks are: less of the cache is left over.
 PART = 128
-# How often a step aborts a request, and a request is impossible.
-ABORTED, IMPOSSIBLE = 0.03, 0.01
+# For the engine's start, before its time counts.
+START_S = 600
 # Of the blocks, in steps that leave requests waiting, on average.
 LEAST_USAGE = 0.99
-
-
-def setup(on_cpu: bool) -> None:
-    """Sets what vLLM reads when it is imported."""
-    # The scheduler and the device's memory are looked at from here.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if on_cpu:
-        os.environ.update(engine_environment() | {"OMP_NUM_THREADS": "1"})
 
 
 class Soak:
@@ -78,14 +72,11 @@ class Soak:
         block = BLOCK["cpu" if args.on_cpu else "gpu"]
         blocks = args.longest_at_once * -(-self.max_model_len // block) + 1
         options: dict[str, Any] = ENGINE_ARGS if args.on_cpu else {}
-        attention = {}
-        if args.kv_cache_dtype in ("turbo4", "k4v3", "turbo3"):
-            attention["turbo_prefill"] = "stored"
         self.llm = LLM(
             str(args.model),
             dtype="float32" if args.on_cpu else "bfloat16",
             kv_cache_dtype=args.kv_cache_dtype,
-            attention_config=attention,
+            attention_config=attention_config(args.kv_cache_dtype, "stored"),
             block_size=block,
             num_gpu_blocks_override=blocks,
             max_model_len=self.max_model_len,
@@ -96,8 +87,7 @@ class Soak:
             enable_prefix_caching=True,
             gpu_memory_utilization=0.5,
             max_logprobs=2,
-            # In bf16 logits are up to 1/16 apart, which is more than TIE.
-            hf_overrides={"head_dtype": "float32"},
+            hf_overrides=HEAD,
             disable_log_stats=False,
             **options,
         )
@@ -161,7 +151,7 @@ class Soak:
 
         name, index = str(number), self.random.randrange(len(self.prompts))
         prompt = self.prompts[index]
-        impossible = self.random.random() < IMPOSSIBLE
+        impossible = self.random.random() < self.args.impossible
         if impossible:
             too_long = prompt * (1 + self.max_model_len // len(prompt))
             prompt = self.random.choice([[], too_long])
@@ -187,7 +177,7 @@ class Soak:
             if tokens[: len(decided)] != decided:
                 self.counts["unequal"] += 1
                 self.unequal.append({"prompt": index, "tokens": tokens})
-        if self.waiting and self.random.random() < ABORTED:
+        if self.waiting and self.random.random() < self.args.aborted:
             name = self.random.choice(list(self.waiting))
             self.engine.abort_request([name])
             del self.waiting[name]
@@ -277,9 +267,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     # What requests free in a step is filled again in the next.
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--aborted", type=float, default=0.03, help="of the steps, how many abort one"
+    )
+    parser.add_argument(
+        "--impossible", type=float, default=0.01, help="of the requests, how many are"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds")
     parser.add_argument("--output", type=Path, help="file that the row is added to")
+    parser.add_argument("--log", type=Path, default=Path("/tmp/turbo-soak.log"))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -287,15 +285,26 @@ def main() -> int:
     args = build_parser().parse_args()
     args.on_cpu = not has_gpu()
     args.lengths = args.lengths or [512, 600, 777, 1024, 1500, 2048]
-    setup(args.on_cpu)
-    row = {"kv_cache_dtype": args.kv_cache_dtype} | Soak(args).run()
-    row["wrong"] = complaints(row)
-    line = json.dumps(row | run_facts())
-    print(line, flush=True)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("a") as file:
-            file.write(line + "\n")
+    if args.child:
+        emit(**Soak(args).run())
+        return 0
+    exit_when_told()
+    report = Report(args.output)
+    wrong = run_child(
+        [sys.executable, __file__, *sys.argv[1:], "--child"],
+        args.log,
+        # The scheduler and the device's memory are looked at from the engine's process.
+        engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        START_S + 2 * args.time_limit,
+    )
+    row = {"kv_cache_dtype": args.kv_cache_dtype}
+    rows = rows_of(args.log)
+    if wrong or not rows:
+        row["wrong"] = [f"{wrong or 'no row'}\n{what_happened(args.log)}"]
+    else:
+        row |= rows[-1]
+        row["wrong"] = complaints(row)
+    report.row(**row)
     return 1 if row["wrong"] else 0
 
 

@@ -20,7 +20,7 @@ def engine_environment(runner: Runner = "v1") -> dict[str, str]:
     Args:
         runner: "v1" is vLLM's choice where Triton has no driver. "v2", the
             runner that GPUs take, needs Triton: its interpreter serves, and vLLM
-            believes in it only if no device is visible.
+            believes in it only if the list of visible devices is empty.
 
     """
     variables = {
@@ -30,5 +30,6 @@ def engine_environment(runner: Runner = "v1") -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",
     }
     if runner == "v2":
-        variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return variables
+        return variables | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # No device, by a list that is not empty; whatever the caller's environment has.
+    return variables | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "-1"}

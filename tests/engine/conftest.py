@@ -10,9 +10,7 @@ import pytest
 # The modules beside this one, whatever pytest's import mode.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Jobs  # noqa: E402
-
-WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
+from harness import WRITE_MODEL, Jobs  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +19,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "seeded-qwen3"
     subprocess.run([sys.executable, WRITE_MODEL, folder], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The seeded model as a Llama, of which each layer may have a window."""
+    folder = tmp_path_factory.mktemp("llama") / "seeded-llama"
+    subprocess.run([sys.executable, WRITE_MODEL, folder, "--llama"], check=True)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

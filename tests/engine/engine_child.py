@@ -18,10 +18,13 @@ from typing import Any
 import torch
 
 from vllm import LLM, SamplingParams
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from equality_child import logprobs_of, zeroed_attention  # noqa: E402
 
 
 class StepRecorder:
@@ -70,21 +73,6 @@ class StepRecorder:
 
 
 @contextmanager
-def zeroed_attention() -> Iterator[None]:
-    """Lets every attention layer return zeros, after it has run."""
-    forward = Attention.forward
-
-    def zeroed_forward(layer: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros_like(forward(layer, *args, **kwargs))
-
-    Attention.forward = zeroed_forward
-    try:
-        yield
-    finally:
-        Attention.forward = forward
-
-
-@contextmanager
 def nan_embedding(token: int) -> Iterator[None]:
     """Lets one token's embedding be NaN, and with it all that is computed of it."""
     forward = VocabParallelEmbedding.forward
@@ -105,13 +93,9 @@ def nan_embedding(token: int) -> Iterator[None]:
 def summarise(output: RequestOutput) -> dict[str, Any]:
     """Returns a request's tokens, and the log-probabilities of all at each."""
     completion = output.outputs[0]
-    assert completion.logprobs is not None
     return {
         "tokens": list(completion.token_ids),
-        "logprobs": [
-            [position[token].logprob for token in sorted(position)]
-            for position in completion.logprobs
-        ],
+        "logprobs": logprobs_of(output),
         "num_cached_tokens": output.num_cached_tokens,
     }
 
@@ -146,6 +130,21 @@ def count_drafts(llm: LLM) -> dict[str, int]:
     }
 
 
+def pages(worker: Any) -> dict[str, tuple[int, bool]]:
+    """Returns each layer's bytes a page, and whether some of them are padding.
+
+    By the worker's account: the scheduler has one layer of a group in place of all.
+    """
+    found = {}
+    for group in worker.model_runner.kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for layer in group.layer_names:
+            spec = specs.get(layer, group.kv_cache_spec)
+            padded = spec.page_size_bytes > spec.unpadded_page_size_bytes
+            found[layer] = (spec.page_size_bytes, padded)
+    return found
+
+
 def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
     """Starts one engine, runs its calls in order, and takes it down.
 
@@ -164,6 +163,7 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
         "num_blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
         "num_tokens": config.cache_config.kv_cache_size_tokens,
+        "pages": llm.collective_rpc(pages)[0],
         "num_kv_cache_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
         "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},
     } | count_drafts(llm)

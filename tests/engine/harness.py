@@ -7,8 +7,6 @@ import http.client
 import json
 import math
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,10 +24,16 @@ from vllm_turbo_cpu_standins.settings import (
     engine_environment,
 )
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from child_runner import run_child, running, what_happened  # noqa: E402
+from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
+
 CHILD = Path(__file__).with_name("engine_child.py")
-CHILD_TIMEOUT_S = 400
-# Of a token that sampling might choose; below, rounding is all there is.
-LIKELY_LOGPROB = math.log(1e-3)
+WRITE_MODEL = SCRIPTS / "seeded_model.py"
+# Longer than anything takes on a busy machine: only what hangs is to meet it.
+TIMEOUT_S = 1800
 
 
 @dataclass
@@ -109,7 +113,8 @@ def run_job(
         engines: By name.
 
     Returns:
-        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens` and `calls`, if
+        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
+        a layer's, and whether some are padding), `num_kv_cache_groups` and `calls`, if
         drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
         (`tokens`, `logprobs`, `num_cached_tokens`), `steps` and `num_preemptions`.
 
@@ -124,20 +129,9 @@ def run_job(
     job.write_text(json.dumps(entries))
     # In one process the scheduler can be watched, and starts are cheaper.
     environment = child_environment(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            [sys.executable, CHILD, job, result],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            status = child.wait(CHILD_TIMEOUT_S)
-        finally:
-            stop_group(child)
-    if status:
-        raise RuntimeError(f"engines failed ({status}):\n{tail(log)}")
+    wrong = run_child([sys.executable, CHILD, job, result], log, environment, TIMEOUT_S)
+    if wrong:
+        raise RuntimeError(f"engines failed: {wrong}\n{what_happened(log)}")
     return json.loads(result.read_text())
 
 
@@ -181,25 +175,13 @@ def serving(
         RuntimeError: If it ends or does not answer in time.
 
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("vllm"), "serve", model, *SERVE_ARGS, *args]
-            + ["--host", "127.0.0.1", "--port", str(port)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=child_environment(runner),
-            start_new_session=True,
-        )
-    try:
+    port, log = free_port(), folder / "server.log"
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, *SERVE_ARGS]
+    command += [*args, "--host", "127.0.0.1", "--port", str(port)]
+    with running(command, log, child_environment(runner)) as process:
         server = Server(process, port, log)
         server.wait_until_up()
         yield server
-    finally:
-        stop_group(process)
 
 
 @dataclass
@@ -211,21 +193,19 @@ class Server:
     log: Path
 
     def wait_until_up(self) -> None:
-        deadline = time.monotonic() + CHILD_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with self.open("/health"):
-                    return
-            except OSError:
-                time.sleep(0.3)
-        raise RuntimeError(f"no server:\n{tail(self.log)}")
+        try:
+            wait_until_up(self.process, self.port, self.log)
+        except QuickstartError as error:
+            raise RuntimeError(f"{error}:\n{what_happened(self.log)}") from None
 
     @contextmanager
     def open(
         self, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Yields the response to a GET, or to a POST of JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=TIMEOUT_S
+        )
         headers = {"Content-Type": "application/json"}
         try:
             if body is None:
@@ -250,7 +230,7 @@ class Server:
         return [json.loads(event) for event in events]
 
 
-def group_is_gone(process: subprocess.Popen, timeout_s: float = 20) -> bool:
+def group_is_gone(process: subprocess.Popen, timeout_s: float = 120) -> bool:
     """Whether nothing of a process's group runs, now or within the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -260,19 +240,6 @@ def group_is_gone(process: subprocess.Popen, timeout_s: float = 20) -> bool:
             return True
         time.sleep(0.1)
     return False
-
-
-def stop_group(process: subprocess.Popen) -> None:
-    """Kills what is left of a process that leads its own group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def tail(log: Path, lines: int = 40) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def common_positions(first: dict[str, Any], second: dict[str, Any]) -> int:
@@ -286,6 +253,15 @@ def common_positions(first: dict[str, Any], second: dict[str, Any]) -> int:
     return len(first["tokens"]) if agreed is None else agreed + 1
 
 
+def tie(kl: float) -> float:
+    """Returns by how much the log-probabilities of two tokens may move against each
+    other at a divergence of `kl` nats, if the two share all probability.
+
+    They are then tied: p = 1/2 each, and KL = d^2 / 8 of the distance d they moved.
+    """
+    return math.sqrt(8 * kl)
+
+
 def decided_tokens(request: dict[str, Any], tie: float) -> list[int]:
     """Returns a run's tokens before the first that won by no more than `tie`."""
     for i, logprobs in enumerate(request["logprobs"]):
@@ -295,21 +271,15 @@ def decided_tokens(request: dict[str, Any], tie: float) -> list[int]:
     return request["tokens"]
 
 
-def max_logprob_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """Returns the largest difference of a log-probability of any likely token."""
-    return max(
-        abs(a - b)
-        for i in range(common_positions(first, second))
-        for a, b in zip(first["logprobs"][i], second["logprobs"][i])
-        if a > LIKELY_LOGPROB
-    )
-
-
 def kl_divergences(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
-    """Returns KL(first || second) in nats at each position of equal context."""
+    """Returns KL(first || second) in nats at each position of equal context.
+
+    By the form whose terms are not negative: that a softmax in fp32 sums to one only
+    up to rounding drops out of it.
+    """
     return [
         math.fsum(
-            math.exp(a) * (a - b)
+            math.exp(a) * (a - b) - math.exp(a) + math.exp(b)
             for a, b in zip(first["logprobs"][i], second["logprobs"][i])
         )
         for i in range(common_positions(first, second))

@@ -9,8 +9,9 @@ from harness import BASE_ARGS, Call, Engine, Runner
 
 BLOCK = BASE_ARGS["block_size"]
 MAX_LEN = BASE_ARGS["max_model_len"]
-# Bytes of a bf16 K and V of 128 coordinates, over the format's.
-GAIN = {"turbo4": 512 / 136, "k4v3": 512 / 120, "turbo3": 512 / 104}
+# Of K and V of 128 coordinates, which take 512 in bf16.
+SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
+GAIN = {dtype: 512 / size for dtype, size in SLOT_BYTES.items()}
 TURBO_DTYPES = tuple(GAIN)
 NUM_GENERATED = 6
 

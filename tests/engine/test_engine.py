@@ -18,7 +18,7 @@ from harness import (
     Runner,
     decided_tokens,
     kl_divergences,
-    max_logprob_difference,
+    tie,
 )
 from scenarios import (
     ALL_BYTES,
@@ -37,11 +37,10 @@ from scenarios import (
     engines,
 )
 
-# What rounding may change: sums in another order, and under a turbo dtype a code that
-# flips in consequence. Models are fp32, so that nothing else rounds.
+# What rounding may change, in nats at any position: sums in another order, and under a
+# turbo dtype a code that flips in consequence, one of a token's many: a small part of
+# what quantisation makes. Models are fp32, so that sums alone make about 1e-10.
 KL_TOLERANCE = {"auto": 1e-6, "turbo": 1e-3}
-LOGPROB_TOLERANCE = {"auto": 1e-3, "turbo": 0.1}
-TIE = {"auto": 1e-3, "turbo": 1e-3}
 # Mean KL in nats between runs that see the same tokens quantised or raw; the
 # model's attention is sharp, and so its noise large.
 KL_BOUND = {"turbo4": 0.06, "k4v3": 0.12, "turbo3": 0.3}
@@ -99,16 +98,14 @@ class Outcome:
             noise = [kl for pair in pairs for kl in kl_divergences(*pair)]
             assert mean(noise) < KL_BOUND[self.case.dtype]
             return
-        kind = "auto" if self.case.dtype == "auto" else "turbo"
-        assert max(kl for p in pairs for kl in kl_divergences(*p)) < KL_TOLERANCE[kind]
-        difference = max(max_logprob_difference(*pair) for pair in pairs)
-        assert difference < LOGPROB_TOLERANCE[kind]
-        num_decided = 0
+        tolerance = KL_TOLERANCE["auto" if self.case.dtype == "auto" else "turbo"]
+        divergences = [kl for pair in pairs for kl in kl_divergences(*pair)]
+        assert max(divergences) < tolerance
         for alone, request in pairs:
-            decided = decided_tokens(alone, TIE[kind])
+            decided = decided_tokens(alone, tie(tolerance))
             assert request["tokens"][: len(decided)] == decided
-            num_decided += len(decided)
-        assert 2 * num_decided > NUM_GENERATED * len(pairs)
+        # What follows a tie may be of another context, and is not compared then.
+        assert 2 * len(divergences) > NUM_GENERATED * len(pairs)
 
 
 @pytest.fixture(params=EQUAL + BOUNDED, ids=lambda case: case.name, scope="module")

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `memory.py` complains of."""
+"""What `memory.py` complains of, and a small run of it."""
 
+import json
+import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import TIMEOUT_S
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
 
+import memory  # noqa: E402
+from child_runner import ROW  # noqa: E402
 from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
 
 GIB = 1 << 30
@@ -113,3 +119,60 @@ def test_the_start_up_line_is_read():
     )
     found = LINE.search(text)
     assert found and found.groups() == ("3,155,206", "337.1")
+
+
+@pytest.mark.parametrize(
+    "ended, changes, status",
+    [
+        (None, {}, 0),
+        (None, {"cached_tokens": [1000, 1000]}, 1),
+        (None, None, 1),
+        ("status 1", {}, 1),
+    ],
+)
+def test_the_exit_status_says_whether_all_is_well(
+    row, baseline, ended, changes, status, tmp_path, monkeypatch, capsys
+):
+    """All but the engines is the script's own; turbo4's may end otherwise."""
+
+    def run_child(command: list[Any], log: Path, *_: Any) -> str | None:
+        if command[-2] == "auto":
+            log.write_text(f"{ROW}{json.dumps(baseline)}\n")
+            return None
+        tokens = f"{row['tokens']:,} tokens; 100.0 MiB of workspace"
+        own = "" if changes is None else f"{ROW}{json.dumps(row | changes)}\n"
+        log.write_text(f"KV cache turbo4: a line; {tokens}\n{own}")
+        return ended
+
+    del row["line"]
+    monkeypatch.setattr(memory, "run_child", run_child)
+    command = ["memory.py", "--max-model-lens", "131072", "--logs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert memory.main() == status
+    _, found = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert bool(found["wrong"]) == bool(status)
+
+
+def test_a_small_run(model, tmp_path):
+    """On a CPU the device's memory is not looked at; all else is."""
+    output = tmp_path / "memory.jsonl"
+    options = {
+        "--model": model,
+        "--max-model-lens": 1024,
+        "--longest": 700,
+        # More than a block of a CPU, so that it hits when asked for again.
+        "--suffixes": 200,
+        "--tokens": 4,
+        "--max-num-seqs": 5,
+        "--max-num-batched-tokens": 1024,
+        "--kv-cache-memory-bytes": 32 * MIB,
+        "--arm-timeout": TIMEOUT_S,
+        "--output": output,
+        "--logs": tmp_path,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, str(SCRIPTS / "memory.py"), *words]
+    assert subprocess.run(command).returncode == 0
+    plain, packed = map(json.loads, output.read_text().splitlines())
+    assert packed["line"]["tokens"] == packed["tokens"] > 3 * plain["tokens"]
+    assert 0 < packed["cached_tokens"][0] < packed["cached_tokens"][1]

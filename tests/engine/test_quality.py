@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import TIMEOUT_S
 from scenarios import GAIN, TURBO_DTYPES
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -26,15 +27,16 @@ from quality_metrics import (  # noqa: E402
 )
 from quality_report import bars, ratio_error  # noqa: E402
 
-TIMEOUT_S = 600
 MAX_PICTURE_BYTES = 100 << 10
-# Mean KL in nats: one and a half times what --quick measured.
+# Mean KL in nats: one and a half times what --quick measured on one CPU. On another,
+# which rounds otherwise, it measures 0.8 to 1.2 of that.
 KL_BOUND = {
     "decode": {"turbo4": 0.0131, "k4v3": 0.0272, "turbo3": 0.0455},
     "prefill": {"turbo4": 0.0021, "k4v3": 0.0033, "turbo3": 0.0075},
 }
-# An unquantised cache differs from itself by the order of sums alone.
-NOISE = 1e-6
+# An unquantised cache differs from itself by the order of sums alone: fp16 rounds to
+# 1/2048, four bits to 1/16, and KL goes with the square. How a CPU sums may treble it.
+NOISE_SHARE = 0.01
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -198,7 +200,7 @@ def test_bytes_a_token(rows: dict[str, dict[str, Any]]):
 def test_divergence(rows: dict[str, dict[str, Any]], part: str):
     """Fewer bits cost more, each within its bound, and no quantisation is free."""
     divergences = [rows[dtype][part]["kl_mean"] for dtype in TURBO_DTYPES]
-    assert rows["auto:48"][part]["kl_mean"] < NOISE < divergences[0]
+    assert rows["auto:48"][part]["kl_mean"] < NOISE_SHARE * divergences[0]
     assert divergences == sorted(divergences)
     for dtype, divergence in zip(TURBO_DTYPES, divergences):
         assert divergence < KL_BOUND[part][dtype]

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from harness import TIMEOUT_S
 from scenarios import GAIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,31 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "quality")]
 import quickstart  # noqa: E402
 from tasks import is_held_out  # noqa: E402
 
-TIMEOUT_S = 240
+# Gives one answer to everything.
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        choice = {{"message": {{"content": {answer!r}}}}}
+        body = json.dumps({{"choices": [choice]}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def heed_interrupts() -> None:
+    """Undoes what a shell does to a background job, and so to these tests in one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Run:
@@ -38,6 +63,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "VENV": sys.prefix, name: value},
+                preexec_fn=heed_interrupts,
             )
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
@@ -61,7 +87,7 @@ class Run:
 
     def end(self) -> int:
         status = self.process.wait(TIMEOUT_S)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.num_processes() and time.monotonic() < deadline:
             time.sleep(0.1)
         return status
@@ -91,6 +117,47 @@ def test_serves_answers_and_compares(tmp_path: Path):
         dtype: pytest.approx(gain, rel=0.01) for dtype, gain in GAIN.items()
     }
     assert run.num_processes() == 0
+
+
+@pytest.mark.parametrize(
+    "answer, model, said, status",
+    [
+        ("508237", None, "right", 0),
+        ("It is 508237.", "other", "right", 0),
+        ("508236", None, "the text says 508237", 1),
+        ("1508237", None, "the text says 508237", 1),
+        ("", None, "the text says 508237", 1),
+        ("508236", "other", "the text says 508237", 0),
+    ],
+)
+def test_a_wrong_answer_of_the_small_model_is_a_failure(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    model: str | None,
+    said: str,
+    status: int,
+):
+    """All but the server and the environment is the quickstart's own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / quickstart.STAMPS).write_text('{"standins": ""}')
+    server = tmp_path / "bin" / "vllm"
+    server.write_text(SERVER.format(python=sys.executable, answer=answer))
+    server.chmod(0o755)
+
+    def run(command: Sequence[str | Path], log: Path | None = None, **_: str) -> None:
+        if log:
+            log.write_text("KV cache in 256 MiB\n")
+
+    monkeypatch.setattr(quickstart, "run", run)
+    monkeypatch.setenv("VENV", str(tmp_path))
+    options = ["--model", model] if model else []
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *options])
+    assert quickstart.main() == status
+    output = capsys.readouterr()
+    assert f"{answer!r} ({said})" in output.out
+    assert ("answer is wrong" in output.err) == (status != 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import WRITE_MODEL
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

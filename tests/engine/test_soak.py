@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `soak.py` complains of."""
+"""What `soak.py` compares and complains of, and a small run of it."""
 
+import argparse
+import json
+import random
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import TIMEOUT_S
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
 
-from soak import LEAST_USAGE, complaints  # noqa: E402
+import soak  # noqa: E402
+from child_runner import ROW  # noqa: E402
+from soak import LEAST_USAGE, Soak, complaints  # noqa: E402
+
+REQUESTS = 24
 
 
 @pytest.fixture
@@ -53,3 +64,83 @@ def test_nothing_is_wrong(row):
 def test_each_fault_is_named(row, field, value, said):
     row[field] = value
     assert any(said in text for text in complaints(row))
+
+
+@pytest.mark.parametrize(
+    "tokens, answered, unequal",
+    [
+        ([5, 6, 7, 8], 1, 0),
+        # What rounding decides, and what comes behind it.
+        ([5, 6, 9, 1], 1, 0),
+        ([5, 9, 7, 8], 1, 1),
+        ([9, 6, 7, 8], 1, 1),
+        ([5, 6], 0, 0),
+        ([5], 0, 1),
+    ],
+)
+def test_an_answer_is_held_to_the_quiet_one(tokens, answered, unequal):
+    output = SimpleNamespace(
+        request_id="3", finished=True, outputs=[SimpleNamespace(token_ids=tokens)]
+    )
+    run = object.__new__(Soak)
+    run.args, run.random = argparse.Namespace(tokens=4, aborted=1.0), random.Random(0)
+    run.engine = SimpleNamespace(step=lambda: [output])
+    run.quiet, run.waiting, run.streaming = [[1, 2], [5, 6]], {"3": 1}, {"3"}
+    run.counts = {"answered": 0, "positions": 0, "unequal": 0}
+    run.unequal = []
+    run.step()
+    assert run.counts == {"answered": answered, "positions": 2, "unequal": unequal}
+    assert [found["prompt"] for found in run.unequal] == [1] * unequal
+    assert not run.waiting and not run.streaming
+
+
+@pytest.mark.parametrize(
+    "changes, ended, status",
+    [
+        ({}, None, 0),
+        ({"unequal": 1}, None, 1),
+        ({}, "status 1", 1),
+        (None, None, 1),
+    ],
+)
+def test_the_exit_status_says_whether_all_is_well(
+    row, changes, ended, status, tmp_path, monkeypatch, capsys
+):
+    def run_child(_: Any, log: Path, *__: Any) -> str | None:
+        text = "" if changes is None else f"{ROW}{json.dumps(row | changes)}\n"
+        log.write_text(text)
+        return ended
+
+    monkeypatch.setattr(soak, "run_child", run_child)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--log", str(tmp_path / "log")])
+    assert soak.main() == status
+    assert bool(json.loads(capsys.readouterr().out)["wrong"]) == bool(status)
+
+
+def test_a_small_run(model: Path, tmp_path: Path):
+    """All but how full the cache is, which so few blocks cannot show."""
+    output = tmp_path / "soak.jsonl"
+    options = {
+        "--model": model,
+        "--requests": REQUESTS,
+        "--at-once": 14,
+        "--lengths": 512,
+        "--cases": 1,
+        "--tokens": 8,
+        "--longest-at-once": 3,
+        "--aborted": 0.1,
+        "--impossible": 0.1,
+        "--max-num-seqs": 8,
+        "--max-num-batched-tokens": 1024,
+        "--time-limit": TIMEOUT_S,
+        "--output": output,
+        "--log": tmp_path / "log",
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    run = subprocess.run([sys.executable, str(SCRIPTS / "soak.py"), *words])
+    result = json.loads(output.read_text())
+    others = [
+        text for text in result["wrong"] if "of the blocks were taken" not in text
+    ]
+    assert others == [] and run.returncode == bool(result["wrong"])
+    assert result["answered"] > REQUESTS / 2 and result["positions"] > 0

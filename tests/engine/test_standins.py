@@ -2,18 +2,20 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stand-ins against plain definitions of what the native ops do."""
 
+from typing import Any
+
 import pytest
 import torch
-from vllm_turbo_cpu_standins import (
-    attention,
-    drafting,
-    linear,
-    paging,
-    registry,
-    sampling,
-)
+from vllm_turbo_cpu_standins import registry
 
 NAMESPACE = "turbo_standins_test"
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    """All stand-ins as vLLM calls them: by name, and with a schema."""
+    registry.register_missing(f"{NAMESPACE}_all")
+    return getattr(torch.ops, f"{NAMESPACE}_all")
 
 
 def test_registers_only_what_is_missing():
@@ -29,37 +31,42 @@ def test_registers_only_what_is_missing():
     ops.init_cpu_memory_env([0])
 
 
-def test_slot_mapping_follows_each_sequences_blocks():
+def test_slot_mapping_follows_each_sequences_blocks(ops):
     block_size = 4
     block_table = torch.tensor([[7, 2, 9], [5, 1, 0]], dtype=torch.int32)
     positions = torch.tensor([3, 4, 5, 0, 1, 99, 99])
     query_start_loc = torch.tensor([0, 3, 5], dtype=torch.int32)
     slots = torch.full((7,), -1)
-    paging.compute_slot_mapping(
+    ops.compute_slot_mapping_kernel_impl(
         query_start_loc, positions, block_table, slots, block_size
     )
     # The last two are padding and stay untouched.
     assert slots.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 5 * 4 + 1, -1, -1]
 
 
-def test_gumbel_follows_the_distribution_and_the_seed():
+def test_greedy_is_the_first_largest(ops):
+    logits = torch.tensor([[0.0, 3.0, 3.0], [2.0, -1.0, 0.0]])
+    assert ops.greedy_argmax(logits).tolist() == [1, 0]
+
+
+def test_gumbel_follows_the_distribution_and_the_seed(ops):
     probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0])
     num_draws = 4000
     logits = probabilities.log().expand(num_draws, -1).contiguous()
     seeds = torch.arange(num_draws)
-    tokens = sampling.fused_gumbel_argmax(logits, seeds)
+    tokens = ops.fused_gumbel_argmax(logits, seeds)
     shares = torch.bincount(tokens, minlength=4) / num_draws
     assert torch.allclose(shares, probabilities, atol=0.04)
     assert shares[3] == 0
     # A row's draw depends on its own seed, not on its neighbours.
-    alone = sampling.fused_gumbel_argmax(logits[17:18], seeds[17:18])
+    alone = ops.fused_gumbel_argmax(logits[17:18], seeds[17:18])
     assert alone.item() == tokens[17]
 
 
-def test_rejection_stops_at_the_first_mismatch():
+def test_rejection_stops_at_the_first_mismatch(ops):
     # Drafts of 2 (all right), 3 (second wrong), 0 and 1 (not greedy) tokens.
     output = torch.full((4, 4), -1)
-    sampling.rejection_greedy_sample(
+    ops.rejection_greedy_sample_kernel_impl(
         output,
         torch.tensor([2, 5, 5, 6]),
         torch.tensor([10, 11, 20, 99, 22, 30]),
@@ -76,19 +83,22 @@ def test_rejection_stops_at_the_first_mismatch():
     ]
 
 
-def test_packed_linear_is_the_plain_product():
+def test_packed_linear_is_the_plain_product(ops):
     generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(3, 8, generator=generator), torch.randn(5, 8)
-    bias, out = torch.randn(5), torch.empty(3, 5)
-    packed = linear.convert_weight_packed(weight)
-    linear.weight_packed_linear(out, rows, packed, bias, True)
+    rows = torch.randn(3, 8, generator=generator)
+    weight = torch.randn(5, 8, generator=generator)
+    bias, out = torch.randn(5, generator=generator), torch.empty(3, 5)
+    packed = ops.convert_weight_packed(weight)
+    ops.weight_packed_linear(out, rows, packed, bias, True)
     assert torch.allclose(out, rows @ weight.T + bias, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [-1, 3])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_over_scattered_pages(window: int, softcap: float, with_sinks: bool):
+def test_attention_over_scattered_pages(
+    ops, window: int, softcap: float, with_sinks: bool
+):
     """Two sequences, one of them with cached context, against a loop over tokens."""
     generator = torch.Generator().manual_seed(1)
     num_heads, num_kv_heads, head_size, block_size = 4, 2, 8, 4
@@ -105,7 +115,7 @@ def test_attention_over_scattered_pages(window: int, softcap: float, with_sinks:
         slots = block_table[row, positions // block_size] * block_size
         slots = slots.long() + positions % block_size
         slots[0] = -1 if row else slots[0]
-        attention.reshape_and_cache(
+        ops.cpu_attn_reshape_and_cache(
             keys[row], values[row], key_cache, value_cache, slots, "vec"
         )
         if row:
@@ -115,7 +125,7 @@ def test_attention_over_scattered_pages(window: int, softcap: float, with_sinks:
     query = torch.randn(sum(query_lens), num_heads, head_size, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
     output = torch.empty_like(query)
-    attention.attention_with_kv_cache(
+    ops.cpu_attention_with_kv_cache(
         query, key_cache, value_cache, output,
         torch.tensor([0, 3, 8], dtype=torch.int32),
         torch.tensor(seq_lens, dtype=torch.int32),
@@ -138,18 +148,18 @@ def test_attention_over_scattered_pages(window: int, softcap: float, with_sinks:
             token += 1
 
 
-def test_attention_refuses_what_it_has_not():
+def test_attention_refuses_what_it_has_not(ops):
     page = torch.zeros(1, 1, 4, 8)
     with pytest.raises(NotImplementedError, match="fp8"):
-        attention.reshape_and_cache(
+        ops.cpu_attn_reshape_and_cache(
             page[0, :, :1], page[0, :, :1], page, page, torch.zeros(1), "vec",
             kv_cache_dtype="fp8",
         )  # fmt: skip
 
 
-def test_inputs_of_a_drafter_leave_out_what_was_rejected():
+def test_inputs_of_a_drafter_leave_out_what_was_rejected(ops):
     last, rejected = torch.empty(3, dtype=torch.int32), torch.empty(3).long()
-    drafting.prepare_inputs(
+    ops.eagle_prepare_inputs_padded_kernel_impl(
         torch.tensor([2, 2, 5]),
         torch.tensor([1, 1, 4]),
         torch.tensor([0, 3, 4, 8], dtype=torch.int32),
@@ -161,33 +171,37 @@ def test_inputs_of_a_drafter_leave_out_what_was_rejected():
     assert last.tolist() == [0, 3, 7]
 
 
-def test_next_token_is_the_last_that_was_sampled():
+def test_next_token_is_the_last_that_was_sampled(ops):
     token, count = torch.empty(3).long(), torch.empty(3).long()
     sampled = torch.tensor([[5, 6, -1], [7, 8, 9], [-1, -1, -1]])
     discarded = torch.tensor([False, True, False])
     backup = torch.tensor([1, 2, 3])
-    drafting.prepare_next_token(sampled, discarded, backup, token, count, 20, 3, 3)
+    ops.eagle_prepare_next_token_padded_kernel_impl(
+        sampled, discarded, backup, token, count, 20, 3, 3
+    )
     assert token.tolist() == [6, 2, 3]
     assert count.tolist() == [2, 0, 0]
 
 
-def test_next_draft_lies_one_further_and_not_past_the_longest():
+def test_next_draft_lies_one_further_and_not_past_the_longest(ops):
     positions, lens = torch.tensor([3, 9]), torch.tensor([4, 10], dtype=torch.int32)
     slots = torch.empty(3).long()
     table = torch.tensor([[5, 6, 7], [8, 9, 1]], dtype=torch.int32)
-    drafting.step_slot_mapping(positions, table, lens, positions, slots, 4, 10, -1)
+    ops.eagle_step_slot_mapping_metadata_kernel_impl(
+        positions, table, lens, positions, slots, 4, 10, -1
+    )
     assert positions.tolist() == [4, 0] and lens.tolist() == [5, 1]
     assert slots.tolist() == [24, -1, -1]
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_room_for_more_drafts(shift: bool):
+def test_room_for_more_drafts(ops, shift: bool):
     """Two requests of three tokens; of the second, one was rejected."""
     added, num_new = 2, 6 + 2 * (1 if shift else 2)
     ids, positions = torch.empty(num_new).long(), torch.empty(num_new).long()
     rejected, masked = torch.empty(num_new).bool(), torch.empty(num_new).bool()
     new, places = torch.empty(4, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
-    drafting.expand_inputs(
+    ops.copy_and_expand_eagle_inputs_kernel_impl(
         torch.tensor([10, 11, 12, 20, 21, 22]),
         torch.tensor([5, 6, 7, 0, 1, 2]),
         torch.tensor([13, 23]),

@@ -33,6 +33,8 @@ from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS, VALUE_CODEBOOKS
 LAB = Path(__file__).parent / "lab"
 WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
 CPU = torch.device("cpu")
+# Of what hangs.
+TIMEOUT_S = 1800
 
 
 @pytest.mark.parametrize("kind", ROTATIONS)
@@ -168,7 +170,9 @@ def test_upstream_is_vllms_kernels(tmp_path):
         }
     program = str(LAB / "upstream_kernels.py")
     command = [sys.executable, program, "vectors.pt", "read.pt"]
-    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=300)
+    subprocess.run(
+        command, env=environment, cwd=tmp_path, check=True, timeout=TIMEOUT_S
+    )
     read = torch.load(tmp_path / "read.pt")
     assert set(read) == set(upstream.PRESETS)
     for name, (read_key, read_value) in read.items():
@@ -251,7 +255,7 @@ def test_choices_on_a_small_model(tmp_path):
     command = [sys.executable, LAB / "choices.py", "--model", model, "--text", text]
     command += ["--output", output, "--length", "256", "--chunks", "2", "--batch", "2"]
     command += ["--questions", "Formats", "Prefill", "turbo3 with turbo4 in"]
-    subprocess.run(command, check=True, timeout=600)
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
     results = json.loads((output / "choices.json").read_text())
     kl = {(row["question"], row["arm"]): row["all"]["kl"] for row in results["rows"]}
     formats = {name: value for (group, name), value in kl.items() if group == "Formats"}

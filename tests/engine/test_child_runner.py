@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Children end as they should, and leave nothing behind when they do not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import TIMEOUT_S
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import child_runner  # noqa: E402
+from child_runner import (  # noqa: E402
+    last_error,
+    rows_of,
+    run_child,
+    running,
+    what_happened,
+)
+
+# A child with a child of its own, which both outlive SIGTERM.
+STUBBORN = """
+import faulthandler, os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if not os.fork():
+    # One of them says where it is: lines of two would be mixed.
+    faulthandler.disable()
+open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
+time.sleep(10_000)
+"""
+# Runs that twice at a time, of three.
+PARENT = """
+import sys
+from pathlib import Path
+import child_runner
+from child_runner import exit_when_told, run_child, side_by_side
+
+child_runner.STOP_TIMEOUT_S = 0.2
+exit_when_told()
+folder, program = sys.argv[1:]
+with side_by_side(2) as pool:
+    runs = [
+        pool.submit(
+            run_child, [sys.executable, "-c", program, folder],
+            Path(folder, f"log-{i}"), {}, 10_000,
+        )
+        for i in range(3)
+    ]
+    [run.result() for run in runs]
+"""
+
+
+def python(program: str, *args: str | Path) -> list[str | Path]:
+    return [sys.executable, "-c", program, *args]
+
+
+def alive(folder: Path) -> list[int]:
+    """The processes that left their numbers in a folder and still run."""
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+    return [number for number in numbers if Path(f"/proc/{number}").exists()]
+
+
+def wait_for(folder: Path, count: int) -> None:
+    """Waits until so many processes have left their numbers, and run."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(alive(folder)) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch):
+    """Little for what is deaf, and enough for what ends on a busy machine."""
+    monkeypatch.setattr(child_runner, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(child_runner, "STACKS_S", TIMEOUT_S)
+
+
+def test_what_a_child_ended_of(tmp_path: Path):
+    log = tmp_path / "folder" / "log"
+    program = "import os, sys; print(os.environ['OWN']); sys.exit(int(sys.argv[1]))"
+    assert run_child(python(program, "0"), log, {"OWN": "mine"}, TIMEOUT_S) is None
+    assert log.read_text() == "mine\n"
+    assert run_child(python(program, "3"), log, {"OWN": "x"}, TIMEOUT_S) == "status 3"
+    # Of this process's environment the child has the rest.
+    assert "OWN" not in os.environ
+
+
+def test_rows_are_read_from_among_the_log(tmp_path: Path):
+    program = (
+        "from child_runner import emit; import sys\n"
+        "emit(a=1); print('RESULTS', end=''); emit(b=[2.5]); sys.exit('TypeError: no')"
+    )
+    log = tmp_path / "log"
+    variables = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    assert run_child(python(program), log, variables, TIMEOUT_S) == "status 1"
+    assert rows_of(log) == [{"a": 1}, {"b": [2.5]}]
+    assert last_error(log) == "TypeError: no"
+
+
+def test_a_child_that_hangs_says_where_and_ends_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Impatient(subprocess.Popen):
+        """Whose time is over when both processes run."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == TIMEOUT_S:
+                wait_for(tmp_path, 2)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(child_runner.subprocess, "Popen", Impatient)
+    log = tmp_path / "log"
+    wrong = run_child(python(STUBBORN, tmp_path), log, {}, TIMEOUT_S)
+    assert wrong == f"no end after {TIMEOUT_S} s"
+    wait_for(tmp_path, 0)
+    assert "Fatal Python error: Aborted" in log.read_text()
+    assert 'File "<string>", line' in what_happened(log)
+
+
+def test_nothing_outlives_the_block(tmp_path: Path):
+    with (
+        pytest.raises(ZeroDivisionError),
+        running(python(STUBBORN, tmp_path), tmp_path / "log", {}),
+    ):
+        wait_for(tmp_path, 2)
+        raise ZeroDivisionError
+    # What is killed takes a moment to end.
+    wait_for(tmp_path, 0)
+
+
+def test_a_parent_that_is_told_to_end_takes_its_children_along(tmp_path: Path):
+    variables = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    parent = subprocess.Popen(
+        python(PARENT, tmp_path, STUBBORN), env=os.environ | variables
+    )
+    try:
+        wait_for(tmp_path, 4)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        wait_for(tmp_path, 0)
+    finally:
+        parent.kill()
+        for number in alive(tmp_path):
+            os.kill(number, signal.SIGKILL)
+    # Nor has the third one begun.
+    assert not (tmp_path / "log-2").exists()
+
+
+def test_a_log_is_shown_from_its_first_error(tmp_path: Path):
+    """Which rank's it is, whatever follows."""
+    (tmp_path / "log").write_text(
+        "\n".join(
+            [
+                *(f"before {i}" for i in range(50)),
+                "(Worker_TP1 pid=7) ERROR 11-21 [executor.py:1] ValueError: the cause",
+                *(f"after {i}" for i in range(200)),
+                "RuntimeError: See root cause above.",
+            ]
+        )
+    )
+    shown = what_happened(tmp_path / "log").splitlines()
+    assert shown[0] == "... 34 lines"
+    assert shown[1] == "before 34"
+    assert shown[17].endswith("ValueError: the cause")
+    assert shown[-1] == "RuntimeError: See root cause above."
+    assert len(shown) < 100
