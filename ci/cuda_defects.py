@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm.v1.attention.ops.turbo import cuda_build
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
@@ -51,23 +51,23 @@ WAIT = "  wait_for_previous_kernel();\n"
 DEFECTS = {
     # Hidden tokens in tiles that the sequence fills are not masked.
     "decode-hidden": Defect(
-        "values.cuh",
+        "decode/values.cuh",
         "TILES * TILE_TOKENS + visible.most_hidden;",
         "TILES * TILE_TOKENS;",
         HIDDEN,
         "cuda",
     ),
     "extend-hidden": Defect(
-        "extend_segment.cuh",
+        "extend/segment.cuh",
         "num_tokens < kStepTokens + p.most_hidden,",
         "num_tokens < kStepTokens,",
         HIDDEN,
         "extend",
     ),
     # What the kernel before has not written yet is read.
-    "decode-wait": Defect("decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
-    "extend-wait": Defect("extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
-    "merge-wait": Defect("merge.cuh", WAIT, "", MERGE_WAITS),
+    "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
+    "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
+    "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
 
 

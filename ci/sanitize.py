@@ -21,10 +21,12 @@ import torch
 from cuda_defects import Defect, plant
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend, cuda_store
-from vllm.v1.attention.ops.turbo.cuda_modules import serving_modules
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 # Of each preset and head size one, and both widths.
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4)]
@@ -33,17 +35,17 @@ BLOCK_SIZE = 32
 DEVICE = torch.device("cuda", 0)
 NUM_SMS = num_compute_units(0)
 BARRIER = "  __syncthreads();\n"
-SEGMENT = "extend_segment.cuh"
+SEGMENT = "extend/segment.cuh"
 # By what is wrong: a change to the sources, or None where inputs are.
 DEFECTS = {
     # A block table that names a page past the end of the cache.
     "memcheck-page": None,
     # Pages that nobody has written.
     "initcheck-pages": None,
-    "racecheck-merge": Defect("merge.cuh", BARRIER, "", times=2),
+    "racecheck-merge": Defect("merge/merge.cuh", BARRIER, "", times=2),
     # Teams of warps that go on to their next sequence while one still reads.
     "racecheck-team": Defect(
-        "segment.cuh", "team.sync();  // before tiles are copied", "//"
+        "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
     ),
     # Blocks that do so, and whose warps read weights before these are written.
     "racecheck-segment": Defect(

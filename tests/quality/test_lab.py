@@ -27,8 +27,9 @@ from scalar import ScaleRule, fitted, gaussian_vectors, relative_error
 from turboquant import lloyd_max
 from variants import preset, scale_rules
 
-from vllm.v1.attention.ops.turbo import reference, reference_codec
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS, VALUE_CODEBOOKS
+from vllm.v1.attention.ops.turbo.reference import codec as reference_codec
 
 LAB = Path(__file__).parent / "lab"
 WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"

@@ -15,8 +15,9 @@ import upstream
 from rotations import rotation
 from scalar import ScalarQuantizer, ScaleRule, fitted, unbiased_gain
 
-from vllm.v1.attention.ops.turbo import reference, reference_codec
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat
+from vllm.v1.attention.ops.turbo.reference import codec as reference_codec
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 

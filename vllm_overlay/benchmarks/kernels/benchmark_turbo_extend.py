@@ -61,7 +61,8 @@ class PrefillArm(TurboArm):
     def __init__(
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
     ) -> None:
-        from vllm.v1.attention.ops.turbo import prefill, prefill_plan
+        from vllm.v1.attention.ops.turbo import prefill
+        from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
         shape, dtype = batch.shape, batch.query.dtype

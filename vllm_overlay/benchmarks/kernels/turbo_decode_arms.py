@@ -149,7 +149,7 @@ class Arm(ABC):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention from (1, Hq, D) queries to what is held: fp32, on the host."""
-        from vllm.v1.attention.ops.turbo.reference import attention
+        from vllm.v1.attention.ops.turbo.reference.cache import attention
 
         return attention(query.float(), key, value, self.scale)[0]
 
@@ -177,7 +177,7 @@ class TurboArm(Arm):
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
-        from vllm.v1.attention.ops.turbo.kernels import choose_kernels
+        from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
 
         super().__init__(batch)
         shape, device = batch.shape, batch.device
@@ -194,7 +194,7 @@ class TurboArm(Arm):
         self.attend = self.kernels.decode_attention
         self.options: dict[str, Any] = {}
         if variant:
-            from vllm.v1.attention.ops.turbo.triton_decode import DecodeTuning
+            from vllm.v1.attention.ops.turbo.triton.decode import DecodeTuning
 
             self.options["tuning"] = DecodeTuning(*variant[:4])
         self.num_splits = variant[4] if variant else 0
@@ -229,7 +229,7 @@ class TurboArm(Arm):
         )
 
     def attention(self) -> None:
-        from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+        from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
         batch = self.batch
         self.attend(
@@ -263,7 +263,7 @@ class TurboArm(Arm):
     ) -> torch.Tensor:
         """Attend from q in int8 where the kernel does that, but not to the newest."""
         from vllm.v1.attention.ops.turbo import reference
-        from vllm.v1.attention.ops.turbo.kernels import triton_kernels
+        from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
 
         query = query.float()
         rounded = query

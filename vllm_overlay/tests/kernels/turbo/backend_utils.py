@@ -31,8 +31,10 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import dispatch, prefill_plan, reference
-from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN, TurboKernels
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import runtime as dispatch
+from vllm.v1.attention.ops.turbo.kernel_choice import MAX_EXTEND_LEN, TurboKernels
+from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 
 from .utils import (
     BF16,

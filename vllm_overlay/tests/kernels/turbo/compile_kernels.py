@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 import regex as re
 
-from vllm.v1.attention.ops.turbo import (
-    cuda_decode,
-    cuda_extend,
-    cuda_merge,
-    cuda_store,
-)
-from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR, CudaModule
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR, CudaModule
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 # Compute capability -> bytes of shared memory that a block can have.
@@ -120,7 +118,7 @@ def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
             "-cubin",
             "-Xptxas=-v",
             f"-o={folder}/kernel.cubin",
-            str(SOURCE_DIR / f"{module.kernel}.cu"),
+            str(module.source),
         ]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo import cuda_decode, cuda_store, reference
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo import reference_codec as codec
 from vllm.v1.attention.ops.turbo.format import Codebook
+from vllm.v1.attention.ops.turbo.reference import codec as codec
 
 # Adding this rounds fp16 numbers below 512 to integers.
 ROUNDING = 1536.0

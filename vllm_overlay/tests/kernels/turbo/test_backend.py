@@ -14,10 +14,8 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import (
-    kernels,
-    reference,
-)
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     init_workspace_manager,

@@ -12,8 +12,9 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernels, metadata
-from vllm.v1.attention.ops.turbo.kernels import MAX_EXTEND_LEN
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import metadata
+from vllm.v1.attention.ops.turbo.kernel_choice import MAX_EXTEND_LEN
 from vllm.v1.attention.ops.turbo.metadata import plan_extends
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import (

@@ -11,9 +11,11 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import kernels, prefill, triton_prefill
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import prefill
 from vllm.v1.attention.ops.turbo.interface import count_sequences
-from vllm.v1.attention.ops.turbo.short_plan import plan_calls
+from vllm.v1.attention.ops.turbo.planning.decode import plan_calls
+from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
     lock_workspace,

@@ -23,16 +23,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import (
-    cuda_build,
-    cuda_decode,
-    cuda_extend,
-    cuda_merge,
-    cuda_store,
-    dispatch,
-    kernels,
-)
-from vllm.v1.attention.ops.turbo.cuda_build import CudaModule, build, build_and_load
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import runtime as dispatch
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build, build_and_load
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 from .backend_utils import make_vllm_config
@@ -229,7 +227,7 @@ def test_every_part_is_in_the_name(monkeypatch, tmp_path):
     names.add(cuda_build.module_name(MODULE, ["-DC"]))
     names.add(cuda_build.module_name(MODULE._replace(header="#define A 2"), ["-DB"]))
     names.add(cuda_build.module_name(MODULE._replace(kernel="store"), ["-DB"]))
-    for source in ("decode.cu", "format.cuh"):
+    for source in ("decode/decode.cu", "common/format.cuh"):
         with (tmp_path / "cuda" / source).open("a") as file:
             file.write("//\n")
         names.add(cuda_build.module_name(MODULE, ["-DB"]))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from vllm.platforms import current_platform
-from vllm.v1.attention.ops.turbo import cuda_decode, reference
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
+from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import (
     BF16,

@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.turbo.format import (
     TURBO_PRESETS,
     TurboFormat,
 )
-from vllm.v1.attention.ops.turbo.reference_bytes import unpack_scales
+from vllm.v1.attention.ops.turbo.reference.bytes import unpack_scales
 
 from .cuda_steps import (
     BLOCK_SIZE,

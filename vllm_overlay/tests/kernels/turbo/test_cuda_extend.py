@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend, reference
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 
 from .compile_kernels import ARCHITECTURES

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import cuda_build, cuda_decode
-from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
 from .compile_kernels import find_nvcc, include_flags
@@ -25,8 +26,8 @@ LAYOUT = TurboFormat.from_cache_dtype("k4v3", 128)
 # A function a check, which launch.cuh and tensors.cuh have.
 SOURCE = r"""
 #include <tvm/ffi/function.h>
-#include "launch.cuh"
-#include "tensors.cuh"
+#include "common/launch.cuh"
+#include "common/tensors.cuh"
 #include "turbo_constants.h"
 using namespace turbo;
 void fail(int64_t code) { check(static_cast<cudaError_t>(code)); }

@@ -13,14 +13,12 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.turbo import (
-    cuda_build,
-    cuda_decode,
-    cuda_extend,
-    cuda_merge,
-    cuda_store,
-)
-from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 from .cuda_steps import (
@@ -213,7 +211,7 @@ FAULT = """
 import sys
 import torch
 from PACKAGE.cuda_steps import Scratch, random_sequences
-from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 layout = TurboFormat.from_cache_dtype("turbo4", 128)

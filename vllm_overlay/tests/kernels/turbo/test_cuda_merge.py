@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.triton_merge import (
+from vllm.v1.attention.ops.turbo.triton.merge import (
     MAX_KV_SPLITS,
     NewestToken,
 )
-from vllm.v1.attention.ops.turbo.triton_merge import merge_splits as triton_merge
+from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
 

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import (
-    cuda_decode,
-    cuda_extend,
-    cuda_merge,
-    cuda_store,
-)
-from vllm.v1.attention.ops.turbo.cuda_build import CudaModule
-from vllm.v1.attention.ops.turbo.cuda_modules import serving_modules
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.kernels import max_extend_len
+from vllm.v1.attention.ops.turbo.kernel_choice import max_extend_len
 
 DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm.v1.attention.ops.turbo import cuda_decode
-from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -63,7 +63,7 @@ PROGRAM = r"""
 #include <string>
 #include <thread>
 #include <vector>
-#include "partition.cuh"
+#include "decode/partition.cuh"
 
 int main() {
   pthread_barrier_init(&barrier, nullptr, 32);

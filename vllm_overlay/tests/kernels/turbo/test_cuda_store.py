@@ -10,7 +10,7 @@ import torch
 
 from vllm.utils import torch_utils
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda_store import (
+from vllm.v1.attention.ops.turbo.cuda.store import (
     StoreTuning,
     default_tuning,
     load,

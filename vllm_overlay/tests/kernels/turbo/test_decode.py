@@ -188,7 +188,7 @@ def test_one_key_gives_its_value(name, head_size):
 @kernel_head_sizes
 def test_one_hot_query_reads_the_key(name, head_size):
     """With one key and q a unit vector, the LSE is that coordinate of K."""
-    from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
+    from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
 
     layout = TurboFormat.from_cache_dtype(name, head_size)
     group = 16
@@ -302,8 +302,8 @@ def test_quality_against_unquantised(name, bound):
 @pytest.mark.parametrize("num_sms", [1, 80, 132])
 def test_number_of_splits(num_sms):
     """Enough programs for the GPU, fewer splits for larger batches."""
-    from vllm.v1.attention.ops.turbo.triton_decode import num_kv_splits
-    from vllm.v1.attention.ops.turbo.triton_merge import MAX_KV_SPLITS
+    from vllm.v1.attention.ops.turbo.triton.decode import num_kv_splits
+    from vllm.v1.attention.ops.turbo.triton.merge import MAX_KV_SPLITS
 
     counts = [num_kv_splits(batch, 8, num_sms) for batch in range(1, 2000)]
     assert counts == sorted(counts, reverse=True)

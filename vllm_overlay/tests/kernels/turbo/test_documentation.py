@@ -21,7 +21,9 @@ from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
-from vllm.v1.attention.ops.turbo import cuda_build, cuda_decode, kernels
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
     REASONS,

@@ -11,7 +11,6 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo import reference_codec as codec
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     KEY_CODEBOOKS,
@@ -20,7 +19,8 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
-from vllm.v1.attention.ops.turbo.reference_bytes import (
+from vllm.v1.attention.ops.turbo.reference import codec as codec
+from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
     pack_scales,
     path_bits,

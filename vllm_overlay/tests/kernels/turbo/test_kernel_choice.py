@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import kernels, warm_up
-from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import warm_up
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
@@ -109,7 +110,7 @@ def test_others_raise(
 RANK = """
 import sys
 import torch
-from vllm.v1.attention.ops.turbo import kernels
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 
 rank = int(sys.argv[1])
 store = torch.distributed.FileStore(sys.argv[2], 3)

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import (
-    cuda_decode,
-    cuda_extend,
-    cuda_merge,
-    cuda_store,
-    kernels,
-)
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import LOG2_E, NewestToken, count_sequences
 
@@ -50,7 +48,7 @@ def store(
     factor: float,
     *tuning: int,
 ) -> None:
-    from vllm.v1.attention.ops.turbo import triton_store
+    from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
     scale = factor / LOG2_E / layout.key_codebook.gain
     triton_store.store(
@@ -80,7 +78,7 @@ def attend(
     query_len: int,
     with_newest: bool,
 ) -> None:
-    from vllm.v1.attention.ops.turbo import triton_decode
+    from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
     num_tokens = rotated_query.shape[0]
     assert num_seqs == count_sequences(num_tokens, query_len, query_start_loc)
@@ -120,7 +118,7 @@ def merge(
     query_len: int,
     log2_warps: int,
 ) -> None:
-    from vllm.v1.attention.ops.turbo.triton_merge import merge_splits
+    from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert num_seqs == count_sequences(output.shape[0], query_len, query_start_loc)
     newest = NewestToken(query, key, value, factor / LOG2_E)

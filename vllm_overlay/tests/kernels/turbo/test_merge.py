@@ -57,7 +57,7 @@ class Splits:
 
 def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
     """Merge into a tensor of NaN with two rows more than there are tokens."""
-    from vllm.v1.attention.ops.turbo.triton_merge import merge_splits
+    from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     query_len = splits.shape[2]

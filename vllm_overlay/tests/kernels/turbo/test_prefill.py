@@ -10,14 +10,14 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.planning.prefill import (
+    PrefillLimits,
+    build_prefill_metadata,
+)
 from vllm.v1.attention.ops.turbo.prefill import (
     PrefillBuffers,
     get_flash_attn,
     prefill_attention,
-)
-from vllm.v1.attention.ops.turbo.prefill_plan import (
-    PrefillLimits,
-    build_prefill_metadata,
 )
 
 from .backend_utils import flash_attn_stand_in
@@ -49,7 +49,7 @@ from .utils import (
 @kernel_cases
 def test_rotate_rows(head_size, dtype, inverse):
     """Views of a fused projection, to another tensor and in place."""
-    from vllm.v1.attention.ops.turbo.triton_prefill import rotate_rows
+    from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
     qkv = gaussian(13, 5, head_size, dtype=dtype)
     x = qkv[:, 1:4]
@@ -74,7 +74,7 @@ def test_isolate_broken_values(head_size, dtype):
     """Views of a fused projection, which stay as they are; rows that are broken are
     so in the copy.
     """
-    from vllm.v1.attention.ops.turbo.triton_prefill import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
 
     kv = gaussian(37, 6, head_size, dtype=dtype)
     kv[3, 4, -1] = math.nan
@@ -100,7 +100,7 @@ def gather(
     dtype: torch.dtype = FP16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather into buffers of NaN, two rows longer than necessary."""
-    from vllm.v1.attention.ops.turbo.triton_prefill import gather_context
+    from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
     shape = (sum(lens) + 2, cache.shape[1], layout.head_size)
     key = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.prefill_plan import (
+from vllm.v1.attention.ops.turbo.planning.prefill import (
     PIECE_BYTES,
     ROW_BYTES,
     PrefillLimits,

@@ -16,8 +16,10 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernels, metadata, prefill, triton_prefill
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import metadata, prefill
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, count_sequences
+from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     init_workspace_manager,

@@ -11,14 +11,14 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo import reference_codec as codec
 from vllm.v1.attention.ops.turbo.format import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
     Codebook,
     TurboFormat,
 )
-from vllm.v1.attention.ops.turbo.reference_bytes import (
+from vllm.v1.attention.ops.turbo.reference import codec as codec
+from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
     pack_scales,
     unpack_codes,

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 
-from vllm.v1.attention.ops.turbo import cuda_decode, cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
 
 # Multiprocessors, KV heads, sequences, query tokens of each.

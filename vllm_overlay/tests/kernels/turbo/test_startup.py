@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboAttentionImpl,
 )
-from vllm.v1.attention.ops.turbo import kernels
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 

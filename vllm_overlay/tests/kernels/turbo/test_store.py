@@ -31,7 +31,7 @@ NUM_TOKENS = 200 if ON_GPU else 24
 
 
 def store(*args, **kwargs) -> None:
-    from vllm.v1.attention.ops.turbo import triton_store
+    from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
     triton_store.store(*args, **kwargs)
 

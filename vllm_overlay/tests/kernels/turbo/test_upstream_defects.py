@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.ops.turbo import (
-    kernels,
-    prefill,
-    prefill_plan,
-    triton_prefill,
-)
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import prefill
+from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
+from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker import workspace
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config, with_drafts

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import triton_store
 from vllm.v1.attention.ops.turbo import warm_up as module
-from vllm.v1.attention.ops.turbo.kernels import max_extend_len, triton_kernels
+from vllm.v1.attention.ops.turbo.kernel_choice import max_extend_len, triton_kernels
+from vllm.v1.attention.ops.turbo.triton import store as triton_store
 from vllm.v1.attention.ops.turbo.warm_up import small_batch
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 

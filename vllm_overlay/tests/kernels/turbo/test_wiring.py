@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
-from vllm.v1.attention.ops.turbo.cuda_build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
 from vllm.v1.attention.ops.turbo.format import (
     TURBO_PRESETS,
     TurboFormat,
@@ -165,19 +165,20 @@ def test_wheels_have_the_cuda_sources():
     patterns = ast.literal_eval(value)["vllm"]
     sources = {
         path.relative_to(package).as_posix()
-        for path in (package / "v1/attention/ops/turbo/cuda").iterdir()
+        for path in (package / "v1/attention/ops/turbo/cuda/csrc").rglob("*.*")
     }
     packaged = {name for name in sources for p in patterns if fnmatch(name, p)}
     assert sources and packaged == sources
 
 
 def test_cuda_sources_are_all_here():
-    """Each file that a source includes, but the generated header, is beside it."""
-    found = {path.name for path in SOURCE_DIR.iterdir()}
-    for path in SOURCE_DIR.iterdir():
+    """Each file that a source includes, but the generated header, is there."""
+    paths = list(SOURCE_DIR.rglob("*.*"))
+    found = {path.relative_to(SOURCE_DIR).as_posix() for path in paths}
+    for path in paths:
         included = re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)
         assert {n for n in included if not n.endswith("constants.h")} <= found
-    assert {"decode.cu", "store.cu"} <= found
+    assert {"decode/decode.cu", "store/store.cu"} <= found
 
 
 def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:

@@ -23,7 +23,7 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
-from vllm.v1.attention.ops.turbo.reference_bytes import pack_scales
+from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -361,9 +361,9 @@ def decode(
     The softmax scale is 1 / sqrt(D). ``newest`` are K and V of the sequences'
     last tokens, to be attended to as they are.
     """
-    from vllm.v1.attention.ops.turbo.triton_decode import decode_attention
-    from vllm.v1.attention.ops.turbo.triton_merge import NewestToken
-    from vllm.v1.attention.ops.turbo.triton_store import store
+    from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
+    from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
+    from vllm.v1.attention.ops.turbo.triton.store import store
 
     num_seqs, num_heads, head_size = query.shape
     unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)

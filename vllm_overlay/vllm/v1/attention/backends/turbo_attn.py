@@ -23,16 +23,17 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.attention.ops.turbo import reference, refusals, torch_attention
-from vllm.v1.attention.ops.turbo.dispatch import KernelDispatch
+from vllm.v1.attention.ops.turbo import reference, refusals
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     TILE_TOKENS,
     TurboFormat,
     is_turbo_cache_dtype,
 )
-from vllm.v1.attention.ops.turbo.kernels import cuda_refusal
+from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
+from vllm.v1.attention.ops.turbo.reference import attention as torch_attention
+from vllm.v1.attention.ops.turbo.runtime import KernelDispatch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,

@@ -21,6 +21,7 @@ change is a new dtype name. The order of bytes within a plane has a version,
 """
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -82,6 +83,11 @@ SCALE_OFFSETS = (-1, 0, 1, 2, 3)
 BASE_OFFSETS = (0, -1, -2)
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
+
+
+def fp32(value: float) -> float:
+    """The nearest fp32 number."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
 @dataclass(frozen=True)

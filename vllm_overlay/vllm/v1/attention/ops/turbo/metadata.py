@@ -20,8 +20,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.kernels import max_extend_len, share_kernels
-from vllm.v1.attention.ops.turbo.prefill_plan import (
+from vllm.v1.attention.ops.turbo.kernel_choice import max_extend_len, share_kernels
+from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillMetadata,
     build_prefill_metadata,
     prefill_limits,

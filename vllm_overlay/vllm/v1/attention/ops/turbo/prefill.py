@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.fa_utils import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.prefill_plan import (
+from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     CacheGroup,
     PrefillMetadata,
@@ -93,7 +93,7 @@ def _attend_to_group(
     """Attention to all pieces of a group, in rotated space, into ``output``; returns
     its LSE.
     """
-    from vllm.v1.attention.ops.turbo.triton_prefill import gather_context
+    from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
     lse = None
     for piece in group.pieces:
@@ -148,7 +148,7 @@ def _attend_to_cache(
     """Attention to all that a slice reads of the cache, into ``output``; returns its
     LSE.
     """
-    from vllm.v1.attention.ops.turbo.triton_prefill import rotate_rows
+    from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
     rotated_query = buffers.query[: query.shape[0]]
     rotate_rows(query, rotated_query)
@@ -202,7 +202,7 @@ def prefill_attention(
         flash_attn: FlashAttention's varlen function, version bound.
 
     """
-    from vllm.v1.attention.ops.turbo.triton_prefill import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
 
     for part in metadata.slices:
         queries, result = query[part.tokens], output[part.tokens]

@@ -10,9 +10,12 @@ matrices: every entry is +-1 and the rows are orthogonal.
 """
 
 import hashlib
+import math
 from functools import cache
 
 import torch
+
+from vllm.v1.attention.ops.turbo.format import fp32
 
 _SEED = "turbo-kv-cache-1"
 # Order of the Paley factor of a head size that is no power of two.
@@ -112,3 +115,9 @@ def rotation_matrix(
     if inverse:
         matrix = matrix.T
     return matrix.to(device=device, dtype=dtype).contiguous()
+
+
+@cache
+def inverse_sqrt(head_size: int) -> float:
+    """1 / sqrt(D), rounded to fp32."""
+    return fp32(1 / math.sqrt(head_size))

@@ -19,18 +19,18 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.cuda_build import LaunchRefused
-from vllm.v1.attention.ops.turbo.kernels import (
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.kernel_choice import (
     cuda_refusal,
     fall_back_to_triton,
     max_extend_len,
     refusal_of_other_ranks,
 )
 from vllm.v1.attention.ops.turbo.metadata import ExtendBatch, TurboMetadata
-from vllm.v1.attention.ops.turbo.prefill_plan import build_prefill_metadata
+from vllm.v1.attention.ops.turbo.planning.prefill import build_prefill_metadata
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.dispatch import KernelDispatch
+    from vllm.v1.attention.ops.turbo.runtime import KernelDispatch
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Builds the CUDA kernels with FlashInfer's JIT: once for all processes of a host.
+
+A module is one source of ``cuda/`` with one header of constants, and exports one
+function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
+
+SOURCE_DIR = Path(__file__).parent / "csrc"
+# Of the compiler's output, in a message.
+_OUTPUT_LINES = 10
+_OUTPUT_COLUMNS = 200
+# The kind of error that launch.cuh throws.
+_LAUNCH_REFUSED = "TurboLaunchRefused"
+
+
+class LaunchRefused(RuntimeError):
+    """A kernel that was built and loaded cannot be launched on this GPU.
+
+    Nothing of it has run, and other kernels may: no image for the device, a driver that
+    is too old, more registers or shared memory than there are. Its message begins with
+    CUDA's name of the error. A fault of a kernel that ran is a plain RuntimeError.
+    """
+
+
+class CudaModule(NamedTuple):
+    """What a module is built from.
+
+    Attributes:
+        kernel: The source, without ``.cu``, and the function that it exports.
+        instance: What it is an instance for: no two modules of a kernel, built for the
+            same GPU, have the same.
+        header_name: The header of constants that the source includes.
+        header: Its text.
+        flags: For nvcc.
+
+    """
+
+    kernel: str
+    instance: str
+    header_name: str
+    header: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> Path:
+        """The file that is compiled."""
+        return SOURCE_DIR / self.kernel / f"{self.kernel}.cu"
+
+
+def _failure(reason: str, way_out: str) -> RuntimeError:
+    return RuntimeError(f"the turbo CUDA kernels cannot be built: {reason}. {way_out}")
+
+
+def _not_writable(error: OSError) -> RuntimeError:
+    return _failure(
+        f"FlashInfer's cache cannot be written ({error})",
+        "Set FLASHINFER_WORKSPACE_BASE to a folder that can be",
+    )
+
+
+def _last_lines(text: str) -> str:
+    lines = text.rstrip(" \n.").splitlines()[-_OUTPUT_LINES:]
+    return "\n".join(line[:_OUTPUT_COLUMNS] for line in lines)
+
+
+def _import_jit() -> Any:
+    """``flashinfer.jit``, whose import makes its cache, if the tools are there too."""
+    try:
+        from flashinfer import jit
+        from flashinfer.jit.cpp_ext import get_cuda_path
+    except ImportError as error:
+        raise _failure(
+            f"FlashInfer cannot be imported ({error})", "Install flashinfer-python"
+        ) from error
+    except OSError as error:
+        raise _not_writable(error) from error
+    try:
+        nvcc = os.environ.get("FLASHINFER_NVCC", f"{get_cuda_path()}/bin/nvcc")
+    except RuntimeError:
+        nvcc = "nvcc"
+    if shutil.which(nvcc) is None:
+        raise _failure(
+            f"there is no {nvcc}", "Install the CUDA toolkit, or set CUDA_HOME to it"
+        )
+    if shutil.which("ninja") is None:
+        raise _failure("there is no ninja on PATH", "Install ninja")
+    return jit
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block can have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
+
+
+def _target(device: torch.device) -> str:
+    """The device's own, whatever others FlashInfer's modules are built for."""
+    capability = current_platform.get_device_capability(device.index or 0)
+    assert capability is not None
+    number = capability.to_int()
+    return f"-gencode=arch=compute_{number},code=sm_{number}"
+
+
+def module_name(module: CudaModule, flags: list[str]) -> str:
+    """A name with a hash of all that goes into the module.
+
+    FlashInfer judges what it has built by its sources' times, which say nothing after
+    an installation.
+    """
+    digest = hashlib.sha256()
+    parts = [*flags, module.header_name, module.header]
+    for path in sorted(SOURCE_DIR.rglob("*.cu*")):
+        parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_text()]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return f"turbo_{module.kernel}_{module.instance}_{digest.hexdigest()[:16]}"
+
+
+def _write_header(path: Path, text: str) -> None:
+    """Write it, whole or not at all, if it differs: a new time means a new build."""
+    if path.exists() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.name}.{os.getpid()}")
+    whole.write_text(text)
+    whole.replace(path)
+
+
+def _build(jit: Any, spec: Any, module: CudaModule) -> None:
+    if not spec.jit_library_path.exists():
+        logger.info(
+            "Building the turbo CUDA kernel %s for %s; it is cached afterwards.",
+            module.kernel,
+            module.instance,
+        )
+    try:
+        spec.build()
+    except jit.MissingJITCacheError as error:
+        raise _failure(
+            "FlashInfer's JIT is disabled", "Unset FLASHINFER_DISABLE_JIT"
+        ) from error
+    except RuntimeError as error:
+        raise _failure(
+            f"{module.kernel}.cu was not compiled or linked",
+            "It takes a complete CUDA toolkit that knows this GPU; the compiler's "
+            f"last words:\n{_last_lines(str(error))}",
+        ) from error
+
+
+def _load_function(path: Path, name: str) -> Callable[..., None]:
+    import tvm_ffi
+
+    tvm_ffi.register_error(_LAUNCH_REFUSED, LaunchRefused)
+    return tvm_ffi.load_module(str(path)).get_function(name)
+
+
+def build(module: CudaModule, device: torch.device) -> Path:
+    """Build a module for a device, if no process has.
+
+    Returns:
+        The shared library.
+
+    Raises:
+        RuntimeError: If that cannot be done here; the message has the way out.
+
+    """
+    jit = _import_jit()
+    from filelock import FileLock
+
+    flags = [_target(device), *module.flags]
+    name = module_name(module, flags)
+    header_dir = jit.env.FLASHINFER_GEN_SRC_DIR / name
+    try:
+        spec = jit.gen_jit_spec(
+            name,
+            [module.source],
+            extra_cuda_cflags=flags,
+            extra_include_paths=[SOURCE_DIR, header_dir],
+            use_fast_math=False,
+        )
+        with FileLock(spec.lock_path, thread_local=False):
+            _write_header(header_dir / module.header_name, module.header)
+            _build(jit, spec, module)
+    except OSError as error:
+        raise _not_writable(error) from error
+    return spec.jit_library_path
+
+
+def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., None]:
+    """Build a module, if need be, and load it.
+
+    Args:
+        module: What to build.
+        device: The GPU to build it for.
+
+    Returns:
+        Its function. It launches the kernel on the current stream of its tensors'
+        device, and raises ``LaunchRefused`` where that cannot be done, ValueError or
+        TypeError for tensors that the kernel does not take, and RuntimeError for other
+        errors of CUDA's.
+
+    Raises:
+        RuntimeError: If it cannot be built or loaded; the message has the way out.
+
+    """
+    path = build(module, device)
+    try:
+        return _load_function(path, module.kernel)
+    except (AttributeError, OSError, RuntimeError) as error:
+        raise _failure(
+            f"what was built cannot be loaded ({error})",
+            f"Remove {path.parent} to have it built anew",
+        ) from error

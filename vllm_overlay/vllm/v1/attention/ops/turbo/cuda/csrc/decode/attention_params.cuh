@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the entry points of attention to pages take of their tensors.
+#pragma once
+
+#include "decode/segment.cuh"
+#include "common/tensors.cuh"
+
+namespace turbo {
+
+// See DecodeParams and cuda_decode.py for shapes and types.
+inline DecodeParams params_of(TensorView query, TensorView query_scale,
+                              TensorView kv_cache, TensorView block_table,
+                              TensorView seq_lens, TensorView partial,
+                              TensorView partial_lse,
+                              const Optional<TensorView>& query_start_loc,
+                              int64_t num_seqs, int64_t query_len,
+                              bool with_newest) {
+  check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
+  check_dtype("query", query, kFloat16);
+  check_axes("query", query, 3);
+  check_size("query", query, 2, HEAD_SIZE);
+  check_contiguous("query", query);
+  check_address("query", query, sizeof(__half2));
+  check_dtype("query_scale", query_scale, kFloat32);
+  check_contiguous("query_scale", query_scale);
+  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(1);
+  TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
+      << "query: " << num_heads << " heads, no multiple of " << num_kv_heads;
+  check_dtype("block_table", block_table, kInt32);
+  check_axes("block_table", block_table, 2);
+  check_last_axis("block_table", block_table);
+  TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
+      << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
+  const DLDevice device = kv_cache.device();
+  check_device(device, query, query_scale, block_table, seq_lens, partial,
+               partial_lse);
+  DecodeParams p;
+  p.query = static_cast<const __half*>(query.data_ptr());
+  p.query_scale = static_cast<const float*>(query_scale.data_ptr());
+  p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
+  p.block_table = static_cast<const int*>(block_table.data_ptr());
+  p.seq_lens = ints_of("seq_lens", seq_lens, num_seqs);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  p.stride_cache_block = kv_cache.stride(0);
+  p.stride_cache_head = kv_cache.stride(1);
+  p.stride_block_table = to_int("block_table", block_table.stride(0));
+  p.query_start_loc = starts_of(query_start_loc, num_seqs, device);
+  p.query_len = to_int("query_len", query_len);
+  p.with_newest = with_newest;
+  p.most_hidden = with_newest ? 0 : p.query_len - 1;
+  p.num_seqs = to_int("num_seqs", num_seqs);
+  p.num_kv_heads = to_int("kv_cache", num_kv_heads);
+  p.group = static_cast<int>(num_heads / num_kv_heads);
+  p.tiles_per_block = static_cast<int>(kv_cache.size(2)) / TILE_TOKENS;
+  p.num_splits = check_partials(partial, partial_lse, num_heads, HEAD_SIZE,
+                                num_seqs, query_len);
+  return p;
+}
+
+}  // namespace turbo

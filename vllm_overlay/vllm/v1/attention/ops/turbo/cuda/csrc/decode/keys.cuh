@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Queries and the scores of a tile's keys: S^T = K q^T, tokens by query heads.
+#pragma once
+
+#include "common/fragments.cuh"
+
+namespace turbo {
+
+// Int32 accumulators start at the bits of this number, 1.5 * 2^23: adding n to
+// the bits adds n to it.
+constexpr int kMagicBits = 0x4B400000;
+constexpr float kMagic = 12582912.0f;
+// A scale code in a float's exponent and first bits is 2^-112 times the scale.
+constexpr int kScaleShift = 20;
+constexpr float kScaleUnit = 0x1p112f;
+
+template <bool PAIRED>
+struct Query {
+  // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
+  // other half of the scale groups where the columns are not shared.
+  static constexpr int kSides = PAIRED ? 1 : 2;
+  uint32_t codes[kSides][kLaneUnits][2];
+  float factor[2];  // of the scores, for this lane's two columns
+
+  // Codes are kept in shared memory, to leave registers to the values.
+  static constexpr int kVectors = kSides * kLaneUnits / 2;
+  using Kept = uint4[kVectors][32];
+
+  __device__ __forceinline__ void keep(Kept& kept, int lane) const {
+    const auto words = &codes[0][0][0];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      kept[i][lane] = {words[4 * i], words[4 * i + 1], words[4 * i + 2],
+                       words[4 * i + 3]};
+    }
+  }
+  __device__ __forceinline__ void recall(const Kept& kept, int lane) {
+    const auto words = &codes[0][0][0];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint4 x = kept[i][lane];
+      words[4 * i] = x.x, words[4 * i + 1] = x.y;
+      words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+    }
+  }
+};
+
+// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
+// have the first half of the scale groups.
+__device__ __forceinline__ int key_place(int lane) {
+  return (lane & 1) * 2 + (lane & 2) / 2;
+}
+
+// Quantise the columns' queries to int8, one factor each.
+//
+// rows: their places in p_queries and p_scales; -1 for a column without one.
+template <bool PAIRED>
+__device__ __forceinline__ void load_query(Query<PAIRED>& query,
+                                           const __half* p_queries,
+                                           const float* p_scales,
+                                           const int* rows, int lane) {
+  const int column = lane / 4, t = lane % 4;
+  const int row = rows[column];
+  const bool inside = row >= 0;
+  __half2 q[8][kLaneUnits / 2];
+  __half2 most = __float2half2_rn(0.0f);
+  const __half* p_query =
+      p_queries + row * HEAD_SIZE + kLaneUnits * key_place(lane);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < kLaneUnits / 2; ++j) {
+      q[i][j] = __float2half2_rn(0.0f);
+      if (inside) {
+        q[i][j] = reinterpret_cast<const __half2*>(p_query + i * NUM_UNITS)[j];
+      }
+      most = __hmax2_nan(most, __habs2(q[i][j]));
+    }
+  }
+#pragma unroll
+  for (int mask = 1; mask <= 2; mask *= 2) {
+    most = __hmax2_nan(most, __shfl_xor_sync(~0u, most, mask));
+  }
+  const float largest = __half2float(__hmax_nan(most.x, most.y));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const float scale = inside ? p_scales[row] : 0.0f;
+  const float factor =
+      largest * (scale / (127.0f * KEY_LEVEL_UNIT)) * kScaleUnit;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    query.factor[c] = __shfl_sync(~0u, factor, 4 * (2 * t + c));
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneUnits; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // The last byte of a number near kMagic is its integer part's.
+      uint32_t bits[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const __half2 pair = q[4 * half + i][j / 2];
+        const float x = __half2float(j % 2 == 0 ? pair.x : pair.y);
+        bits[i] = __float_as_uint(fmaf(x, inverse, kMagic));
+      }
+      const uint32_t word =
+          __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
+                      __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+#pragma unroll
+      for (int side = 0; side < Query<PAIRED>::kSides; ++side) {
+        const bool mine = t / 2 == (PAIRED ? column / 4 : side);
+        query.codes[side][j][half] = mine ? word : 0;
+      }
+    }
+  }
+}
+
+// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
+// codes are made four by the trellis: see TurboFormat.
+__device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
+                                               const uint8_t* tile, int n,
+                                               int lane) {
+  const uint8_t* row = tile + n * (HEAD_SIZE * KEY_BRANCH_BITS / 8);
+  if constexpr (KEY_BITS == 4) {
+    load_words(words, row + key_place(lane) * (4 * kLaneUnits));
+  } else {
+    // Lanes t and t + 1 have units p = 0 and 1 of the same groups.
+    const int p = lane & 1, half = lane % 4 / 2;
+    uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
+    load_words(branches, row + half * (4 * kLaneUnits));
+    load_words(paths, tile + KEY_PATHS_OFFSET + n * (HEAD_SIZE / 8) +
+                          half * (2 * kLaneUnits));
+#pragma unroll
+    for (int i = 0; i < kLaneUnits; ++i) {
+      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
+      // the ones before, which go to 4k + 2a.
+      const uint32_t path = paths[i / 2];
+      const uint32_t changes = path ^ path << 4;
+      const uint32_t low =
+          select(0xAAAAAAAAu, changes << (p ? 0 : 1), path << (p ? 0 : 3));
+      const uint32_t high = branches[i] << (p ? 0 : 2);
+      words[i] = select(0x33333333u, i % 2 == 0 ? low : low >> 2, high);
+    }
+  }
+}
+
+// A token's scale word of K for each half of the groups; lanes of PAIRED need
+// one.
+struct KeyScales {
+  uint32_t base, deltas;
+
+  __device__ __forceinline__ KeyScales() {}
+  __device__ __forceinline__ KeyScales(const uint8_t* row, int side) {
+    if constexpr (HEAD_SIZE < 128) {
+      deltas = *reinterpret_cast<const uint16_t*>(row);
+    } else if constexpr (HEAD_SIZE == 128) {
+      deltas = *reinterpret_cast<const uint32_t*>(row);
+    } else {
+      deltas = reinterpret_cast<const uint32_t*>(row)[side];
+    }
+    base = (deltas & 0xFF) << kScaleShift;
+    if (HEAD_SIZE <= 128) deltas >>= side * (kLaneUnits * SCALE_DELTA_BITS);
+  }
+
+  // 2^-112 times the scale of the half's group j.
+  __device__ __forceinline__ float operator[](int j) const {
+    const int place = 8 + SCALE_DELTA_BITS * j;
+    const int shift = kScaleShift + SCALE_DELTA_STEP - 1 - place;
+    const uint32_t mask = (1u << SCALE_DELTA_BITS) - 1;
+    if (shift < 0) {
+      return __uint_as_float(base -
+                             (deltas >> -shift & mask << (place + shift)));
+    }
+    const uint32_t delta = deltas & mask << place;
+    return __uint_as_float(multiply_add(delta, 0u - (1u << shift), base));
+  }
+};
+
+// Scores of a tile, without the query's factor. Score c is of token g and
+// column 2 * t + c, score 2 + c of token g + 8.
+template <bool PAIRED>
+__device__ __forceinline__ void key_scores(float (&scores)[4],
+                                           const uint8_t* tile,
+                                           const Query<PAIRED>& query,
+                                           int lane) {
+  constexpr int kSides = Query<PAIRED>::kSides;
+  const int g = lane / 4, t = lane % 4;
+  uint32_t words[2][kLaneUnits];
+  KeyScales scales[2][kSides];
+  float total[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    load_key_words(words[n], tile, g + 8 * n, lane);
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      scales[n][side] =
+          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * (HEAD_SIZE / 32),
+                    PAIRED ? t / 2 : side);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scores[i] = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kLaneUnits; ++j) {
+    uint32_t a[4], b[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t word = words[n][j], complement = ~word;
+      a[n] = negative_levels(word);
+      a[n + 2] = negative_levels(word >> 16);
+      b[n] = positive_levels(complement);
+      b[n + 2] = positive_levels(complement >> 16);
+    }
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      const uint32_t (&q)[2] = query.codes[side][j];
+      int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+      mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
+      mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float scale = scales[n][side][j];
+        total[n] += scale;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          scores[2 * n + c] += __int_as_float(products[2 * n + c]) * scale;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scores[i] -= kMagic * total[i / 2];
+}
+
+}  // namespace turbo

@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention to a part of a sequence: copies of its tiles to shared memory, the
+// loop over them, and the partial result.
+#pragma once
+
+#include "decode/decode_params.cuh"
+#include "decode/keys.cuh"
+#include "decode/values.cuh"
+
+namespace turbo {
+
+// A part of the tiles of a sequence and KV head.
+struct Segment {
+  int seq;
+  int kv_head;
+  int first_column;           // of the KV head's queries
+  const uint8_t* cache;       // of the KV head
+  int first_tile, last_tile;  // of the sequence
+  int num_tokens;             // of the sequence
+  int split;                  // where the partial result goes
+  bool ends;                  // whether it has the sequence's last tile
+};
+
+// The warps of a block that work on a segment together.
+struct Team {
+  int first, size;
+
+  __device__ __forceinline__ explicit Team(int size)
+      : first(threadIdx.x / 32 / size * size), size(size) {}
+  __device__ __forceinline__ int index() const {
+    return threadIdx.x / 32 - first;
+  }
+  __device__ __forceinline__ void sync() const {
+    __syncwarp();
+    if (size > 1) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + first / kTeamWarps),
+                   "n"(32 * kTeamWarps)
+                   : "memory");
+    }
+  }
+};
+
+template <bool PAIRED, int WARPS, int STAGES>
+struct alignas(128) Shared {
+  union {
+    uint8_t tiles[STAGES][2][TILE_BYTES];
+    float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
+  } warps[WARPS];
+  typename Query<PAIRED>::Kept queries[WARPS];
+  float reference[WARPS][kColumns];
+  float sum[WARPS][kColumns];
+  int rows[WARPS][kColumns];    // the columns' queries of the sequence, or -1
+  int hidden[WARPS][kColumns];  // tokens of the segment that they do not see
+};
+
+// Note which queries a segment's columns are.
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ __forceinline__ void note_columns(
+    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Segment& segment, int lane) {
+  if (lane < kColumns) {
+    const int warp = threadIdx.x / 32;
+    const int column = segment.first_column + lane % kPassColumns<PAIRED>;
+    // One query token needs no division.
+    const int token = column < p.group ? 0 : column / p.group;
+    const int query_len = p.num_query_tokens(segment.seq);
+    const int row =
+        (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+    shared.rows[warp][lane] = token < query_len ? row : -1;
+    const int after =
+        max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
+    const int hidden = p.with_newest ? 0 : query_len - 1 - token;
+    shared.hidden[warp][lane] = max(hidden - after, 0);
+  }
+  __syncwarp();
+}
+
+// Join the team's results and write them.
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
+                              Accumulator& acc, const DecodeParams& p,
+                              const Segment& segment, const Team& team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  __syncwarp();  // the warp's tiles have been read
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int column = 2 * t + c;
+#pragma unroll
+    for (int mask = 4; mask <= 16; mask *= 2) {
+      acc.sum[c] += __shfl_xor_sync(~0u, acc.sum[c], mask);
+    }
+    if (g == 0) {
+      shared.reference[warp][column] = acc.reference[c];
+      shared.sum[warp][column] = acc.sum[c];
+    }
+    float* output = shared.warps[warp].output[column];
+#pragma unroll
+    for (int i = 0; i < kNumOutputs; ++i) {
+      output[output_coordinate(i, 0, lane)] = acc.output[i][c];
+      output[output_coordinate(i, 1, lane)] = acc.output[i][2 + c];
+    }
+  }
+  team.sync();
+  const int num_queries = p.num_queries();
+  const int64_t first_row =
+      (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
+  constexpr int kQueryColumns = PAIRED ? 2 : 1;
+#pragma unroll 1
+  for (int query = team.index(); query < kPassColumns<PAIRED>;
+       query += team.size) {
+    const int own_row = shared.rows[warp][query];
+    if (own_row < 0) break;
+    const int64_t partial_row = first_row + own_row;
+    float largest = kNoReference;
+#pragma unroll 1
+    for (int w = team.first; w < team.first + team.size; ++w) {
+#pragma unroll
+      for (int c = 0; c < kQueryColumns; ++c) {
+        largest = fmaxf(largest, shared.reference[w][query + 4 * c]);
+      }
+    }
+    float total = 0.0f;
+    float2 output[HEAD_SIZE / 64] = {};
+#pragma unroll 1
+    for (int w = team.first; w < team.first + team.size; ++w) {
+#pragma unroll
+      for (int c = 0; c < kQueryColumns; ++c) {
+        const int column = query + 4 * c;
+        const float weight = exp2_approx(shared.reference[w][column] - largest);
+        total += weight * shared.sum[w][column];
+        const float2* row =
+            reinterpret_cast<const float2*>(shared.warps[w].output[column]);
+#pragma unroll
+        for (int i = 0; i < HEAD_SIZE / 64; ++i) {
+          const float2 x = row[32 * i + lane];
+          output[i].x += weight * x.x, output[i].y += weight * x.y;
+        }
+      }
+    }
+    const float inverse = 1.0f / total;
+    float2* row =
+        reinterpret_cast<float2*>(p.partial + partial_row * HEAD_SIZE);
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 64; ++i) {
+      row[32 * i + lane] = {output[i].x * inverse, output[i].y * inverse};
+    }
+    if (lane == 0) p.partial_lse[partial_row] = largest + log2f(total);
+    if (segment.ends) {
+#pragma unroll 1
+      for (int s = segment.split + 1 + lane; s < p.num_splits; s += 32) {
+        p.partial_lse[partial_row + int64_t(s - segment.split) * num_queries] =
+            -INFINITY;
+      }
+    }
+  }
+  team.sync();  // before tiles are copied over what was read here
+}
+
+// The copies of a warp's tiles, two at a time, from pages to shared memory.
+// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
+// / 2.
+struct TileCopies {
+  static constexpr int kHalf = 16, kChunk = 16;
+  const DecodeParams& p;
+  const Segment& segment;
+  const int* table;
+  const uint8_t* address;
+  uint32_t target;
+  int first, stride;  // of the warp's pairs of tiles
+  int count;
+  int lane;
+
+  __device__ __forceinline__ TileCopies(const DecodeParams& p,
+                                        const Segment& segment,
+                                        const uint8_t* tiles, int index,
+                                        int size, int lane)
+      : p(p), segment(segment), address(nullptr), lane(lane) {
+    table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
+    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
+             (lane % kHalf) * kChunk;
+    first = segment.first_tile + 2 * index;
+    stride = 2 * size;
+    count = (segment.last_tile - first + stride - 1) / stride;
+  }
+
+  __device__ __forceinline__ void load_addresses(int step) {
+    const int tile = first + (step + lane / 2) * stride + lane % 2;
+    address = nullptr;
+    if (tile < segment.last_tile) {
+      const int block = tile / p.tiles_per_block;
+      address = segment.cache + table[block] * p.stride_cache_block +
+                (tile - block * p.tiles_per_block) * TILE_BYTES;
+    }
+  }
+
+  __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
+    if (step < count) {
+      if (step % kHalf == 0) load_addresses(step);
+      const auto bits = reinterpret_cast<unsigned long long>(address);
+      const auto source = reinterpret_cast<const uint8_t*>(
+          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
+      if (source != nullptr) {
+#pragma unroll
+        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
+          const int own = lane % kHalf * kChunk;
+          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
+            copy_async(target + stage_offset + i, source + own + i);
+          }
+        }
+      }
+    }
+    commit_copies();
+  }
+};
+
+// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any
+// bytes there, and a weight of zero does not make a product with infinity or
+// NaN zero.
+__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
+                                             int lane) {
+  static_assert(2 * TILE_TOKENS == 32);
+  if (lane >= num_tokens) {
+    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES +
+                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * (HEAD_SIZE / 32);
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 32; i += 2) {
+      *reinterpret_cast<uint16_t*>(row + i) = 0;
+    }
+  }
+  __syncwarp();
+}
+
+// Add two tiles to the running result.
+template <bool PAIRED>
+__device__ __forceinline__ void attend_tiles(Accumulator& acc,
+                                             const uint8_t* tiles,
+                                             const Query<PAIRED>& query,
+                                             const Visible& visible, int lane) {
+  float scores[2][4];
+  uint32_t weights[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
+  }
+  weigh<PAIRED>(weights, acc, scores, query, visible, lane);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
+}
+
+template <bool PAIRED, int WARPS, int STAGES>
+__device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
+                                       const DecodeParams& p,
+                                       const Segment& segment,
+                                       const Team& team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint8_t* tiles = shared.warps[warp].tiles[0][0];
+  constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
+  TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage)
+    copies.issue(stage, stage * kStageBytes);
+
+  note_columns(shared, p, segment, lane);
+  Query<PAIRED> query;
+  const int64_t first_query =
+      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  load_query(query, p.query + first_query * HEAD_SIZE,
+             p.query_scale + first_query, shared.rows[warp], lane);
+  query.keep(shared.queries[warp], lane);
+  Accumulator acc;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    acc.reference[c] = kNoReference;
+    acc.sum[c] = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kNumOutputs; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) acc.output[i][c] = 0.0f;
+  }
+
+  uint32_t offset = 0;
+  int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
+                   copies.first * TILE_TOKENS;
+  for (int i = 0; i < copies.count; ++i) {
+    wait_copies<STAGES - 1>();
+    __syncwarp();
+    if (num_tokens < 2 * TILE_TOKENS)
+      clear_scales(tiles + offset, num_tokens, lane);
+    query.recall(shared.queries[warp], lane);
+    const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
+    attend_tiles(acc, tiles + offset, query, visible, lane);
+    __syncwarp();
+    copies.issue(i + STAGES, offset);
+    offset =
+        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    num_tokens -= copies.stride * TILE_TOKENS;
+  }
+  write_partial<PAIRED>(shared, acc, p, segment, team);
+}
+
+}  // namespace turbo

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention of sequences' last few dozen tokens to pages of the turbo format:
+// which blocks attend to what.
+#pragma once
+
+#include "decode/decode.cuh"
+#include "extend/segment.cuh"
+
+namespace turbo {
+
+// What there is to do for a sequence: rows, each a KV head's queries of one
+// pass, of so many steps.
+struct Work {
+  int steps, rows;
+};
+
+template <int COLUMNS>
+__device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
+  const int tiles = num_tiles(p, seq);
+  if (tiles == 0) return {0, 0};
+  const int columns = p.num_query_tokens(seq) * p.group;
+  const int passes = (columns + COLUMNS - 1) / COLUMNS;
+  return {(tiles + kStepTiles - 1) / kStepTiles, passes * p.num_kv_heads};
+}
+
+// With one split, a result does not depend on what else is in the batch.
+template <int COLUMNS>
+__device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
+  int total = 0, longest = 0, rows = 0;
+#pragma unroll 1
+  for (int seq = lane; seq < p.num_seqs; seq += 32) {
+    const Work work = work_of<COLUMNS>(p, seq);
+    total += work.steps * work.rows;
+    longest = max(longest, work.steps);
+    rows += work.rows;
+  }
+  longest = max(__reduce_max_sync(~0u, longest), 1);
+  if (p.num_splits == 1) return {longest, __reduce_add_sync(~0u, rows), true};
+  total = __reduce_add_sync(~0u, total);
+  // A range may begin inside a row, so a row may need one more split.
+  const int least = (longest + p.num_splits - 2) / (p.num_splits - 1);
+  const int blocks = int(gridDim.x);
+  const int size = max((total + blocks - 1) / blocks, least);
+  return {size, (total + size - 1) / size, false};
+}
+
+// Attend to a range's part of a sequence, whose rows begin at step seq_first.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void attend_rows(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Ranges& ranges, int index, int seq, int rows, int seq_first,
+    int row_steps) {
+  const int first = index * ranges.size;
+  const int last = first + ranges.size;
+  int row = max(first - seq_first, 0) / row_steps;
+#pragma unroll 1
+  for (; row < rows; ++row) {
+    const int start = seq_first + row * row_steps;
+    if (start >= last) break;
+    const int passes = rows / p.num_kv_heads;
+    const int tiles = num_tiles(p, seq);
+    Segment segment;
+    segment.seq = seq;
+    segment.kv_head = row / passes;
+    segment.first_column = row % passes * COLUMNS;
+    segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
+    segment.first_tile = max(first - start, 0) * kStepTiles;
+    segment.last_tile = min((last - start) * kStepTiles, tiles);
+    segment.num_tokens = p.num_tokens(seq);
+    segment.split = index - start / ranges.size;
+    segment.ends = segment.last_tile == tiles;
+    attend_segment(shared, p, segment);
+  }
+}
+
+// Attend to a range: to parts of any few rows.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void extend_range(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Ranges& ranges, int index) {
+  const int lane = threadIdx.x % 32;
+  const int first = index * ranges.size;
+  const int last = first + ranges.size;
+  int before = 0, base = 0, next = 0;
+  // What a lane knows of its sequence is found anew for each of them: few
+  // registers are left while one is attended to.
+#pragma unroll 1
+  while (base < p.num_seqs && before < last) {
+    const Work work = work_of<COLUMNS>(p, base + lane);
+    const int counted = ranges.whole ? ranges.size : work.steps;
+    const int end = before + inclusive_sum(counted * work.rows, lane);
+    const int begin = end - counted * work.rows;
+    const bool overlaps = begin < end && begin < last && end > first;
+    const uint32_t overlapping = __ballot_sync(~0u, lane >= next && overlaps);
+    if (overlapping == 0) {
+      before = __shfl_sync(~0u, end, 31);
+      base += 32;
+      next = 0;
+      continue;
+    }
+    const int i = __ffs(overlapping) - 1;
+    next = i + 1;
+    const int row_steps = __shfl_sync(~0u, counted, i);
+    attend_rows(shared, p, ranges, index, base + i,
+                __shfl_sync(~0u, work.rows, i), __shfl_sync(~0u, begin, i),
+                row_steps);
+  }
+}
+
+template <int COLUMNS, int WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
+    extend_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  auto& shared =
+      *reinterpret_cast<ExtendShared<COLUMNS, WARPS, STAGES>*>(shared_bytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  start_next_kernel();
+  // Lengths are known before the kernel before this one, which stores the
+  // queries, has ended.
+  const Ranges cut = cut_ranges<COLUMNS>(p, lane);
+  if (threadIdx.x == 0) shared.ranges = cut;
+  __syncthreads();
+  const Ranges& ranges = shared.ranges;
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int index = blockIdx.x; index < ranges.count; index += int(gridDim.x))
+    extend_range(shared, p, ranges, index);
+  skip_empty<WARPS>(p, warp, lane);
+}
+
+}  // namespace turbo

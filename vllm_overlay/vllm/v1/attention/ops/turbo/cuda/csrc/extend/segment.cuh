@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention of a block to a part of a sequence, for many queries of a KV head:
+// the loop over its tiles, and the partial result.
+//
+// A step takes kStepTiles tiles. First each warp has tiles of its own and makes
+// their scores and weights, for all queries; then each has coordinates of its
+// own and adds the values of all tiles. So a code is decoded once a block.
+#pragma once
+
+#include "extend/keys.cuh"
+#include "extend/values.cuh"
+#include "decode/segment.cuh"
+
+namespace turbo {
+
+constexpr int kStepTiles = 8;
+constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
+// Warps that copy tiles, two each: see TileCopies.
+constexpr int kCopyWarps = kStepTiles / 2;
+
+// How the steps of all rows, in order, are cut into ranges of one size, so that
+// the blocks are evenly busy whatever the lengths. If there are more ranges
+// than blocks, a block has several.
+struct Ranges {
+  int size;  // steps
+  int count;
+  bool whole;  // a row each, which counts as so many steps
+};
+
+template <int COLUMNS, int WARPS, int STAGES>
+struct alignas(128) ExtendShared {
+  static constexpr int kColumnTiles = COLUMNS / kColumns;
+  static constexpr int kWarpTiles = kStepTiles / WARPS;
+  static constexpr int kWarpOutputs = kNumOutputs / WARPS;
+  static_assert(kWarpTiles * WARPS == kStepTiles);
+  static_assert(kWarpOutputs * WARPS == kNumOutputs);
+  static_assert(WARPS >= kCopyWarps && COLUMNS <= 32 * WARPS);
+
+  uint8_t tiles[STAGES][kStepTiles][TILE_BYTES];
+  ColumnQueries<kColumnTiles> queries;
+  ColumnWeights<kColumnTiles> weights[kStepTiles];
+  // Of two columns each: factors of scores, and the running references.
+  float4 references[COLUMNS / 2];
+  // By how much the references were raised, and by what that multiplies sums.
+  float4 raises[COLUMNS / 2];
+  float of_warps[WARPS][COLUMNS];
+  int rows[COLUMNS];    // the columns' queries of the sequence, or -1
+  int limits[COLUMNS];  // tokens of the sequence that they see
+  // Here, to leave registers to the scores.
+  Segment segment;
+  Ranges ranges;
+};
+
+// A lane's columns 2 * t and 2 * t + 1 of each tile of columns.
+template <int COLUMNS, int WARPS, int STAGES>
+struct ExtendAccumulator {
+  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+  float output[Block::kWarpOutputs][Block::kColumnTiles][4];
+  float sum[Block::kColumnTiles][2];  // of the warp's own tiles
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < Block::kColumnTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < Block::kWarpOutputs; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) output[i][n][c] = 0.0f;
+      }
+      sum[n][0] = sum[n][1] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void rescale(int n, float first, float second) {
+    sum[n][0] *= first, sum[n][1] *= second;
+#pragma unroll
+    for (int i = 0; i < Block::kWarpOutputs; ++i) {
+      output[i][n][0] *= first, output[i][n][1] *= second;
+      output[i][n][2] *= first, output[i][n][3] *= second;
+    }
+  }
+};
+
+// Note which queries a segment's columns are, and their factors.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void note_queries(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Segment& segment, int64_t first_query) {
+  const int thread = threadIdx.x;
+  if (thread >= COLUMNS) return;
+  const int column = segment.first_column + thread;
+  const int token = column / p.group;
+  const int query_len = p.num_query_tokens(segment.seq);
+  const bool inside = token < query_len;
+  const int row =
+      (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+  const int hidden = p.with_newest ? 0 : query_len - 1 - token;
+  shared.rows[thread] = inside ? row : -1;
+  shared.limits[thread] = inside ? segment.num_tokens - hidden : 0;
+  float* reference =
+      reinterpret_cast<float*>(&shared.references[thread / 2]) + thread % 2;
+  reference[0] = inside ? p.query_scale[first_query + row] : 0.0f;
+  reference[2] = 0.0f;
+}
+
+// Raise the references to the largest scores. The first time they may fall.
+template <int COLUMNS, int WARPS, int STAGES, int TILES>
+__device__ void raise_references(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared,
+    ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc,
+    float (&exponents)[TILES][COLUMNS / kColumns][4], bool is_first) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < COLUMNS / kColumns; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float largest = fmaxf(exponents[0][n][c], exponents[0][n][2 + c]);
+#pragma unroll
+      for (int i = 1; i < TILES; ++i) {
+        largest =
+            fmaxf(largest, fmaxf(exponents[i][n][c], exponents[i][n][2 + c]));
+      }
+#pragma unroll
+      for (int mask = 4; mask <= 16; mask *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+      }
+      if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = largest;
+    }
+  }
+  __syncthreads();
+  if (const int column = threadIdx.x; column < COLUMNS) {
+    float largest = shared.of_warps[0][column];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w)
+      largest = fmaxf(largest, shared.of_warps[w][column]);
+    // A column that sees none of the tokens keeps its reference.
+    if (largest == -INFINITY || !is_first) largest = fmaxf(largest, 0.0f);
+    float* raised =
+        reinterpret_cast<float*>(&shared.raises[column / 2]) + column % 2;
+    raised[0] = largest;
+    raised[2] = is_first ? 1.0f : exp2_approx(-largest);
+    reinterpret_cast<float*>(&shared.references[column / 2])[2 + column % 2] +=
+        largest;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < COLUMNS / kColumns; ++n) {
+    const float4 raised = shared.raises[4 * n + t];
+    acc.rescale(n, raised.z, raised.w);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      exponents[i][n][0] -= raised.x, exponents[i][n][1] -= raised.y;
+      exponents[i][n][2] -= raised.x, exponents[i][n][3] -= raised.y;
+    }
+  }
+}
+
+// Make the weights of a warp's own tiles of a step, from tile first_tile of the
+// sequence. All warps call it: it raises the block's references.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void weigh_tiles(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared,
+    ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc, const uint8_t* tiles,
+    int first_tile, bool ends, bool is_first) {
+  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+  constexpr int kTiles = Block::kWarpTiles,
+                kTilesOfColumns = Block::kColumnTiles;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  float exponents[kTiles][kTilesOfColumns][4];
+  column_scores<kTilesOfColumns>(exponents, tiles + warp * kTiles * TILE_BYTES,
+                                 shared.queries, lane);
+  float above = -INFINITY;
+#pragma unroll
+  for (int n = 0; n < kTilesOfColumns; ++n) {
+    const float4 r = shared.references[4 * n + t];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float (&x)[4] = exponents[i][n];
+      x[0] = fmaf(x[0], r.x, -r.z), x[1] = fmaf(x[1], r.y, -r.w);
+      x[2] = fmaf(x[2], r.x, -r.z), x[3] = fmaf(x[3], r.y, -r.w);
+      if (ends) {
+        const int token = (first_tile + warp * kTiles + i) * TILE_TOKENS + g;
+        const int2 limit = *reinterpret_cast<const int2*>(
+            &shared.limits[kColumns * n + 2 * t]);
+        x[0] = token < limit.x ? x[0] : -INFINITY;
+        x[1] = token < limit.y ? x[1] : -INFINITY;
+        x[2] = token + 8 < limit.x ? x[2] : -INFINITY;
+        x[3] = token + 8 < limit.y ? x[3] : -INFINITY;
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) above = fmaxf(above, x[c]);
+    }
+  }
+  if (__syncthreads_or(is_first || above > kMaxExponent))
+    raise_references(shared, acc, exponents, is_first);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kTilesOfColumns; n += 2) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float (&x)[4] = exponents[i][n + k / 2];
+        const float weight[2] = {exp2_approx(x[k % 2 * 2]),
+                                 exp2_approx(x[k % 2 * 2 + 1])};
+        acc.sum[n + k / 2][0] += weight[0];
+        acc.sum[n + k / 2][1] += weight[1];
+        packed[k] =
+            transposed(as_bits(__floats2half2_rn(weight[0], weight[1])));
+      }
+      shared.weights[warp * kTiles + i][n / 2][lane] = {packed[0], packed[1],
+                                                        packed[2], packed[3]};
+    }
+  }
+}
+
+// Join the warps' sums and write the columns' results.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ void write_columns(ExtendShared<COLUMNS, WARPS, STAGES>& shared,
+                              ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc,
+                              const DecodeParams& p, const Segment& segment) {
+  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < Block::kColumnTiles; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float sum = acc.sum[n][c];
+#pragma unroll
+      for (int mask = 4; mask <= 16; mask *= 2)
+        sum += __shfl_xor_sync(~0u, sum, mask);
+      if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = sum;
+    }
+  }
+  __syncthreads();
+  const int num_queries = p.num_queries();
+  const int64_t first_row =
+      (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
+  if (const int column = threadIdx.x; column < COLUMNS) {
+    float total = shared.of_warps[0][column];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) total += shared.of_warps[w][column];
+    reinterpret_cast<float*>(&shared.raises[column / 2])[column % 2] =
+        1.0f / total;
+    if (const int row = shared.rows[column]; row >= 0) {
+      const float reference = reinterpret_cast<const float*>(
+          &shared.references[column / 2])[2 + column % 2];
+      float* lse = p.partial_lse + first_row + row;
+      *lse = reference + log2f(total);
+      if (segment.ends) {
+#pragma unroll 1
+        for (int s = segment.split + 1; s < p.num_splits; ++s)
+          lse[int64_t(s - segment.split) * num_queries] = -INFINITY;
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < Block::kColumnTiles; ++n) {
+    const float4 inverse = shared.raises[4 * n + t];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = shared.rows[kColumns * n + 2 * t + c];
+      if (row < 0) continue;
+      const float factor = c == 0 ? inverse.x : inverse.y;
+      float* output = p.partial + (first_row + row) * HEAD_SIZE;
+#pragma unroll
+      for (int i = 0; i < Block::kWarpOutputs; ++i) {
+        const int index = warp * Block::kWarpOutputs + i;
+        output[output_coordinate(index, 0, lane)] =
+            acc.output[i][n][c] * factor;
+        output[output_coordinate(index, 1, lane)] =
+            acc.output[i][n][2 + c] * factor;
+      }
+    }
+  }
+}
+
+// Zero the scales of V of a step's tokens from num_tokens: see clear_scales.
+__device__ __forceinline__ void clear_value_scales(uint8_t* tiles,
+                                                   int num_tokens) {
+  const int token = threadIdx.x;
+  if (token < num_tokens || token >= kStepTokens) return;
+  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
+                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * (HEAD_SIZE / 32);
+#pragma unroll
+  for (int i = 0; i < HEAD_SIZE / 32; i += 2)
+    *reinterpret_cast<uint16_t*>(row + i) = 0;
+}
+
+// Attend to a segment, whose first tile is the first of a step.
+template <int COLUMNS, int WARPS, int STAGES>
+__device__ __forceinline__ void attend_segment(
+    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    const Segment& own_segment) {
+  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+  static_assert(kStepTokens <= 32 * WARPS);
+  constexpr uint32_t kStageBytes = kStepTiles * TILE_BYTES;
+  // Steps whose copies are under way while one is attended to.
+  constexpr int kAhead = STAGES - 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint8_t* tiles = shared.tiles[0][0];
+  __syncthreads();  // what the segment before this one had there has been read
+  if (threadIdx.x == 0) shared.segment = own_segment;
+  __syncthreads();
+  const Segment& segment = shared.segment;
+  TileCopies copies(p, segment, tiles + 2 * warp * TILE_BYTES, warp, kCopyWarps,
+                    lane);
+  if (warp >= kCopyWarps) copies.count = 0;
+#pragma unroll 1
+  for (int stage = 0; stage < kAhead; ++stage)
+    copies.issue(stage, stage * kStageBytes);
+
+  const int64_t first_query =
+      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  note_queries(shared, p, segment, first_query);
+  __syncthreads();
+  load_columns<Block::kColumnTiles, WARPS>(shared.queries,
+                                           p.query + first_query * HEAD_SIZE,
+                                           shared.rows, warp, lane);
+  ExtendAccumulator<COLUMNS, WARPS, STAGES> acc;
+  acc.clear();
+
+  uint32_t offset = 0, next = kAhead * kStageBytes;
+  int step = 0;
+#pragma unroll 1
+  for (int tile = segment.first_tile; tile < segment.last_tile;
+       tile += kStepTiles, ++step) {
+    if constexpr (kAhead == 0) {
+      __syncthreads();  // the step before this one has been attended to
+      copies.issue(step, 0);
+      wait_copies<0>();
+      __syncthreads();
+    } else {
+      wait_copies<kAhead - 1>();
+      __syncthreads();
+      copies.issue(step + kAhead, next);
+      next =
+          next + kStageBytes == STAGES * kStageBytes ? 0 : next + kStageBytes;
+    }
+    uint8_t* stage = tiles + offset;
+    offset =
+        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    const int num_tokens = segment.num_tokens - tile * TILE_TOKENS;
+    if (num_tokens < kStepTokens) clear_value_scales(stage, num_tokens);
+    weigh_tiles(shared, acc, stage, tile,
+                num_tokens < kStepTokens + p.most_hidden,
+                tile == segment.first_tile);
+    __syncthreads();
+    const int num_tiles = min(segment.last_tile - tile, kStepTiles);
+#pragma unroll 2
+    for (int i = 0; i < num_tiles; ++i) {
+      add_tile_values(acc.output, stage + i * TILE_BYTES, shared.weights[i],
+                      warp * Block::kWarpOutputs, lane);
+    }
+  }
+  write_columns(shared, acc, p, segment);
+}
+
+}  // namespace turbo

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The merge kernel's entry point. A module is of one head size, that of
+// turbo_merge_constants.h, which cuda_merge.py generates.
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
+#include "common/launch.cuh"
+#include "merge/merge.cuh"
+#include "common/tensors.cuh"
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+using Kernel = void (*)(turbo::MergeParams);
+
+template <typename T>
+Kernel kernel_of(bool with_newest) {
+  return with_newest ? turbo::merge_kernel<T, true>
+                     : turbo::merge_kernel<T, false>;
+}
+
+Kernel kernel_of(const TensorView& output, bool with_newest) {
+  const DLDataType dtype = output.dtype();
+  if (dtype == turbo::kBFloat16) return kernel_of<__nv_bfloat16>(with_newest);
+  if (dtype == turbo::kFloat16) return kernel_of<__half>(with_newest);
+  turbo::check_dtype("output", output, turbo::kFloat32);
+  return kernel_of<float>(with_newest);
+}
+
+// [T, heads, D] of the output's dtype.
+void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
+                  int64_t num_heads) {
+  turbo::check_dtype(name, x, dtype);
+  turbo::check_vectors(name, x, HEAD_SIZE);
+  turbo::check_size(name, x, 1, num_heads);
+}
+
+// See turbo::MergeParams and cuda_merge.py for shapes and types.
+void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
+           TensorView output, TensorView query, TensorView key,
+           TensorView value, int64_t num_kv_heads, bool with_newest,
+           double score_factor, Optional<TensorView> query_start_loc,
+           int64_t num_seqs, int64_t query_len, int64_t row_shift) {
+  const int64_t num_heads = output.size(1);
+  const DLDataType dtype = output.dtype();
+  TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
+      << "output: " << num_heads << " heads, no multiple of " << num_kv_heads;
+  check_tokens("output", output, dtype, num_heads);
+  check_tokens("query", query, dtype, num_heads);
+  if (with_newest) {
+    check_tokens("key", key, dtype, num_kv_heads);
+    check_tokens("value", value, dtype, num_kv_heads);
+  }
+  const DLDevice device = output.device();
+  turbo::check_device(device, output, partial, partial_lse, seq_lens, query,
+                      key, value);
+  turbo::MergeParams p;
+  p.partial = static_cast<const float*>(partial.data_ptr());
+  p.partial_lse = static_cast<const float*>(partial_lse.data_ptr());
+  p.seq_lens = turbo::ints_of("seq_lens", seq_lens, num_seqs);
+  p.output = output.data_ptr();
+  p.query = query.data_ptr();
+  p.key = key.data_ptr();
+  p.value = value.data_ptr();
+  p.stride_output_token = output.stride(0);
+  p.stride_output_head = output.stride(1);
+  p.stride_query_token = query.stride(0);
+  p.stride_query_head = query.stride(1);
+  p.stride_key_token = key.stride(0);
+  p.stride_key_head = key.stride(1);
+  p.stride_value_token = value.stride(0);
+  p.stride_value_head = value.stride(1);
+  p.score_factor = static_cast<float>(score_factor);
+  p.num_heads = turbo::to_int("output", num_heads);
+  p.group = p.num_heads / static_cast<int>(num_kv_heads);
+  p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
+  p.query_len = turbo::to_int("query_len", query_len);
+  p.num_queries = p.query_len * p.num_heads;
+  p.num_splits = turbo::check_partials(partial, partial_lse, num_heads,
+                                       HEAD_SIZE, num_seqs, query_len);
+  TVM_FFI_CHECK(p.num_splits <= MAX_SPLITS, ValueError)
+      << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
+  p.row_shift = static_cast<int>(row_shift);
+
+  const int rows = turbo::kMergeWarps >> p.row_shift;
+  const dim3 grid(turbo::to_int("num_seqs", num_seqs),
+                  (p.num_queries + rows - 1) / rows);
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  turbo::launch(kernel_of(output, with_newest), grid, turbo::kMergeThreads, 0,
+                device, p);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, merge);

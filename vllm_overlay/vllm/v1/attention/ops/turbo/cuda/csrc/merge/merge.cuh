@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Merge of decode attention's splits: a row's partial results are joined,
+// rotated back and, if so asked, joined with the sequence's newest tokens,
+// which are not quantised.
+//
+// A row is a query, one of a sequence, query token and query head. It has as
+// many warps as the GPU has room for; block (i, j) has the j-th rows of
+// kMergeWarps warps, of sequence i.
+#pragma once
+
+#include "merge/inverse_rotation.cuh"
+#include "common/warp.cuh"
+
+namespace turbo {
+
+struct MergeParams {
+  const float* partial;        // [B, S, Q, Hq, D], rotated
+  const float* partial_lse;    // [B, S, Q, Hq], base 2; -inf: no tokens
+  const int* seq_lens;         // [B]
+  const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  void* output;                // [T, Hq, D]
+  const void* query;           // [T, Hq, D], not rotated
+  const void* key;             // [T, H, D], of the newest tokens
+  const void* value;           // [T, H, D]
+  int64_t stride_output_token;
+  int64_t stride_output_head;
+  int64_t stride_query_token;
+  int64_t stride_query_head;
+  int64_t stride_key_token;
+  int64_t stride_key_head;
+  int64_t stride_value_token;
+  int64_t stride_value_head;
+  float score_factor;  // of a score, for base-2 softmax
+  int num_heads;       // Hq
+  int group;           // query heads a KV head
+  int query_len;       // Q, most query tokens of a sequence
+  int num_queries;     // Q * Hq
+  int num_splits;
+  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
+};
+
+constexpr int kMergeWarps = 8;
+constexpr int kMergeThreads = 32 * kMergeWarps;
+// Blocks a multiprocessor: more leave too few registers for loads in flight.
+constexpr int kMergeBlocks = 4;
+// Loads of partial results that a warp has in flight.
+constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
+static_assert(MAX_SPLITS == 64, "a lane has two LSEs of a row");
+
+struct MergeShared {
+  // Of each row, and at the end -inf; padded for banks.
+  float lse[kMergeWarps][MAX_SPLITS + 4];
+  float4 sums[kMergeWarps][HEAD_SIZE / kVector];  // of each warp
+};
+
+// The largest number of a warp; NaN is above infinity.
+__device__ __forceinline__ float warp_max(float x) {
+  const int bits = __float_as_int(x);
+  const int largest = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7FFFFFFF));
+  return __int_as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+}
+
+// An LSE to take others relative to.
+__device__ __forceinline__ float or_zero(float lse) {
+  return lse == -INFINITY ? 0.0f : lse;
+}
+
+// A query: its head, and its token, of the batch and of the sequence's.
+struct Row {
+  int64_t token;
+  int head, place;
+  int query_len;  // of the sequence
+
+  __device__ __forceinline__ Row(const MergeParams& p, int seq, int index)
+      : place(unsigned(index) / unsigned(p.num_heads)), query_len(p.query_len) {
+    head = index - place * p.num_heads;
+    int first = seq * p.query_len;
+    if (p.query_start_loc != nullptr) {
+      first = p.query_start_loc[seq];
+      query_len = p.query_start_loc[seq + 1] - first;
+    }
+    token = int64_t(first) + place;
+  }
+};
+
+// Attention of a row to the newest tokens, up to its own.
+struct Newest {
+  float largest = -INFINITY;   // score
+  float total = 0.0f;          // of the weights relative to it
+  float4 value[kChunks] = {};  // sum, with these weights
+
+  __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks]) {
+    const float larger = fmaxf(largest, score);
+    const float reference = or_zero(larger);
+    const float rescale = exp2_approx(largest - reference);
+    const float weight = exp2_approx(score - reference);
+    largest = larger;
+    total = fmaf(total, rescale, weight);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      value[j].x = fmaf(weight, v[j].x, value[j].x * rescale);
+      value[j].y = fmaf(weight, v[j].y, value[j].y * rescale);
+      value[j].z = fmaf(weight, v[j].z, value[j].z * rescale);
+      value[j].w = fmaf(weight, v[j].w, value[j].w * rescale);
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void attend(const MergeParams& p, int seq,
+                                         const Row& row, int lane) {
+    const int64_t kv_head = unsigned(row.head) / unsigned(p.group);
+    const int first = lane % kLanes * kVector;
+    const T* query = static_cast<const T*>(p.query) +
+                     row.token * p.stride_query_token +
+                     row.head * p.stride_query_head + first;
+    const T* key =
+        static_cast<const T*>(p.key) + kv_head * p.stride_key_head + first;
+    const T* value =
+        static_cast<const T*>(p.value) + kv_head * p.stride_value_head + first;
+    float4 q[kChunks], v[kChunks];
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
+    // Padding has no tokens; what is there may be NaN.
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    const int places = row.place + 1 - missing;
+#pragma unroll 1
+    for (int i = places - 1; i >= 0; --i) {
+      const int64_t token = row.token - i;
+      float score = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const float4 k =
+            load_vector(key + token * p.stride_key_token + 128 * j);
+        v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
+        score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
+      }
+      add(p.score_factor * warp_sum<kLanes>(score), v);
+    }
+  }
+};
+
+// Let the LSEs of the block's rows come to shared memory, each once:
+// neighbouring rows' lie side by side.
+__device__ __forceinline__ void load_lses(MergeShared& shared,
+                                          const MergeParams& p, int seq,
+                                          int first_row) {
+  const int rows = kMergeWarps >> p.row_shift;
+  const int row_bits = __ffs(rows) - 1;
+  if (threadIdx.x < kMergeWarps)
+    shared.lse[threadIdx.x][MAX_SPLITS] = -INFINITY;
+  const float* lses =
+      p.partial_lse + int64_t(seq) * p.num_splits * p.num_queries;
+#pragma unroll
+  for (int i = 0; i < kMergeWarps * MAX_SPLITS; i += kMergeThreads) {
+    const int index = i + int(threadIdx.x);
+    const int r = index & (rows - 1), split = index >> row_bits;
+    if (split >= MAX_SPLITS) break;
+    const int row = first_row + r;
+    float lse = -INFINITY;
+    if (split < p.num_splits && row < p.num_queries) {
+      lse = __ldcg(lses + split * p.num_queries + row);
+    }
+    shared.lse[r][split] = lse;
+  }
+}
+
+// Load 16 bytes, not through L1, if the condition holds; else zeros.
+__device__ __forceinline__ float4 load_if(bool condition, const float* p) {
+  float4 x;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_loaded;\n"
+      "setp.ne.s32 is_loaded, %4, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@is_loaded ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%5];\n"
+      "}"
+      : "=&f"(x.x), "=&f"(x.y), "=&f"(x.z), "=&f"(x.w)
+      : "r"(int(condition)), "l"(p));
+  return x;
+}
+
+// Sum the partial results first, first + step, ... of a row with their weights.
+// A split of weight zero is not read.
+//
+// partial: the row's of split 0. count: splits up to the last that was written.
+__device__ __forceinline__ void add_partials(Coordinates& sum,
+                                             const MergeParams& p,
+                                             const float* partial,
+                                             const float* lse, float reference,
+                                             int first, int step, int count,
+                                             int lane) {
+  const int stride = p.num_queries * HEAD_SIZE;
+  const float* own = partial + lane % kLanes * kVector;
+#pragma unroll 1
+  for (int base = first; kSideBySide * base < count;
+       base += step * kLoadsInFlight) {
+    float weight[kLoadsInFlight];
+    float4 loaded[kLoadsInFlight][kChunks];
+#pragma unroll
+    for (int u = 0; u < kLoadsInFlight; ++u) {
+      const int split = kSideBySide * (base + step * u) + lane / kLanes;
+      weight[u] = exp2_approx(lse[min(split, MAX_SPLITS)] - reference);
+      // A reference of NaN makes all weights NaN.
+      const bool is_read = weight[u] != 0.0f && split < count;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        loaded[u][j] = load_if(is_read, own + split * stride + 128 * j);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kLoadsInFlight; ++u) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const float4& x = loaded[u][j];
+        sum[j][0] = fmaf(weight[u], x.x, sum[j][0]);
+        sum[j][1] = fmaf(weight[u], x.y, sum[j][1]);
+        sum[j][2] = fmaf(weight[u], x.z, sum[j][2]);
+        sum[j][3] = fmaf(weight[u], x.w, sum[j][3]);
+      }
+    }
+  }
+  if constexpr (kSideBySide == 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      sum[0][i] += __shfl_xor_sync(~0u, sum[0][i], kLanes);
+    }
+  }
+}
+
+// Add the sums of a row's warps to that of its first, which alone goes on.
+__device__ __forceinline__ bool join_warps(MergeShared& shared,
+                                           Coordinates& sum, int warp,
+                                           int warps, int lane) {
+  if (warps == 1) return true;
+  const int place = lane % kLanes;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    shared.sums[warp][32 * j + place] = {sum[j][0], sum[j][1], sum[j][2],
+                                         sum[j][3]};
+  }
+  __syncthreads();
+  if ((warp & (warps - 1)) != 0) return false;
+#pragma unroll
+  for (int w = 1; w < kMergeWarps; ++w) {
+    if (w >= warps) break;
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const float4 x = shared.sums[warp + w][32 * j + place];
+      sum[j][0] += x.x, sum[j][1] += x.y, sum[j][2] += x.z, sum[j][3] += x.w;
+    }
+  }
+  return true;
+}
+
+// Rotate a row's sum back and write it.
+//
+// largest: LSE, -inf without splits. total: of the splits' weights relative to
+// it.
+template <typename T, bool WITH_NEWEST>
+__device__ __forceinline__ void finish_row(
+    Coordinates& sum, const MergeParams& p, const Newest& newest,
+    const Signs& signs, float largest, float total, const Row& row, int lane) {
+  float rescale = 1.0f, newest_weight = 0.0f;
+  if constexpr (WITH_NEWEST) {
+    const float reference = or_zero(fmaxf(largest, newest.largest));
+    rescale = exp2_approx(largest - reference);
+    newest_weight = exp2_approx(newest.largest - reference);
+    total = fmaf(total, rescale, newest_weight * newest.total);
+  }
+  // At least about one, unless there are no tokens at all. Not "> 0": a NaN
+  // stays one.
+  const float inverse = total != 0.0f ? reciprocal_approx(total) : 0.0f;
+  const float normaliser = rescale * INVERSE_SQRT * inverse;
+  newest_weight *= inverse;
+  hadamard(sum, lane);
+  T* output = static_cast<T*>(p.output) + row.token * p.stride_output_token +
+              row.head * p.stride_output_head + lane % kLanes * kVector;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    float x[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[i] = signs.apply(sum[j][i] * normaliser, j, i);
+    }
+    if constexpr (WITH_NEWEST) {
+      x[0] = fmaf(newest_weight, newest.value[j].x, x[0]);
+      x[1] = fmaf(newest_weight, newest.value[j].y, x[1]);
+      x[2] = fmaf(newest_weight, newest.value[j].z, x[2]);
+      x[3] = fmaf(newest_weight, newest.value[j].w, x[3]);
+    }
+    if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
+  }
+}
+
+template <typename T, bool WITH_NEWEST>
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
+    merge_kernel(const __grid_constant__ MergeParams p) {
+  __shared__ MergeShared shared;
+  const int lane = threadIdx.x % 32;
+  const int warp =
+      __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be uniform
+  const int warps = 1 << p.row_shift, r = warp >> p.row_shift;
+  const int seq = blockIdx.x;
+  const int first_row = blockIdx.y * (kMergeWarps >> p.row_shift);
+  // Warps of no row take another's and write nothing.
+  const int index = min(first_row + r, p.num_queries - 1);
+  const Row row(p, seq, index);
+
+  // What does not depend on the decode kernel is done while that still runs.
+  const Signs signs(lane);
+  Newest newest;
+  if constexpr (WITH_NEWEST) {
+    if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
+      newest.attend<T>(p, seq, row, lane);
+    }
+  }
+  wait_for_previous_kernel();
+  load_lses(shared, p, seq, first_row);
+  __syncthreads();
+
+  const float* lse = shared.lse[r];
+  const float low = lse[lane], high = lse[32 + lane];
+  const float largest = warp_max(fmaxf(low, high));
+  const float reference = or_zero(largest);
+  const uint32_t written_low = __ballot_sync(~0u, low != -INFINITY);
+  const uint32_t written_high = __ballot_sync(~0u, high != -INFINITY);
+  const int count =
+      written_high ? 64 - __clz(written_high) : 32 - __clz(written_low);
+  Coordinates sum = {};
+  const float* partial =
+      p.partial +
+      (int64_t(seq) * p.num_splits * p.num_queries + index) * HEAD_SIZE;
+  add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
+               count, lane);
+  if (!join_warps(shared, sum, warp, warps, lane)) return;
+  if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
+  const float total = warp_sum<32>(exp2_approx(low - reference) +
+                                   exp2_approx(high - reference));
+  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, row, lane);
+}
+
+}  // namespace turbo

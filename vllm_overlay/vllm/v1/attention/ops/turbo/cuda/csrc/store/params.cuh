@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the store is given, and where its vectors and bytes are.
+#pragma once
+
+#include "store/rotate.cuh"
+
+namespace turbo {
+
+struct StoreParams {
+  const uint16_t* key;          // [T, H, D]
+  const uint16_t* value;        // [T, H, D]
+  const uint16_t* query;        // [B, Hq, D]
+  uint8_t* kv_cache;            // [num_blocks, H, N, C]
+  const int64_t* slot_mapping;  // [T], below 2**31
+  const uint4* kv_matrix;       // fragments, by groups
+  const uint4* single_matrix;   // of a vector that has a warp
+  const uint4* query_matrix;    // fragments, in pairs of neighbours
+  __half2* rotated_query;       // [B, Hq, D / 2]
+  float* query_scale;           // [B, Hq]
+  const uint4* tables;          // Tables
+  int64_t stride_key_token;
+  int64_t stride_key_head;
+  int64_t stride_value_token;
+  int64_t stride_value_head;
+  int64_t stride_query_token;
+  int64_t stride_query_head;
+  int64_t stride_cache_block;
+  int64_t stride_cache_head;
+  int num_tokens;
+  int num_kv_heads;
+  int num_queries;
+  int num_heads;
+  int block_size;
+  float query_factor;
+};
+
+// Divides numbers below 2**31 by an invariant one, in few instructions
+// (Granlund and Montgomery, doi:10.1145/178243.178249).
+struct Divisor {
+  uint32_t divisor, multiplier;
+  int shift = 0;
+
+  explicit Divisor(int d) : divisor(max(d, 1)) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - divisor;
+    multiplier = static_cast<uint32_t>((excess << 32) / divisor + 1);
+  }
+
+  // Of n, and the remainder.
+  __device__ __forceinline__ int divide(int n, int& remainder) const {
+    const uint32_t quotient =
+        (__umulhi(static_cast<uint32_t>(n), multiplier) + n) >> shift;
+    remainder = n - static_cast<int>(quotient * divisor);
+    return static_cast<int>(quotient);
+  }
+};
+
+// More queries take less time by eights.
+constexpr int MAX_SINGLE_QUERIES = 512;
+
+struct KernelParams : StoreParams {
+  Divisor by_kv_heads, by_heads, by_block;
+  // Whether a query has warps of its own, too, where K and V have.
+  bool has_single_queries;
+
+  explicit KernelParams(const StoreParams& params)
+      : StoreParams(params),
+        by_kv_heads(params.num_kv_heads),
+        by_heads(params.num_heads),
+        by_block(params.block_size),
+        has_single_queries(params.num_queries * params.num_heads <=
+                           MAX_SINGLE_QUERIES) {}
+};
+
+// Where a token's bytes go: a tile, or null, and a place in it.
+struct Place {
+  uint8_t* tile = nullptr;
+  int token = 0;
+
+  // slot: or -1.
+  __device__ __forceinline__ Place(const KernelParams& params, int slot,
+                                   int kv_head) {
+    if (slot < 0) return;
+    int position;
+    const int block = params.by_block.divide(slot, position);
+    token = position % TILE_TOKENS;
+    tile = params.kv_cache + block * params.stride_cache_block +
+           kv_head * params.stride_cache_head +
+           position / TILE_TOKENS * TILE_BYTES;
+  }
+};
+
+__device__ __forceinline__ const uint16_t* vector_of(const KernelParams& params,
+                                                     bool is_key, int pair) {
+  int head;
+  const int64_t token = params.by_kv_heads.divide(pair, head);
+  return is_key ? params.key + token * params.stride_key_token +
+                      head * params.stride_key_head
+                : params.value + token * params.stride_value_token +
+                      head * params.stride_value_head;
+}
+
+__device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,
+                                                    int row) {
+  int head;
+  const int64_t token = params.by_heads.divide(row, head);
+  return params.query + token * params.stride_query_token +
+         head * params.stride_query_head;
+}
+
+__device__ __forceinline__ void store_query_scale(const KernelParams& params,
+                                                  int row, int exponent,
+                                                  bool is_nan) {
+  const float unit = power_of_two(exponent - ROTATION_EXPONENT);
+  params.query_scale[row] =
+      is_nan ? as_float(0x7FC00000u) : __fmul_rn(unit, params.query_factor);
+}
+
+}  // namespace turbo

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Store or rotation of a vector by a warp, or several: for few tokens. That
+// takes as long as its instructions take to be fetched, so they are few: loops
+// are not unrolled, and vectors of all kinds share what they can.
+#pragma once
+
+#include "store/vector.cuh"
+
+namespace turbo {
+
+// Coordinate 4 * i + part of a part becomes 4 * part + i.
+__device__ __forceinline__ void put_in_row(float (&y)[SINGLE_ELEMENTS]) {
+  const int part = part_of_lane<SINGLE_PARTS>();
+#pragma unroll
+  for (int lanes = 1; lanes < SINGLE_PARTS; lanes *= 2) {
+    const bool is_upper = (part & lanes) != 0;
+#pragma unroll
+    for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
+      if (i & lanes) continue;
+      const float sent = is_upper ? y[i] : y[i | lanes];
+      const float received = __shfl_xor_sync(FULL_MASK, sent, lanes);
+      y[i] = is_upper ? received : y[i];
+      y[i | lanes] = is_upper ? y[i | lanes] : received;
+    }
+  }
+}
+
+// Store or rotate a vector by SINGLE_WARPS warps: the keys', then the values',
+// then the queries'.
+template <bool IS_BF16>
+__device__ __forceinline__ void store_single(const KernelParams& params,
+                                             Tables& tables, int vector) {
+  const int num_pairs = params.num_tokens * params.num_kv_heads;
+  const bool is_key = vector < num_pairs;
+  const int pair = is_key ? vector : vector - num_pairs;
+  const bool is_query = pair >= num_pairs;
+  const int row = pair - num_pairs;
+  const bool is_row = is_query && row < params.num_queries * params.num_heads;
+  // Loads take long: all before the barrier.
+  int slot = -1, head;
+  const int token = params.by_kv_heads.divide(pair, head);
+  SingleInput input = {};
+  if (!is_query) slot = static_cast<int>(__ldg(params.slot_mapping + token));
+  if (!is_query || is_row) {
+    input = load_single(
+        is_query ? query_of(params, row) : vector_of(params, is_key, pair),
+        params.single_matrix);
+  }
+  load_tables(params, tables);
+
+  float y[1][SINGLE_ELEMENTS];
+  int exponent;
+  bool has_nan;
+  rotate_single<IS_BF16>(input, y, exponent, has_nan);
+  if (is_query) {
+    if (!is_row) return;
+    const bool is_nan = __any_sync(FULL_MASK, has_nan);
+    if (threadIdx.x % 32 == 0) {
+      store_query_scale(params, row, exponent, is_nan);
+    }
+    auto* p_row = reinterpret_cast<__half*>(params.rotated_query) +
+                  static_cast<int64_t>(row) * HEAD_SIZE;
+#pragma unroll
+    for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
+      const int e = i * SINGLE_PARTS + part_of_lane<SINGLE_PARTS>();
+      p_row[e * NUM_GROUPS + group_of_lane<SINGLE_PARTS>(0)] =
+          __float2half_rn(__fmul_rn(y[0][i], INVERSE_SQRT));
+    }
+    return;
+  }
+  const Place place(params, slot, head);
+  if (is_key) {
+    if constexpr (IS_TRELLIS<true>) put_in_row(y[0]);
+    encode_vector<true, SINGLE_PARTS>(y, exponent, tables.key, place.tile,
+                                      place.token);
+  } else {
+    if constexpr (IS_TRELLIS<false>) put_in_row(y[0]);
+    encode_vector<false, SINGLE_PARTS>(y, exponent, tables.value, place.tile,
+                                       place.token);
+  }
+}
+
+}  // namespace turbo

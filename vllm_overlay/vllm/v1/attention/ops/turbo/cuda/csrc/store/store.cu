@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The store's entry point. A module is of one layout, that of
+// turbo_store_constants.h, which cuda_store_constants.py generates.
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "store/store.cuh"
+#include "common/tensors.cuh"
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+// [T, heads, D] in the model's dtype.
+const uint16_t* vectors_of(const char* name, const TensorView& x, bool is_bf16,
+                           int64_t num_tokens, int64_t num_heads) {
+  turbo::check_dtype(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16);
+  turbo::check_vectors(name, x, HEAD_SIZE);
+  turbo::check_size(name, x, 1, num_heads);
+  TVM_FFI_CHECK(x.size(0) >= num_tokens, ValueError)
+      << name << ": of " << x.size(0) << " tokens, not " << num_tokens;
+  return static_cast<const uint16_t*>(x.data_ptr());
+}
+
+const uint4* table_of(const char* name, const TensorView& x) {
+  turbo::check_contiguous(name, x);
+  turbo::check_address(name, x, sizeof(uint4));
+  return static_cast<const uint4*>(x.data_ptr());
+}
+
+void add_query(turbo::StoreParams& p, const TensorView& query,
+               const TensorView& rotated_query, const TensorView& query_scale,
+               bool is_bf16) {
+  p.query = vectors_of("query", query, is_bf16, 0, query.size(1));
+  turbo::check_dtype("rotated_query", rotated_query, turbo::kFloat16);
+  turbo::check_dtype("query_scale", query_scale, turbo::kFloat32);
+  turbo::check_axes("rotated_query", rotated_query, 3);
+  turbo::check_axes("query_scale", query_scale, 2);
+  turbo::check_contiguous("rotated_query", rotated_query);
+  turbo::check_contiguous("query_scale", query_scale);
+  turbo::check_address("rotated_query", rotated_query, sizeof(__half2));
+  for (int axis = 0; axis < 3; ++axis)
+    turbo::check_size("rotated_query", rotated_query, axis, query.size(axis));
+  for (int axis = 0; axis < 2; ++axis)
+    turbo::check_size("query_scale", query_scale, axis, query.size(axis));
+  p.rotated_query = static_cast<__half2*>(rotated_query.data_ptr());
+  p.query_scale = static_cast<float*>(query_scale.data_ptr());
+  p.stride_query_token = query.stride(0);
+  p.stride_query_head = query.stride(1);
+  p.num_queries = turbo::to_int("query", query.size(0));
+  p.num_heads = turbo::to_int("query", query.size(1));
+  turbo::to_int("query", query.size(0) * query.size(1));
+}
+
+// parts: lanes that share a scale group; 1 for many tokens.
+template <int PARTS>
+void launch_store(const turbo::KernelParams& p, bool is_bf16, int64_t threads,
+                  DLDevice device) {
+  // A vector's warps are of one block.
+  if (turbo::IS_SINGLE<PARTS>)
+    threads = std::max<int64_t>(threads, 32 * turbo::SINGLE_WARPS);
+  const int64_t all_threads = 32 * turbo::num_store_warps<PARTS>(p);
+  if (all_threads == 0) return;
+  const int blocks =
+      turbo::to_int("blocks", (all_threads + threads - 1) / threads);
+  const auto kernel = is_bf16 ? turbo::store_kernel<true, PARTS>
+                              : turbo::store_kernel<false, PARTS>;
+  turbo::launch(kernel, blocks, threads, 0, device, p, /*overlaps=*/false);
+}
+
+// See turbo::StoreParams and cuda_store.py for shapes and types.
+void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
+           TensorView value, TensorView kv_matrix, TensorView single_matrix,
+           TensorView query_matrix, TensorView tables,
+           Optional<TensorView> query, Optional<TensorView> rotated_query,
+           Optional<TensorView> query_scale, double query_factor, int64_t parts,
+           int64_t threads) {
+  turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
+  turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
+  turbo::check_axes("slot_mapping", slot_mapping, 1);
+  turbo::check_last_axis("slot_mapping", slot_mapping);
+  const int64_t num_tokens = slot_mapping.size(0);
+  const int64_t num_kv_heads = kv_cache.size(1);
+  const bool is_bf16 = key.dtype().code == kDLBfloat;
+  turbo::StoreParams p = {};
+  p.key = vectors_of("key", key, is_bf16, num_tokens, num_kv_heads);
+  p.value = vectors_of("value", value, is_bf16, num_tokens, num_kv_heads);
+  p.kv_cache = static_cast<uint8_t*>(kv_cache.data_ptr());
+  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
+  p.kv_matrix = table_of("kv_matrix", kv_matrix);
+  p.single_matrix = table_of("single_matrix", single_matrix);
+  p.query_matrix = table_of("query_matrix", query_matrix);
+  p.tables = table_of("tables", tables);
+  p.stride_key_token = key.stride(0);
+  p.stride_key_head = key.stride(1);
+  p.stride_value_token = value.stride(0);
+  p.stride_value_head = value.stride(1);
+  p.stride_cache_block = kv_cache.stride(0);
+  p.stride_cache_head = kv_cache.stride(1);
+  p.num_tokens = turbo::to_int("slot_mapping", num_tokens);
+  p.num_kv_heads = turbo::to_int("kv_cache", num_kv_heads);
+  turbo::to_int("key", num_tokens * num_kv_heads);
+  p.block_size = turbo::to_int("kv_cache", kv_cache.size(2));
+  p.query_factor = static_cast<float>(query_factor);
+  const DLDevice device = kv_cache.device();
+  turbo::check_device(device, slot_mapping, key, value, kv_matrix,
+                      single_matrix, query_matrix, tables);
+  if (query.has_value()) {
+    add_query(p, query.value(), rotated_query.value(), query_scale.value(),
+              is_bf16);
+    turbo::check_device(device, query.value(), rotated_query.value(),
+                        query_scale.value());
+  }
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const auto launch = parts == 1   ? launch_store<1>
+                      : parts == 2 ? launch_store<2>
+                                   : launch_store<4>;
+  launch(turbo::KernelParams(p), is_bf16, threads, device);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(store, store);

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The encoder of trellis-coded levels of the turbo format: see reference_codec.
+//
+// Of each subset the level nearest to a coordinate is one of four consecutive
+// levels. A table in shared memory has, for each such window w, its levels by
+// subset; threshold w lies between the windows w and w + 1. As in levels.cuh
+// the window is guessed and mended. State 2 * b(e - 1) + b(e) follows code e.
+#pragma once
+
+#include <cstddef>
+
+#include "store/planes.cuh"
+#include "store/unbias.cuh"
+
+namespace turbo {
+
+constexpr int NUM_WINDOWS = NUM_LEVELS - NUM_SUBSETS + 1;
+constexpr int WINDOW_BYTES = 16;
+
+struct WindowTables {
+  float4 levels[NUM_WINDOWS];
+  float4 thresholds[NUM_WINDOWS];  // in the first component
+};
+
+__device__ __forceinline__ float saturated_multiply_add(float a, float b,
+                                                        float c) {
+  float result;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+}
+
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float result;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(result) : "r"(address));
+  return result;
+}
+
+__device__ __forceinline__ float4 load_shared_4(uint32_t address) {
+  float4 result;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w)
+               : "r"(address));
+  return result;
+}
+
+// x + (a > b ? WINDOW_BYTES : 0), in two instructions.
+__device__ __forceinline__ uint32_t next_window_if_greater(uint32_t x, float a,
+                                                           float b) {
+  asm("{\n"
+      ".reg .pred is_greater;\n"
+      "setp.gt.f32 is_greater, %1, %2;\n"
+      "@is_greater add.u32 %0, %0, %3;\n"
+      "}"
+      : "+r"(x)
+      : "f"(a), "f"(b), "n"(WINDOW_BYTES));
+  return x;
+}
+
+// A group's scale, and windows and errors of coordinates in it.
+struct Windows {
+  float scale, reciprocal, guess;
+  uint32_t base;    // shared address of the levels
+  uint32_t offset;  // base, less the bits of MAGIC in windows
+
+  Windows() = default;
+  __device__ __forceinline__ Windows(float value, float normaliser,
+                                     float guess_factor,
+                                     const WindowTables& tables) {
+    scale = __fmul_rn(value, normaliser);
+    // Of normalised coordinates; normalisers are powers of two.
+    reciprocal = __fmul_rn(__frcp_rn(fmaxf(value, SMALLEST_SCALE)),
+                           power_of_two(-exponent_of(normaliser)));
+    guess = guess_factor;
+    base = static_cast<uint32_t>(__cvta_generic_to_shared(&tables));
+    offset = base - WINDOW_BYTES * static_cast<uint32_t>(MAGIC_BITS);
+  }
+
+  // Shared address of the levels of the window around x.
+  __device__ __forceinline__ uint32_t row(float x) const {
+    constexpr float ALMOST_ALL = 1.0f - 1.0f / (1 << 20);
+    constexpr int THRESHOLDS = offsetof(WindowTables, thresholds);
+    const float z = __fmul_rn(x, reciprocal);
+    const float position = saturated_multiply_add(z, guess, 0.5f);
+    const float floor =
+        __fmaf_rd(position, (NUM_WINDOWS - 1) * ALMOST_ALL, MAGIC);
+    const uint32_t guessed = __float_as_uint(floor) * WINDOW_BYTES + offset;
+    return next_window_if_greater(guessed, z,
+                                  load_shared(guessed + THRESHOLDS));
+  }
+
+  __device__ __forceinline__ int error(float x, float level) const {
+    return rounded_square(__fmaf_rn(-level, scale, x));
+  }
+
+  // Errors of the levels of each subset.
+  __device__ __forceinline__ void errors(float x, uint32_t row,
+                                         int (&result)[NUM_SUBSETS]) const {
+    const float4 levels = load_shared_4(row);
+    result[0] = error(x, levels.x);
+    result[1] = error(x, levels.y);
+    result[2] = error(x, levels.z);
+    result[3] = error(x, levels.w);
+  }
+};
+
+// Extend the best paths to each state by code e >= 2.
+__device__ __forceinline__ void extend(int (&cost)[4], const int (&errors)[4]) {
+  int extended[4];
+#pragma unroll
+  for (int before = 0; before < 2; ++before) {
+#pragma unroll
+    for (int bit = 0; bit < 2; ++bit) {
+      const int zero = cost[before] + errors[2 * bit + before];
+      extended[2 * before + bit] = __viaddmin_s32(
+          cost[2 + before], errors[2 * (1 - bit) + before], zero);
+    }
+  }
+#pragma unroll
+  for (int state = 0; state < 4; ++state) cost[state] = extended[state];
+}
+
+// Begin the paths, in state zero, with codes 0 and 1.
+__device__ __forceinline__ void begin(int (&cost)[4], const int (&first)[4],
+                                      const int (&second)[4]) {
+#pragma unroll
+  for (int before = 0; before < 2; ++before) {
+#pragma unroll
+    for (int bit = 0; bit < 2; ++bit) {
+      cost[2 * before + bit] = first[2 * before] + second[2 * bit + before];
+    }
+  }
+}
+
+// Path bits are kept beside costs, of half of a group at a time and of the
+// state before it.
+constexpr int HALF_PATH = SCALE_GROUP / 2;
+constexpr int PATH_BITS = HALF_PATH + 2;
+constexpr int PATH = (1 << PATH_BITS) - 1;
+
+__device__ __forceinline__ int select_state(const int (&of_states)[4],
+                                            int state) {
+  const int low = state % 2 == 0 ? of_states[0] : of_states[1];
+  const int high = state % 2 == 0 ? of_states[2] : of_states[3];
+  return state < 2 ? low : high;
+}
+
+// Error of the best path of a group.
+__device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
+                                             const Windows& windows) {
+  int cost[4], first[4];
+#pragma unroll
+  for (int e = 0; e < SCALE_GROUP; ++e) {
+    int errors[4];
+    windows.errors(x[e], windows.row(x[e]), errors);
+    if (e == 0) {
+#pragma unroll
+      for (int s = 0; s < 4; ++s) first[s] = errors[s];
+    } else if (e == 1) {
+      begin(cost, first, errors);
+    } else {
+      extend(cost, errors);
+    }
+  }
+  return min(min(cost[0], cost[1]), min(cost[2], cost[3]));
+}
+
+// The path of least error, bit e of which is b(e).
+//
+// A cost is an error, and below it the bits of its path since the middle or the
+// beginning, the newest highest: of equal errors the least cost is then that of
+// the path with the earlier bit zero. Bit b(e) is added with the errors of code
+// e + 1, whose subsets are odd if and only if it is set.
+__device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
+                                           float factor, const Windows& windows,
+                                           uint32_t (&rows)[SCALE_GROUP]) {
+  int cost[4], first[4], early[4];
+#pragma unroll
+  for (int e = 0; e < SCALE_GROUP; ++e) {
+    const float scaled = __fmul_rn(x[e], factor);
+    rows[e] = windows.row(scaled);
+    int errors[4];
+    windows.errors(scaled, rows[e], errors);
+    // b(e - 1) is bit e - 1 in the first half, bit e - 7 in the second.
+    const int bit =
+        e == 0 ? 0 : 1 << (e <= HALF_PATH - 1 ? e - 1 : e - HALF_PATH + 1);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      errors[s] = (errors[s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
+    }
+    if (e == 0) {
+#pragma unroll
+      for (int s = 0; s < 4; ++s) first[s] = errors[s];
+    } else if (e == 1) {
+      begin(cost, first, errors);
+    } else {
+      extend(cost, errors);
+    }
+    if (e == HALF_PATH - 1) {
+#pragma unroll
+      for (int state = 0; state < 4; ++state) {
+        early[state] = (cost[state] & PATH) + (state % 2 << (HALF_PATH - 1));
+        cost[state] = (cost[state] & ~PATH) + state / 2;
+      }
+    }
+  }
+  int best = 0x7FFFFFFF;
+#pragma unroll
+  for (int state = 0; state < 4; ++state) {
+    best = min(best, cost[state] >> PATH_BITS << 2 | state);
+  }
+  const int state = best & 3;
+  const int late =
+      (select_state(cost, state) & PATH) + (state % 2 << (PATH_BITS - 1));
+  // The lowest bits of `late` are b(6) and b(7).
+  const int first_half = select_state(early, (late & 1) << 1 | (late >> 1 & 1));
+  return first_half + (late >> 2 << HALF_PATH);
+}
+
+// Bit i of 16 moved to bit 2 * i.
+__device__ __forceinline__ uint32_t spread(uint32_t x) {
+  x = (x | x << 8) & 0x00FF00FFu;
+  x = (x | x << 4) & 0x0F0F0F0Fu;
+  x = (x | x << 2) & 0x33333333u;
+  return (x | x << 1) & 0x55555555u;
+}
+
+// Bits 2 * e and above: the subset of code e of a path.
+__device__ __forceinline__ uint32_t subsets_of(uint32_t path) {
+  const uint32_t before = path << 1 & 0xFFFFu;
+  const uint32_t differs = (path ^ path << 2) & 0xFFFFu;
+  return spread(before) | spread(differs) << 1;
+}
+
+// Four times the subset of code e.
+__device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
+  return (e == 0 ? subsets << 2 : subsets >> (2 * e - 2)) & 0xC;
+}
+
+// See reference_codec._unbiased: the factor of a key whose paths are best.
+__device__ __forceinline__ float trellis_factor(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE]) {
+  const int square = square_of(x);
+  Unbiasing key = Unbiasing::of<1>(square);
+#pragma unroll 1
+  for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
+    int rest = square;
+    uint32_t found[GROUPS_A_LANE];
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      uint32_t rows[SCALE_GROUP];
+      found[j] = search(x[j], key.next, windows[j], rows);
+      const uint32_t subsets = subsets_of(found[j]);
+#pragma unroll
+      for (int e = 0; e < SCALE_GROUP; ++e) {
+        const float level = load_shared(rows[e] | subset_offset(subsets, e));
+        const float decoded = __fmul_rn(level, windows[j].scale);
+        rest -= __float_as_int(rounded_product(x[j][e], decoded));
+      }
+    }
+    if (key.update(round, reduce_vector<Sum, 1>(rest, round))) {
+#pragma unroll
+      for (int j = 0; j < GROUPS_A_LANE; ++j) paths[j] = found[j];
+    }
+  }
+  return key.factor;
+}
+
+// The branches of a path, two bits each.
+template <int N>
+__device__ __forceinline__ uint32_t branches_of(const float (&x)[N],
+                                                float factor,
+                                                const Windows& windows,
+                                                uint32_t subsets) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const uint32_t window =
+        (windows.row(__fmul_rn(x[e], factor)) - windows.base) / WINDOW_BYTES;
+    const uint32_t subset = subsets >> (2 * e) & 3;
+    word |= (window + NUM_SUBSETS - 1 - subset) / NUM_SUBSETS << (2 * e);
+  }
+  return word;
+}
+
+// Paths and branches of a vector.
+template <bool IS_KEY>
+__device__ __forceinline__ void paths_of(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE],
+    uint32_t (&branches)[GROUPS_A_LANE]) {
+  float factor = 1.0f;
+  if constexpr (IS_KEY) {
+    factor = trellis_factor(x, windows, paths);
+  } else {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      uint32_t rows[SCALE_GROUP];
+      paths[j] = search(x[j], factor, windows[j], rows);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    branches[j] = branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
+  }
+}
+
+// Quantise a vector to three bits and write it.
+//
+// x: normalised, with signs. codes: the side's code plane. scales: the
+// vector's. PARTS: lanes that have the same group, and share the candidates of
+// its scale.
+template <bool IS_KEY, int PARTS>
+__device__ __forceinline__ void encode_3_bits(
+    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
+    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
+  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  int scale_codes[GROUPS_A_LANE];
+  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
+  const int part = part_of_lane<PARTS>();
+#pragma unroll 1
+  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += PARTS) {
+#pragma unroll
+    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+      const int code = scale_candidate(floors[j], first + part);
+      const Windows windows(scale_value(code), normaliser, GUESS, tables);
+      const int error = trellis_error(x[j], windows);
+#pragma unroll
+      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
+        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
+      }
+    }
+  }
+  scales_in_reach<PARTS>(floors, errors, scale_codes);
+
+  Windows windows[GROUPS_A_LANE];
+  uint32_t paths[GROUPS_A_LANE];
+  uint32_t branches[GROUPS_A_LANE];
+#pragma unroll
+  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    windows[j] =
+        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+  }
+  paths_of<IS_KEY>(x, windows, paths, branches);
+  store_paths<IS_KEY, PARTS>(branches, paths, codes, token,
+                             scales != nullptr && part == 0);
+  store_scales<PARTS>(scale_codes, scales);
+}
+
+}  // namespace turbo

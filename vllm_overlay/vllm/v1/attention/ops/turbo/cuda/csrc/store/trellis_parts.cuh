@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The search for a group's best path by the lanes that share it: each extends
+// paths from every state by its own codes, four in a row, and then the lanes
+// join theirs one after the other. See trellis.cuh.
+#pragma once
+
+#include "store/trellis.cuh"
+
+namespace turbo {
+
+constexpr int PATH_PARTS = SINGLE_PARTS;
+constexpr int PART_CODES = SCALE_GROUP / PATH_PARTS;
+static_assert(PATH_PARTS == 4 && PART_CODES == 4);
+
+// Costs of the best paths from each state to each by a part's codes.
+using Transfers = int[4][4];
+
+// errors: of a part's codes by subset, with path bits.
+__device__ __forceinline__ void extend_part(
+    const int (&errors)[PART_CODES][NUM_SUBSETS], Transfers& costs) {
+#pragma unroll
+  for (int from = 0; from < 4; ++from) {
+    const int first = from / 2, second = from % 2;
+#pragma unroll
+    for (int state = 0; state < 4; ++state) {
+      const int before = state / 2, bit = state % 2;
+      costs[from][state] = errors[0][2 * (before ^ first) + second] +
+                           errors[1][2 * (bit ^ second) + before];
+    }
+#pragma unroll
+    for (int i = 2; i < PART_CODES; ++i) extend(costs[from], errors[i]);
+  }
+}
+
+// Costs of the paths from state zero, in the last part those of the group.
+//
+// early: in the second part, path bits of the group's first half.
+__device__ __forceinline__ void join_parts(const Transfers& costs,
+                                           int (&joined)[4], int (&early)[4]) {
+  const int part = part_of_lane<PATH_PARTS>();
+#pragma unroll
+  for (int state = 0; state < 4; ++state) joined[state] = costs[0][state];
+#pragma unroll
+  for (int i = 1; i < PATH_PARTS; ++i) {
+    int before[4];
+#pragma unroll
+    for (int from = 0; from < 4; ++from) {
+      before[from] = __shfl_up_sync(FULL_MASK, joined[from], 1, PATH_PARTS);
+      if (i == PATH_PARTS / 2) {
+        // Path bits begin anew with the state's.
+        before[from] =
+            part == i ? (before[from] & ~PATH) + from / 2 : before[from];
+      }
+    }
+#pragma unroll
+    for (int state = 0; state < 4; ++state) {
+      int least = before[0] + costs[0][state];
+#pragma unroll
+      for (int from = 1; from < 4; ++from) {
+        least = __viaddmin_s32(before[from], costs[from][state], least);
+      }
+      joined[state] = part == i ? least : joined[state];
+    }
+    if (i == PATH_PARTS / 2 - 1) {
+#pragma unroll
+      for (int state = 0; state < 4; ++state) {
+        early[state] = (joined[state] & PATH) + (state % 2 << (HALF_PATH - 1));
+      }
+    }
+  }
+}
+
+// The best path of a group, and its error.
+struct FoundPath {
+  int error;
+  uint32_t path;
+};
+
+// x: the part's coordinates, times the factor of a key.
+__device__ __forceinline__ FoundPath
+search_parts(const float (&x)[PART_CODES], const Windows& windows,
+             uint32_t (&rows)[PART_CODES]) {
+  const int part = part_of_lane<PATH_PARTS>();
+  // As in `search`: b(e - 1) is bit e - 1 in the first half, else e - 7.
+  const int first_bit = part % 2 * PART_CODES + (part < PATH_PARTS / 2 ? 0 : 2);
+  int errors[PART_CODES][NUM_SUBSETS];
+#pragma unroll
+  for (int i = 0; i < PART_CODES; ++i) {
+    rows[i] = windows.row(x[i]);
+    windows.errors(x[i], rows[i], errors[i]);
+    const int bit = 1 << (first_bit + i) >> 1;
+#pragma unroll
+    for (int s = 0; s < NUM_SUBSETS; ++s) {
+      errors[i][s] = (errors[i][s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
+    }
+  }
+  Transfers costs;
+  extend_part(errors, costs);
+  int joined[4], early[4];
+  join_parts(costs, joined, early);
+
+  int best = 0x7FFFFFFF;
+#pragma unroll
+  for (int state = 0; state < 4; ++state) {
+    best = min(best, joined[state] >> PATH_BITS << 2 | state);
+  }
+  const int state = best & 3;
+  const int late =
+      (select_state(joined, state) & PATH) + (state % 2 << (PATH_BITS - 1));
+  // The lowest bits of `late` are b(6) and b(7).
+  const int of_last = __shfl_sync(FULL_MASK, late, PATH_PARTS - 1, PATH_PARTS);
+  const int middle = (of_last & 1) << 1 | (of_last >> 1 & 1);
+  const int first_half = __shfl_sync(FULL_MASK, select_state(early, middle),
+                                     PATH_PARTS / 2 - 1, PATH_PARTS);
+  FoundPath found;
+  found.error = __shfl_sync(FULL_MASK, best >> 2, PATH_PARTS - 1, PATH_PARTS);
+  found.path = first_half + (of_last >> 2 << HALF_PATH);
+  return found;
+}
+
+// Bits 2 * i and above: the subset of the part's code i.
+__device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
+  return subsets_of(path) >> (2 * PART_CODES * part_of_lane<PATH_PARTS>());
+}
+
+// Products of a part's coordinates and what is decoded of a path, as the bits
+// of floats, see rounded_product.
+__device__ __forceinline__ int products_of_part(
+    const float (&x)[PART_CODES], const uint32_t (&rows)[PART_CODES],
+    float scale, uint32_t path) {
+  const uint32_t subsets = subsets_of_part(path);
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < PART_CODES; ++i) {
+    const float level = load_shared(rows[i] | subset_offset(subsets, i));
+    sum += __float_as_int(rounded_product(x[i], __fmul_rn(level, scale)));
+  }
+  return sum;
+}
+
+// Quantise a vector to three bits and write it.
+//
+// x: the part's coordinates, normalised, with signs. codes: the side's code
+// plane. scales: the vector's.
+template <bool IS_KEY, int J>
+__device__ __forceinline__ void encode_3_bits_by_parts(
+    const float (&x)[J][PART_CODES], const int (&floors)[J], float normaliser,
+    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
+  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  constexpr int ROUNDS = IS_KEY ? UNBIAS_ROUNDS + 1 : 1;
+  int scale_codes[J] = {};
+  int errors[J][NUM_SCALE_CANDIDATES];
+  Windows windows[J];
+  uint32_t paths[J];
+  int square = 0;
+  Unbiasing key;
+  if constexpr (IS_KEY) {
+    square = square_of(x);
+    key = Unbiasing::of<PATH_PARTS>(square);
+  }
+  // Candidates of the scale, then rounds: one search, that it is fetched once.
+#pragma unroll 1
+  for (int step = 0; step < NUM_SCALE_CANDIDATES + ROUNDS; ++step) {
+    const int round = step - NUM_SCALE_CANDIDATES;
+    if (round == 0) scales_in_reach<PATH_PARTS>(floors, errors, scale_codes);
+    int rest = square;
+    uint32_t found[J];
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const int code =
+          round < 0 ? scale_candidate(floors[j], step) : scale_codes[j];
+      windows[j] = Windows(scale_value(code), normaliser, GUESS, tables);
+      float scaled[PART_CODES];
+#pragma unroll
+      for (int i = 0; i < PART_CODES; ++i) {
+        scaled[i] = IS_KEY ? __fmul_rn(x[j][i], key.next) : x[j][i];
+      }
+      uint32_t rows[PART_CODES];
+      const FoundPath best = search_parts(scaled, windows[j], rows);
+#pragma unroll
+      for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
+        errors[j][k] = step == k ? best.error : errors[j][k];
+      }
+      found[j] = best.path;
+      if (IS_KEY && round >= 0) {
+        rest -= products_of_part(x[j], rows, windows[j].scale, found[j]);
+      }
+    }
+    bool is_best = true;
+    if (IS_KEY && round >= 0) {
+      is_best = key.update(round, reduce_vector<Sum, PATH_PARTS>(rest, round));
+    }
+#pragma unroll
+    for (int j = 0; j < J; ++j) paths[j] = is_best ? found[j] : paths[j];
+  }
+
+  uint32_t branches[J];
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const uint32_t of_part =
+        branches_of(x[j], key.factor, windows[j], subsets_of_part(paths[j]));
+    const int shift = 2 * PART_CODES * part_of_lane<PATH_PARTS>();
+    branches[j] =
+        reduce_parts<Sum, PATH_PARTS>(static_cast<int>(of_part << shift));
+  }
+  store_paths<IS_KEY, PATH_PARTS>(
+      branches, paths, codes, token,
+      scales != nullptr && part_of_lane<PATH_PARTS>() == 0);
+  store_scales<PATH_PARTS>(scale_codes, scales);
+}
+
+}  // namespace turbo

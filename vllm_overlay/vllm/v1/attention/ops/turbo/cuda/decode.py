@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
+
+As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly among
+its warps, whatever the lengths. ``cuda_merge`` joins the partial results.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    CudaModule,
+    build_and_load,
+    shared_memory,
+)
+from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    count_sequences,
+    half2_bits,
+)
+
+SUPPORTED_HEAD_SIZES = (64, 128, 256)
+# Bits of a trellis-coded code in the plane of branches; the path has one more.
+BRANCH_BITS = 2
+# Queries of a KV head up to which the tensor core's columns are shared by two halves
+# of the work.
+MAX_PAIRED_QUERIES = 4
+# Warps a block, one block a multiprocessor; multiples of the team size in
+# segment.cuh. More leave too few registers. Two pairs of tiles a warp are in flight.
+_TEAM_WARPS = 4
+_TILES_IN_FLIGHT = 4
+# Splits of all query tokens of a batch that there is room for in any case.
+_MAX_PARTIALS = 4096
+# Queries in int8, each column's for both halves of the scale groups; a few numbers.
+_QUERY_COLUMNS = 2 * 8
+_SHARED_BYTES_BESIDE_TILES = 256
+
+
+def _max_warps(head_size: int, paired: bool) -> int:
+    if head_size > 128:
+        return 8
+    return 16 if head_size < 128 and paired else 12
+
+
+def _word(values: list[int]) -> str:
+    return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
+
+
+def constants_header(layout: TurboFormat) -> str:
+    """The C++ header with the constants of a layout."""
+    integers = [round(m * fmt.KEY_LEVEL_UNIT) for m in layout.key_codebook.magnitudes]
+    negative = [-m for m in reversed(integers)]
+    positive = [m + 1 for m in reversed(integers)]
+    linear, quadratic = layout.value_codebook.coefficients
+    words = layout.scale_words
+    key_branch_bits = BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
+    constants = {
+        "HEAD_SIZE": layout.head_size,
+        "NUM_UNITS": layout.num_units,
+        "KEY_BITS": layout.key_bits,
+        "VALUE_BITS": layout.value_bits,
+        "KEY_BRANCH_BITS": key_branch_bits,
+        "KEY_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * key_branch_bits // 8,
+        "VALUE_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * BRANCH_BITS // 8,
+        "TILE_TOKENS": fmt.TILE_TOKENS,
+        "TILE_BYTES": layout.tile_bytes,
+        "VALUE_CODES_OFFSET": layout.value_codes_offset,
+        "KEY_SCALES_OFFSET": layout.key_scales_offset,
+        "VALUE_SCALES_OFFSET": layout.value_scales_offset,
+        "SCALE_SHIFT": fmt.SCALE_SHIFT,
+        "SCALE_DELTA_BITS": words.delta_bits,
+        "SCALE_DELTA_STEP": words.delta_step,
+        "KEY_NEGATIVE_LOW": _word(negative[:4]),
+        "KEY_NEGATIVE_HIGH": _word(negative[4:]),
+        "KEY_POSITIVE_LOW": _word(positive[:4]),
+        "KEY_POSITIVE_HIGH": _word(positive[4:]),
+        "KEY_LEVEL_UNIT": f"{float(fmt.KEY_LEVEL_UNIT)}f",
+        "VALUE_LINEAR": f"{half2_bits(linear)}u",
+        "VALUE_QUADRATIC": f"{half2_bits(quadratic)}u",
+    }
+    lines = ["#pragma once", ""]
+    lines += [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join(lines) + "\n"
+
+
+def unsupported_reason(layout: TurboFormat) -> str | None:
+    """Why a layout has no CUDA kernels of attention; None if it has."""
+    if layout.head_size not in SUPPORTED_HEAD_SIZES:
+        return f"head size {layout.head_size} has no CUDA decode kernel"
+    return None
+
+
+def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
+    """Warps a block, of which ``shared_bytes`` of shared memory serve all."""
+    per_warp = _TILES_IN_FLIGHT * layout.tile_bytes + _SHARED_BYTES_BESIDE_TILES
+    per_warp += _QUERY_COLUMNS * layout.head_size
+    fitting = shared_bytes // per_warp // _TEAM_WARPS * _TEAM_WARPS
+    assert fitting > 0, (layout, shared_bytes)
+    return min(_max_warps(layout.head_size, paired), fitting)
+
+
+def is_paired(num_queries: int) -> bool:
+    """Which module serves so many queries of a sequence and KV head."""
+    return num_queries <= MAX_PAIRED_QUERIES
+
+
+def instance(layout: TurboFormat, paired: bool) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}{'_paired' if paired else ''}"
+
+
+def module(layout: TurboFormat, paired: bool, shared_bytes: int) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory.
+
+    Raises:
+        RuntimeError: If there is no instance for the layout.
+
+    """
+    reason = unsupported_reason(layout)
+    if reason is not None:
+        raise RuntimeError(reason)
+    warps = num_warps(layout, paired, shared_bytes)
+    return CudaModule(
+        "decode",
+        instance(layout, paired),
+        "turbo_constants.h",
+        constants_header(layout),
+        (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
+    )
+
+
+def load(
+    layout: TurboFormat, num_queries: int, device: torch.device
+) -> Callable[..., None]:
+    """Build, if need be, and load the kernel for a number of queries.
+
+    Args:
+        layout: The cache's format.
+        num_queries: Queries of a sequence and KV head: query heads, times tokens.
+        device: Where it is to run.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    return load_instance(layout, is_paired(num_queries), device)
+
+
+@cache
+def load_instance(
+    layout: TurboFormat, paired: bool, device: torch.device
+) -> Callable[..., None]:
+    """As ``load``, of one of the two modules of a layout."""
+    return build_and_load(module(layout, paired, shared_memory(device)), device)
+
+
+def num_kv_splits(
+    num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
+) -> int:
+    """Splits a sequence at most: room for partial results.
+
+    The kernel itself decides on the ranges that its warps attend to, by lengths. A
+    sequence that is as long as all others together, or alone, is to have teams of
+    warps on every multiprocessor, unless the batch is so large that room for it would
+    cost too much.
+
+    Args:
+        num_seqs: Sequences in the (padded) batch.
+        num_kv_heads: KV heads.
+        num_sms: Multiprocessors of the GPU.
+        query_len: Query tokens a sequence.
+
+    """
+    num_seqs = max(1, num_seqs)
+    teams = num_sms * _max_warps(128, True) // _TEAM_WARPS
+    alone = -(-teams // num_kv_heads) + 1
+    average = -(-teams * _TEAM_WARPS // (num_seqs * num_kv_heads))
+    room = max(_MAX_PARTIALS // (num_seqs * query_len), 2 * average + 1)
+    return max(2, min(MAX_KV_SPLITS, alone, room))
+
+
+def attend(
+    load_kernel: Callable[[TurboFormat, int, torch.device], Callable[..., None]],
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: TurboFormat,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    newest: NewestToken | None,
+    query_len: int,
+    query_start_loc: torch.Tensor | None,
+) -> None:
+    """Run a kernel that makes partial results of pages, and the merge of these.
+
+    ``load_kernel`` gives the kernel of a layout, number of queries of a sequence and KV
+    head, and device. The other arguments are those of ``decode_attention``.
+
+    """
+    num_tokens, num_heads, _ = rotated_query.shape
+    num_kv_heads = kv_cache.shape[1]
+    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
+    if num_seqs == 0:
+        return
+    num_splits = partial.shape[0] // (num_seqs * query_len)
+    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    num_queries = num_heads // num_kv_heads * query_len
+    load_kernel(layout, num_queries, kv_cache.device)(
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        seq_lens,
+        partial,
+        partial_lse,
+        query_start_loc,
+        num_seqs,
+        query_len,
+        newest is not None,
+    )
+    merge_splits(
+        partial,
+        partial_lse,
+        seq_lens,
+        output,
+        num_kv_heads,
+        newest,
+        query_len=query_len,
+        query_start_loc=query_start_loc,
+    )
+
+
+def decode_attention(
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: TurboFormat,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    newest: NewestToken | None = None,
+    query_len: int = 1,
+    query_start_loc: torch.Tensor | None = None,
+) -> None:
+    """Attend from each sequence's last tokens to its cached tokens, causally.
+
+    Arguments are those of ``triton_decode.decode_attention``, of a layout without an
+    ``unsupported_reason``, with blocks and heads of the cache at multiples of 16 bytes.
+    S is the most splits of a sequence; with S = 1 a result does not depend on the rest
+    of the batch.
+
+    Raises:
+        RuntimeError: If the kernels cannot be built; see ``build_and_load`` for what
+            their functions raise.
+
+    """
+    attend(
+        load,
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        seq_lens,
+        layout,
+        partial,
+        partial_lse,
+        output,
+        newest,
+        query_len,
+        query_start_loc,
+    )

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention of a few dozen query tokens to packed pages, as a CUDA kernel.
+
+It is for prefix hits and short continuations of long contexts. As ``cuda_decode``,
+with the same partial results, but what is read of a page is decoded once for up to 64
+queries of a KV head. Queries are used in fp16 as they are, and keys are decoded to
+fp16 exactly, so scores have no error but that of the products' fp32 sums.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    CudaModule,
+    build_and_load,
+    shared_memory,
+)
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    NewestToken,
+    half2_bits,
+)
+
+# Queries of a KV head that attend at once; more do in further passes.
+COLUMNS = (32, 64)
+# kStepTiles of extend/segment.cuh.
+_STEP_TILES = 8
+# Stages of tiles, where shared memory has room: one is copied while one is read.
+_MAX_STAGES = 2
+# What a column takes beside queries and weights, and a warp's part of it.
+_COLUMN_BYTES = 24
+_WARP_COLUMN_BYTES = 4
+_ALIGNMENT = 128
+# Blocks a multiprocessor that work is divided among, and the splits of all query
+# tokens of a batch that there is room for in any case.
+_BLOCKS_PER_SM = 2
+_MAX_PARTIALS = 4096
+# Mantissa bits of fp16.
+_FRACTION_BITS = 10
+
+
+def constants_header(layout: TurboFormat) -> str:
+    """The C++ header with the constants of a layout."""
+    linear, cubic = layout.key_codebook.coefficients
+    unit = fmt.KEY_LEVEL_UNIT
+    constants = {
+        "KEY_LINEAR": linear / unit,
+        "KEY_CUBIC": cubic / unit,
+        # In fp16 a sum with it is a multiple of 1 / unit.
+        "KEY_ROUNDING": 1.5 * 2**_FRACTION_BITS / unit,
+    }
+    lines = [
+        f"#define {name} {half2_bits(value)}u" for name, value in constants.items()
+    ]
+    return cuda_decode.constants_header(layout) + "\n".join(lines) + "\n"
+
+
+def num_columns(num_rows: int) -> int:
+    """Queries at once, of so many a sequence and KV head."""
+    return next((n for n in COLUMNS if num_rows <= n), COLUMNS[-1])
+
+
+def num_warps(layout: TurboFormat) -> int:
+    """Warps a block: each has up to 32 coordinates of the output."""
+    return 8 if layout.head_size > 128 else 4
+
+
+def num_stages(layout: TurboFormat, columns: int, shared_bytes: int) -> int:
+    """Stages of tiles of a block, which has ``shared_bytes`` of shared memory."""
+    tokens = _STEP_TILES * fmt.TILE_TOKENS
+    per_column = 2 * (layout.head_size + tokens) + _COLUMN_BYTES
+    per_column += num_warps(layout) * _WARP_COLUMN_BYTES
+    left = shared_bytes - columns * per_column - _ALIGNMENT
+    fitting = left // (_STEP_TILES * layout.tile_bytes)
+    assert fitting > 0, (layout, columns, shared_bytes)
+    return min(_MAX_STAGES, fitting)
+
+
+def instance(layout: TurboFormat, columns: int) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}_c{columns}"
+
+
+def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory.
+
+    Raises:
+        RuntimeError: If there is no instance for the layout.
+
+    """
+    reason = cuda_decode.unsupported_reason(layout)
+    if reason is not None:
+        raise RuntimeError(reason)
+    flags = {
+        "COLUMNS": columns,
+        "WARPS": num_warps(layout),
+        "STAGES": num_stages(layout, columns, shared_bytes),
+        "MAX_SHARED_BYTES": shared_bytes,
+    }
+    return CudaModule(
+        "extend",
+        instance(layout, columns),
+        "turbo_constants.h",
+        constants_header(layout),
+        tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
+    )
+
+
+def load(
+    layout: TurboFormat, num_rows: int, device: torch.device
+) -> Callable[..., None]:
+    """Build, if need be, and load the kernel for a number of queries.
+
+    Args:
+        layout: The cache's format.
+        num_rows: Queries of a sequence and KV head: query heads, times tokens.
+        device: Where it is to run.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    return load_instance(layout, num_columns(num_rows), device)
+
+
+@cache
+def load_instance(
+    layout: TurboFormat, columns: int, device: torch.device
+) -> Callable[..., None]:
+    """As ``load``, of one of the modules of a layout."""
+    return build_and_load(module(layout, columns, shared_memory(device)), device)
+
+
+def num_kv_splits(
+    num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
+) -> int:
+    """Splits a sequence at most: room for partial results.
+
+    As ``cuda_decode.num_kv_splits``, with blocks in place of warps: the kernel itself
+    decides on the ranges, by lengths, and a sequence that is alone is to have all
+    blocks, unless the batch is so large that room for it would cost too much.
+
+    Args:
+        num_seqs: Sequences in the (padded) batch.
+        num_kv_heads: KV heads.
+        num_sms: Multiprocessors of the GPU.
+        query_len: Query tokens a sequence.
+
+    """
+    num_seqs = max(1, num_seqs)
+    blocks = num_sms * _BLOCKS_PER_SM
+    alone = -(-blocks // num_kv_heads) + 1
+    average = -(-blocks // (num_seqs * num_kv_heads))
+    room = max(_MAX_PARTIALS // (num_seqs * query_len), average + 1)
+    return max(2, min(MAX_KV_SPLITS, alone, room))
+
+
+def extend_attention(
+    rotated_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: TurboFormat,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    newest: NewestToken | None = None,
+    query_len: int = 1,
+    query_start_loc: torch.Tensor | None = None,
+) -> None:
+    """Attend from each sequence's last tokens to its cached tokens, causally.
+
+    With ``newest`` the cache is read up to the query tokens, and the merge attends to
+    these, one after the other. With S = 1 a result does not depend on the rest of the
+    batch.
+
+    Args:
+        rotated_query: (T, Hq, D) fp16 contiguous, from ``cuda_store.store``; a
+            sequence's tokens one after the other.
+        query_scale: (T, Hq) fp32 contiguous, likewise: factors of the scores.
+        kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a (block, head)
+            contiguous, blocks and heads at multiples of 16 bytes.
+        block_table: (>= B, max_blocks) int32, last axis contiguous.
+        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
+            output is zero.
+        layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
+        partial: (B * S * Q, Hq, D) fp32 scratch, contiguous; S splits a sequence, at
+            most ``MAX_KV_SPLITS``.
+        partial_lse: (B * S * Q, Hq) fp32 scratch, contiguous.
+        output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
+        newest: The query tokens, to be attended to in place of what the cache holds
+            of them; None to read them from the cache.
+        query_len: Q, query tokens a sequence, at most.
+        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
+            the last is not written. None if each has Q, so that T = B * Q.
+
+    Raises:
+        RuntimeError: If the kernel cannot be built.
+
+    """
+    cuda_decode.attend(
+        load,
+        rotated_query,
+        query_scale,
+        kv_cache,
+        block_table,
+        seq_lens,
+        layout,
+        partial,
+        partial_lse,
+        output,
+        newest,
+        query_len,
+        query_start_loc,
+    )

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which modules of CUDA kernels serving may ask for, so that all are built before."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+
+class ModuleLoader(NamedTuple):
+    """Builds, if need be, and loads a module when it is called.
+
+    Attributes:
+        name: The kernel and what it is an instance for, as the build's log has them.
+        load: Of the module, whose function it returns.
+
+    """
+
+    name: str
+    load: Callable[[], Callable[..., None]]
+
+    def __call__(self) -> Callable[..., None]:
+        return self.load()
+
+
+def serving_modules(
+    layout: TurboFormat,
+    group: int,
+    max_query_len: int,
+    max_extend_len: int,
+    device: torch.device | None = None,
+) -> list[ModuleLoader]:
+    """All modules that a layer's batches may ask for, each once.
+
+    They may be called side by side, in threads.
+
+    Args:
+        layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
+        group: Query heads a KV head.
+        max_query_len: Query tokens of a sequence that is decoded, at most.
+        max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.
+        device: The GPU; None for the current one.
+
+    """
+    if device is None:
+        device = torch.device("cuda", torch.accelerator.current_device_index())
+    head_size = layout.head_size
+    loads: dict[str, Callable[[], Callable[..., None]]] = {
+        f"store {cuda_store.instance(layout)}": partial(
+            cuda_store.load, layout, device
+        ),
+        f"merge {head_size}": partial(cuda_merge.load, head_size, device),
+    }
+    for query_len in range(1, max_query_len + 1):
+        paired = cuda_decode.is_paired(group * query_len)
+        loads[f"decode {cuda_decode.instance(layout, paired)}"] = partial(
+            cuda_decode.load_instance, layout, paired, device
+        )
+    for query_len in range(1, max_extend_len + 1):
+        columns = cuda_extend.num_columns(group * query_len)
+        loads[f"extend {cuda_extend.instance(layout, columns)}"] = partial(
+            cuda_extend.load_instance, layout, columns, device
+        )
+    return [ModuleLoader(name, load) for name, load in loads.items()]

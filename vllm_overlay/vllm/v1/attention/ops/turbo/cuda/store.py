@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Store as a CUDA kernel, built by FlashInfer's JIT: see triton_store."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda.constants import (
+    constants_header,
+    level_tables,
+    rotation_fragments,
+    single_fragments,
+)
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import LOG2_E
+
+
+class StoreTuning(NamedTuple):
+    """How the store kernel is launched.
+
+    Attributes:
+        parts: Lanes that share a scale group; more are faster for few tokens only.
+        threads: Threads a block.
+
+    """
+
+    parts: int
+    threads: int
+
+
+# Up to so many K and V vectors four lanes share a group, and up to so many two, on an
+# H200 with D = 128 and cold caches. A trellis is shared by four only.
+_FEW_VECTORS = {
+    "turbo4": ((2048, 4), (16384, 2)),
+    "k4v3": ((1024, 4), (8192, 2)),
+    "turbo3": ((2048, 4), (4096, 2)),
+}
+
+
+def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
+    """Launch parameters for so many K and V vectors."""
+    for limit, parts in _FEW_VECTORS[layout.name]:
+        if num_vectors <= limit:
+            return StoreTuning(parts, threads=128)
+    return StoreTuning(parts=1, threads=128)
+
+
+def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
+    """Numbers of tokens of which each takes other launch parameters."""
+    limits = [limit // (2 * num_kv_heads) for limit, _ in _FEW_VECTORS[layout.name]]
+    return sorted({1, *(limit + 1 for limit in limits)})
+
+
+def instance(layout: TurboFormat) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.head_size}"
+
+
+def module(layout: TurboFormat) -> CudaModule:
+    """What is built."""
+    return CudaModule(
+        "store",
+        instance(layout),
+        "turbo_store_constants.h",
+        constants_header(layout),
+        # The bytes are exact: no multiply-add may be fused.
+        ("-fmad=false",),
+    )
+
+
+@cache
+def load(layout: TurboFormat, device: torch.device) -> Callable[..., None]:
+    """Build, if need be, and load the kernel of a layout.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    return build_and_load(module(layout), device)
+
+
+def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The rotations of K and V, of single rows and of q, as the kernel loads them.
+
+    They, and the presets' tables of levels, are kept for good: make them before a CUDA
+    graph is captured.
+    """
+    for name in TURBO_PRESETS:
+        level_tables(TurboFormat.from_cache_dtype(name, head_size), device)
+    return (
+        rotation_fragments(head_size, device),
+        single_fragments(head_size, device),
+        rotation_fragments(head_size, device, for_query=True),
+    )
+
+
+@cache
+def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What the kernel reads beside its inputs: kv_matrix, single_matrix, query_matrix
+    and tables of params.cuh.
+    """
+    matrices = make_matrices(layout.head_size, device)
+    return (*matrices, level_tables(layout, device))
+
+
+def store(
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+    query: torch.Tensor | None = None,
+    rotated_query: torch.Tensor | None = None,
+    query_scale: torch.Tensor | None = None,
+    scale: float = 1.0,
+    tuning: StoreTuning | None = None,
+) -> None:
+    """Quantise K and V into their slots and, if given, rotate q for decoding.
+
+    Arguments are those of ``triton_store.store``, with blocks and heads of the cache at
+    multiples of 16 bytes, and vectors at multiples of 8.
+
+    Raises:
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
+
+    """
+    num_tokens = slot_mapping.shape[0]
+    num_queries = 0 if query is None else query.shape[0]
+    if num_tokens == 0 and num_queries == 0:
+        return
+    if tuning is None:
+        tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
+    device = kv_cache.device
+    load(layout, device)(
+        kv_cache,
+        slot_mapping,
+        key,
+        value,
+        *_constants(layout, device),
+        query,
+        rotated_query,
+        query_scale,
+        scale * LOG2_E * layout.key_codebook.gain,
+        *tuning,
+    )

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The turbo KV cache in PyTorch: what CPUs run, and what the kernels are held to."""
+
+from vllm.v1.attention.ops.turbo.reference.attention import attention
+from vllm.v1.attention.ops.turbo.reference.cache import load, store, tile_addresses
+from vllm.v1.attention.ops.turbo.reference.rotation import (
+    inverse_rotate,
+    rotate,
+    round_query,
+)
+
+__all__ = [
+    "attention",
+    "inverse_rotate",
+    "load",
+    "rotate",
+    "round_query",
+    "store",
+    "tile_addresses",
+]

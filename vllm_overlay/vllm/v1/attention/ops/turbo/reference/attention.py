@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention over the turbo KV cache in plain PyTorch, for CPU tensors."""
+
+import torch
+
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.metadata import TurboMetadata
+from vllm.v1.attention.ops.turbo.reference.cache import load
+from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one sequence, in the dtype of its arguments.
+
+    Args:
+        query: (Q, Hq, D), the last Q positions of the sequence.
+        key: (T, H, D).
+        value: (T, H, D).
+        scale: Factor of the scores.
+        causal: Whether query i sees only the first T - Q + i + 1 tokens.
+
+    Returns:
+        Output (Q, Hq, D) and natural log-sum-exp (Q, Hq).
+
+    """
+    num_queries, num_heads, _ = query.shape
+    num_tokens, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    key = key.repeat_interleave(group, 1)
+    value = value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,thd->hqt", query, key) * scale
+    if causal:
+        last = torch.arange(num_queries, device=query.device) + num_tokens - num_queries
+        hidden = torch.arange(num_tokens, device=query.device) > last[:, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(scores.float(), -1)
+    weights = torch.softmax(scores, -1)
+    return torch.einsum("hqt,thd->qhd", weights, value), lse.T
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    scale: float,
+    layout: TurboFormat,
+    output: torch.Tensor,
+) -> None:
+    """Causal attention of a batch, one sequence after the other, in fp32.
+
+    Args:
+        query: (T, Hq, D), the sequences' queries one after the other.
+        key: (T, H, D) keys of the query tokens; None to take them, like all
+            tokens before them, from the cache.
+        value: (T, H, D), likewise.
+        kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
+        block_table: (R, max_blocks).
+        query_start_loc: R + 1 offsets into ``query``.
+        seq_lens: R lengths, the query tokens included.
+        scale: Softmax scale.
+        layout: The cache's format.
+        output: (T, Hq, D), written.
+
+    """
+    block_size = kv_cache.shape[2]
+    bounds = zip(query_start_loc, query_start_loc[1:], seq_lens)
+    for row, (begin, end, seq_len) in enumerate(bounds):
+        if begin == end:
+            continue
+        positions = torch.arange(seq_len, device=query.device)
+        blocks = block_table[row, positions // block_size].long()
+        slots = blocks * block_size + positions % block_size
+        if key is not None and value is not None:
+            slots = slots[: seq_len - (end - begin)]
+        keys, values = load(kv_cache, slots, layout)
+        keys = inverse_rotate(keys) * layout.key_codebook.gain
+        values = inverse_rotate(values)
+        if key is not None and value is not None:
+            keys = torch.cat([keys, key[begin:end].float()])
+            values = torch.cat([values, value[begin:end].float()])
+        result, _ = attention(query[begin:end].float(), keys, values, scale)
+        output[begin:end] = result.to(output.dtype)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: TurboMetadata,
+    scale: float,
+    layout: TurboFormat,
+    stored: bool,
+    output: torch.Tensor,
+) -> None:
+    """Attention of a batch's decodes, whose tokens are stored.
+
+    Args:
+        query: (T, Hq, D), of the whole batch, like all below.
+        key: (T, H, D).
+        value: (T, H, D).
+        kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
+        metadata: Of the batch.
+        scale: Softmax scale.
+        layout: The cache's format.
+        stored: Whether query tokens, too, are read from the cache.
+        output: (T, Hq, D), of which the decodes' rows are written.
+
+    """
+    num_tokens = metadata.num_decode_tokens
+    start_loc = metadata.decode_start_loc
+    if start_loc is None:
+        start_loc = torch.arange(0, num_tokens + 1, metadata.decode_query_len)
+    paged_attention(
+        query[:num_tokens],
+        None if stored else key[:num_tokens],
+        None if stored else value[:num_tokens],
+        kv_cache,
+        metadata.block_table,
+        start_loc.tolist(),
+        metadata.seq_lens[: metadata.num_decodes].tolist(),
+        scale,
+        layout,
+        output[:num_tokens],
+    )
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: TurboMetadata,
+    scale: float,
+    layout: TurboFormat,
+    stored: bool,
+    output: torch.Tensor,
+) -> None:
+    """Attention of a batch's prefills; arguments are ``decode_attention``'s."""
+    prefill = metadata.prefill
+    if prefill is None:
+        return
+    rows = slice(metadata.num_short_tokens, query.shape[0])
+    paged_attention(
+        query[rows],
+        None if stored else key[rows],
+        None if stored else value[rows],
+        kv_cache,
+        prefill.block_table,
+        prefill.query_start_loc_cpu.tolist(),
+        prefill.seq_lens_cpu.tolist(),
+        scale,
+        layout,
+        output[rows],
+    )

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Bytes of the levels and scales of rotated vectors in PyTorch.
+
+The executable form of ``format``'s words. Shapes: D the head size, G = D / 16 scale
+groups, S bytes of scales a vector.
+"""
+
+from functools import cache
+
+import torch
+
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import ScaleWords
+from vllm.v1.attention.ops.turbo.reference.codec import by_group, from_groups
+
+
+def pack_scales(scale_codes: torch.Tensor, words: ScaleWords) -> torch.Tensor:
+    """Bytes of a vector's scales: (..., G) to (..., S), both uint8."""
+    codes = scale_codes.long().unflatten(-1, (words.num_words, words.word_groups))
+    base = codes.amax(-1)
+    deltas = (base[..., None] - codes) // words.delta_step
+    shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
+    word = base + (deltas << shifts.to(codes.device)).sum(-1)
+    return _to_bytes(word, words.word_bytes)
+
+
+def unpack_scales(packed: torch.Tensor, words: ScaleWords) -> torch.Tensor:
+    """Inverse of ``pack_scales``."""
+    word = _from_bytes(packed, words.word_bytes)[..., None]
+    shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
+    deltas = word >> shifts.to(packed.device) & words.max_delta
+    codes = (word & 0xFF) - deltas * words.delta_step
+    return codes.flatten(-2).to(torch.uint8)
+
+
+def _to_bytes(word: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    """Little-endian bytes of int64 words: (..., n) to (..., n * word_bytes)."""
+    shifts = 8 * torch.arange(word_bytes, device=word.device)
+    return (word[..., None] >> shifts & 0xFF).flatten(-2).to(torch.uint8)
+
+
+def _from_bytes(packed: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    """Inverse of ``_to_bytes``."""
+    shifts = 8 * torch.arange(word_bytes, device=packed.device)
+    return (packed.long().unflatten(-1, (-1, word_bytes)) << shifts).sum(-1)
+
+
+def path_bits(index: torch.Tensor) -> torch.Tensor:
+    """Path bits of a trellis's levels, (..., G, 16) int64 both."""
+    bits: list[torch.Tensor] = []
+    for e in range(fmt.SCALE_GROUP):
+        bit = index[..., e] >> 1 & 1
+        bits.append(bit ^ bits[e - 2] if e >= 2 else bit)
+    return torch.stack(bits, -1)
+
+
+@cache
+def _unit_shifts(device: torch.device) -> torch.Tensor:
+    """Where the codes of a unit of four bits lie in its word: int64 (8,)."""
+    return 4 * torch.arange(fmt.UNIT_CODES, device="cpu").to(device)
+
+
+@cache
+def _branch_shifts(is_value: bool, device: torch.device) -> torch.Tensor:
+    """Where a group's branches lie in its word: int64 (16,)."""
+    e = torch.arange(fmt.SCALE_GROUP, device="cpu")
+    if not is_value:
+        return (2 * e).to(device)
+    code, unit = e // 2, e % 2
+    return (16 * (code % 2) + (4 * (code // 2) + 6 - 2 * unit) % 16).to(device)
+
+
+@cache
+def _path_shifts(num_groups: int, is_value: bool, device: torch.device) -> torch.Tensor:
+    """Where a path bit lies in its word: int64 (groups of a word, 16)."""
+    place = torch.arange(fmt.SCALE_GROUP, device="cpu")
+    if is_value or num_groups % 2 == 1:
+        return place[None].to(device)
+    of_group = 2 * torch.arange(2, device="cpu")[:, None]
+    return (place // 2 * 4 + of_group + place % 2).to(device)
+
+
+def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """16-bit words, int64, rotated left."""
+    return word << bits & 0xFFFF | word >> 16 - bits
+
+
+def pack_codes(index: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
+    """Bytes of a vector's codes: (..., D) to uint8 (..., D * bits / 8).
+
+    They are in the order of units, or of groups, all branches before the paths. Of a
+    value's 32 bits the lower half has the even codes.
+    """
+    if bits == 4:
+        units = index.long().unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)
+        shifts = _unit_shifts(index.device)
+        if not is_value:
+            return _to_bytes((units << shifts).sum(-1), 4)
+        halves = units.unflatten(-1, (-1, 2)).transpose(-1, -2) << shifts[:4]
+        return _to_bytes(_rotated(halves.sum(-1), 2).flatten(-2), 2)
+    grouped = by_group(index.long())
+    num_groups = grouped.shape[-2]
+    branches = (grouped >> 2 << _branch_shifts(is_value, index.device)).sum(-1)
+    shifts = _path_shifts(num_groups, is_value, index.device)
+    path = path_bits(grouped).unflatten(-2, (-1, len(shifts)))
+    path = (path << shifts).sum((-2, -1))
+    return torch.cat([_to_bytes(branches, 4), _to_bytes(path, 2 * len(shifts))], -1)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
+    """Inverse of ``pack_codes``: uint8 (..., D)."""
+    if bits == 4:
+        shifts = _unit_shifts(packed.device)
+        if is_value:
+            halves = _rotated(_from_bytes(packed, 2), 14).unflatten(-1, (-1, 2))
+            units = (halves[..., None, :] >> shifts[:4, None] & 0xF).flatten(-2)
+        else:
+            units = _from_bytes(packed, 4)[..., None] >> shifts & 0xF
+        return units.transpose(-1, -2).flatten(-2).to(torch.uint8)
+    num_groups = packed.shape[-1] // 6
+    branches, path = packed.split([4 * num_groups, 2 * num_groups], -1)
+    shifts = _branch_shifts(is_value, packed.device)
+    branch = _from_bytes(branches, 4)[..., None] >> shifts & 3
+    shifts = _path_shifts(num_groups, is_value, packed.device)
+    bit = _from_bytes(path, 2 * len(shifts))[..., None, None] >> shifts & 1
+    bit = torch.nn.functional.pad(bit.flatten(-3, -2), (2, 0))
+    subset = 2 * (bit[..., 2:] ^ bit[..., :-2]) + bit[..., 1:-1]
+    return from_groups(4 * branch + subset).to(torch.uint8)

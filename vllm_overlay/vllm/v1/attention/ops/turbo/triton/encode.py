@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
+"""The encoder of the turbo format: from vectors to the bytes of a tile.
+
+Rotated vectors come in steps: column f * BLOCK_U + c of step i is code i * FOLD + f of
+the unit of column c, in the order of ``triton_scales``. CODEBOOK is ``constants`` of a
+codebook of four bits, or ``triton_trellis.trellis_constants`` of one of three.
+"""
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.format import Codebook, fp32
+from vllm.v1.attention.ops.turbo.triton.codec import (
+    nibble_of,
+    rotate_halves,
+    scale_value,
+    store_halves,
+    value_pointers,
+    value_rows,
+)
+from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
+from vllm.v1.attention.ops.turbo.triton.scales import (
+    choose_scales,
+    nearest_level,
+    normaliser_of,
+    round_to_integer,
+    store_scales,
+    unfold,
+    unit_of_column,
+)
+from vllm.v1.attention.ops.turbo.triton.trellis import (
+    choose_path,
+    choose_trellis_scales,
+    store_trellis,
+    trellis_constants,
+)
+
+_HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
+_STEPS = tl.constexpr(fmt.SCALE_GROUP)
+_SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
+_PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
+# Triton divides approximately.
+_INVERSE_UNIT = tl.constexpr(1.0 / (1 << fmt.PRODUCT_FRACTION_BITS))
+_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
+_UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
+_BIAS_WEIGHT = tl.constexpr(fmt.BIAS_WEIGHT)
+# No coordinate has this number.
+_NONE = tl.constexpr(1 << 20)
+
+
+def constants(codebook: Codebook) -> tuple:
+    """Magnitudes, thresholds between them, and the gain of products if unbiased."""
+    gain = fp32(codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS))
+    gain = gain if codebook.unbiased else 0.0
+    return codebook.magnitudes, codebook.thresholds, gain
+
+
+# Not arguments: a launch takes time for each of those.
+_KEYS_4 = tl.constexpr(constants(fmt.KEY_CODEBOOKS[4]))
+_KEYS_3 = tl.constexpr(trellis_constants(fmt.KEY_CODEBOOKS[3]))
+_VALUES_4 = tl.constexpr(constants(fmt.VALUE_CODEBOOKS[4]))
+_VALUES_3 = tl.constexpr(trellis_constants(fmt.VALUE_CODEBOOKS[3]))
+
+
+@triton.jit
+def _magnitude(y):
+    return tl.minimum(tl.abs(y), _SCALE_MAX)
+
+
+@triton.jit
+def _level_of(index, CODEBOOK: tl.constexpr):
+    """Magnitudes of levels of the upper half, fp32."""
+    MAGNITUDES: tl.constexpr = CODEBOOK[0]
+    level = tl.full(index.shape, MAGNITUDES[0], tl.float32)
+    for j in tl.static_range(1, _HALF):
+        level = tl.where(index >= j, MAGNITUDES[j], level)
+    return level
+
+
+@triton.jit
+def _nearest_index(
+    magnitude,  # [T, C] fp32
+    scale,  # [T, C] fp32
+    CODEBOOK: tl.constexpr,
+):
+    """The nearest level of the upper half, as an index, int32 [T, C]."""
+    THRESHOLDS: tl.constexpr = CODEBOOK[1]
+    index = tl.zeros(scale.shape, tl.int32)
+    for j in tl.static_range(_HALF - 1):
+        index += (magnitude > scale * THRESHOLDS[j]).to(tl.int32)
+    return index
+
+
+@triton.jit
+def _unbiasing_factor(
+    y,  # NUM_STEPS of [T, C] fp32
+    scale,  # [T, C] fp32
+    normaliser,  # [T, 1] fp32
+    square,  # [T] fp32, of the vectors
+    CODEBOOK: tl.constexpr,
+):
+    """See ``reference_codec._unbiased``: the factor, and what it leaves, fp32 [T]."""
+    factor = tl.full(square.shape, 1.0, tl.float32)
+    best_factor = factor
+    best_rest = tl.full(square.shape, float("inf"), tl.float32)
+    for _ in range(_UNBIAS_ROUNDS + 1):
+        product = tl.zeros_like(scale)
+        for i in tl.static_range(len(y)):
+            x = _magnitude(y[i])
+            level = nearest_level(x * factor[:, None], scale, CODEBOOK)
+            product += _product(x * normaliser, level * scale * normaliser, CODEBOOK)
+        rest = square - tl.sum(product, 1)
+        better = tl.abs(rest) < tl.abs(best_rest)
+        best_factor = tl.where(better, factor, best_factor)
+        best_rest = tl.where(better, rest, best_rest)
+        factor += tl.div_rn(rest, tl.maximum(square, 1.0))
+        factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
+        factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
+    return best_factor, best_rest
+
+
+@triton.jit
+def _product(x, decoded, CODEBOOK: tl.constexpr):
+    GAIN: tl.constexpr = CODEBOOK[2]
+    return round_to_integer(x * decoded * GAIN)
+
+
+@triton.jit
+def _code_to_move(
+    y,  # NUM_STEPS of [T, C] fp32
+    scale,  # [T, C] fp32
+    normaliser,  # [T, 1] fp32
+    square,  # [T] fp32, of the vectors
+    factor,  # [T] fp32
+    rest,  # [T] fp32
+    unit,  # [C], of each column
+    CODEBOOK: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """The coordinate whose code is to move to the next level: int32 [T].
+
+    See ``reference_codec._unbiased``.
+    """
+    GAIN: tl.constexpr = CODEBOOK[2]
+    outwards = tl.where(rest > 0, 1, -1)[:, None]
+    least = tl.full(scale.shape, float("inf"), tl.float32)
+    first = tl.full(scale.shape, _NONE, tl.int32)
+    fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
+    for i in tl.static_range(len(y)):
+        magnitude = _magnitude(y[i])
+        x = magnitude * normaliser
+        index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
+        moved = index + outwards
+        possible = (moved >= 0) & (moved < _HALF) & (unit < NUM_UNITS)[None, :]
+        decoded = _level_of(index, CODEBOOK) * scale * normaliser
+        other = _level_of(moved, CODEBOOK) * scale * normaliser
+        mended = _product(x, other, CODEBOOK) - _product(x, decoded, CODEBOOK)
+        mended = rest[:, None] - mended
+        error = x * _PRODUCT_UNIT - decoded * GAIN
+        other_error = x * _PRODUCT_UNIT - other * GAIN
+        across = (other_error * other_error - error * error) * _INVERSE_UNIT
+        cost = mended * mended * _BIAS_WEIGHT + across * square[:, None]
+        better = possible & (cost < least)
+        least = tl.where(better, cost, least)
+        coordinate = (i * FOLD + fold) * NUM_UNITS + unit
+        first = tl.where(better, coordinate[None, :], first)
+    best = tl.min(least, 1)
+    first = tl.min(tl.where(least == best[:, None], first, _NONE), 1)
+    return tl.where(best < rest * rest * _BIAS_WEIGHT, first, _NONE)
+
+
+@triton.jit
+def _fold_sum(x, FOLD: tl.constexpr):
+    """Sum over the columns of each unit, [T, FOLD * U] to [T, U]."""
+    UNITS: tl.constexpr = x.shape[1] // FOLD
+    if FOLD > 1:
+        x = tl.sum(tl.reshape(x, [x.shape[0], FOLD, UNITS]), 1)
+    return x
+
+
+@triton.jit
+def _units(
+    y,  # NUM_STEPS of [T, C] fp32
+    scale,  # [T, C] fp32
+    unit,  # [C], of each column
+    CODEBOOK: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    FOLD: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """The words of the units, int32 [T, U], in the order of ``nibble_of``."""
+    UNBIASED: tl.constexpr = CODEBOOK[2] > 0
+    if UNBIASED:
+        largest = _magnitude(y[0])
+        for i in tl.static_range(1, len(y)):
+            largest = tl.maximum(largest, _magnitude(y[i]))
+        normaliser = normaliser_of(tl.max(largest, 1))[:, None]
+        square = tl.zeros_like(scale)
+        for i in tl.static_range(len(y)):
+            x = _magnitude(y[i]) * normaliser
+            square += round_to_integer(x * x * _PRODUCT_UNIT)
+        square = tl.sum(square, 1)
+        factor, rest = _unbiasing_factor(y, scale, normaliser, square, CODEBOOK)
+        chosen = _code_to_move(
+            y,
+            scale,
+            normaliser,
+            square,
+            factor,
+            rest,
+            unit,
+            CODEBOOK,
+            NUM_UNITS,
+            BLOCK_U,
+            FOLD,
+        )
+        outwards = tl.where(rest > 0, 1, -1)[:, None]
+    word = tl.zeros(scale.shape, tl.int32)
+    fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
+    for i in tl.static_range(len(y)):
+        magnitude = _magnitude(y[i])
+        if UNBIASED:
+            index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
+            coordinate = (i * FOLD + fold) * NUM_UNITS + unit
+            index += tl.where(coordinate[None, :] == chosen[:, None], outwards, 0)
+        else:
+            index = _nearest_index(magnitude, scale, CODEBOOK)
+        code = tl.where(y[i] < 0, -index + (_HALF - 1), index + _HALF)
+        word |= code << (nibble_of(i * FOLD + fold, IS_VALUE) * 4)[None, :]
+    return _fold_sum(word, FOLD)
+
+
+@triton.jit
+def _by_trellis(
+    y,  # 8 of [T, U] fp32
+    BLOCK_G: tl.constexpr,
+):
+    """Vectors as 16 of [T, G], in the order of a trellis, up to SCALE_MAX."""
+    result = ()
+    for i in tl.static_range(len(y)):
+        parts = tl.reshape(_clamped(y[i]), [y[i].shape[0], 2, BLOCK_G])
+        even, odd = tl.split(tl.permute(parts, 0, 2, 1))
+        result = result + (even, odd)
+    return result
+
+
+@triton.jit
+def _clamped(y):
+    return tl.minimum(tl.maximum(y, -_SCALE_MAX), _SCALE_MAX)
+
+
+@triton.jit
+def _by_trellis_through(
+    row_ptr,  # [T] fp32 pointers to room for a vector each
+    y,  # NUM_STEPS of [T, C] fp32
+    unit,  # [C], of each column
+    token_mask,  # [T]
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """``_by_trellis`` by way of memory.
+
+    A dot's result has four elements a thread and repeats them in warps that have none.
+    What is loaded has one, so that the threads' chains of steps are a quarter as long.
+    """
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
+    mask = token_mask[:, None] & (unit < NUM_UNITS)[None, :]
+    for i in tl.static_range(len(y)):
+        coordinate = (i * FOLD + fold) * NUM_UNITS + unit
+        p_y = row_ptr[:, None] + coordinate[None, :]
+        tl.store(p_y, _clamped(y[i]), mask=mask)
+    tl.debug_barrier()
+    group = tl.arange(0, BLOCK_U // 2)
+    mask = token_mask[:, None] & (group < NUM_GROUPS)[None, :]
+    result = ()
+    for e in tl.static_range(_STEPS):
+        p_y = row_ptr[:, None] + (e * NUM_GROUPS + group)[None, :]
+        result = result + (tl.load(p_y, mask=mask, other=0.0),)
+    return result
+
+
+@triton.jit
+def encode_vectors(
+    x_ptr,  # [T] pointers to vectors
+    tile_ptr,  # [T] uint8 pointers to tiles
+    token,  # [T] place in the tile
+    token_mask,  # [T]
+    matrix_ptr,  # [D, D] fp16, entries +-1
+    scratch_ptr,  # [T] fp32 pointers to room for a vector each, or None
+    inverse_sqrt_d,
+    IS_KEY: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES_OFFSET: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """Rotate and quantise vectors of one side into their tiles."""
+    NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
+    BLOCK_G: tl.constexpr = BLOCK_U // 2
+    integers, _, unit_size = load_integers(x_ptr, token_mask, HEAD_SIZE, BLOCK_D)
+    factor = (unit_size * inverse_sqrt_d)[:, None]
+    column = tl.arange(0, FOLD * BLOCK_U)
+    unit = unit_of_column(column % BLOCK_U, NUM_UNITS, BLOCK_G, NUM_GROUPS)
+    y = ()
+    for i in tl.static_range(8 // FOLD):
+        coordinate = (i * FOLD + column // BLOCK_U) * NUM_UNITS + unit
+        inside = unit < NUM_UNITS
+        rotated = rotate_integers(
+            integers, matrix_ptr, coordinate, inside, HEAD_SIZE, BLOCK_D
+        )
+        y = y + (rotated * factor,)
+    if BITS == 4:
+        CODEBOOK: tl.constexpr = _KEYS_4 if IS_KEY else _VALUES_4
+        scale_code = choose_scales(y, CODEBOOK, BLOCK_G, SCALE_WORDS)
+        scale = unfold(scale_value(scale_code).to(tl.float32), FOLD * BLOCK_U)
+        word = _units(y, scale, unit, CODEBOOK, NUM_UNITS, BLOCK_U, FOLD, not IS_KEY)
+        u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
+        mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
+        if IS_KEY:
+            row_ptr = (tile_ptr + (CODES_OFFSET + token * (HEAD_SIZE // 2)))[:, None]
+            p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
+            tl.store(p_word, word, mask=mask)
+        else:
+            row_ptr = value_rows(tile_ptr, token, CODES_OFFSET, 16, HEAD_SIZE)[:, None]
+            p_half = value_pointers(row_ptr, (u % NUM_GROUPS)[None, :], 16)
+            p_half += (u // NUM_GROUPS * 4)[None, :]
+            store_halves(p_half, rotate_halves(word, 2), mask)
+    else:
+        TRELLIS: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
+        if scratch_ptr is None:
+            groups = _by_trellis(y, BLOCK_G)
+        else:
+            groups = _by_trellis_through(
+                scratch_ptr, y, unit, token_mask, HEAD_SIZE, BLOCK_U, FOLD
+            )
+        scale_code = choose_trellis_scales(groups, TRELLIS, SCALE_WORDS)
+        scale = scale_value(scale_code).to(tl.float32)
+        path, factor = choose_path(groups, scale, TRELLIS)
+        store_trellis(
+            groups,
+            factor,
+            scale,
+            path,
+            tile_ptr,
+            token,
+            token_mask,
+            CODES_OFFSET,
+            IS_KEY,
+            TRELLIS,
+            HEAD_SIZE,
+        )
+    store_scales(scale_code, tile_ptr + SCALES_OFFSET, token, token_mask, SCALE_WORDS)

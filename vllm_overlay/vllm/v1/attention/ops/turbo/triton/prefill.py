@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Prefill: rotate queries and outputs, dequantise cached context, and keep what is
+broken in one sequence from the others.
+"""
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import check_pages
+from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.triton.codec import (
+    TILE,
+    block_divisor,
+    divide_by_block,
+    key_coordinates,
+    key_scale,
+    layout_constants,
+    load_side,
+    step_positions,
+    value_coordinates,
+)
+from vllm.v1.attention.ops.turbo.triton.rotate import (
+    load_integers,
+    rotate_integers,
+)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rotate_rows_kernel(
+    x_ptr,  # [T, H, D]
+    output_ptr,  # [T, H, D]
+    matrix_ptr,  # [D, D] fp16
+    num_rows,
+    inverse_sqrt_d,
+    stride_x_token,
+    stride_x_head,
+    stride_output_token,
+    stride_output_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program i: rows [i * BLOCK_T, ...) of the (token, head) pairs."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_mask = row < num_rows
+    token = row // NUM_HEADS
+    head = row % NUM_HEADS
+    x_ptrs = x_ptr + token * stride_x_token + head * stride_x_head
+    integers, rest, unit_size = load_integers(
+        x_ptrs, row_mask, HEAD_SIZE, BLOCK_D, True
+    )
+    factor = (unit_size * inverse_sqrt_d)[:, None]
+    offset = token * stride_output_token + head * stride_output_head
+    for start in tl.static_range(0, HEAD_SIZE, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        inside = c < HEAD_SIZE
+        rotated = rotate_integers(integers, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
+        # Integers alone are coarse beside fp16, small coordinates' above all.
+        fraction = rotate_integers(rest, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
+        rotated += fraction * (1 / 2048)
+        rotated = (rotated * factor).to(output_ptr.dtype.element_ty)
+        mask = row_mask[:, None] & inside[None, :]
+        tl.store(output_ptr + offset[:, None] + c[None, :], rotated, mask=mask)
+
+
+def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) -> None:
+    """Rotate vectors to or, with ``inverse``, from rotated space.
+
+    Args:
+        x: (T, H, D), last axis contiguous.
+        output: (T, H, D) of any floating dtype, written; may be ``x``.
+        inverse: Whether to rotate back.
+
+    """
+    num_tokens, num_heads, head_size = x.shape
+    assert x.stride(2) == output.stride(2) == 1
+    if num_tokens == 0:
+        return
+    block_d = triton.next_power_of_2(head_size)
+    block_t = 64 if head_size <= 256 else 16  # fits into shared memory
+    num_rows = num_tokens * num_heads
+    _rotate_rows_kernel[(triton.cdiv(num_rows, block_t),)](
+        x,
+        output,
+        rotation_matrix(head_size, x.device, inverse=inverse),
+        num_rows,
+        inverse_sqrt(head_size),
+        x.stride(0),
+        x.stride(1),
+        output.stride(0),
+        output.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        BLOCK_C=min(block_d, 64),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _isolate_kernel(
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    isolated_key_ptr,  # [T, H, D]
+    isolated_value_ptr,  # [T, H, D]
+    num_rows,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program i: rows [i * BLOCK_T, ...) of the (token, head) pairs."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = (row // NUM_HEADS)[:, None]
+    head = (row % NUM_HEADS)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < num_rows)[:, None] & (d < HEAD_SIZE)
+    value_ptrs = value_ptr + token * stride_value_token + head * stride_value_head + d
+    value = tl.load(value_ptrs, mask=inside, other=0.0)
+    key_ptrs = key_ptr + token * stride_key_token + head * stride_key_head + d
+    key = tl.load(key_ptrs, mask=inside, other=0.0)
+    # Infinities and NaN have the largest exponent.
+    exponent = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    is_broken = (tl.max(exponent, 1) == 0x7F800000)[:, None]
+    value = tl.where(is_broken, 0.0, value.to(tl.float32))
+    key = tl.where(is_broken, float("nan"), key.to(tl.float32))
+    offset = row[:, None] * HEAD_SIZE + d
+    dtype = isolated_key_ptr.dtype.element_ty
+    tl.store(isolated_value_ptr + offset, value.to(dtype), mask=inside)
+    tl.store(isolated_key_ptr + offset, key.to(dtype), mask=inside)
+
+
+def isolate_broken_values(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    isolated_key: torch.Tensor,
+    isolated_value: torch.Tensor,
+) -> None:
+    """Copy K and V so that NaN and infinities of a sequence reach no other one.
+
+    FlashAttention loads K and V in tiles. Those of a tile that are the next sequence's
+    have a weight of zero, which makes neither NaN nor infinity zero; scores are masked,
+    whatever they are. So V is zeroed where it is not finite, and K becomes NaN there:
+    who sees the token has NaN as an output.
+
+    Args:
+        key: (T, H, D), last axis contiguous.
+        value: (T, H, D), likewise.
+        isolated_key: (T, H, D) contiguous, of that dtype, written.
+        isolated_value: (T, H, D), likewise.
+
+    """
+    num_tokens, num_heads, head_size = value.shape
+    assert key.shape == value.shape and key.stride(2) == value.stride(2) == 1
+    assert isolated_key.shape == isolated_value.shape == key.shape
+    assert isolated_key.is_contiguous() and isolated_value.is_contiguous()
+    if num_tokens == 0:
+        return
+    block_t = 16
+    num_rows = num_tokens * num_heads
+    _isolate_kernel[(triton.cdiv(num_rows, block_t),)](
+        key,
+        value,
+        isolated_key,
+        isolated_value,
+        num_rows,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=4,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tiles_per_block",
+        "block_shift",
+        "block_multiplier",
+        "stride_block_table",
+        "max_blocks",
+    ],
+    # A slice begins with any of the batch's requests.
+    do_not_specialize_on_alignment=["block_table_ptr", "starts_ptr", "cu_lens_ptr"],
+)
+def _gather_kernel(
+    kv_cache_ptr,  # [num_blocks, H, N, C] uint8
+    block_table_ptr,  # [R, max_blocks]
+    starts_ptr,  # [R] first position of each request's piece
+    cu_lens_ptr,  # [R + 1] where the pieces lie in the output
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    stride_cache_block: tl.int64,
+    stride_cache_head: tl.int64,
+    stride_block_table,
+    max_blocks,
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
+    NUM_KV_HEADS: tl.constexpr,
+    VALUE_CODES_OFFSET: tl.constexpr,
+    KEY_SCALES_OFFSET: tl.constexpr,
+    VALUE_SCALES_OFFSET: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    KEY_COEFFICIENTS: tl.constexpr,
+    VALUE_COEFFICIENTS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program (i, r, h): tokens [i * BLOCK_N, ...) of request r's piece."""
+    request = tl.program_id(1)
+    head = tl.program_id(2)
+    begin = tl.load(cu_lens_ptr + request)
+    length = tl.load(cu_lens_ptr + request + 1) - begin
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.program_id(0) * BLOCK_N >= length:
+        return
+    inside = n < length
+    position = tl.load(starts_ptr + request) + n
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    place, tile = divide_by_block(
+        position // TILE, tiles_per_block, block_shift, block_multiplier
+    )
+    # vLLM's dummy batches may be longer than any request.
+    block = tl.load(table_ptr + place, mask=inside & (place < max_blocks), other=0)
+    page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
+    page_ptr += head.to(tl.int64) * stride_cache_head
+    tile_ptr = (page_ptr + tile * TILE_BYTES)[:, None]
+    token = (position % TILE)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    inside = inside[:, None]
+    mask = inside & (column < COLUMNS)
+    row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
+    offset = row[:, None] + column
+
+    word, scale = load_side(
+        tile_ptr,
+        tile_ptr + KEY_SCALES_OFFSET,
+        token,
+        inside,
+        column,
+        column,
+        KEY_BITS,
+        False,
+        SCALE_WORDS,
+        HEAD_SIZE,
+        COLUMNS,
+    )
+    scale = key_scale(scale)
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        v = step_positions(word, column, i, False, COLUMNS, HEAD_SIZE)
+        key = key_coordinates(v, scale, KEY_COEFFICIENTS).to(key_ptr.dtype.element_ty)
+        tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
+
+    word, scale = load_side(
+        tile_ptr + VALUE_CODES_OFFSET,
+        tile_ptr + VALUE_SCALES_OFFSET,
+        token,
+        inside,
+        column,
+        column,
+        VALUE_BITS,
+        True,
+        SCALE_WORDS,
+        HEAD_SIZE,
+        COLUMNS,
+    )
+    linear = scale * VALUE_COEFFICIENTS[0]
+    quadratic = scale * VALUE_COEFFICIENTS[1]
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        v = step_positions(word, column, i, True, COLUMNS, HEAD_SIZE)
+        value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
+        tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
+
+
+def gather_context(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    cu_lens: torch.Tensor,
+    max_len: int,
+    num_tokens: int,
+    layout: TurboFormat,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Dequantise one piece of each request's cached tokens, in rotated space.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
+        block_table: (R, max_blocks) int32; tokens beyond are those of block 0.
+        starts: (R,) int32, first position of each request's piece.
+        cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
+        max_len: Length of the longest piece.
+        num_tokens: Of all pieces, ``cu_lens[-1]``, at most T.
+        layout: The cache's format.
+        key: (T, H, D) contiguous, of which ``num_tokens`` rows are written. Not
+            multiplied by the codebook's gain.
+        value: (T, H, D), likewise.
+
+    """
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_requests = starts.shape[0]
+    check_pages(kv_cache, layout)
+    assert key.is_contiguous() and value.is_contiguous()
+    assert num_tokens <= min(key.shape[0], value.shape[0]), (num_tokens, key.shape)
+    if num_requests == 0 or max_len == 0:
+        return
+    block_n = 32
+    _gather_kernel[(triton.cdiv(max_len, block_n), num_requests, num_kv_heads)](
+        kv_cache,
+        block_table,
+        starts,
+        cu_lens,
+        key,
+        value,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table.stride(0),
+        block_table.shape[1],
+        **block_divisor(block_size),
+        NUM_KV_HEADS=num_kv_heads,
+        **layout_constants(layout),
+        BLOCK_N=block_n,
+        num_warps=2,
+    )
