@@ -15,6 +15,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
@@ -272,7 +273,7 @@ def assert_close_in_rotated_space(
 
     """
     size = output.shape[-1]
-    matrix = reference.rotation_matrix(size, output.device, torch.float64)
+    matrix = rotation_matrix(size, output.device, torch.float64)
     rotated = output.double() @ matrix * size**-0.5
     # The rotation back of fp32 numbers has rounding of its own.
     largest = expected.abs().amax(-1, keepdim=True)

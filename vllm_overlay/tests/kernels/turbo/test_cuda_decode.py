@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import (
@@ -204,7 +205,7 @@ def test_one_key_gives_its_value(layout):
     _, values = reference.load(cache, blocks * 16, layout)
     query = gaussian(3, 2 * NUM_KV_HEADS, layout.head_size, dtype=torch.float32)
     output = decode(query, cache, blocks[:, None].int(), [1, 1, 1], layout, 1)
-    matrix = reference.rotation_matrix(layout.head_size, DEVICE, torch.float64)
+    matrix = rotation_matrix(layout.head_size, DEVICE, torch.float64)
     rotated = output.double() @ matrix * layout.head_size**-0.5
     expected = values.repeat_interleave(2, 1).double()
     largest = expected.abs().amax(-1, keepdim=True)

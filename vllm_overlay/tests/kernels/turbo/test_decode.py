@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
     BF16,
@@ -176,7 +177,7 @@ def test_one_key_gives_its_value(name, head_size):
     cache, table, _, values = first_tokens(layout, 3)
     query = gaussian(3, 2 * NUM_KV_HEADS, head_size, dtype=FP16)
     output = decode(query, cache, table, [1, 1, 1], layout, 1, torch.float32)
-    matrix = reference.rotation_matrix(head_size, DEVICE, torch.float64)
+    matrix = rotation_matrix(head_size, DEVICE, torch.float64)
     rotated = output.double() @ matrix * head_size**-0.5
     expected = values.repeat_interleave(2, 1).double()
     largest = expected.abs().amax(-1, keepdim=True)

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.prefill import (
     get_flash_attn,
     prefill_attention,
 )
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .backend_utils import flash_attn_stand_in
 from .utils import (
@@ -53,7 +54,7 @@ def test_rotate_rows(head_size, dtype, inverse):
 
     qkv = gaussian(13, 5, head_size, dtype=dtype)
     x = qkv[:, 1:4]
-    matrix = reference.rotation_matrix(head_size, DEVICE, torch.float64)
+    matrix = rotation_matrix(head_size, DEVICE, torch.float64)
     matrix = (matrix.T if inverse else matrix) * head_size**-0.5
     expected = x.double() @ matrix
     atol = 2.0**-20 * x.abs().amax().item() * head_size**0.5

@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES
 from vllm.v1.attention.ops.turbo.rotation import (
     hadamard,
+    inverse_sqrt,
     rotation_matrix,
     rotation_signs,
 )
@@ -124,7 +125,7 @@ def test_sums_are_exact(head_size):
     integers, unit = fixed_point(x)
     assert integers.abs().max() <= 2 ** (fmt.ROTATION_EXPONENT + 1)
     matrix = rotation_matrix(head_size, DEVICE, torch.float64)
-    expected = (integers @ matrix).float() * (unit * reference.inverse_sqrt(head_size))
+    expected = (integers @ matrix).float() * (unit * inverse_sqrt(head_size))
     assert torch.equal(reference.rotate(x), expected)
     order = torch.randperm(head_size, generator=torch.Generator().manual_seed(0))
     order = order.to(DEVICE)
