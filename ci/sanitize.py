@@ -26,7 +26,12 @@ from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 
 # Of each preset and head size one, and both widths.
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4)]
@@ -198,13 +203,20 @@ def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> No
     key, value = (random(num_tokens, NUM_KV_HEADS, size) for _ in range(2))
     new_slots = newest_slots(batch, slots)
     device_table, device_lens = table.to(DEVICE), lengths.to(DEVICE)
+    sequences = DecodeBatch(
+        num_seqs, device_table, device_lens, batch.query_len, device_starts
+    )
     for num_splits in batch.splits:
-        for newest in (None, NewestToken(query, key, value, size**-0.5)):
-            rotated = torch.empty_like(query, dtype=torch.float16)
-            query_scale = torch.empty(num_tokens, num_heads, device=DEVICE)
+        for newest in (None, NewestTokens(query, key, value, size**-0.5)):
+            rotated = RotatedQuery(
+                torch.empty_like(query, dtype=torch.float16),
+                torch.empty(num_tokens, num_heads, device=DEVICE),
+            )
             rows = num_seqs * num_splits * batch.query_len
-            partial = torch.empty(rows, num_heads, size, device=DEVICE)
-            lse = torch.empty(rows, num_heads, device=DEVICE)
+            partials = Partials(
+                torch.empty(rows, num_heads, size, device=DEVICE),
+                torch.empty(rows, num_heads, device=DEVICE),
+            )
             output = torch.empty_like(query)
             cuda_store.store(
                 cache,
@@ -214,23 +226,9 @@ def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> No
                 layout,
                 query,
                 rotated,
-                query_scale,
                 size**-0.5,
             )
-            batch.attend(
-                rotated,
-                query_scale,
-                cache,
-                device_table,
-                device_lens,
-                layout,
-                partial,
-                lse,
-                output,
-                newest,
-                batch.query_len,
-                device_starts,
-            )
+            batch.attend(rotated, cache, layout, sequences, partials, output, newest)
             result = output.cpu()
             if defect is None:
                 check(batch, starts, result)

@@ -289,7 +289,7 @@ def test_what_an_engine_ran_as_is_held_to_what_was_asked(
 
 def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     log = tmp_path / "log"
-    build = "INFO [cuda_build.py:1] Building the turbo CUDA kernel {} for {}; it is "
+    build = "INFO [build.py:1] Building the turbo CUDA kernel {} for {}; it is "
     lines = [build.format(*name.split()) + "cached afterwards." for name in BUILT]
     start = (
         "INFO [startup.py:60] KV cache turbo4: 136 bytes a token and layer (layers: "

@@ -91,7 +91,7 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
         AssertionError: If it is wrong; its timing would mean nothing.
 
     """
-    from vllm.v1.attention.ops.turbo.reference.cache import attention
+    from vllm.v1.attention.ops.turbo.reference import attention
 
     batch = Batch(shape, list(GATE_LENS), args.block_size, args.device)
     arm = make_arm(batch)

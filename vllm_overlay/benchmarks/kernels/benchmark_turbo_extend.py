@@ -39,9 +39,9 @@ class ExtendArm(TurboArm):
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
+        from vllm.v1.attention.ops.turbo.interface import Partials
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
-        assert self.kernels.num_extend_splits is not None
         num_seqs, tokens = len(batch.seq_lens), batch.query.shape[0]
         splits = self.kernels.num_extend_splits(
             num_seqs, batch.shape.num_kv_heads, num_compute_units(), batch.query_len
@@ -49,10 +49,12 @@ class ExtendArm(TurboArm):
         heads = batch.shape.num_heads
         size = (tokens * splits, heads)
         self.num_splits = splits
-        self.partial = torch.empty(*size, batch.shape.head_size, device=batch.device)
-        self.partial_lse = torch.empty(size, device=batch.device)
+        self.partials = Partials(
+            torch.empty(*size, batch.shape.head_size, device=batch.device),
+            torch.empty(size, device=batch.device),
+        )
         self.attend = self.kernels.extend_attention
-        self.options = {"query_len": batch.query_len}
+        self.query_len = batch.query_len
 
 
 class PrefillArm(TurboArm):
@@ -63,12 +65,16 @@ class PrefillArm(TurboArm):
     ) -> None:
         from vllm.v1.attention.ops.turbo import prefill
         from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
+        from vllm.v1.attention.ops.turbo.planning.scratch import (
+            LayerShape,
+            PrefillScratch,
+        )
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
         shape, dtype = batch.shape, batch.query.dtype
-        heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
-        limits = prefill_plan.prefill_limits(*heads, dtype, stored=False)
-        self.metadata = prefill_plan.build_prefill_metadata(
+        layer = LayerShape(shape.num_heads, shape.num_kv_heads, shape.head_size, dtype)
+        limits = prefill_plan.prefill_limits(layer, stored=False)
+        self.plan = prefill_plan.plan_prefill(
             batch.query_start_loc().cpu(),
             batch.seq_lens.cpu(),
             batch.block_table,
@@ -76,11 +82,14 @@ class PrefillArm(TurboArm):
             limits,
             torch.device(batch.device),
         )
-        shapes = prefill.PrefillBuffers.shapes(
-            self.metadata.max_buffered_tokens, limits.piece_tokens, *heads
+        specs = PrefillScratch.specs(
+            layer, self.plan.max_buffered_tokens, limits.piece_tokens
         )
-        self.buffers = prefill.PrefillBuffers(
-            *(torch.empty(size, dtype=dtype, device=batch.device) for size in shapes)
+        self.scratch = PrefillScratch(
+            *(
+                torch.empty(size, dtype=each, device=batch.device)
+                for size, each in specs
+            )
         )
         self.flash_attn = prefill.get_flash_attn(shape.head_size)
 
@@ -93,10 +102,10 @@ class PrefillArm(TurboArm):
             batch.key,
             batch.value,
             self.cache,
-            self.metadata,
+            self.plan,
             self.scale,
             self.layout,
-            self.buffers,
+            self.scratch,
             batch.output,
             self.flash_attn,
         )

@@ -149,7 +149,7 @@ class Arm(ABC):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention from (1, Hq, D) queries to what is held: fp32, on the host."""
-        from vllm.v1.attention.ops.turbo.reference.cache import attention
+        from vllm.v1.attention.ops.turbo.reference import attention
 
         return attention(query.float(), key, value, self.scale)[0]
 
@@ -177,6 +177,7 @@ class TurboArm(Arm):
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
+        from vllm.v1.attention.ops.turbo.interface import Partials, RotatedQuery
         from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
 
         super().__init__(batch)
@@ -192,6 +193,7 @@ class TurboArm(Arm):
         group = heads // shape.num_kv_heads
         self.kernels = choose_kernels(kernels, self.layout, group)
         self.attend = self.kernels.decode_attention
+        self.query_len = 1
         self.options: dict[str, Any] = {}
         if variant:
             from vllm.v1.attention.ops.turbo.triton.decode import DecodeTuning
@@ -200,14 +202,18 @@ class TurboArm(Arm):
         self.num_splits = variant[4] if variant else 0
         if self.num_splits == 0:
             units = 1 if device == "cpu" else num_compute_units()
-            self.num_splits = self.kernels.num_kv_splits(
+            self.num_splits = self.kernels.num_decode_splits(
                 num_seqs, shape.num_kv_heads, units
             )
-        self.rotated_query = torch.empty_like(batch.query, dtype=torch.float16)
-        self.query_scale = torch.empty(batch.query.shape[:2], device=device)
+        self.rotated_query = RotatedQuery(
+            torch.empty_like(batch.query, dtype=torch.float16),
+            torch.empty(batch.query.shape[:2], device=device),
+        )
         num_partials = num_seqs * self.num_splits
-        self.partial = torch.empty(num_partials, heads, shape.head_size, device=device)
-        self.partial_lse = torch.empty(num_partials, heads, device=device)
+        self.partials = Partials(
+            torch.empty(num_partials, heads, shape.head_size, device=device),
+            torch.empty(num_partials, heads, device=device),
+        )
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -224,25 +230,26 @@ class TurboArm(Arm):
             self.layout,
             batch.query,
             self.rotated_query,
-            self.query_scale,
             self.scale,
         )
 
     def attention(self) -> None:
-        from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
+        from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens
 
         batch = self.batch
         self.attend(
             self.rotated_query,
-            self.query_scale,
             self.cache,
-            batch.block_table,
-            batch.seq_lens,
             self.layout,
-            self.partial,
-            self.partial_lse,
+            DecodeBatch(
+                len(batch.seq_lens),
+                batch.block_table,
+                batch.seq_lens,
+                self.query_len,
+            ),
+            self.partials,
             batch.output,
-            NewestToken(batch.query, batch.key, batch.value, self.scale),
+            NewestTokens(batch.query, batch.key, batch.value, self.scale),
             **self.options,
         )
 

@@ -25,16 +25,16 @@ from vllm.config import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadata,
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo import runtime as dispatch
-from vllm.v1.attention.ops.turbo.kernel_choice import MAX_EXTEND_LEN, TurboKernels
+from vllm.v1.attention.ops.turbo.kernel_choice import share_kernels, triton_kernels
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
+from vllm.v1.attention.ops.turbo.planning import scratch
 
 from .utils import (
     BF16,
@@ -131,7 +131,7 @@ def set_scratch(
     """Have implementations and builders that are made later use so much at a time."""
     row = 2 * NUM_HEADS * HEAD_SIZE
     for module, name, count, size in (
-        (dispatch, "PARTIAL_BYTES", partials, 2 * row),
+        (scratch, "PARTIAL_BYTES", partials, 2 * row),
         (prefill_plan, "ROW_BYTES", slice_tokens, row),
         (prefill_plan, "PIECE_BYTES", piece_tokens, 4 * NUM_KV_HEADS * HEAD_SIZE),
     ):
@@ -152,31 +152,37 @@ def make_impl(
         )
 
 
-def chosen_by(impl: TurboAttentionImpl) -> TurboKernels | None:
-    """The kernels of an implementation that has chosen some."""
-    return impl.kernels if "chosen_kernels" in vars(impl) else None
+def register(
+    config: VllmConfig, impl: AttentionImpl, name: str = "layers.0.attn"
+) -> None:
+    """Have a layer of this name run the implementation, as models register layers."""
+    layers = config.compilation_config.static_forward_context
+    if name not in layers:
+        add_layer(config, name, impl.num_heads, head_size=impl.head_size)
+    layers[name].impl = impl
 
 
 def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
-    """A builder for the kernels that the implementation has at this time."""
-    spec = cache_spec(impl.layout, impl.num_kv_heads, BLOCK_SIZE)
-    builder = TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
-    chosen = chosen_by(impl)
-    has_extends = chosen is not None and chosen.extend_attention is not None
-    builder.max_extend_len = MAX_EXTEND_LEN if has_extends else 0
-    return builder
+    """A builder for a layer that runs the implementation."""
+    register(config, impl)
+    spec = cache_spec(impl.runner.layout, impl.num_kv_heads, BLOCK_SIZE)
+    return TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
 
 
 def add_layer(
-    config: VllmConfig, name: str, num_heads: int = NUM_HEADS, is_draft: bool = False
+    config: VllmConfig,
+    name: str,
+    num_heads: int = NUM_HEADS,
+    is_draft: bool = False,
+    head_size: int = HEAD_SIZE,
 ) -> None:
     """Registers a layer as models do."""
     dtype = config.model_config.dtype
     with set_current_vllm_config(config), set_default_torch_dtype(dtype):
         layer = Attention(
             num_heads,
-            HEAD_SIZE,
-            SCALE,
+            head_size,
+            head_size**-0.5,
             NUM_KV_HEADS,
             cache_config=config.cache_config,
             prefix=name,
@@ -201,14 +207,14 @@ class Batch:
         requests: list[tuple[int, int]],
         block_size: int = BLOCK_SIZE,
     ) -> "Batch":
-        dtype = impl.dtype
+        dtype = impl.runner.shape.dtype
         contexts = [context for _, context in requests]
         seq_lens = [query + context for query, context in requests]
         num_tokens = sum(query for query, _ in requests)
         num_blocks = num_blocks_for(seq_lens, block_size)
-        cache = new_cache(impl.layout, num_blocks, impl.num_kv_heads, block_size)
+        cache = new_cache(impl.runner.layout, num_blocks, impl.num_kv_heads, block_size)
         table = make_block_table(seq_lens, block_size)
-        fill_cache(cache, table, contexts, impl.layout, dtype)
+        fill_cache(cache, table, contexts, impl.runner.layout, dtype)
         slots = [
             slots_of(table[row], context, seq_lens[row], block_size)
             for row, context in enumerate(contexts)
@@ -246,8 +252,11 @@ class Batch:
         num_tokens = self.common.num_actual_tokens
         q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
         output = torch.full_like(self.query, 7)
-        forward = impl._forward_torch if path == "torch" else impl._forward_kernels
-        forward(q, k, v, self.cache, metadata, output)
+        kernels = impl.runner.kernels
+        if path == "torch":
+            impl.runner.kernels = None
+        impl.forward(None, q, k, v, self.cache, metadata, output)
+        impl.runner.kernels = kernels
         assert (output[num_tokens:] == 7).all()
         return output[:num_tokens]
 
@@ -257,19 +266,19 @@ class Batch:
         CUDA's decode attention takes q in int8 by design, so its target is attention
         from q rounded so.
         """
-        chosen = chosen_by(impl)
+        chosen = impl.runner.kernels
         lens = [num_queries for num_queries, _ in self.requests]
-        longer = (i for i, n in enumerate(lens) if n > impl.max_decode_query_len)
+        longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
         num_decodes = next(longer, len(lens))
         num_rounded = num_decodes if chosen and chosen.name == "CUDA" else 0
         begin = 0
         for row, (num_queries, context) in enumerate(self.requests):
             part = slice(begin, begin + num_queries)
             begin = part.stop
-            raw = not impl.stored
+            raw = not impl.runner.stored
             length = context if raw else context + num_queries
             table = self.common.block_table_tensor[row]
-            key, value = load_context(self.cache, table, length, impl.layout)
+            key, value = load_context(self.cache, table, length, impl.runner.layout)
             if raw:
                 key = torch.cat([key, self.key[part].float()])
                 value = torch.cat([value, self.value[part].float()])
@@ -282,23 +291,34 @@ class Batch:
                     rounded, query, key, value, num_newest, SCALE
                 )
             assert_by_2x_rule(
-                output[part], query, key, value, SCALE, impl.dtype, True, target
+                output[part],
+                query,
+                key,
+                value,
+                SCALE,
+                impl.runner.shape.dtype,
+                True,
+                target,
             )
 
 
 def set_path(impl: TurboAttentionImpl, path: str) -> None:
-    """Have the path's kernels run, and FlashAttention unless they are to be alone."""
-    if path != "torch":
-        impl.kernel_choice = path.removesuffix(" alone")
-        vars(impl).pop("chosen_kernels", None)
+    """Have the path's kernels run; on a CPU something stands for FlashAttention."""
+    runner = impl.runner
+    if path == "torch":
+        runner.kernels = None
+    elif ON_GPU:
         try:
-            impl.process_weights_after_loading(impl.dtype)
+            runner.chosen_kernels = share_kernels(
+                path, runner.layout, runner.shape.num_queries_per_kv
+            )
         except ValueError as error:
             pytest.skip(str(error))
-    if path.endswith(" alone"):
-        impl.flash_attn = None
-    elif not ON_GPU:
-        impl.flash_attn = partial(flash_attn_stand_in)
+    else:
+        assert path == "triton", path
+        runner.kernels = triton_kernels()
+    if not ON_GPU:
+        runner.flash_attn = partial(flash_attn_stand_in)
 
 
 # Rows of K and V that FlashAttention loads at a time.

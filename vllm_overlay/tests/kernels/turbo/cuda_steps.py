@@ -15,8 +15,13 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
 
@@ -52,6 +57,14 @@ class Scratch(NamedTuple):
             rows(num_seqs, num_heads, head_size, dtype=dtype),
         )
 
+    @property
+    def rotated(self) -> RotatedQuery:
+        return RotatedQuery(self.rotated_query, self.query_scale)
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.partial, self.partial_lse)
+
 
 class Step(NamedTuple):
     """The inputs of a decode step of a layer.
@@ -73,6 +86,11 @@ class Step(NamedTuple):
     block_table: torch.Tensor
     seq_lens: torch.Tensor
 
+    @property
+    def batch(self) -> DecodeBatch:
+        """What attention is told of the sequences."""
+        return DecodeBatch(len(self.query), self.block_table, self.seq_lens)
+
     def run(
         self,
         cache: torch.Tensor,
@@ -89,20 +107,16 @@ class Step(NamedTuple):
             self.value,
             layout,
             self.query,
-            scratch.rotated_query,
-            scratch.query_scale,
+            scratch.rotated,
             scale,
         )
-        newest = NewestToken(self.query, self.key, self.value, scale)
+        newest = NewestTokens(self.query, self.key, self.value, scale)
         cuda_decode.decode_attention(
-            scratch.rotated_query,
-            scratch.query_scale,
+            scratch.rotated,
             cache,
-            self.block_table,
-            self.seq_lens,
             layout,
-            scratch.partial,
-            scratch.partial_lse,
+            self.batch,
+            scratch.partials,
             scratch.output,
             newest if raw_newest else None,
         )

@@ -18,6 +18,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from .backend_utils import register
 from .utils import DEVICE, FP16, gaussian
 
 THEIRS, OURS, ULTRAQUANT = "turboquant_4bit_nc", "turbo4", "ultraquant_4bit"
@@ -105,6 +106,8 @@ class Scene:
             self.cache = self.cache.transpose(1, 2)
 
     def make_builder(self):
+        if self.backend is TurboAttentionBackend:
+            register(self.config, self.impl)
         return self.backend.get_builder_cls()(
             self.spec, ["layers.0.attn"], self.config, DEVICE
         )

@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import RotatedQuery
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .utils import DEVICE, gaussian, layer_caches, spread_pages
@@ -123,7 +124,9 @@ def check_rotated_query(
     rotated = torch.full(query.shape, math.nan, dtype=torch.float16, device=DEVICE)
     query_scale = torch.full(query.shape[:2], math.nan, device=DEVICE)
     slots = random_slots(num_tokens, 48)
-    store(cache, slots, key, key, layout, query, rotated, query_scale, 0.3)
+    store(
+        cache, slots, key, key, layout, query, RotatedQuery(rotated, query_scale), 0.3
+    )
     reference.store(expected_cache, slots, key, key, layout)
     assert torch.equal(cache, expected_cache)
     factor = 0.3 * math.log2(math.e) * layout.key_codebook.gain

@@ -14,8 +14,10 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
+from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner
+from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     init_workspace_manager,
@@ -63,13 +65,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @requires_triton
 @all_batches
 @prefill_modes
-@pytest.mark.parametrize("path", ["torch", *KERNELS, *(f"{k} alone" for k in KERNELS)])
+@pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_batches(folder, requests, mode, path, monkeypatch):
     """Context is cut into pieces of 128 tokens."""
     set_scratch(monkeypatch, piece_tokens=128)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
-    assert impl.workspace.piece_tokens == 128
+    assert impl.runner.prefill_limits.piece_tokens == 128
     set_path(impl, path)
     batch = Batch.make(impl, requests)
     metadata = make_builder(config, impl).build(0, batch.common)
@@ -161,8 +163,8 @@ def test_padded_decodes(folder, path):
     metadata = builder.build(0, padded)
     assert metadata.num_decodes == num_padded and metadata.prefill is None
     output = torch.full_like(batch.query, 7)
-    impl._forward_kernels(
-        batch.query, batch.key, batch.value, batch.cache, metadata, output
+    impl.forward(
+        None, batch.query, batch.key, batch.value, batch.cache, metadata, output
     )
     assert (output[2:] == 0).all()
     batch.check(impl, output[:2])
@@ -178,8 +180,10 @@ def test_builder_interface(folder):
     with_drafts(config)
     builder = make_builder(config, impl)
     assert builder.reorder_batch_threshold == 3
-    assert make_impl(config).max_decode_query_len == 3
-    assert builder.prefill_limits.piece_tokens == impl.workspace.piece_tokens
+    assert make_impl(config).runner.max_query_len == 3
+    assert (
+        builder.prefill_limits.piece_tokens == impl.runner.prefill_limits.piece_tokens
+    )
     assert TurboAttentionBackend.get_builder_cls() is TurboMetadataBuilder
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl
 
@@ -201,7 +205,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
     if num_drafts:
         with_drafts(config, num_drafts)
     impl = make_impl(config)
-    impl.num_sms = 4  # for several splits a sequence, on a CPU too
+    impl.runner.num_sms = 4  # for several splits a sequence, on a CPU too
     set_path(impl, path)
     builder = make_builder(config, impl)
     if not ON_GPU:
@@ -215,7 +219,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         assert reserved is not None
         # A few parts, each of a multiple of 256 bytes.
         monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-        assert 0 <= reserved.numel() - impl.workspace_bytes < 4 * 256
+        assert 0 <= reserved.numel() - impl.runner.workspace_bytes < 4 * 256
         lock_workspace()
         for requests in (
             [(1, 40)],
@@ -241,9 +245,11 @@ def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
     )
     impl = make_impl(config)
     made = []
-    impl.kernels = kernels.triton_kernels()._replace(
-        num_kv_splits=lambda *args: 64, make_matrices=lambda *args: made.append(args)
+    monkeypatch.setattr(
+        TritonKernels, "make_matrices", lambda self, *args: made.append(args)
     )
+    set_path(impl, "triton")
+    impl.runner.kernels = TritonKernels(num_decode_splits=lambda *args: 64)
     builder = make_builder(config, impl)
     if not ON_GPU:
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
@@ -287,10 +293,31 @@ def test_batch_of_one_step_after_another(folder, path):
         q, k, v = (x[begin:end] for x in (whole.query, whole.key, whole.value))
         output = torch.full_like(q, 7)
         metadata = builder.build(0, common)
-        impl._forward_kernels(q, k, v, whole.cache, metadata, output)
+        impl.forward(None, q, k, v, whole.cache, metadata, output)
         outputs.append(output)
     whole.check(impl, torch.cat(outputs))
-    expected = new_cache(impl.layout, whole.cache.shape[0], NUM_KV_HEADS, BLOCK_SIZE)
+    expected = new_cache(
+        impl.runner.layout, whole.cache.shape[0], NUM_KV_HEADS, BLOCK_SIZE
+    )
     slots = whole.common.slot_mapping[:40]
-    reference.store(expected, slots, whole.key, whole.value, impl.layout)
+    reference.store(expected, slots, whole.key, whole.value, impl.runner.layout)
     assert torch.equal(whole.cache, expected)
+
+
+@requires_triton
+@prefill_modes
+@kernel_paths
+def test_forward_plans_nothing(folder, mode, path, monkeypatch):
+    """The builder has, for each shape of layer; only scratch is found out later."""
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
+    impl = make_impl(config)
+    set_path(impl, path)
+    batch = Batch.make(impl, BATCHES["mixed"])
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert list(metadata.decode_plans) == [impl.runner.shape]
+    assert metadata.decode_scratch == {}
+    for name in ("plan", "_calls"):
+        monkeypatch.delattr(DecodePlanner, name)
+    monkeypatch.setattr(prefill_plan, "plan_prefill", None)
+    batch.check(impl, batch.run(impl, metadata, path))
+    assert list(metadata.decode_scratch) == [impl.runner.shape]

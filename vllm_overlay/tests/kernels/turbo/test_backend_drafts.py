@@ -12,7 +12,6 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo.metadata import max_layer_query_len
 from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 from .backend_utils import (
@@ -104,8 +103,8 @@ def test_padded_drafts(folder, mode, path):
     assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 3 * PADDING
     assert metadata.decode_query_len == PADDING and metadata.decode_start_loc is None
     output = torch.full_like(batch.query, 7)
-    impl._forward_kernels(
-        batch.query, batch.key, batch.value, batch.cache, metadata, output
+    impl.forward(
+        None, batch.query, batch.key, batch.value, batch.cache, metadata, output
     )
     num_tokens = 2 * PADDING
     assert (output[num_tokens:] == 0).all()
@@ -220,7 +219,7 @@ def test_replay_of_other_query_lens(folder, mode, path):
     slots[:num_tokens] = common.slot_mapping[:num_tokens]
     output = torch.full_like(batch.query[:num_captured], 7)
     q, k, v = (x[:num_captured] for x in (batch.query, batch.key, batch.value))
-    impl._forward_kernels(q, k, v, batch.cache, metadata, output)
+    impl.forward(None, q, k, v, batch.cache, metadata, output)
     batch.check(impl, output[:num_tokens])
 
 
@@ -267,7 +266,7 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
     for name, is_draft in names.items():
         add_layer(config, name, is_draft=is_draft)
     impl = make_impl(config)
-    spec = cache_spec(impl.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    spec = cache_spec(impl.runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
 
     def threshold_of(*layers: str) -> int:
         builder = TurboMetadataBuilder(spec, list(layers), config, DEVICE)
@@ -275,7 +274,7 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
 
     assert threshold_of("target") == threshold_of("target", "draft") == own
     assert threshold_of("draft") == drafts
-    assert impl.max_decode_query_len == max_layer_query_len(config) == drafts
+    assert impl.runner.max_query_len == drafts
 
 
 @requires_triton

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import metadata
-from vllm.v1.attention.ops.turbo.kernel_choice import MAX_EXTEND_LEN
-from vllm.v1.attention.ops.turbo.metadata import plan_extends
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo.planning.decode import (
+    MAX_EXTEND_LEN,
+    find_extends,
+    max_extend_len,
+)
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
     lock_workspace,
@@ -63,9 +64,8 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
     """Have the path's kernels; Triton's decode attention serves as an extend, too."""
     set_path(impl, path)
     if path == "triton":
-        impl.kernels = impl.kernels._replace(
-            extend_attention=impl.kernels.decode_attention,
-            num_extend_splits=impl.kernels.num_kv_splits,
+        impl.runner.kernels = impl.runner.kernels._replace(
+            extend_attention=impl.runner.kernels.decode_attention,
         )
 
 
@@ -74,7 +74,7 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
-    monkeypatch.setattr(metadata, "MAX_CALL_TOKENS", 8)
+    monkeypatch.setattr(decode_plan, "MAX_CALL_TOKENS", 8)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     give_extends(impl, path)
@@ -87,20 +87,20 @@ def test_batches(folder, requests, calls, path, mode, monkeypatch):
 
 
 def test_plan():
-    assert plan_extends([3, 4, 33, 2], [9, 0, 9, 9], 32) == [(0, 2)]
-    assert plan_extends([3, 4], [0, 0], 32) == []
-    assert plan_extends([3, 4, 50], [0, 0, 9], 32) == []
-    assert plan_extends([33], [9], 32) == plan_extends([], [], 32) == []
-    assert plan_extends([3], [9], 0) == []
+    assert find_extends([3, 4, 33, 2], [9, 0, 9, 9], 32) == [(0, 2)]
+    assert find_extends([3, 4], [0, 0], 32) == []
+    assert find_extends([3, 4, 50], [0, 0, 9], 32) == []
+    assert find_extends([33], [9], 32) == find_extends([], [], 32) == []
+    assert find_extends([3], [9], 0) == []
     # 1024 tokens a call, if each request had as many as its longest; 2048 in all.
-    assert plan_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
-    assert plan_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
-    assert plan_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+    assert find_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
+    assert find_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
+    assert find_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
 
 
 def test_longest_extends():
     """By queries of a KV head, and by tokens where heads are few."""
-    found = [kernels.max_extend_len(group) for group in (1, 4, 8, 64, 1000)]
+    found = [max_extend_len(group) for group in (1, 4, 8, 64, 1000)]
     assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 3, 1]
 
 
@@ -111,7 +111,7 @@ def test_profile_run_reserves_extends(folder, path, monkeypatch):
         folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=48
     )
     impl = make_impl(config)
-    impl.num_sms = 4
+    impl.runner.num_sms = 4
     give_extends(impl, path)
     builder = make_builder(config, impl)
     if not ON_GPU:
@@ -140,35 +140,27 @@ def test_builder_asks_the_kernels(folder, path):
     """Those of the layers, by the configuration alone."""
     config = make_vllm_config(folder)
     config.attention_config.turbo_kernel = path
-    add_layer(config, "layers.0.attn")
     builder = make_builder(config, make_impl(config))
-    spec = builder.kv_cache_spec
-    assert isinstance(spec, AttentionSpec)
-    assert spec.num_kv_heads == NUM_KV_HEADS
-    found = builder._find_max_extend_len(spec)
     has_extends = getattr(kernels, f"{path}_kernels")().extend_attention is not None
-    assert found == (MAX_EXTEND_LEN if has_extends else 0)
+    assert builder.max_extend_len == (MAX_EXTEND_LEN if has_extends else 0)
 
 
-def test_builder_asks_for_the_heads_of_its_layers(folder, monkeypatch):
+@requires_triton
+def test_builder_asks_for_the_heads_of_its_layers(folder):
     """A drafter's are others than the target's: each has kernels of its own."""
     config = make_vllm_config(folder)
-    for name, num_heads in (("target", NUM_HEADS), ("draft", 4 * NUM_HEADS)):
+    impl = make_impl(config)
+    give_extends(impl, "triton")
+    for name, num_heads in (("target", NUM_HEADS), ("draft", 16 * NUM_HEADS)):
         add_layer(config, name, num_heads, is_draft=name == "draft")
-    spec = cache_spec(make_impl(config).layout, NUM_KV_HEADS, BLOCK_SIZE)
-    asked = []
-
-    def choose(choice, layout, group, query_len):
-        asked.append(group)
-        chosen = kernels.triton_kernels()
-        chosen = chosen._replace(extend_attention=print if group < 8 else None)
-        return kernels.ChosenKernels(chosen)
-
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(metadata, "share_kernels", choose)
+        layer = config.compilation_config.static_forward_context[name]
+        layer.impl.runner.kernels = impl.runner.kernels
+    spec = cache_spec(impl.runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
     found = [
-        TurboMetadataBuilder(spec, [name], config, DEVICE).max_extend_len
-        for name in ("target", "draft")
+        TurboMetadataBuilder(spec, names, config, DEVICE).max_extend_len
+        for names in (["target"], ["draft"], ["target", "draft"])
     ]
-    assert found == [MAX_EXTEND_LEN, 0]
-    assert asked == [NUM_HEADS // NUM_KV_HEADS, 4 * NUM_HEADS // NUM_KV_HEADS]
+    few = max_extend_len(16 * NUM_HEADS // NUM_KV_HEADS)
+    assert found == [MAX_EXTEND_LEN, few, few] and few < MAX_EXTEND_LEN
+    layer.impl.runner.kernels = kernels.triton_kernels()
+    assert TurboMetadataBuilder(spec, ["draft"], config, DEVICE).max_extend_len == 0

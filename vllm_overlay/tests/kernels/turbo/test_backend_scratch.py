@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import prefill
-from vllm.v1.attention.ops.turbo.interface import count_sequences
-from vllm.v1.attention.ops.turbo.planning.decode import plan_calls
+from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
+from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import (
     init_workspace_manager,
@@ -80,22 +80,22 @@ def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypat
             impl = TurboAttentionImpl(
                 heads, size, 0.1, kv_heads, kv_cache_dtype="turbo4"
             )
-        impl.kernels = getattr(kernels, f"{name}_kernels")()
-        impl.num_sms = 132
-        impl.flash_attn = no_flash_attn
-        found = impl.workspace_bytes / MIB
+        impl.runner.kernels = getattr(kernels, f"{name}_kernels")()
+        impl.runner.num_sms = 132
+        impl.runner.flash_attn = no_flash_attn
+        found = impl.runner.workspace_bytes / MIB
         assert found <= 256, (heads, kv_heads, size, name, found)
 
 
 def test_plan_of_calls():
     """A batch is cut only where a call would have too few splits a sequence."""
-    assert plan_calls(0, 1, 8, 64) == []
-    assert plan_calls(8, 1, 64, 64) == [(0, 8)]
-    assert plan_calls(16, 1, 64, 64) == [(0, 16)]
-    assert plan_calls(17, 1, 64, 64) == [(0, 9), (9, 17)]
-    assert plan_calls(64, 1, 1, 64) == [(0, 64)]
-    assert plan_calls(5, 4, 2, 16) == [(0, 2), (2, 4), (4, 5)]
-    assert plan_calls(2, 4, 8, 1) == [(0, 1), (1, 2)]
+    assert cut_evenly(0, 1, 8, 64) == []
+    assert cut_evenly(8, 1, 64, 64) == [(0, 8)]
+    assert cut_evenly(16, 1, 64, 64) == [(0, 16)]
+    assert cut_evenly(17, 1, 64, 64) == [(0, 9), (9, 17)]
+    assert cut_evenly(64, 1, 1, 64) == [(0, 64)]
+    assert cut_evenly(5, 4, 2, 16) == [(0, 2), (2, 4), (4, 5)]
+    assert cut_evenly(2, 4, 8, 1) == [(0, 1), (1, 2)]
 
 
 def random_requests(
@@ -130,22 +130,20 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     if num_drafts:
         with_drafts(config, num_drafts)
     impl = make_impl(config)
-    impl.num_sms = 4
-    impl.flash_attn = no_flash_attn
+    impl.runner.num_sms = 4
+    impl.runner.flash_attn = no_flash_attn
     calls: list[int] = [0]  # of the profile run's first batch of all kinds
 
-    def attend(*args) -> None:
-        partial, output, query_len, start_loc = args[6], args[8], args[10], args[11]
-        assert partial.shape[0] <= 48
-        count = count_sequences(output.shape[0], query_len, start_loc)
-        assert partial.shape[0] >= count * query_len > 0
+    def attend(query, kv_cache, layout, batch, partials, output, newest=None) -> None:
+        num_partials = partials.lse.shape[0]
+        assert num_partials <= 48
+        batch.check(output.shape[0])
+        assert num_partials >= batch.num_query_slots > 0
         calls[-1] += 1
 
-    impl.kernels = kernels.cuda_kernels()._replace(
-        store=no_kernel,
-        decode_attention=attend,
-        extend_attention=attend,
-        make_matrices=no_kernel,
+    monkeypatch.setattr(CudaKernels, "make_matrices", no_kernel)
+    impl.runner.kernels = CudaKernels(
+        store=no_kernel, decode_attention=attend, extend_attention=attend
     )
     builder = make_builder(config, impl)
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +178,7 @@ def test_sliced_batches(folder, name, mode, path, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
-    impl.num_sms = 4
+    impl.runner.num_sms = 4
     set_path(impl, path)
     batch = Batch.make(impl, BATCHES[name])
     metadata = make_builder(config, impl).build(0, batch.common)
@@ -192,7 +190,7 @@ def test_sliced_batches(folder, name, mode, path, monkeypatch):
     finally:
         reset_workspace_manager()
     if name == "decodes" and path == "triton":
-        (plan,) = metadata.short_plans.values()
+        (plan,) = metadata.decode_plans.values()
         assert len(plan.calls) == 2
 
 
@@ -209,5 +207,5 @@ def test_sliced_drafts(folder, lens, mode, path, monkeypatch):
     metadata = make_builder(config, impl).build(0, batch.common)
     assert metadata.num_decodes == 3
     batch.check(impl, batch.run(impl, metadata, path))
-    (plan,) = metadata.short_plans.values()
+    (plan,) = metadata.decode_plans.values()
     assert len(plan.calls) == 3

@@ -13,6 +13,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -49,8 +50,9 @@ class Layer(NamedTuple):
     def run(self, batch: Batch) -> list[torch.Tensor]:
         """Each request's output."""
         builder = make_builder(self.config, self.impl)
-        builder.max_extend_len = EXTEND_LEN
-        metadata = builder.build(0, batch.common)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_plan, "MAX_EXTEND_LEN", EXTEND_LEN)
+            metadata = builder.build(0, batch.common)
         assert metadata.num_decodes == 2 and metadata.prefill is not None
         assert sum(each.num_requests for each in metadata.extends) == 2
         output = batch.run(self.impl, metadata, self.path)
@@ -64,9 +66,8 @@ def sound(folder: Path, path: str, mode: str) -> tuple[Layer, Batch, list]:
     impl = make_impl(config)
     set_path(impl, path)
     if path == "triton":
-        impl.kernels = impl.kernels._replace(
-            extend_attention=impl.kernels.decode_attention,
-            num_extend_splits=impl.kernels.num_kv_splits,
+        impl.runner.kernels = impl.runner.kernels._replace(
+            extend_attention=impl.runner.kernels.decode_attention,
         )
     layer, batch = Layer(config, impl, path), Batch.make(impl, REQUESTS)
     return layer, batch, layer.run(batch)
@@ -87,7 +88,7 @@ def store_broken(layer: Layer, batch: Batch, slots: torch.Tensor) -> None:
     shape = (slots.numel(), NUM_KV_HEADS, HEAD_SIZE)
     broken = torch.empty(shape, dtype=FP16, device=DEVICE)
     fill(broken)
-    reference.store(batch.cache, slots, broken, broken, layer.impl.layout)
+    reference.store(batch.cache, slots, broken, broken, layer.impl.runner.layout)
 
 
 def pages(batch: Batch, row: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import runtime as dispatch
+from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
@@ -453,7 +453,7 @@ def test_cpu(monkeypatch, tmp_path, choice):
         return
     impl = make_impl(config)
     impl.process_weights_after_loading(torch.bfloat16)
-    assert "kernels" not in vars(impl)
+    assert impl.runner.kernels is None
 
 
 @requires_triton
@@ -469,9 +469,9 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
 
     monkeypatch.setattr(kernels, "choose_kernels", record)
     monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
-    monkeypatch.setattr(dispatch, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert calls == [("auto", impl.layout, 2, 1)]
-    assert impl.kernels == impl.kernels == "kernels"
+    assert calls == [("auto", impl.runner.layout, 2, 1)]
+    assert impl.runner.kernels == impl.runner.kernels == "kernels"
     assert len(calls) == 1

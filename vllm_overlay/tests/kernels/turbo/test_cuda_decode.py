@@ -11,8 +11,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import (
     BF16,
@@ -65,7 +70,7 @@ def decode(
     seq_lens: list[int],
     layout: TurboFormat,
     num_splits: int,
-    newest: NewestToken | None = None,
+    newest: NewestTokens | None = None,
 ) -> torch.Tensor:
     """Rotate q and decode; scratch and output are NaN before."""
     num_seqs, num_heads, head_size = query.shape
@@ -80,14 +85,15 @@ def decode(
     )
     output = torch.full_like(query, math.nan)
     cuda_decode.decode_attention(
-        rotated.to(FP16).contiguous(),
-        scale,
+        RotatedQuery(rotated.to(FP16).contiguous(), scale),
         cache,
-        table,
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         layout,
-        partial,
-        partial[:, :, 0].contiguous(),
+        DecodeBatch(
+            num_seqs,
+            table,
+            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        ),
+        Partials(partial, partial[:, :, 0].contiguous()),
         output,
         newest,
     )
@@ -226,7 +232,7 @@ def test_newest_token_is_attended_to_as_it_is():
     query = gaussian(3, 8, 128, dtype=BF16, seed=1)
     newest_key = gaussian(3, NUM_KV_HEADS, 128, dtype=BF16, seed=2)
     newest_value = gaussian(3, NUM_KV_HEADS, 128, dtype=BF16, seed=3)
-    newest = NewestToken(query, newest_key, newest_value, 128**-0.5)
+    newest = NewestTokens(query, newest_key, newest_value, 128**-0.5)
     output = decode(query, cache, table, seq_lens, LAYOUT, 4, newest)
     for row, length in enumerate(seq_lens):
         key, value = load_context(cache, table[row], length, LAYOUT)

@@ -11,6 +11,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 
 from .compile_kernels import ARCHITECTURES
 from .test_cuda_multi import (
@@ -146,14 +147,18 @@ def extend_pages(
     partial = torch.full((num_seqs, num_heads, head_size), math.nan, device=DEVICE)
     lse = partial[:, :, 0].contiguous()
     cuda_extend.extend_attention(
-        query.to(FP16).contiguous(),
-        torch.full((num_seqs, num_heads), score_scale, device=DEVICE),
+        RotatedQuery(
+            query.to(FP16).contiguous(),
+            torch.full((num_seqs, num_heads), score_scale, device=DEVICE),
+        ),
         cache,
-        table,
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         layout,
-        partial,
-        lse,
+        DecodeBatch(
+            num_seqs,
+            table,
+            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        ),
+        Partials(partial, lse),
         torch.empty_like(query),
     )
     return partial, lse

@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 
 from .cuda_steps import (
     NUM_KV_HEADS,
@@ -75,15 +76,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend to what is stored from rotated queries that are in the scratch."""
     ATTENTION[kernel](
-        scratch.rotated_query,
-        scratch.query_scale,
-        cache,
-        step.block_table,
-        step.seq_lens,
-        LAYOUT,
-        scratch.partial,
-        scratch.partial_lse,
-        scratch.output,
+        scratch.rotated, cache, LAYOUT, step.batch, scratch.partials, scratch.output
     )
     return scratch.output
 
@@ -117,7 +110,10 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
     target = partial if late == "partial" else partial_lse
     seq_lens = torch.full((64,), 1000, dtype=torch.int32, device=DEVICE)
     output = torch.empty(64, 8, 128, dtype=BF16, device=DEVICE)
-    cuda_merge.merge_splits(partial, partial_lse, seq_lens, output, NUM_KV_HEADS)
+    partials = Partials(partial, partial_lse)
+    table = torch.empty(64, 0, dtype=torch.int32, device=DEVICE)
+    batch = DecodeBatch(64, table, seq_lens)
+    cuda_merge.merge_splits(partials, batch, output, NUM_KV_HEADS)
     expected = output.clone()
     written = target.clone()
     for _ in range(3):
@@ -125,7 +121,7 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
         output.fill_(math.nan)
         torch.accelerator.synchronize()
         copy_late(written, target)
-        cuda_merge.merge_splits(partial, partial_lse, seq_lens, output, NUM_KV_HEADS)
+        cuda_merge.merge_splits(partials, batch, output, NUM_KV_HEADS)
         assert torch.equal(output, expected)
 
 
@@ -150,8 +146,7 @@ def test_kernels_run_where_their_tensors_are(kernel):
             there.value,
             LAYOUT,
             there.query,
-            scratch.rotated_query,
-            scratch.query_scale,
+            scratch.rotated,
             128**-0.5,
         )
         attend(kernel, there, pages, scratch)
@@ -193,11 +188,7 @@ def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, k
             cuda_store.store(cache, step.slots, step.key, step.value, LAYOUT)
         elif kernel == "merge":
             cuda_merge.merge_splits(
-                scratch.partial,
-                scratch.partial_lse,
-                step.seq_lens,
-                scratch.output,
-                NUM_KV_HEADS,
+                scratch.partials, step.batch, scratch.output, NUM_KV_HEADS
             )
         else:
             attend(kernel, step, cache, scratch)

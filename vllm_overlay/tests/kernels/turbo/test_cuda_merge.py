@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import (
     MAX_KV_SPLITS,
-    NewestToken,
+    NewestTokens,
 )
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
@@ -55,20 +56,20 @@ def partial_results(
     return partial.flatten(0, 1), lse.flatten(0, 1)
 
 
-def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestToken:
+def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestTokens:
     """Views of a fused projection's output; scores are about as large as LSEs."""
     num_heads = group * NUM_KV_HEADS
     sizes = [num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_seqs, sum(sizes), head_size, dtype=dtype, seed=3)
     query, key, value = qkv.split(sizes, 1)
-    return NewestToken(query, key, value, head_size**-0.5)
+    return NewestTokens(query, key, value, head_size**-0.5)
 
 
 def expected_output(
     partial: torch.Tensor,
     lse: torch.Tensor,
     seq_lens: torch.Tensor,
-    newest: NewestToken | None,
+    newest: NewestTokens | None,
 ) -> torch.Tensor:
     """(B, Hq, D) in fp64."""
     num_seqs = seq_lens.shape[0]
@@ -90,12 +91,18 @@ def expected_output(
     return (weights[..., None] * parts).sum(1)
 
 
+def batch_of(seq_lens: torch.Tensor) -> DecodeBatch:
+    """Sequences of one query token; a merge reads no block table."""
+    table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
+    return DecodeBatch(len(seq_lens), table, seq_lens)
+
+
 def merge(
     partial: torch.Tensor,
     lse: torch.Tensor,
     seq_lens: torch.Tensor,
     dtype: torch.dtype,
-    newest: NewestToken | None = None,
+    newest: NewestTokens | None = None,
     num_warps: int | None = None,
 ) -> torch.Tensor:
     """Merge into rows of a wider tensor; what lies between them must stay."""
@@ -104,7 +111,12 @@ def merge(
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     output = buffer[:, 1:]
     cuda_merge.merge_splits(
-        partial, lse, seq_lens, output, NUM_KV_HEADS, newest, num_warps
+        Partials(partial, lse),
+        batch_of(seq_lens),
+        output,
+        NUM_KV_HEADS,
+        newest,
+        num_warps,
     )
     assert buffer[:, 0].isnan().all()
     return output
@@ -149,7 +161,8 @@ def test_against_triton(head_size, with_newest):
     newest = newest_tokens(len(counts), 4, head_size, FP16) if with_newest else None
     output = merge(partial, lse, lengths(counts), FP16, newest)
     expected = torch.empty_like(output)
-    triton_merge(partial, lse, lengths(counts), expected, NUM_KV_HEADS, newest)
+    batch = batch_of(lengths(counts))
+    triton_merge(Partials(partial, lse), batch, expected, NUM_KV_HEADS, newest)
     allowed = 2 * TOLERANCES[FP16] * expected.abs().max()
     assert (output - expected).abs().max() <= allowed
 
@@ -224,7 +237,9 @@ def test_it_waits_for_the_kernel_before_it():
     def run() -> None:
         for target, source in zip(scratch, (partial, lse)):
             torch.mul(source, 1, out=target)
-        cuda_merge.merge_splits(scratch[0], scratch[1], seq_lens, output, NUM_KV_HEADS)
+        cuda_merge.merge_splits(
+            Partials(*scratch), batch_of(seq_lens), output, NUM_KV_HEADS
+        )
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -301,7 +316,8 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         partial, lse, seq_lens = static
-        cuda_merge.merge_splits(partial, lse, seq_lens, output, NUM_KV_HEADS, given)
+        partials, of_graph = Partials(partial, lse), batch_of(seq_lens)
+        cuda_merge.merge_splits(partials, of_graph, output, NUM_KV_HEADS, given)
     for index, batch in enumerate(inputs):
         for x in newest[:3]:
             x.copy_(gaussian(*x.shape, dtype=BF16, seed=index))
@@ -331,11 +347,9 @@ def test_two_streams():
                     torch.cuda._sleep(100_000)
                     target.copy_(source)
                 outputs[index].append(torch.empty_like(expected[index]))
-                target_partial, target_lse = targets[index]
                 cuda_merge.merge_splits(
-                    target_partial,
-                    target_lse,
-                    seq_lens,
+                    Partials(*targets[index]),
+                    batch_of(seq_lens),
                     outputs[index][-1],
                     NUM_KV_HEADS,
                 )

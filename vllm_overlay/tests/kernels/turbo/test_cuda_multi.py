@@ -15,8 +15,13 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
-from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
 
 from .utils import (
     BF16,
@@ -137,20 +142,21 @@ class Batch:
         partial = torch.full(shape, math.nan, device=DEVICE)
         output = torch.full(rotated.shape, math.nan, device=DEVICE).to(self.query)
         starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
-        newest = NewestToken(self.query, self.key, self.value, self.scale)
+        newest = NewestTokens(self.query, self.key, self.value, self.scale)
         ATTENTION[kernel](
-            rotated,
-            torch.full(rotated.shape[:2], scale, device=DEVICE),
+            RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)),
             self.cache,
-            self.table,
-            torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE),
             self.layout,
-            partial,
-            partial[:, :, 0].contiguous(),
+            DecodeBatch(
+                len(self.seq_lens),
+                self.table,
+                torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE),
+                self.query_len,
+                None if self.is_uniform else starts,
+            ),
+            Partials(partial, partial[:, :, 0].contiguous()),
             output,
             newest if with_newest else None,
-            self.query_len,
-            None if self.is_uniform else starts,
         )
         return output
 
@@ -320,20 +326,21 @@ def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
     scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
     shape = (4 * batch.query_len * 8, batch.num_heads, 128)
     partial = torch.empty(shape, device=DEVICE)
-    newest = NewestToken(batch.query, batch.key, batch.value, batch.scale)
+    newest = NewestTokens(batch.query, batch.key, batch.value, batch.scale)
     arguments = (
-        rotated,
-        torch.full(rotated.shape[:2], scale, device=DEVICE),
+        RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)),
         batch.cache,
-        batch.table.clamp(max=batch.cache.shape[0] - 1),
-        lens,
         LAYOUT,
-        partial,
-        partial[:, :, 0].contiguous(),
+        DecodeBatch(
+            len(lens),
+            batch.table.clamp(max=batch.cache.shape[0] - 1),
+            lens,
+            batch.query_len,
+            None if batch.is_uniform else starts,
+        ),
+        Partials(partial, partial[:, :, 0].contiguous()),
         output := torch.full_like(expected, math.nan),
         newest if with_newest else None,
-        batch.query_len,
-        None if batch.is_uniform else starts,
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

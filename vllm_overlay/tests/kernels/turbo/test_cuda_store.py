@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.cuda.store import (
     store,
 )
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import RotatedQuery
 
 from .store_checks import (
     Store,
@@ -134,7 +135,7 @@ def test_partial_blocks(name, num_tokens, parts):
         _, (cache, *_) = layer_caches(*shape)
         rotated = torch.zeros(num_queries, 5, 128, dtype=torch.float16, device=DEVICE)
         query_scale = torch.zeros(num_queries, 5, device=DEVICE)
-        outputs = (query[:num_queries], rotated, query_scale)
+        outputs = (query[:num_queries], RotatedQuery(rotated, query_scale))
         tuning = StoreTuning(parts, 128)
         store(cache, slots, key, value, layout, *outputs, tuning=tuning)
         assert torch.equal(cache, expected)

@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
@@ -203,7 +204,12 @@ def test_one_hot_query_reads_the_key(name, head_size):
     partial = torch.empty_like(query, dtype=torch.float32)
     lse = torch.full_like(ones, math.nan)
     decode_attention(
-        query, ones, cache, table, lens, layout, partial, lse, torch.empty_like(query)
+        RotatedQuery(query, ones),
+        cache,
+        layout,
+        DecodeBatch(num_seqs, table, lens),
+        Partials(partial, lse),
+        torch.empty_like(query),
     )
     # Sequence b's heads read coordinates [16 * b, 16 * b + 16) of each KV head.
     coordinates = torch.arange(head_size, device=DEVICE).view(num_seqs, 1, group)
@@ -303,8 +309,8 @@ def test_quality_against_unquantised(name, bound):
 @pytest.mark.parametrize("num_sms", [1, 80, 132])
 def test_number_of_splits(num_sms):
     """Enough programs for the GPU, fewer splits for larger batches."""
+    from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
     from vllm.v1.attention.ops.turbo.triton.decode import num_kv_splits
-    from vllm.v1.attention.ops.turbo.triton.merge import MAX_KV_SPLITS
 
     counts = [num_kv_splits(batch, 8, num_sms) for batch in range(1, 2000)]
     assert counts == sorted(counts, reverse=True)

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import warm_up
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.interface import CUDA
+from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
@@ -54,11 +58,17 @@ def fail(monkeypatch, message: str) -> None:
     def store(*args: object) -> None:
         raise error(message)
 
-    def cuda_kernels(reason: str = "") -> kernels.TurboKernels:
-        triton = kernels.triton_kernels(reason)
-        return triton._replace(store=store, name=kernels.CUDA)
+    def cuda_kernels(reason: str = "") -> TritonKernels:
+        return TritonKernels(reason)._replace(store=store, name=CUDA)
 
     monkeypatch.setattr(kernels, "cuda_kernels", cuda_kernels)
+
+
+def make_gpu_impl(config: VllmConfig) -> TurboAttentionImpl:
+    """An implementation that has chosen kernels, on a CPU too."""
+    impl = make_impl(config)
+    impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
+    return impl
 
 
 def profile(impl) -> None:
@@ -71,15 +81,16 @@ def test_auto_falls_back_for_all_layers(tmp_path: Path, choice, monkeypatch):
     """Layers that were asked before, their builder, and those asked afterwards."""
     fail(monkeypatch, REFUSED)
     config = make_vllm_config(tmp_path, dtype=FP16)
-    layers = [make_impl(config) for _ in range(2)]
-    assert [impl.kernels.name for impl in layers] == ["CUDA", "CUDA"]
+    layers = [make_gpu_impl(config) for _ in range(2)]
+    assert [impl.runner.kernels.name for impl in layers] == ["CUDA", "CUDA"]
     for impl in layers:
-        impl.flash_attn = flash_attn_stand_in if not ON_GPU else impl.flash_attn
+        if not ON_GPU:
+            impl.runner.flash_attn = flash_attn_stand_in
     profile(layers[1])
-    layers.append(make_impl(config))
+    layers.append(make_gpu_impl(config))
     for impl in layers:
-        assert impl.kernels.name == "Triton"
-        assert REFUSED in impl.kernels.reason
+        assert impl.runner.kernels.name == "Triton"
+        assert REFUSED in impl.runner.kernels.reason
     batch = Batch.make(layers[0], [(1, 31), (9, 0)])
     metadata = make_builder(config, layers[0]).build(0, batch.common)
     batch.check(layers[0], batch.run(layers[0], metadata, "triton"))
@@ -98,12 +109,12 @@ def test_others_raise(
 ):
     fail(monkeypatch, message)
     config = make_vllm_config(tmp_path, dtype=FP16)
-    impl = make_impl(config)
+    impl = make_gpu_impl(config)
     # A CPU refuses it earlier.
-    impl.kernel_choice = turbo_kernel
+    impl.runner.kernel_choice = turbo_kernel
     with pytest.raises(error, match=words):
         profile(impl)
-    assert impl.kernels.name == "CUDA"
+    assert impl.runner.kernels.name == "CUDA"
 
 
 # One rank of three, of which the last runs Triton's kernels.
@@ -117,7 +128,7 @@ store = torch.distributed.FileStore(sys.argv[2], 3)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
 own = kernels.triton_kernels("it has no nvcc")
 if rank < 2:
-    own = own._replace(name=kernels.CUDA, reason="they could be built")
+    own = own._replace(name="CUDA", reason="they could be built")
 print(kernels.refusal_of_other_ranks(own, torch.distributed.group.WORLD))
 """
 

@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, NewestToken, count_sequences
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 
 from .backend_utils import (
     Batch,
@@ -27,7 +33,7 @@ from .backend_utils import (
     prefill_modes,
     with_drafts,
 )
-from .utils import FP16, requires_triton
+from .utils import DEVICE, FP16, requires_triton
 
 pytestmark = requires_triton
 
@@ -58,8 +64,7 @@ def store(
         value,
         layout,
         query,
-        rotated_query,
-        query_scale,
+        RotatedQuery(rotated_query, query_scale),
         scale,
     )
 
@@ -80,25 +85,18 @@ def attend(
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
-    num_tokens = rotated_query.shape[0]
-    assert num_seqs == count_sequences(num_tokens, query_len, query_start_loc)
     # Read by the merge alone, which is left out.
-    newest = NewestToken(rotated_query, kv_cache, kv_cache, 0.0)
+    newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_decode, "merge_splits", lambda *args: None)
         triton_decode.decode_attention(
-            rotated_query,
-            query_scale,
+            RotatedQuery(rotated_query, query_scale),
             kv_cache,
-            block_table,
-            seq_lens,
             layout,
-            partial_output,
-            partial_lse,
+            DecodeBatch(num_seqs, block_table, seq_lens, query_len, query_start_loc),
+            Partials(partial_output, partial_lse),
             rotated_query,
             newest if with_newest else None,
-            query_len,
-            query_start_loc,
         )
 
 
@@ -120,17 +118,14 @@ def merge(
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
-    assert num_seqs == count_sequences(output.shape[0], query_len, query_start_loc)
-    newest = NewestToken(query, key, value, factor / LOG2_E)
+    newest = NewestTokens(query, key, value, factor / LOG2_E)
+    no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
-        partial_output,
-        partial_lse,
-        seq_lens,
+        Partials(partial_output, partial_lse),
+        DecodeBatch(num_seqs, no_table, seq_lens, query_len, query_start_loc),
         output,
         num_kv_heads,
         newest if with_newest else None,
-        query_len,
-        query_start_loc,
     )
 
 
@@ -164,9 +159,9 @@ def test_output_of_what_is_launched(tmp_path: Path, requests, mode, launches):
     """From views of a fused projection's output, as models hand them over."""
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
     impl = make_impl(config)
-    impl.num_sms = 4
+    impl.runner.num_sms = 4
     # By their own name, q would be expected in int8.
-    impl.kernels = kernels.cuda_kernels()._replace(name="Triton")
+    impl.runner.kernels = CudaKernels()._replace(name="Triton")
     batch = Batch.make(impl, requests)
     qkv = torch.cat([batch.query, batch.key, batch.value], 1)
     heads = [impl.num_heads, impl.num_kv_heads, impl.num_kv_heads]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import NewestToken
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens, Partials
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import DEVICE, FP16, gaussian, requires_triton
@@ -65,14 +65,17 @@ def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
     num_tokens = sum(query_lens)
     buffer = torch.full((num_tokens + 2, NUM_HEADS, HEAD_SIZE), math.nan, device=DEVICE)
     merge_splits(
-        splits.partial,
-        splits.lse,
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        Partials(splits.partial, splits.lse),
+        DecodeBatch(
+            len(query_lens),
+            torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
+            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+            query_len,
+            None if is_uniform else starts.to(DEVICE),
+        ),
         buffer[:num_tokens],
         NUM_KV_HEADS,
-        None if newest is None else NewestToken(*newest, SCALE),
-        query_len,
-        None if is_uniform else starts.to(DEVICE),
+        None if newest is None else NewestTokens(*newest, SCALE),
     )
     assert buffer[num_tokens:].isnan().all()
     return buffer[:num_tokens]

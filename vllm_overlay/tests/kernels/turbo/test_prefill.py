@@ -12,10 +12,10 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
-    build_prefill_metadata,
+    plan_prefill,
 )
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
 from vllm.v1.attention.ops.turbo.prefill import (
-    PrefillBuffers,
     get_flash_attn,
     prefill_attention,
 )
@@ -231,7 +231,7 @@ def check_prefill(
     reference.store(cache, torch.cat(rows), key, value, layout)
 
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
-    metadata = build_prefill_metadata(
+    plan = plan_prefill(
         starts,
         torch.tensor(seq_lens, dtype=torch.int32),
         table,
@@ -239,16 +239,15 @@ def check_prefill(
         limits,
         DEVICE,
     )
-    buffered = metadata.max_buffered_tokens
+    buffered = plan.max_buffered_tokens
     num_buffered = buffered or 0
     assert (num_buffered > 0) == (stored or any(context_lens))
     assert num_buffered <= limits.slice_tokens
-    shapes = PrefillBuffers.shapes(
-        num_buffered, limits.piece_tokens, num_kv_heads * group, num_kv_heads, size
-    )
+    shape = LayerShape(num_kv_heads * group, num_kv_heads, size, dtype)
+    specs = PrefillScratch.specs(shape, num_buffered, limits.piece_tokens)
     for flash_attn in flash_attns(size):
         buffers = [
-            torch.full(shape, math.nan, dtype=dtype, device=DEVICE) for shape in shapes
+            torch.full(each, math.nan, dtype=dtype, device=DEVICE) for each, _ in specs
         ]
         output = torch.full_like(query, math.nan)
         prefill_attention(
@@ -256,10 +255,10 @@ def check_prefill(
             key,
             value,
             cache,
-            metadata,
+            plan,
             size**-0.5,
             layout,
-            None if buffered is None else PrefillBuffers(*buffers),
+            None if buffered is None else PrefillScratch(*buffers),
             output,
             flash_attn,
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill: what is planned on the host, in slices, groups and pieces."""
+"""Prefill: what is planned on the host, in slices and pieces."""
 
 import math
 
@@ -11,13 +11,14 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     PIECE_BYTES,
     ROW_BYTES,
     PrefillLimits,
-    build_prefill_metadata,
+    batch_requests,
     plan_context,
-    plan_groups,
+    plan_prefill,
     plan_runs,
     plan_slices,
     prefill_limits,
 )
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 from .utils import BF16, DEVICE
 
@@ -87,11 +88,16 @@ def test_slices_cover_each_token_once(query_lens, max_tokens):
 
 def test_limits():
     """With stored K and V, a slice's own tokens are one piece."""
-    of_llama = [prefill_limits(32, 8, 128, BF16, stored) for stored in (False, True)]
+    of_llama = [
+        prefill_limits(LayerShape(32, 8, 128, BF16), stored) for stored in (False, True)
+    ]
     slice_tokens = ROW_BYTES // (32 * 128 * 2)
     assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2), None)] * 2
     piece_tokens = PIECE_BYTES // (2 * 32 * 128 * 2)
-    of_mha = [prefill_limits(32, 32, 128, BF16, stored) for stored in (False, True)]
+    of_mha = [
+        prefill_limits(LayerShape(32, 32, 128, BF16), stored)
+        for stored in (False, True)
+    ]
     assert of_mha == [
         (slice_tokens, piece_tokens, None),
         (piece_tokens, piece_tokens, None),
@@ -101,10 +107,10 @@ def test_limits():
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
 def test_limits_without_flash_attention(stored):
     """What attends to heads of 512 takes memory by the square of the tokens."""
-    limits = prefill_limits(8, 2, 512, BF16, stored)
+    limits = prefill_limits(LayerShape(8, 2, 512, BF16), stored)
     starts = torch.tensor([0, 3, 8192], dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
-    plan = build_prefill_metadata(starts, starts.diff(), table, stored, limits, DEVICE)
+    plan = plan_prefill(starts, starts.diff(), table, stored, limits, DEVICE)
     assert [part.tokens.stop for part in plan.slices] == [2048, 4096, 6144, 8192]
     assert plan.max_buffered_tokens == (2048 if stored else 0)
 
@@ -118,16 +124,16 @@ def test_scratch_of_a_plan(stored):
     raw_lens = [40, 20], [40, 10, 10], [14, 14, 12, 20]
     for contexts, lens in zip(([0, 0], [0, 9], [70, 0]), raw_lens):
         seq_lens = torch.tensor(contexts, dtype=torch.int32) + starts.diff()
-        plan = build_prefill_metadata(starts, seq_lens, table, stored, limits, DEVICE)
+        plan = plan_prefill(starts, seq_lens, table, stored, limits, DEVICE)
         found = [part.tokens.stop - part.tokens.start for part in plan.slices]
         assert found == ([15] * 4 if stored else lens)
-        own = [length for part, length in zip(plan.slices, found) if part.groups]
+        own = [length for part, length in zip(plan.slices, found) if part.cached]
         assert plan.max_buffered_tokens == (max(own) if own else None)
         for part in plan.slices:
             assert (part.raw is None) == stored
-            for group in part.groups:
-                assert all(piece.num_tokens <= 32 for piece in group.pieces)
-                assert stored == (group.own is not None)
+            for cached in part.cached:
+                assert all(piece.num_tokens <= 32 for piece in cached.pieces)
+                assert stored == (cached.own is not None)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 16, 10**6])
@@ -155,7 +161,7 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
     table = torch.zeros(9, 8, dtype=torch.int32)
     for contexts in (0, 9):
-        plan = build_prefill_metadata(
+        plan = plan_prefill(
             starts, query_lens + contexts, table, False, PrefillLimits(16, 32), DEVICE
         )
         assert any(part.has_neighbours for part in plan.slices)
@@ -163,7 +169,7 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
         for part in plan.slices:
             assert part.raw is not None
             assert not part.has_neighbours or part.raw.num_tokens <= 32
-    alone = build_prefill_metadata(
+    alone = plan_prefill(
         starts[:2], query_lens[:1], table[:1], False, PrefillLimits(16, 32), DEVICE
     )
     assert alone.max_buffered_tokens is None
@@ -171,18 +177,18 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
 
 @pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])
 @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
-def test_groups_have_each_request_once(contexts, piece_tokens):
+def test_side_by_side_has_each_request_once(contexts, piece_tokens):
     """Of several requests with context, one piece holds all. None is without any, so
     that each request's output is written.
     """
-    groups = plan_groups(contexts, piece_tokens)
-    assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
-    assert groups[-1][1] == len(contexts)
-    for first, last in groups:
+    ranges = batch_requests(contexts, piece_tokens)
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+    assert ranges[-1][1] == len(contexts)
+    for first, last in ranges:
         lens = [length for length in contexts[first:last] if length]
         assert sum(lens) <= piece_tokens or len(lens) == 1
         assert lens or not any(contexts)
-    pairs = zip(groups, groups[1:])
+    pairs = zip(ranges, ranges[1:])
     # As few as that allows: none would take in the next one's first.
     assert all(
         sum(contexts[a:b]) + next(filter(None, contexts[c:d])) > piece_tokens

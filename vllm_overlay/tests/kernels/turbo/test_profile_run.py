@@ -11,15 +11,23 @@ import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import metadata, prefill
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, count_sequences
+from vllm.v1.attention.ops.turbo import prefill, runtime
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    DecodeBatch,
+    Partials,
+    RotatedQuery,
+)
+from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo.planning.decode import MAX_EXTEND_LEN, max_extend_len
+from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
+from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     init_workspace_manager,
@@ -34,12 +42,12 @@ from .backend_utils import (
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
-    add_layer,
     kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
+    register,
     set_path,
     set_scratch,
     with_drafts,
@@ -50,7 +58,6 @@ pytestmark = requires_triton
 
 # Query heads of two layers of one cache group.
 FEW, MANY = NUM_KV_HEADS, 8 * NUM_KV_HEADS
-LAYERS = {"few": FEW, "many": MANY}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +78,7 @@ def profile(*impls: TurboAttentionImpl) -> None:
     """The profile run of some layers, after which no workspace may grow."""
     for impl in impls:
         shape = (1, impl.num_heads, HEAD_SIZE)
-        tokens = torch.zeros(shape, dtype=impl.dtype, device=DEVICE)
+        tokens = torch.zeros(shape, dtype=impl.runner.shape.dtype, device=DEVICE)
         impl.forward(None, tokens, tokens, tokens, None, None, tokens)
     lock_workspace()
 
@@ -85,29 +92,24 @@ def no_flash_attn(q, **arguments):
 
 
 def check_scratch(
-    rotated_query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query: RotatedQuery,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: object,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
+    batch: DecodeBatch,
+    partials: Partials,
     output: torch.Tensor,
-    newest: object,
-    query_len: int,
-    query_start_loc: torch.Tensor | None,
+    newest: object = None,
 ) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.
     """
     num_tokens, num_heads, _ = output.shape
-    assert rotated_query.shape == output.shape
-    assert query_scale.shape == (num_tokens, num_heads)
-    assert partial.shape[1:] == output.shape[1:]
-    assert partial_lse.shape == partial.shape[:2]
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    assert partial.shape[0] >= num_seqs * query_len > 0
+    assert query.vectors.shape == output.shape
+    assert query.scale.shape == (num_tokens, num_heads)
+    assert partials.output.shape[1:] == output.shape[1:]
+    assert partials.lse.shape == partials.output.shape[:2]
+    batch.check(num_tokens)
+    assert partials.lse.shape[0] >= batch.num_query_slots > 0
 
 
 def most_splits(*args: int) -> int:
@@ -128,17 +130,17 @@ def without_kernels(
     monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
     if path == "most":
-        chosen = kernels.triton_kernels()._replace(num_kv_splits=most_splits)
+        chosen = kernels.triton_kernels()._replace(num_decode_splits=most_splits)
     else:
         chosen = getattr(kernels, f"{path}_kernels")()
-    impl.kernels = chosen._replace(
+    impl.runner.kernels = chosen._replace(
         store=no_kernel,
         decode_attention=check_scratch,
         extend_attention=check_scratch if with_extends else None,
-        num_extend_splits=chosen.num_extend_splits or chosen.num_kv_splits,
-        make_matrices=no_kernel,
+        num_extend_splits=most_splits if path == "most" else chosen.num_extend_splits,
     )
-    impl.num_sms = 4
+    monkeypatch.setattr(type(chosen), "make_matrices", no_kernel)
+    impl.runner.num_sms = 4
     return impl
 
 
@@ -149,12 +151,13 @@ def test_every_batch_of_decodes_and_extends(
     folder, path, with_extends, num_drafts, workspace, monkeypatch
 ):
     """They take no more than the profile run has reserved, prefills aside."""
-    max_num_seqs, longest = 12, kernels.MAX_EXTEND_LEN
+    max_num_seqs, longest = 12, MAX_EXTEND_LEN
     config = make_vllm_config(folder, "turbo4", FP16, "raw", max_num_seqs, 1024)
     if num_drafts:
         with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
-    impl.flash_attn = None
+    monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
+    monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     profile(impl)
     builder = make_builder(config, impl)
     of_decodes = num_drafts + 1
@@ -171,12 +174,15 @@ def test_every_batch_of_decodes_and_extends(
             batch.run(impl, built, "kernels")
 
 
-def make_shared_builder(config: VllmConfig) -> TurboMetadataBuilder:
-    """One for layers of both kinds, as vLLM has for a cache group."""
-    for name, num_heads in LAYERS.items():
-        add_layer(config, name, num_heads)
-    spec = cache_spec(make_impl(config).layout, NUM_KV_HEADS, BLOCK_SIZE)
-    return TurboMetadataBuilder(spec, list(LAYERS), config, DEVICE)
+def make_shared_builder(
+    config: VllmConfig, impls: list[TurboAttentionImpl]
+) -> TurboMetadataBuilder:
+    """One for layers that run the implementations, as vLLM has for a cache group."""
+    names = [f"layers.{index}.attn" for index in range(len(impls))]
+    for name, impl in zip(names, impls):
+        register(config, impl, name)
+    spec = cache_spec(impls[0].runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    return TurboMetadataBuilder(spec, names, config, DEVICE)
 
 
 @prefill_modes
@@ -190,9 +196,9 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
         for num_heads in order
     ]
     for impl in impls:
-        impl.flash_attn = no_flash_attn
-    builder = make_shared_builder(config)
-    builder.max_extend_len = 4
+        impl.runner.flash_attn = no_flash_attn
+    monkeypatch.setattr(decode_plan, "MAX_EXTEND_LEN", 4)
+    builder = make_shared_builder(config, impls)
     profile(*impls)
     for requests in (
         [(1, 40)],
@@ -217,28 +223,22 @@ def test_unlike_layers_share_a_batch(folder, path, workspace):
     for impl in impls:
         set_path(impl, path)
     current_workspace_manager().get_simultaneous(((2**20,), torch.uint8))
-    builder = make_shared_builder(config)
+    builder = make_shared_builder(config, impls)
     batches = [Batch.make(impl, [(1, 150)]) for impl in impls]
     built = builder.build(0, batches[0].common)
     for impl, batch in zip(impls, batches):
         batch.check(impl, batch.run(impl, built, path))
 
 
-def test_longest_extend_of_unlike_layers(folder, monkeypatch):
+def test_longest_extend_of_unlike_layers(folder):
     """It is one that the kernels of all layers take."""
-    chosen = kernels.triton_kernels()._replace(extend_attention=check_scratch)
-    shared = kernels.ChosenKernels(chosen)
-    monkeypatch.setattr(metadata, "share_kernels", lambda *args: shared)
     config = make_vllm_config(folder)
-    common = Batch.make(make_impl(config), [(24, 40), (25, 40)]).common
-    with monkeypatch.context() as patch:
-        for name, num_heads in LAYERS.items():
-            add_layer(config, name, num_heads)
-        spec = cache_spec(make_impl(config).layout, NUM_KV_HEADS, BLOCK_SIZE)
-        patch.setattr(current_platform, "is_cpu", lambda: False)
-        builder = TurboMetadataBuilder(spec, list(LAYERS), config, DEVICE)
-    built = builder.build(0, common)
-    assert kernels.max_extend_len(MANY // NUM_KV_HEADS) == 24
+    impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
+    for impl in impls:
+        impl.runner.kernels = TritonKernels(extend_attention=check_scratch)
+    common = Batch.make(impls[0], [(24, 40), (25, 40)]).common
+    built = make_shared_builder(config, impls).build(0, common)
+    assert max_extend_len(MANY // NUM_KV_HEADS) == 24
     assert [each.num_tokens for each in built.extends] == [24]
     assert built.prefill is not None
 

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -155,6 +156,14 @@ def test_micro_batches(config, changes):
     """Each would need a workspace and a plan of its own."""
     with refused("leave out --enable-dbo and --ubatch-size"):
         make_impl(parallel_config(config, **changes))
+
+
+def test_gpu_without_flash_attention(config, monkeypatch):
+    """Prompts could not be prefilled in the memory that is reserved."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda head_size: None)
+    with refused("a vLLM without FlashAttention for this GPU"):
+        make_impl(config)
 
 
 def test_one_micro_batch_is_the_batch(config):

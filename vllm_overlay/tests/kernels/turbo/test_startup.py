@@ -36,7 +36,7 @@ def make_impl(
         impl = TurboAttentionImpl(
             num_heads, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
         )
-    impl.flash_attn = flash_attn_stand_in  # for the scratch that it takes
+    impl.runner.flash_attn = flash_attn_stand_in  # for the scratch that it takes
     return impl
 
 
@@ -55,10 +55,10 @@ def test_cpu(monkeypatch, tmp_path):
 def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     """Each has its kernels; the workspace is that of the layer that needs the most."""
     large, small = make_impl(tmp_path, 2, 256), make_impl(tmp_path, 4, 96)
-    small.stored = large.stored = True
+    small.runner.stored = large.runner.stored = True
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    large.kernels = kernels.cuda_kernels("they could be built")
-    small.kernels = kernels.triton_kernels("head size 96 has no others")
+    large.runner.kernels = kernels.cuda_kernels("they could be built")
+    small.runner.kernels = kernels.triton_kernels("head size 96 has no others")
     line = describe_cache("turbo4", [small, large, large], 100)
     assert line.startswith(
         "KV cache turbo4: 408 bytes a token and layer (layers: 1, KV heads: 4, "
@@ -68,9 +68,9 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     )
     ratio = (4 * 4 * 96 + 2 * 2 * 4 * 256) / (408 + 2 * 544)
     assert f" {ratio:.2f} times fewer" in line and line.endswith("stored K and V.")
-    most = max(impl.workspace_bytes for impl in (small, large)) / 2**20
+    most = max(impl.runner.workspace_bytes for impl in (small, large)) / 2**20
     assert f" 100 tokens; {most:.1f} MiB of workspace" in line
-    assert most == pytest.approx(large.workspace_bytes / 2**20) and most > 64
+    assert most == pytest.approx(large.runner.workspace_bytes / 2**20) and most > 64
 
 
 @requires_triton
@@ -78,8 +78,8 @@ def test_documented_line(monkeypatch, tmp_path):
     batch = dict(max_num_seqs=96, max_num_batched_tokens=8192)
     impl = make_impl(tmp_path, 8, 128, 32, **batch)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    impl.kernels = kernels.cuda_kernels("they could be built")
-    impl.num_sms = 132
+    impl.runner.kernels = kernels.cuda_kernels("they could be built")
+    impl.runner.num_sms = 132
     page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
     _, _, block = page.read_text().partition("```text\n")
     documented = " ".join(block.partition("\n```")[0].split("\n"))

@@ -89,10 +89,10 @@ def test_batches(tmp_path: Path, name, mode):
             for token in range(length)
         ]
         rotated = reference.load(
-            batch.cache, torch.tensor(slots, device=output.device), impl.layout
+            batch.cache, torch.tensor(slots, device=output.device), impl.runner.layout
         )
         key, value = (reference.inverse_rotate(x) for x in rotated)
-        key *= impl.layout.key_codebook.gain
+        key *= impl.runner.layout.key_codebook.gain
         own = slice(begin, begin + num_queries)
         begin = own.stop
         if mode == "raw":

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import prefill
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
@@ -140,7 +139,7 @@ def test_profile_run_takes_the_workspace(folder, workspaces, name):
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
     scene = Scene(config, [(1, 40)] * 4)
     if name == OURS and not ON_GPU:
-        scene.impl.kernel_choice = "triton"
+        scene.impl.runner.kernel_choice = "triton"
         scene.impl._forward_torch = scene.impl._forward_kernels
     profile(scene, 8)
     workspace.lock_workspace()
@@ -199,21 +198,18 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
         monkeypatch.setattr(module, kernel, NoKernel())
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=160)
     largest = []
+    if name == OURS:
+        from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
+
     for context in (800, 1600):
         scene = Scene(config, [(130, context)])
         if name == OURS:
-            scene.impl.kernels = kernels.TurboKernels(
+            scene.impl.runner.kernels = TritonKernels(
                 store=NoKernel(),
                 decode_attention=NoKernel(),
-                num_kv_splits=lambda *sizes: 1,
-                block_sizes=lambda *sizes: [],
-                store_sizes=lambda *sizes: [],
-                make_matrices=NoKernel(),
-                name="",
-                reason="",
+                num_decode_splits=lambda *sizes: 1,
             )
-            scene.impl.flash_attn = attend_to_nothing
-            scene.impl._forward_torch = scene.impl._forward_kernels
+            scene.impl.runner.flash_attn = attend_to_nothing
         metadata = scene.make_builder().build(0, scene.metadata())
         scene.run(metadata)  # takes the workspace
         with LargestTensor() as recorded:

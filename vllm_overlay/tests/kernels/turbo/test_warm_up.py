@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import warm_up as module
-from vllm.v1.attention.ops.turbo.kernel_choice import max_extend_len, triton_kernels
+from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
+from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
-from vllm.v1.attention.ops.turbo.warm_up import small_batch
+from vllm.v1.attention.ops.turbo.warm_up import small_step
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
@@ -46,14 +47,14 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
     """Returns what batches the profile run of a layer has run."""
     batches = []
-    forward = impl._forward_kernels
+    forward = impl.runner.forward
 
-    def record(query, key, value, cache, metadata, output):
-        batches.append(metadata)
-        forward(query, key, value, cache, metadata, output)
+    def record(query, key, value, cache, step, output):
+        batches.append(step)
+        forward(query, key, value, cache, step, output)
         assert (output == 0).all()  # of values that are zero
 
-    monkeypatch.setattr(impl, "_forward_kernels", record)
+    monkeypatch.setattr(impl.runner, "forward", record)
     x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
     impl.forward(None, x, x, x, None, None, x)
     return batches
@@ -68,7 +69,7 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     for impl in layers:
         set_path(impl, path)
     first, second = (profile(impl, monkeypatch) for impl in layers)
-    has_extends = layers[0].kernels.extend_attention is not None
+    has_extends = layers[0].runner.kernels.extend_attention is not None
     lens = [1, 3, 3] + ([1, 1] if has_extends else [])
     assert [batch.decode_query_len for batch in first] == lens and second == []
     assert [batch.decode_start_loc is None for batch in first] == [
@@ -76,7 +77,7 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
         *([True] * 2 if has_extends else []),
     ]
     for batch in first:
-        assert batch.num_decodes == 1 and len(batch.prefill.slices[0].groups) == 2
+        assert batch.num_decodes == 1 and len(batch.prefill.slices[0].cached) == 2
     longest = max_extend_len(NUM_HEADS // NUM_KV_HEADS)
     extends = [each.query_len for batch in first for each in batch.extends]
     assert extends == ([1, longest] if has_extends else [])
@@ -93,14 +94,14 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     if num_drafts:
         config = with_drafts(config, num_drafts)
     impl = make_impl(config)
-    impl.kernels = triton_kernels()
+    impl.runner.kernels = triton_kernels()
     query_len = 1 + num_drafts
     # Longer than a decode, or it would be one.
     requests = [(query_len, 16), *((2 + num_drafts, length) for length in (32, 16, 0))]
     builder = make_builder(config, impl)
     builder.prefill_limits = builder.prefill_limits._replace(piece_tokens=16)
     wanted = builder.build(0, Batch.make(impl, requests).common)
-    found = small_batch(impl, BLOCK_SIZE, DEVICE, query_len)
+    found = small_step(impl.runner, BLOCK_SIZE, DEVICE, query_len)
     for name in ("num_decodes", "num_decode_tokens", "decode_query_len", "extends"):
         assert getattr(found, name) == getattr(wanted, name), name
     for name in ("slot_mapping", "seq_lens", "block_table"):
@@ -112,7 +113,7 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     assert torch.isin(pages, found.block_table).all()
     assert found.prefill is not None and wanted.prefill is not None
     kinds = [
-        [(part.raw is None, len(part.groups)) for part in prefill.slices]
+        [(part.raw is None, len(part.cached)) for part in prefill.slices]
         for prefill in (found.prefill, wanted.prefill)
     ]
     assert kinds[0] == kinds[1]

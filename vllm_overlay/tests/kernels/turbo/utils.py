@@ -23,6 +23,12 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+)
 from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
@@ -362,15 +368,15 @@ def decode(
     last tokens, to be attended to as they are.
     """
     from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
-    from vllm.v1.attention.ops.turbo.triton.merge import NewestToken
     from vllm.v1.attention.ops.turbo.triton.store import store
 
     num_seqs, num_heads, head_size = query.shape
     unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)
     nan = torch.full((num_seqs * num_splits, num_heads, head_size), math.nan)
     partial = nan.to(DEVICE)
-    rotated_query = partial[:num_seqs].half()
-    query_scale = partial[:num_seqs, :, 0].clone()
+    rotated_query = RotatedQuery(
+        partial[:num_seqs].half(), partial[:num_seqs, :, 0].clone()
+    )
     store(
         kv_cache,
         torch.full((num_seqs,), -1, device=DEVICE),
@@ -379,20 +385,20 @@ def decode(
         layout,
         query,
         rotated_query,
-        query_scale,
         head_size**-0.5,
     )
     output = torch.full_like(query, math.nan, dtype=out_dtype)
     decode_attention(
         rotated_query,
-        query_scale,
         kv_cache,
-        block_table,
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         layout,
-        partial,
-        partial[:, :, 0].clone(),
+        DecodeBatch(
+            num_seqs,
+            block_table,
+            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        ),
+        Partials(partial, partial[:, :, 0].clone()),
         output,
-        None if newest is None else NewestToken(query, *newest, head_size**-0.5),
+        None if newest is None else NewestTokens(query, *newest, head_size**-0.5),
     )
     return output

@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention over the turbo KV cache: the backend.
+"""Attention over the turbo KV cache: backend, implementation, metadata and builder.
 
-The format, the kernels and what dispatches to them are in
+The format, the kernels and what plans and runs a step are in
 ``vllm/v1/attention/ops/turbo``. The cache dtype selects this backend; no other setting
 does.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from vllm.config import get_current_vllm_config
+from vllm.config import (
+    VllmConfig,
+    get_current_vllm_config,
+    get_layers_from_vllm_config,
+)
 from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
     AttentionType,
+    CommonAttentionMetadata,
     MultipleOf,
+    max_decode_query_len,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reference, refusals
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
@@ -31,9 +43,13 @@ from vllm.v1.attention.ops.turbo.format import (
     is_turbo_cache_dtype,
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
-from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
-from vllm.v1.attention.ops.turbo.reference import attention as torch_attention
-from vllm.v1.attention.ops.turbo.runtime import KernelDispatch
+from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan, find_extends
+from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill, prefill_limits
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
+from vllm.v1.attention.ops.turbo.planning.step import StepPlan
+from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
+from vllm.v1.attention.ops.turbo.runtime import TurboRunner, num_draft_slots
+from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -42,6 +58,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     replace_as,
 )
+from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -172,9 +189,18 @@ class TurboAttentionBackend(AttentionBackend):
         return replace(spec, state_content_bytes=layout.slot_size)
 
 
-class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
+@dataclass
+class TurboMetadata(StepPlan, AttentionMetadata):
+    """What layers are told of a step: its plan, complete but for scratch addresses."""
+
+
+class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     """Stores K and V, then attends: decode from the pages, prefill by
     FlashAttention over raw or dequantised K and V.
+
+    Attributes:
+        runner: The layer's kernels.
+
     """
 
     def __init__(
@@ -209,25 +235,29 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
             reasons.append(refusals.HIDDEN_STATES)
         if vllm_config.parallel_config.use_ubatching:
             reasons.append(refusals.MICRO_BATCHES)
+        if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
+            reasons.append(refusals.NO_FLASH_ATTN)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
-        KernelDispatch.__init__(
-            self,
-            num_heads,
-            num_heads if num_kv_heads is None else num_kv_heads,
-            head_size,
-            float(scale),
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        self.runner = TurboRunner(
+            LayerShape(num_heads, self.num_kv_heads, head_size, dtype),
+            self.scale,
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
             vllm_config,
         )
-        self.kv_cache_dtype = kv_cache_dtype
-        if self.kernel_choice == "cuda" and current_platform.is_cpu():
+        if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
-        if not current_platform.is_cpu():
-            _ = self.kernels
+        _ = self.runner.chosen_kernels
 
     def forward(
         self,
@@ -249,8 +279,8 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
             key: (T, H, D).
             value: (T, H, D).
             kv_cache: (num_blocks, H, N, C) uint8.
-            attn_metadata: Of the batch; None in the profile run, which takes
-                the workspace.
+            attn_metadata: The step's; None in the profile run, which takes the
+                workspace.
             output: (T, Hq, D), written.
             output_scale: Must be None.
             output_block_scale: Must be None.
@@ -261,14 +291,24 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
                 refusals.refusal(self.kv_cache_dtype, [refusals.FUSED_OUTPUT])
             )
         if attn_metadata is None:
-            self._reserve_workspace(query.device)
+            if self.runner.kernels is not None and is_workspace_manager_initialized():
+                self.runner.reserve(query.device)
+                warm_up(self.runner, query.device)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         tokens = (query[:num_tokens], key[:num_tokens], value[:num_tokens])
-        if query.device.type == "cpu":
-            self._forward_torch(*tokens, kv_cache, attn_metadata, output)
+        if self.runner.kernels is not None:
+            self.runner.forward(*tokens, kv_cache, attn_metadata, output)
         else:
-            self._forward_kernels(*tokens, kv_cache, attn_metadata, output)
+            reference.forward(
+                *tokens,
+                kv_cache,
+                attn_metadata,
+                self.scale,
+                self.runner.layout,
+                self.runner.stored,
+                output,
+            )
         return output
 
     def do_kv_cache_update(
@@ -280,34 +320,172 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Store K and V only: for callers that update the cache by themselves."""
-        if key.device.type == "cpu":
-            reference.store(kv_cache, slot_mapping, key, value, self.layout)
-        else:
-            self.kernels.store(kv_cache, slot_mapping, key, value, self.layout)
+        kernels = self.runner.kernels
+        store = reference.store if kernels is None else kernels.store
+        store(kv_cache, slot_mapping, key, value, self.runner.layout)
 
-    def _forward_torch(
+
+class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
+    """Builds ``TurboMetadata``.
+
+    Lengths on the host are not exact for requests whose drafts are verified: how many
+    of the last step's were rejected is known on the device alone, as are, with adaptive
+    verification, how many are verified in this one. Whoever may have drafts is a decode
+    request, therefore, and decodes take all lengths from the device.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
+    # All that decodes need are views of what the drafter updates between its steps.
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TurboMetadata,
-        output: torch.Tensor,
-    ) -> None:
-        slots = metadata.slot_mapping[: query.shape[0]]
-        reference.store(kv_cache, slots, key, value, self.layout)
-        for attend in (
-            torch_attention.decode_attention,
-            torch_attention.prefill_attention,
-        ):
-            attend(
-                query,
-                key,
-                value,
-                kv_cache,
-                metadata,
-                self.scale,
-                self.layout,
-                self.stored,
-                output,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
+        reasons = refusals.unsupported_spec_features(kv_cache_spec)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.enable_permute_local_kv:
+            reasons.append(refusals.PERMUTED_TRANSFER)
+        if reasons:
+            raise ValueError(refusals.refusal(self.cache_dtype, reasons))
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Rows that decode in the target model do so in the drafter.
+        layer_type: type = AttentionLayerBase
+        layers: list[Any] = list(
+            get_layers_from_vllm_config(vllm_config, layer_type, layer_names).values()
+        )
+        if all(layer.is_draft_layer for layer in layers):
+            self.reorder_batch_threshold += num_draft_slots(vllm_config)
+        speculative = vllm_config.speculative_config
+        self.has_device_query_lens = (
+            speculative is not None and speculative.enable_adaptive_verification
+        )
+        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        runners = [layer.impl.runner for layer in layers]
+        # One of each shape: layers alike have the same kernels.
+        self.runners = list({runner.shape: runner for runner in runners}.values())
+        self.prefill_limits = prefill_limits(
+            max((runner.shape for runner in runners), key=lambda x: x.num_heads),
+            self.stored,
+        )
+
+    @property
+    def max_extend_len(self) -> int:
+        """Query tokens up to which the kernels of all layers have extends."""
+        return min((runner.max_extend_len for runner in self.runners), default=0)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> int | None:
+        return max_decode_query_len(vllm_config)
+
+    def update_draft_decode_metadata(self, metadata: TurboMetadata) -> None:
+        pass
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(
+                refusals.refusal(self.cache_dtype, [refusals.NON_CAUSAL])
             )
+        # Not by whether they are prefilled.
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold
+        )
+        query_len, is_uniform = self._decode_query_len(
+            common, num_decodes, num_decode_tokens
+        )
+        extends, prefill = [], None
+        if num_prefills > 0:
+            extends = self._build_extends(common, num_decodes)
+            num_packed = num_decodes + sum(extend.num_requests for extend in extends)
+            if num_packed < common.num_reqs:
+                starts = common.query_start_loc_cpu[num_packed:]
+                seq_lens_cpu = self._seq_lens_cpu(common)
+                prefill = plan_prefill(
+                    starts - starts[0],
+                    seq_lens_cpu[num_packed:],
+                    common.block_table_tensor[num_packed:],
+                    self.stored,
+                    self.prefill_limits,
+                    self.device,
+                )
+        metadata = TurboMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            decode_query_len=query_len,
+            decode_start_loc=(
+                None if is_uniform else common.query_start_loc[: num_decodes + 1]
+            ),
+            extends=extends,
+            prefill=prefill,
+        )
+        planners = (runner.planner for runner in self.runners)
+        metadata.plan_decodes(planner for planner in planners if planner is not None)
+        return metadata
+
+    def _seq_lens_cpu(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """(R,) int32 lengths on the host, exact for requests that are prefilled.
+
+        Raises:
+            ValueError: If the runner gives none.
+
+        """
+        if common.seq_lens_cpu_upper_bound is None:
+            raise ValueError(
+                f"--kv-cache-dtype {self.cache_dtype} plans prefills by lengths on the "
+                "host, and this model runner gives none "
+                "(CommonAttentionMetadata.seq_lens_cpu_upper_bound)"
+            )
+        return common.seq_lens_cpu_upper_bound
+
+    def _decode_query_len(
+        self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+    ) -> tuple[int, bool]:
+        """Query tokens of a decode request, at most, and whether each has as many."""
+        if self.reorder_batch_threshold == 1 or num_decodes == 0:
+            return 1, True
+        query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
+        query_len = max(int(query_lens.max()), 1)
+        if self.has_device_query_lens and max(query_len, common.max_query_len) > 1:
+            # The host's are an even share of the drafts that are verified.
+            return self.reorder_batch_threshold, False
+        # A padded batch has requests without tokens at its end, and the tokens that
+        # these would have.
+        return query_len, num_decodes * query_len == num_decode_tokens
+
+    def _build_extends(
+        self, common: CommonAttentionMetadata, num_decodes: int
+    ) -> list[RequestSpan]:
+        starts = common.query_start_loc_cpu[num_decodes:]
+        query_lens = starts.diff()
+        seq_lens = self._seq_lens_cpu(common)[num_decodes : common.num_reqs]
+        context_lens = (seq_lens - query_lens).tolist()
+        calls = find_extends(query_lens.tolist(), context_lens, self.max_extend_len)
+        return [
+            RequestSpan(
+                num_decodes + first,
+                last - first,
+                int(starts[first]),
+                int(starts[last] - starts[first]),
+                int(query_lens[first:last].max()),
+                async_tensor_h2d(starts[first : last + 1] - starts[first], self.device),
+            )
+            for first, last in calls
+        ]

@@ -3,20 +3,91 @@
 """What the sets of kernels, CUDA's and Triton's, have in common."""
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
+# Names of the sets of kernels, for users.
+CUDA, TRITON = "CUDA", "Triton"
 # Scores are in base 2.
 LOG2_E = 1.4426950408889634
 # Splits a sequence is cut into at most; sizes the partial results.
 MAX_KV_SPLITS = 64
 
 
-class NewestToken(NamedTuple):
-    """The sequences' newest tokens, attended to as they are: not quantised.
+class DecodeBatch(NamedTuple):
+    """B sequences whose last tokens attend to packed pages in one call.
+
+    Attributes:
+        num_seqs: B, sequences.
+        block_table: (>= B, max_blocks) int32, last axis contiguous.
+        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose output
+            is zero.
+        query_len: Q, query tokens a sequence, at most.
+        query_start_loc: (B + 1,) int32, where sequences' tokens begin among the call's;
+            what lies past the last is not written. None if each has Q.
+
+    """
+
+    num_seqs: int
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_len: int = 1
+    query_start_loc: torch.Tensor | None = None
+
+    @property
+    def num_query_slots(self) -> int:
+        """B * Q: query tokens, if each sequence had as many as any may have."""
+        return self.num_seqs * self.query_len
+
+    def num_splits(self, num_partials: int) -> int:
+        """Splits a sequence that so many partial results have room for."""
+        splits = num_partials // self.num_query_slots
+        assert 1 <= splits <= MAX_KV_SPLITS, splits
+        return splits
+
+    def check(self, num_tokens: int) -> None:
+        """Check what kernels take for granted, of a call of so many query tokens."""
+        start_loc = self.query_start_loc
+        if start_loc is None:
+            assert num_tokens == self.num_query_slots, (num_tokens, self)
+        else:
+            assert start_loc.dtype == torch.int32 and start_loc.stride(0) == 1
+            assert start_loc.shape == (self.num_seqs + 1,), start_loc.shape
+        assert self.block_table.stride(1) == 1
+
+
+class RotatedQuery(NamedTuple):
+    """Queries as the store leaves them for attention to packed pages.
+
+    Attributes:
+        vectors: (T, Hq, D) fp16, contiguous; a sequence's tokens one after the other.
+        scale: (T, Hq) fp32, contiguous: factors of the scores, in base 2.
+
+    """
+
+    vectors: torch.Tensor
+    scale: torch.Tensor
+
+
+class Partials(NamedTuple):
+    """Scratch for the results of splits, each a softmax of its own.
+
+    Attributes:
+        output: (B * S * Q, Hq, D) fp32, contiguous, in rotated space; S splits a
+            sequence, at most ``MAX_KV_SPLITS``. Not read where the LSE is -inf.
+        lse: (B * S * Q, Hq) fp32, contiguous, in base 2.
+
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
+class NewestTokens(NamedTuple):
+    """The sequences' query tokens, attended to as they are: not quantised.
 
     A sequence's lie one after the other; each sees itself and those before it.
 
@@ -34,15 +105,131 @@ class NewestToken(NamedTuple):
     scale: float
 
 
-def count_sequences(
-    num_tokens: int, query_len: int, query_start_loc: torch.Tensor | None
-) -> int:
-    """Sequences of a batch of query tokens: see ``decode_attention``."""
-    if query_start_loc is None:
-        assert num_tokens % query_len == 0, (num_tokens, query_len)
-        return num_tokens // query_len
-    assert query_start_loc.dtype == torch.int32 and query_start_loc.stride(0) == 1
-    return query_start_loc.shape[0] - 1
+class StoreFn(Protocol):
+    """Quantises K and V into their slots and, if given, rotates q."""
+
+    def __call__(
+        self,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: TurboFormat,
+        query: torch.Tensor | None = None,
+        rotated_query: RotatedQuery | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Store T tokens, and rotate Tq queries.
+
+        Args:
+            kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
+            slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
+            key: (>= T, H, D) bf16 or fp16, last axis contiguous.
+            value: (>= T, H, D), likewise.
+            layout: The cache's format.
+            query: (Tq, Hq, D) of the same dtype; None to rotate none.
+            rotated_query: Of Tq queries, written; may share memory with what becomes
+                the output.
+            scale: Softmax scale, which goes into ``rotated_query.scale``.
+
+        """
+
+
+class AttentionFn(Protocol):
+    """Attends from each sequence's last tokens to its cached tokens, causally."""
+
+    def __call__(
+        self,
+        query: RotatedQuery,
+        kv_cache: torch.Tensor,
+        layout: TurboFormat,
+        batch: DecodeBatch,
+        partials: Partials,
+        output: torch.Tensor,
+        newest: NewestTokens | None = None,
+    ) -> None:
+        """Attend by splits of the sequences, and merge these.
+
+        Args:
+            query: Of the call's T query tokens.
+            kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
+            layout: The cache's format.
+            batch: The call's sequences.
+            partials: Scratch; its size says how many splits a sequence may have. With
+                one, a result does not depend on the rest of the batch.
+            output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
+            newest: The query tokens, to be attended to in place of what the cache holds
+                of them; None to read them from the cache.
+
+        """
+
+
+class SplitsFn(Protocol):
+    """How many splits of a sequence attention is to have room for."""
+
+    def __call__(
+        self, num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
+    ) -> int:
+        """Partial results a query token, by what a CUDA graph has, too.
+
+        Args:
+            num_seqs: Sequences of the (padded) batch.
+            num_kv_heads: KV heads.
+            num_sms: Multiprocessors of the GPU.
+            query_len: Query tokens a sequence.
+
+        """
+
+
+class KernelSet(Protocol):
+    """The entry points of one set of kernels: the same in each."""
+
+    @property
+    def name(self) -> str:
+        """CUDA or Triton."""
+
+    @property
+    def reason(self) -> str:
+        """Why they serve: a part of a sentence, for users."""
+
+    @property
+    def store(self) -> StoreFn:
+        """Quantises K and V into their slots, and rotates q."""
+
+    @property
+    def decode_attention(self) -> AttentionFn:
+        """Attends from the query tokens of decode requests."""
+
+    @property
+    def num_decode_splits(self) -> SplitsFn:
+        """Splits that ``decode_attention`` wants."""
+
+    @property
+    def extend_attention(self) -> AttentionFn | None:
+        """As ``decode_attention``, of up to ``max_extend_len`` query tokens a sequence;
+        None if prefill has to serve those.
+        """
+
+    @property
+    def num_extend_splits(self) -> SplitsFn:
+        """Splits that ``extend_attention`` wants."""
+
+    def block_sizes(self, block_size: int, head_size: int) -> list[int]:
+        """Block sizes of which each makes ``decode_attention`` launch another kernel.
+
+        Args:
+            block_size: Tokens of a block. A runner may cut it into smaller ones.
+            head_size: Of query, key and value.
+
+        """
+
+    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
+        """Numbers of tokens, ascending, of which each makes ``store`` launch another
+        kernel.
+        """
+
+    def make_matrices(self, head_size: int, device: torch.device) -> None:
+        """Make what the kernels keep on a device for good."""
 
 
 def half2_bits(value: float) -> str:

@@ -2,10 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,68 +11,22 @@ from torch.distributed import ProcessGroup
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.attention.ops.turbo.interface import CUDA, KernelSet
+from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
 
 logger = init_logger(__name__)
 
-CUDA, TRITON = "CUDA", "Triton"
-
-# Query tokens of a request up to which its cached context is read as it is packed, and
-# queries of a KV head: of more, so many passes would decode it that dequantising it
-# once is faster. Measured on an H200, with four query heads a KV head
-# (benchmark_turbo_extend.py).
-MAX_EXTEND_LEN = 48
-_MAX_EXTEND_ROWS = 192
-
-
-def max_extend_len(group: int) -> int:
-    """Query tokens that ``extend_attention`` serves, with so many heads a KV head."""
-    return min(MAX_EXTEND_LEN, max(1, _MAX_EXTEND_ROWS // group))
-
-
-class TurboKernels(NamedTuple):
-    """The entry points of one set of kernels, with the same parameters in each.
-
-    Attributes:
-        store: Quantises K and V into their slots, and rotates q.
-        decode_attention: Attends from as many query tokens of each sequence.
-        num_kv_splits: Partial results a query that ``decode_attention`` is to have
-            room for, by sequences, KV heads, multiprocessors and query tokens.
-        make_matrices: Makes, by head size and device, what the kernels keep.
-        name: Theirs, for users.
-        reason: Why they were chosen.
-        extend_attention: As ``decode_attention``, of up to ``max_extend_len`` query
-            tokens a sequence; None if prefill has to serve those.
-        num_extend_splits: As ``num_kv_splits``, of ``extend_attention``.
-        block_sizes: Of a block size and a head size, the block sizes of which each
-            makes ``decode_attention`` launch another kernel.
-        store_sizes: Numbers of tokens, by layout and KV heads, of which each makes
-            ``store`` launch another kernel, ascending.
-
-    """
-
-    store: Callable[..., None]
-    decode_attention: Callable[..., None]
-    num_kv_splits: Callable[[int, int, int, int], int]
-    block_sizes: Callable[[int, int], list[int]]
-    store_sizes: Callable[[TurboFormat, int], list[int]]
-    make_matrices: Callable[[int, torch.device], object]
-    name: str
-    reason: str
-    extend_attention: Callable[..., None] | None = None
-    num_extend_splits: Callable[[int, int, int, int], int] | None = None
-
 
 class ChosenKernels:
-    """The kernels of all layers of one shape, and of what plans their batches.
+    """The kernels of all layers that are alike, which may still change.
 
     Attributes:
-        kernels: The kernels. They change, once and before the first request, if a
-            launch is refused or another rank cannot run them.
+        kernels: The kernels; None where PyTorch serves. They change, once and before
+            the first request, if a launch is refused or another rank cannot run them.
 
     """
 
-    def __init__(self, kernels: TurboKernels) -> None:
+    def __init__(self, kernels: KernelSet | None) -> None:
         self.kernels = kernels
 
 
@@ -83,51 +35,18 @@ _launch_refusal: str | None = None
 _chosen: list[ChosenKernels] = []
 
 
-def _triton_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        rotation_matrix(head_size, device, inverse=inverse) for inverse in (False, True)
-    )
-
-
-def triton_kernels(reason: str = "") -> TurboKernels:
+def triton_kernels(reason: str = "") -> KernelSet:
     """Triton's, for any GPU."""
-    from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
-    from vllm.v1.attention.ops.turbo.triton import store as triton_store
+    from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
-    return TurboKernels(
-        triton_store.store,
-        triton_decode.decode_attention,
-        triton_decode.num_kv_splits,
-        triton_decode.block_sizes,
-        triton_store.store_sizes,
-        _triton_matrices,
-        TRITON,
-        reason,
-    )
+    return TritonKernels(reason)
 
 
-def cuda_kernels(reason: str = "") -> TurboKernels:
-    """CUDA's, for layouts without a ``cuda_error``."""
-    from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-    from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-    from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+def cuda_kernels(reason: str = "") -> KernelSet:
+    """CUDA's, for layouts without a ``cuda_unsupported_reason``."""
+    from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 
-    def make_matrices(head_size: int, device: torch.device) -> None:
-        cuda_store.make_matrices(head_size, device)
-        _triton_matrices(head_size, device)  # of prefill
-
-    return TurboKernels(
-        cuda_store.store,
-        cuda_decode.decode_attention,
-        cuda_decode.num_kv_splits,
-        lambda block_size, head_size: [block_size],
-        cuda_store.store_sizes,
-        make_matrices,
-        CUDA,
-        reason,
-        cuda_extend.extend_attention,
-        cuda_extend.num_kv_splits,
-    )
+    return CudaKernels(reason)
 
 
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
@@ -140,21 +59,25 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
 
 
 @cache
-def cuda_build_error(layout: TurboFormat, group: int, query_len: int = 1) -> str | None:
+def cuda_build_error(
+    layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
+) -> str | None:
     """Build and load the CUDA kernels, side by side; why that failed, if it did.
 
     Cached, so that a build that fails does so once for all layers.
 
     Args:
         layout: The cache's format.
-        group: Query heads a KV head.
+        num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
 
     """
     try:
         from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 
-        loads = serving_modules(layout, group, query_len, max_extend_len(group))
+        loads = serving_modules(
+            layout, num_queries_per_kv, query_len, max_extend_len(num_queries_per_kv)
+        )
         # The compiler takes a core for each.
         with ThreadPoolExecutor(len(loads)) as pool:
             for result in [pool.submit(load) for load in loads]:
@@ -177,14 +100,14 @@ def cuda_refusal(reason: str) -> str:
 
 
 def choose_kernels(
-    choice: str, layout: TurboFormat, group: int, query_len: int = 1
-) -> TurboKernels:
+    choice: str, layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
+) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
         layout: The cache's format.
-        group: Query heads a KV head.
+        num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
 
     Raises:
@@ -195,7 +118,9 @@ def choose_kernels(
     if choice == "triton":
         return triton_kernels(asked_for)
     unsupported = cuda_unsupported_reason(layout) or _launch_refusal
-    error = None if unsupported else cuda_build_error(layout, group, query_len)
+    error = (
+        None if unsupported else cuda_build_error(layout, num_queries_per_kv, query_len)
+    )
     reason = unsupported or error
     if reason is None:
         return cuda_kernels("they could be built" if choice == "auto" else asked_for)
@@ -210,10 +135,12 @@ def choose_kernels(
 
 @cache
 def share_kernels(
-    choice: str, layout: TurboFormat, group: int, query_len: int = 1
+    choice: str, layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
-    chosen = ChosenKernels(choose_kernels(choice, layout, group, query_len))
+    chosen = ChosenKernels(
+        choose_kernels(choice, layout, num_queries_per_kv, query_len)
+    )
     _chosen.append(chosen)
     return chosen
 
@@ -229,11 +156,11 @@ def fall_back_to_triton(reason: str) -> None:
     logger.warning_once("Turbo KV cache: Triton kernels, because %s.", reason)
     _launch_refusal = reason
     for chosen in _chosen:
-        if chosen.kernels.name == CUDA:
+        if chosen.kernels is not None and chosen.kernels.name == CUDA:
             chosen.kernels = triton_kernels(reason)
 
 
-def refusal_of_other_ranks(kernels: TurboKernels, group: ProcessGroup) -> str | None:
+def refusal_of_other_ranks(kernels: KernelSet, group: ProcessGroup) -> str | None:
     """Why another rank's kernels are not CUDA's, where this one's are.
 
     A step waits for its slowest rank, so nothing is lost if all run the same.

@@ -8,13 +8,11 @@ batch whose queries would need too much scratch is served slice by slice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
     is_flash_attn_varlen_func_available,
@@ -24,104 +22,72 @@ from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
-    CacheGroup,
-    PrefillMetadata,
+    CachedRequests,
+    PrefillPlan,
 )
+from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
-    The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
-    is PyTorch's memory-efficient attention; None if there is none that takes the head
-    size.
+    The version is the one vLLM picks on this GPU. For larger heads it is PyTorch's
+    memory-efficient attention. None if this vLLM has none for this GPU.
     """
-    if current_platform.is_cuda() and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+    if head_size > FLASH_ATTN_MAX_HEAD_SIZE:
         return efficient_attention
     if not is_flash_attn_varlen_func_available():
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     version = get_flash_attn_version(head_size=head_size)
-    if version is None or head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+    if version is None:
         return None
     return partial(flash_attn_varlen_func, fa_version=version)
 
 
-@dataclass
-class PrefillBuffers:
-    """Scratch of ``prefill_attention``.
-
-    Attributes:
-        query: (T, Hq, D) rotated queries of a slice.
-        output: (T, Hq, D) output of one piece.
-        key: (P, H, D) keys of a piece that are dequantised, or raw ones of several
-            requests; P tokens.
-        value: (P, H, D) values, likewise.
-
-    """
-
-    query: torch.Tensor
-    output: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-
-    @staticmethod
-    def shapes(
-        num_tokens: int,
-        piece_tokens: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-    ) -> list[tuple[int, int, int]]:
-        """Shapes of the fields, in order."""
-        rows = (num_tokens, num_heads, head_size)
-        piece = (piece_tokens, num_kv_heads, head_size)
-        return [rows, rows, piece, piece]
-
-
-def _attend_to_group(
+def _attend_to_requests(
     rotated_query: torch.Tensor,
     kv_cache: torch.Tensor,
-    group: CacheGroup,
+    requests: CachedRequests,
     scale: float,
     layout: TurboFormat,
-    buffers: PrefillBuffers,
+    scratch: PrefillScratch,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attention to all pieces of a group, in rotated space, into ``output``; returns
-    its LSE.
+    """Attention to all pieces of some requests, in rotated space, into ``output``;
+    returns its LSE.
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
     lse = None
-    for piece in group.pieces:
+    for piece in requests.pieces:
         gather_context(
             kv_cache,
-            group.block_table,
+            requests.block_table,
             piece.starts,
             piece.cu_lens,
             piece.max_len,
             piece.num_tokens,
             layout,
-            buffers.key,
-            buffers.value,
+            scratch.key,
+            scratch.value,
         )
-        target = output if lse is None else buffers.output[: output.shape[0]]
+        target = output if lse is None else scratch.output[: output.shape[0]]
         _, piece_lse, *_ = flash_attn(
             q=rotated_query,
             # Not a row more: FlashAttention multiplies what follows the last
             # sequence by zero, and scratch may hold NaN.
-            k=buffers.key[: piece.num_tokens],
-            v=buffers.value[: piece.num_tokens],
+            k=scratch.key[: piece.num_tokens],
+            v=scratch.value[: piece.num_tokens],
             out=target,
-            cu_seqlens_q=group.query_start_loc,
-            max_seqlen_q=group.max_query_len,
+            cu_seqlens_q=requests.query_start_loc,
+            max_seqlen_q=requests.max_query_len,
             cu_seqlens_k=piece.cu_lens,
             max_seqlen_k=piece.max_len,
             softmax_scale=scale * layout.key_codebook.gain,
-            causal=piece is group.own,
+            causal=piece is requests.own,
             return_softmax_lse=True,
         )
         if lse is None:
@@ -138,10 +104,10 @@ def _attend_to_group(
 def _attend_to_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    groups: list[CacheGroup],
+    cached: list[CachedRequests],
     scale: float,
     layout: TurboFormat,
-    buffers: PrefillBuffers,
+    scratch: PrefillScratch,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
@@ -150,28 +116,28 @@ def _attend_to_cache(
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
-    rotated_query = buffers.query[: query.shape[0]]
+    rotated_query = scratch.query[: query.shape[0]]
     rotate_rows(query, rotated_query)
     lses = [
-        _attend_to_group(
-            rotated_query[group.tokens],
+        _attend_to_requests(
+            rotated_query[requests.tokens],
             kv_cache,
-            group,
+            requests,
             scale,
             layout,
-            buffers,
-            output[group.tokens],
+            scratch,
+            output[requests.tokens],
             flash_attn,
         )
-        for group in groups
+        for requests in cached
     ]
     rotate_rows(output, output, inverse=True)
     lse = lses[0]
-    if len(groups) > 1:
+    if len(cached) > 1:
         # Not by torch.cat: the driver would load its kernel while serving.
         lse = lse.new_empty(query.shape[1], query.shape[0])
-        for group, group_lse in zip(groups, lses):
-            lse[:, group.tokens] = group_lse
+        for requests, requests_lse in zip(cached, lses):
+            lse[:, requests.tokens] = requests_lse
     return lse
 
 
@@ -180,10 +146,10 @@ def prefill_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
-    metadata: PrefillMetadata,
+    plan: PrefillPlan,
     scale: float,
     layout: TurboFormat,
-    buffers: PrefillBuffers | None,
+    scratch: PrefillScratch | None,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
 ) -> None:
@@ -194,28 +160,28 @@ def prefill_attention(
         key: (T, H, D), raw.
         value: (T, H, D), raw.
         kv_cache: (num_blocks, H, N, C) uint8.
-        metadata: Of the batch.
+        plan: How the requests are served.
         scale: Softmax scale.
         layout: The cache's format.
-        buffers: Scratch for ``metadata.max_buffered_tokens``; None if that is None.
+        scratch: Scratch for ``plan.max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
         flash_attn: FlashAttention's varlen function, version bound.
 
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
 
-    for part in metadata.slices:
+    for part in plan.slices:
         queries, result = query[part.tokens], output[part.tokens]
         lse = None
-        if part.groups:
-            assert buffers is not None
+        if part.cached:
+            assert scratch is not None
             lse = _attend_to_cache(
                 queries,
                 kv_cache,
-                part.groups,
+                part.cached,
                 scale,
                 layout,
-                buffers,
+                scratch,
                 result,
                 flash_attn,
             )
@@ -225,15 +191,15 @@ def prefill_attention(
         raw = slice(end - part.raw.num_tokens, end)
         raw_key, raw_value = key[raw], value[raw]
         if part.has_neighbours:
-            assert buffers is not None
-            isolated_key = buffers.key[: part.raw.num_tokens]
-            isolated_value = buffers.value[: part.raw.num_tokens]
+            assert scratch is not None
+            isolated_key = scratch.key[: part.raw.num_tokens]
+            isolated_value = scratch.value[: part.raw.num_tokens]
             isolate_broken_values(raw_key, raw_value, isolated_key, isolated_value)
             raw_key, raw_value = isolated_key, isolated_value
         target = result
         if lse is not None:
-            assert buffers is not None
-            target = buffers.output[: queries.shape[0]]
+            assert scratch is not None
+            target = scratch.output[: queries.shape[0]]
         _, raw_lse, *_ = flash_attn(
             q=queries,
             k=raw_key,

@@ -46,6 +46,7 @@ HINTED = {reason.partition(" (")[0]: reason for reason in (SLIDING_WINDOW, MM_PR
 
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
+NO_FLASH_ATTN = "a vLLM without FlashAttention for this GPU"
 PERMUTED_TRANSFER = "enable_permute_local_kv"
 ROCM = "ROCm"
 XPU = "XPU"
@@ -85,6 +86,7 @@ REASONS = (
     "chunked local attention",
     "head_size_v other than head_size",
     "tokens_per_state other than 1",
+    NO_FLASH_ATTN,
     PERMUTED_TRANSFER,
     FUSED_OUTPUT,
 )

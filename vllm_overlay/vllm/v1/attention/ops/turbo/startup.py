@@ -57,11 +57,11 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     """What layers of one shape store, and by which kernels."""
-    slot_bytes = impl.num_kv_heads * impl.layout.slot_size
+    slot_bytes = impl.num_kv_heads * impl.runner.layout.slot_size
     return (
         f"{slot_bytes} bytes a token and layer (layers: {count}, "
         f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}; "
-        f"{impl.kernels_used})"
+        f"{impl.runner.kernels_used})"
     )
 
 
@@ -79,10 +79,10 @@ def describe_cache(
     shapes = {(impl.num_kv_heads, impl.head_size): impl for impl in impls}
     counts = Counter((impl.num_kv_heads, impl.head_size) for impl in impls)
     layers = ", ".join(_layers(impl, counts[shape]) for shape, impl in shapes.items())
-    packed = sum(impl.num_kv_heads * impl.layout.slot_size for impl in impls)
+    packed = sum(impl.num_kv_heads * impl.runner.layout.slot_size for impl in impls)
     unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
-    workspace = max(impl.workspace_bytes for impl in shapes.values())
-    seen = "stored" if impls[0].stored else "raw"
+    workspace = max(impl.runner.workspace_bytes for impl in shapes.values())
+    seen = "stored" if impls[0].runner.stored else "raw"
     return (
         f"KV cache {cache_dtype}: {layers}, {unpacked / packed:.2f} times fewer than "
         f"in bf16; {num_tokens:,} tokens; {workspace / 2**20:.1f} MiB of workspace; "

@@ -9,7 +9,6 @@ request wait for Triton's compiler then.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +19,16 @@ from vllm.distributed.parallel_state import (
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.interface import KernelSet, RotatedQuery
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     cuda_refusal,
     fall_back_to_triton,
-    max_extend_len,
     refusal_of_other_ranks,
 )
-from vllm.v1.attention.ops.turbo.metadata import ExtendBatch, TurboMetadata
-from vllm.v1.attention.ops.turbo.planning.prefill import build_prefill_metadata
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.runtime import KernelDispatch
+from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan
+from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
+from vllm.v1.attention.ops.turbo.planning.step import StepPlan
+from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16
@@ -42,21 +40,21 @@ _QUERY_LEN = 2
 _warm: set[tuple[object, ...]] = set()
 
 
-def small_batch(
-    dispatch: "KernelDispatch",
+def small_step(
+    runner: TurboRunner,
     block_size: int,
     device: torch.device,
     query_len: int,
     is_uniform: bool = True,
     extend_len: int = 0,
-) -> TurboMetadata:
+) -> StepPlan:
     """Requests of each kind: a decode, an extend, and prefills, two of which have
     cached tokens: so many that they are dequantised in several pieces.
 
     Args:
-        dispatch: Of the layer.
+        runner: The layer's.
         block_size: Tokens of a block.
-        device: Of the kernels.
+        device: Where the kernels run.
         query_len: Query tokens of the decode.
         is_uniform: Whether no request could have fewer.
         extend_len: Query tokens of the extend; 0: there is none.
@@ -65,7 +63,7 @@ def small_batch(
     extends = []
     query_lens, contexts = [query_len], [_CONTEXT]
     if extend_len:
-        extends.append(ExtendBatch(1, 1, query_len, extend_len, extend_len, None))
+        extends.append(RequestSpan(1, 1, query_len, extend_len, extend_len, None))
         query_lens.append(extend_len)
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)
@@ -84,16 +82,16 @@ def small_batch(
     starts = torch.tensor([0, *query_lens[first_prefill:]]).cumsum(0).int()
     decode_starts = torch.tensor([0, query_len], dtype=torch.int32)
     table = table.view(-1, width)
-    limits = dispatch.prefill_limits
-    prefill = build_prefill_metadata(
+    limits = runner.prefill_limits
+    prefill = plan_prefill(
         starts,
         lengths[first_prefill:],
         table[first_prefill:],
-        dispatch.stored,
+        runner.stored,
         limits._replace(piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT)),
         device,
     )
-    return TurboMetadata(
+    step = StepPlan(
         num_actual_tokens=len(slots),
         slot_mapping=torch.tensor(slots, device=device),
         seq_lens=lengths.to(device),
@@ -105,86 +103,86 @@ def small_batch(
         extends=extends,
         prefill=prefill,
     )
+    if runner.planner is not None:
+        step.plan_decodes([runner.planner])
+    return step
 
 
-def batches(
-    dispatch: "KernelDispatch", block_size: int, device: torch.device
-) -> list[TurboMetadata]:
-    """Batches that together launch every kernel of attention that serving does."""
-    make = partial(small_batch, dispatch, block_size, device)
-    most = dispatch.max_decode_query_len
+def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[StepPlan]:
+    """Steps that together launch every kernel of attention that serving does."""
+    make = partial(small_step, runner, block_size, device)
+    most = runner.max_query_len
     found = [make(1)]
     if most > 1:
         # The Triton kernels are compiled for one query token, as many of each
         # sequence, or not.
         found += [make(most), make(most, is_uniform=False)]
-    if dispatch.kernels.extend_attention is not None:
-        group = dispatch.num_heads // dispatch.num_kv_heads
+    if runner.max_extend_len > 0:
         # CUDA's have an instance for few queries, and one for many.
-        found += [make(1, extend_len=n) for n in sorted({1, max_extend_len(group)})]
+        found += [make(1, extend_len=n) for n in sorted({1, runner.max_extend_len})]
     return found
 
 
 def _run_store(
-    dispatch: "KernelDispatch", kv_cache: torch.Tensor, num_tokens: int
+    runner: TurboRunner, kernels: KernelSet, kv_cache: torch.Tensor, num_tokens: int
 ) -> None:
     """Store so many tokens nowhere."""
-    device, heads = kv_cache.device, dispatch.num_kv_heads
-    vector = torch.zeros(1, heads, dispatch.head_size, dtype=dispatch.dtype).to(device)
-    vectors = vector.expand(num_tokens, -1, -1)
+    device, shape = kv_cache.device, runner.shape
+    vector = torch.zeros(1, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
+    vectors = vector.to(device).expand(num_tokens, -1, -1)
     query = torch.zeros(
-        0, dispatch.num_heads, dispatch.head_size, dtype=dispatch.dtype, device=device
+        0, shape.num_heads, shape.head_size, dtype=shape.dtype, device=device
     )
-    dispatch.kernels.store(
+    kernels.store(
         kv_cache,
         torch.full((num_tokens,), -1, device=device),
         vectors,
         vectors,
-        dispatch.layout,
+        runner.layout,
         query,
-        query.view(torch.float16),
-        torch.empty(0, dispatch.num_heads, device=device),
-        dispatch.scale,
+        RotatedQuery(
+            query.view(torch.float16), torch.empty(0, shape.num_heads, device=device)
+        ),
+        runner.scale,
     )
 
 
-def _run_kernels(dispatch: "KernelDispatch", device: torch.device) -> None:
+def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
     """Launch each kernel of a layer, on values that are zero."""
-    block_size = dispatch.cache_config.block_size or 1
+    kernels, shape = runner.kernels, runner.shape
+    assert kernels is not None
+    block_size = runner.cache_config.block_size or 1
     block_size = cdiv(block_size, fmt.TILE_TOKENS) * fmt.TILE_TOKENS
-    heads, kv_heads = dispatch.num_heads, dispatch.num_kv_heads
-    block_sizes = dispatch.kernels.block_sizes(block_size, dispatch.head_size)
-    for block_size, metadata in [
-        (size, metadata)
-        for size in block_sizes
-        for metadata in batches(dispatch, size, device)
-    ]:
-        shape = (metadata.block_table.numel(), kv_heads, block_size)
-        slot_size = dispatch.layout.slot_size
-        cache = torch.zeros(*shape, slot_size, dtype=torch.uint8, device=device)
-        shape = (metadata.num_actual_tokens, heads + 2 * kv_heads, dispatch.head_size)
-        qkv = torch.zeros(shape, dtype=dispatch.dtype, device=device)
-        query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        dispatch._forward_kernels(query, key, value, cache, metadata, output)
-    for num_tokens in dispatch.kernels.store_sizes(dispatch.layout, kv_heads):
-        if num_tokens <= dispatch.max_num_tokens:
-            _run_store(dispatch, cache, num_tokens)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    for size in kernels.block_sizes(block_size, shape.head_size):
+        for step in steps(runner, size, device):
+            blocks = (step.block_table.numel(), kv_heads, size)
+            slot_size = runner.layout.slot_size
+            cache = torch.zeros(*blocks, slot_size, dtype=torch.uint8, device=device)
+            vectors = (step.num_actual_tokens, heads + 2 * kv_heads, shape.head_size)
+            qkv = torch.zeros(vectors, dtype=shape.dtype, device=device)
+            query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            runner.forward(query, key, value, cache, step, output)
+    for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
+        if num_tokens <= runner.max_num_tokens:
+            _run_store(runner, kernels, cache, num_tokens)
 
 
-def _share_choice(dispatch: "KernelDispatch") -> None:
+def _share_choice(runner: TurboRunner) -> None:
     """Have all ranks that share this layer run the same kernels."""
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return
-    reason = refusal_of_other_ranks(dispatch.kernels, get_tp_group().cpu_group)
+    assert runner.kernels is not None
+    reason = refusal_of_other_ranks(runner.kernels, get_tp_group().cpu_group)
     if reason is None:
         return
-    if dispatch.kernel_choice == "cuda":
+    if runner.kernel_choice == "cuda":
         raise ValueError(cuda_refusal(reason))
     fall_back_to_triton(reason)
 
 
-def warm_up(dispatch: "KernelDispatch", device: torch.device) -> None:
+def warm_up(runner: TurboRunner, device: torch.device) -> None:
     """Run a layer's kernels, unless those of a layer like it have run.
 
     The workspace has to have been taken. If the driver refuses to launch one of CUDA's,
@@ -194,19 +192,19 @@ def warm_up(dispatch: "KernelDispatch", device: torch.device) -> None:
         ValueError: If CUDA's kernels are asked for and refused.
 
     """
-    key = (dispatch.workspace, dispatch.layout, dispatch.stored, device)
-    key = (*key, dispatch.kernel_choice, dispatch.max_decode_query_len)
+    key = (runner.shape, runner.layout, runner.stored, device)
+    key = (*key, runner.kernel_choice, runner.max_query_len)
     if key in _warm:
         return
-    name = dispatch.kernels.name
+    before = runner.kernels
     try:
-        _run_kernels(dispatch, device)
+        _run_kernels(runner, device)
     except LaunchRefused as error:
         reason = f"the driver refused to launch a CUDA kernel ({error})"
-        if dispatch.kernel_choice == "cuda":
+        if runner.kernel_choice == "cuda":
             raise ValueError(cuda_refusal(reason)) from error
         fall_back_to_triton(reason)
-    _share_choice(dispatch)
-    if dispatch.kernels.name != name:
-        _run_kernels(dispatch, device)
+    _share_choice(runner)
+    if runner.kernels is not before:
+        _run_kernels(runner, device)
     _warm.add(key)

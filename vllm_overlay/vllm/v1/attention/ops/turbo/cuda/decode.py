@@ -21,8 +21,10 @@ from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
-    NewestToken,
-    count_sequences,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
     half2_bits,
 )
 
@@ -188,96 +190,57 @@ def num_kv_splits(
 
 def attend(
     load_kernel: Callable[[TurboFormat, int, torch.device], Callable[..., None]],
-    rotated_query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query: RotatedQuery,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: TurboFormat,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
+    batch: DecodeBatch,
+    partials: Partials,
     output: torch.Tensor,
-    newest: NewestToken | None,
-    query_len: int,
-    query_start_loc: torch.Tensor | None,
+    newest: NewestTokens | None,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
     ``load_kernel`` gives the kernel of a layout, number of queries of a sequence and KV
-    head, and device. The other arguments are those of ``decode_attention``.
-
+    head, and device. The other arguments are ``AttentionFn``'s.
     """
-    num_tokens, num_heads, _ = rotated_query.shape
+    num_tokens, num_heads, _ = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    if num_seqs == 0:
+    batch.check(num_tokens)
+    if batch.num_seqs == 0:
         return
-    num_splits = partial.shape[0] // (num_seqs * query_len)
-    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
-    num_queries = num_heads // num_kv_heads * query_len
+    batch.num_splits(partials.lse.shape[0])
+    num_queries = num_heads // num_kv_heads * batch.query_len
     load_kernel(layout, num_queries, kv_cache.device)(
-        rotated_query,
-        query_scale,
+        *query,
         kv_cache,
-        block_table,
-        seq_lens,
-        partial,
-        partial_lse,
-        query_start_loc,
-        num_seqs,
-        query_len,
+        batch.block_table,
+        batch.seq_lens,
+        *partials,
+        batch.query_start_loc,
+        batch.num_seqs,
+        batch.query_len,
         newest is not None,
     )
-    merge_splits(
-        partial,
-        partial_lse,
-        seq_lens,
-        output,
-        num_kv_heads,
-        newest,
-        query_len=query_len,
-        query_start_loc=query_start_loc,
-    )
+    merge_splits(partials, batch, output, num_kv_heads, newest)
 
 
 def decode_attention(
-    rotated_query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query: RotatedQuery,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: TurboFormat,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
+    batch: DecodeBatch,
+    partials: Partials,
     output: torch.Tensor,
-    newest: NewestToken | None = None,
-    query_len: int = 1,
-    query_start_loc: torch.Tensor | None = None,
+    newest: NewestTokens | None = None,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens, causally.
+    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    Arguments are those of ``triton_decode.decode_attention``, of a layout without an
-    ``unsupported_reason``, with blocks and heads of the cache at multiples of 16 bytes.
-    S is the most splits of a sequence; with S = 1 a result does not depend on the rest
-    of the batch.
+    The layout is one without an ``unsupported_reason``. S is the most splits of a
+    sequence; with S = 1 a result does not depend on the rest of the batch.
 
     Raises:
         RuntimeError: If the kernels cannot be built; see ``build_and_load`` for what
             their functions raise.
 
     """
-    attend(
-        load,
-        rotated_query,
-        query_scale,
-        kv_cache,
-        block_table,
-        seq_lens,
-        layout,
-        partial,
-        partial_lse,
-        output,
-        newest,
-        query_len,
-        query_start_loc,
-    )
+    attend(load, query, kv_cache, layout, batch, partials, output, newest)

@@ -23,7 +23,10 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
-    NewestToken,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
     half2_bits,
 )
 
@@ -162,61 +165,22 @@ def num_kv_splits(
 
 
 def extend_attention(
-    rotated_query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query: RotatedQuery,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: TurboFormat,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
+    batch: DecodeBatch,
+    partials: Partials,
     output: torch.Tensor,
-    newest: NewestToken | None = None,
-    query_len: int = 1,
-    query_start_loc: torch.Tensor | None = None,
+    newest: NewestTokens | None = None,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens, causally.
+    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    With ``newest`` the cache is read up to the query tokens, and the merge attends to
-    these, one after the other. With S = 1 a result does not depend on the rest of the
-    batch.
-
-    Args:
-        rotated_query: (T, Hq, D) fp16 contiguous, from ``cuda_store.store``; a
-            sequence's tokens one after the other.
-        query_scale: (T, Hq) fp32 contiguous, likewise: factors of the scores.
-        kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a (block, head)
-            contiguous, blocks and heads at multiples of 16 bytes.
-        block_table: (>= B, max_blocks) int32, last axis contiguous.
-        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
-            output is zero.
-        layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
-        partial: (B * S * Q, Hq, D) fp32 scratch, contiguous; S splits a sequence, at
-            most ``MAX_KV_SPLITS``.
-        partial_lse: (B * S * Q, Hq) fp32 scratch, contiguous.
-        output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
-        newest: The query tokens, to be attended to in place of what the cache holds
-            of them; None to read them from the cache.
-        query_len: Q, query tokens a sequence, at most.
-        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
-            the last is not written. None if each has Q, so that T = B * Q.
+    The layout is one without a ``decode.unsupported_reason``. With ``newest`` the cache
+    is read up to the query tokens, and the merge attends to these, one after the other.
 
     Raises:
-        RuntimeError: If the kernel cannot be built.
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
 
     """
-    cuda_decode.attend(
-        load,
-        rotated_query,
-        query_scale,
-        kv_cache,
-        block_table,
-        seq_lens,
-        layout,
-        partial,
-        partial_lse,
-        output,
-        newest,
-        query_len,
-        query_start_loc,
-    )
+    cuda_decode.attend(load, query, kv_cache, layout, batch, partials, output, newest)

@@ -12,8 +12,9 @@ from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
-    NewestToken,
-    count_sequences,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 
@@ -74,35 +75,27 @@ def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
 
 
 def merge_splits(
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    seq_lens: torch.Tensor,
+    partials: Partials,
+    batch: DecodeBatch,
     output: torch.Tensor,
     num_kv_heads: int,
-    newest: NewestToken | None = None,
+    newest: NewestTokens | None = None,
     num_warps: int | None = None,
-    query_len: int = 1,
-    query_start_loc: torch.Tensor | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
     The kernel before it on the stream may let it begin early; it waits for that to
-    end before it reads ``partial`` and ``partial_lse``, but not with what it reads of
-    ``newest`` and ``seq_lens``.
+    end before it reads ``partials``, but not with what it reads of ``newest`` and
+    ``batch``.
 
     Args:
-        partial: (B * S * Q, Hq, D) fp32, contiguous, each a softmax of its own; S
-            splits a sequence. Not read where the LSE is -inf.
-        partial_lse: (B * S * Q, Hq) fp32, contiguous, in base 2.
-        seq_lens: (>= B,) int32, the newest tokens included.
+        partials: Of the batch's sequences.
+        batch: The sequences; its block table is not read.
         output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
         num_kv_heads: KV heads.
         newest: The tokens that the splits leave out, of ``output``'s dtype; None if
             there are none.
         num_warps: Warps a row; None to choose by the batch.
-        query_len: Q, query tokens a sequence, at most.
-        query_start_loc: (B + 1,) int32, where sequences' tokens begin; None if each
-            has Q, so that T = B * Q.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
@@ -110,25 +103,23 @@ def merge_splits(
 
     """
     num_tokens, num_heads, head_size = output.shape
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    if num_seqs == 0:
+    batch.check(num_tokens)
+    if batch.num_seqs == 0:
         return
-    num_rows = num_seqs * query_len * num_heads
-    num_splits = partial.shape[0] // (num_seqs * query_len)
-    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     if newest is None:
         # Not read, but a launch needs arguments.
-        newest = NewestToken(output, output, output, 0.0)
+        newest = NewestTokens(output, output, output, 0.0)
     query, key, value, scale = newest
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
+        num_rows = batch.num_query_slots * num_heads
         num_warps = warps_a_row(num_rows, num_splits, num_sms)
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
     load(head_size, output.device)(
-        partial,
-        partial_lse,
-        seq_lens,
+        *partials,
+        batch.seq_lens,
         output,
         query,
         key,
@@ -136,8 +127,8 @@ def merge_splits(
         num_kv_heads,
         with_newest,
         scale * LOG2_E,
-        query_start_loc,
-        num_seqs,
-        query_len,
+        batch.query_start_loc,
+        batch.num_seqs,
+        batch.query_len,
         num_warps.bit_length() - 1,
     )

@@ -33,7 +33,7 @@ class ModuleLoader(NamedTuple):
 
 def serving_modules(
     layout: TurboFormat,
-    group: int,
+    num_queries_per_kv: int,
     max_query_len: int,
     max_extend_len: int,
     device: torch.device | None = None,
@@ -44,7 +44,7 @@ def serving_modules(
 
     Args:
         layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
-        group: Query heads a KV head.
+        num_queries_per_kv: Query heads a KV head.
         max_query_len: Query tokens of a sequence that is decoded, at most.
         max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.
         device: The GPU; None for the current one.
@@ -60,12 +60,12 @@ def serving_modules(
         f"merge {head_size}": partial(cuda_merge.load, head_size, device),
     }
     for query_len in range(1, max_query_len + 1):
-        paired = cuda_decode.is_paired(group * query_len)
+        paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
         loads[f"decode {cuda_decode.instance(layout, paired)}"] = partial(
             cuda_decode.load_instance, layout, paired, device
         )
     for query_len in range(1, max_extend_len + 1):
-        columns = cuda_extend.num_columns(group * query_len)
+        columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
         loads[f"extend {cuda_extend.instance(layout, columns)}"] = partial(
             cuda_extend.load_instance, layout, columns, device
         )

@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda.constants import (
     single_fragments,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import LOG2_E
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, RotatedQuery
 
 
 class StoreTuning(NamedTuple):
@@ -114,14 +114,13 @@ def store(
     value: torch.Tensor,
     layout: TurboFormat,
     query: torch.Tensor | None = None,
-    rotated_query: torch.Tensor | None = None,
-    query_scale: torch.Tensor | None = None,
+    rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
 
-    Arguments are those of ``triton_store.store``, with blocks and heads of the cache at
+    Arguments are ``StoreFn``'s, with blocks and heads of the cache at
     multiples of 16 bytes, and vectors at multiples of 8.
 
     Raises:
@@ -143,8 +142,7 @@ def store(
         value,
         *_constants(layout, device),
         query,
-        rotated_query,
-        query_scale,
+        *(rotated_query or (None, None)),
         scale * LOG2_E * layout.key_codebook.gain,
         *tuning,
     )

@@ -9,6 +9,7 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 # Dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
@@ -37,25 +38,20 @@ class PrefillLimits(NamedTuple):
     raw_tokens: int | None = None
 
 
-def prefill_limits(
-    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, stored: bool
-) -> PrefillLimits:
+def prefill_limits(shape: LayerShape, stored: bool) -> PrefillLimits:
     """Tokens that ROW_BYTES and PIECE_BYTES hold, at least one.
 
     Args:
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
-        head_size: Of query, key and value.
-        dtype: The model's.
+        shape: The layer's; of layers that share a plan, that with most query heads.
         stored: Whether a slice's own tokens are read from the cache: as one piece.
 
     """
-    head_bytes = head_size * dtype.itemsize
-    slice_tokens = max(1, ROW_BYTES // (num_heads * head_bytes))
-    piece_tokens = max(1, PIECE_BYTES // (2 * num_kv_heads * head_bytes))
+    head_bytes = shape.head_size * shape.dtype.itemsize
+    slice_tokens = max(1, ROW_BYTES // (shape.num_heads * head_bytes))
+    piece_tokens = max(1, PIECE_BYTES // (2 * shape.num_kv_heads * head_bytes))
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
-    if head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
+    if shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
         return PrefillLimits(slice_tokens, piece_tokens)
     return PrefillLimits(min(slice_tokens, _RAW_TOKENS), piece_tokens, _RAW_TOKENS)
 
@@ -67,9 +63,9 @@ class RawTokens(NamedTuple):
     lie before the slice.
 
     Attributes:
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths.
+        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the R requests.
         max_len: Most tokens of a request.
-        num_tokens: Of all requests.
+        num_tokens: Tokens of all R requests.
 
     """
 
@@ -79,13 +75,13 @@ class RawTokens(NamedTuple):
 
 
 class CachedPiece(NamedTuple):
-    """A piece of each request's tokens, as it is dequantised.
+    """Cached tokens of R requests, a run of each, that are dequantised at a time.
 
     Attributes:
-        starts: (R,) int32 on the device, first position of each part.
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths.
-        max_len: Longest part.
-        num_tokens: Tokens of all parts.
+        starts: (R,) int32 on the device, position in its request of each run's first.
+        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the runs.
+        max_len: Tokens of the longest run.
+        num_tokens: Tokens of all runs.
 
     """
 
@@ -95,17 +91,17 @@ class CachedPiece(NamedTuple):
     num_tokens: int
 
 
-class CacheGroup(NamedTuple):
+class CachedRequests(NamedTuple):
     """Requests whose cached tokens are dequantised side by side, R of them: so many
     that one piece holds all, or one whose tokens take several pieces.
 
     Attributes:
-        tokens: Theirs, of the slice's.
+        tokens: Place of their query tokens among the slice's.
         query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most tokens of a request.
-        block_table: (R, max_blocks) int32.
-        own: The tokens themselves, to be read from the cache; None if they are not.
-        context: Pieces of the cached tokens before them.
+        max_query_len: Most query tokens of a request.
+        block_table: (R, max_blocks) int32 on the device.
+        own: The query tokens, to be read from the cache; None if they are not.
+        context: The cached tokens before them, in pieces.
 
     """
 
@@ -123,15 +119,16 @@ class CacheGroup(NamedTuple):
 
 
 class PrefillSlice(NamedTuple):
-    """Prefill tokens that lie side by side, of R requests.
+    """Query tokens of R prefill requests, one after the other, attended from at a time.
 
     Attributes:
-        tokens: Which, of the prefills'.
+        tokens: Place of the query tokens among the prefills'.
         query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most tokens of a request.
+        max_query_len: Most query tokens of a request.
         raw: What is used as computed; None if all is read from the cache. Of several
             requests it has no more tokens than a piece.
-        groups: What is read from the cache, if anything: of all its requests.
+        cached: What is read from the cache, by requests that are dequantised side by
+            side: all R of them, or none if nothing is read.
 
     """
 
@@ -139,7 +136,7 @@ class PrefillSlice(NamedTuple):
     query_start_loc: torch.Tensor
     max_query_len: int
     raw: RawTokens | None
-    groups: list[CacheGroup]
+    cached: list[CachedRequests]
 
     @property
     def has_neighbours(self) -> bool:
@@ -148,14 +145,14 @@ class PrefillSlice(NamedTuple):
 
 
 @dataclass
-class PrefillMetadata:
+class PrefillPlan:
     """The prefill requests of a batch; R requests, T tokens.
 
     Attributes:
-        slices: What is attended from, one after the other.
-        block_table: (R, max_blocks) int32.
+        slices: The query tokens, as they are attended from one after the other.
+        block_table: (R, max_blocks) int32 on the device.
         query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
-        seq_lens_cpu: (R,) lengths, query tokens included.
+        seq_lens_cpu: (R,) int32 lengths on the host, query tokens included.
 
     """
 
@@ -166,10 +163,10 @@ class PrefillMetadata:
 
     @property
     def max_buffered_tokens(self) -> int | None:
-        """Query tokens that ``PrefillBuffers`` are to hold; None: none are needed."""
-        if not any(part.groups or part.has_neighbours for part in self.slices):
+        """Query tokens that ``PrefillScratch`` is to hold; None: none are needed."""
+        if not any(part.cached or part.has_neighbours for part in self.slices):
             return None
-        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.groups)
+        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.cached)
         return max(lengths, default=0)
 
 
@@ -205,7 +202,7 @@ def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
 
     Args:
         query_lens: Query tokens of each request.
-        max_tokens: Of several requests together.
+        max_tokens: Query tokens of several requests together, at most.
 
     Returns:
         First and last (exclusive) request of each run. Each request is in one.
@@ -227,7 +224,7 @@ def plan_slices(
 
     Args:
         query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin.
-        max_tokens: Of a slice.
+        max_tokens: Query tokens of a slice, at most.
 
     Returns:
         Tokens and requests of each slice.
@@ -243,7 +240,7 @@ def plan_slices(
     return [(slice(first, last), slice(*part)) for first, last, *part in bounds]
 
 
-def plan_groups(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
+def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
     """Which of a slice's requests are dequantised side by side.
 
     Args:
@@ -251,8 +248,8 @@ def plan_groups(context_lens: list[int], piece_tokens: int) -> list[tuple[int, i
         piece_tokens: Tokens that are dequantised at a time.
 
     Returns:
-        First and last (exclusive) request of each group. Each request is in one, and
-        each group has cached tokens, if any request has.
+        First and last (exclusive) request of those side by side. Each request is in
+        one range, and each range has cached tokens, if any request has.
 
     """
     firsts, total = [0], 0
@@ -264,7 +261,7 @@ def plan_groups(context_lens: list[int], piece_tokens: int) -> list[tuple[int, i
     return list(zip(firsts, [*firsts[1:], len(context_lens)]))
 
 
-def _plan_group(
+def _plan_requests(
     starts: torch.Tensor,
     context_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -272,8 +269,8 @@ def _plan_group(
     piece_tokens: int,
     query_start_loc: torch.Tensor | None,
     device: torch.device,
-) -> CacheGroup:
-    """One of a slice's groups, or all of it.
+) -> CachedRequests:
+    """Requests of a slice that are dequantised side by side, or all of them.
 
     Args:
         starts: (R + 1,) int32 on the host, where its requests' tokens in the slice
@@ -283,7 +280,7 @@ def _plan_group(
         stored: Whether query tokens, too, are read from the cache.
         piece_tokens: Tokens that are dequantised at a time.
         query_start_loc: ``starts`` on the device, if that begins at zero.
-        device: Of the kernels.
+        device: Where the kernels run.
 
     """
     tokens = slice(int(starts[0]), int(starts[-1]))
@@ -304,7 +301,9 @@ def _plan_group(
         )
         for firsts, cu_lens in plan_context(context_lens, piece_tokens)
     ]
-    return CacheGroup(tokens, query_start_loc, max_query_len, block_table, own, context)
+    return CachedRequests(
+        tokens, query_start_loc, max_query_len, block_table, own, context
+    )
 
 
 def _plan_slice(
@@ -316,16 +315,16 @@ def _plan_slice(
     piece_tokens: int,
     device: torch.device,
 ) -> PrefillSlice:
-    """One of the slices of ``build_prefill_metadata``.
+    """One of the slices of ``plan_prefill``.
 
     Args:
-        tokens: Its own.
+        tokens: Place of the slice's query tokens among the prefills'.
         bounds: (R + 1,) int32 on the host, where its requests begin.
         context_lens: (R,) int32 on the host, without query tokens.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
         piece_tokens: Tokens that are dequantised at a time.
-        device: Of the kernels.
+        device: Where the kernels run.
 
     """
     starts = bounds.clamp(tokens.start, tokens.stop)
@@ -341,37 +340,37 @@ def _plan_slice(
             int(ends.diff().max()),
             int(ends[-1]),
         )
-    groups = []
+    ranges = []
     if stored or context_lens.any():
-        groups = plan_groups(context_lens.tolist(), piece_tokens)
+        ranges = batch_requests(context_lens.tolist(), piece_tokens)
     return PrefillSlice(
         tokens,
         query_start_loc,
         int(starts.diff().max()),
         raw,
         [
-            _plan_group(
+            _plan_requests(
                 starts[first : last + 1] - tokens.start,
                 context_lens[first:last],
                 block_table[first:last],
                 stored,
                 piece_tokens,
-                query_start_loc if len(groups) == 1 else None,
+                query_start_loc if len(ranges) == 1 else None,
                 device,
             )
-            for first, last in groups
+            for first, last in ranges
         ],
     )
 
 
-def build_prefill_metadata(
+def plan_prefill(
     query_start_loc_cpu: torch.Tensor,
     seq_lens_cpu: torch.Tensor,
     block_table: torch.Tensor,
     stored: bool,
     limits: PrefillLimits,
     device: torch.device,
-) -> PrefillMetadata:
+) -> PrefillPlan:
     """Plan the prefill of a batch on the host; nothing here synchronises.
 
     Args:
@@ -379,8 +378,8 @@ def build_prefill_metadata(
         seq_lens_cpu: (R,) int32 on the host, exact.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        limits: Of the layers' scratch.
-        device: Of the kernels.
+        limits: What bounds the layers' scratch.
+        device: Where the kernels run.
 
     """
     query_lens = query_start_loc_cpu.diff()
@@ -407,4 +406,4 @@ def build_prefill_metadata(
             )
             for tokens, part in plan_slices(starts, max_tokens)
         ]
-    return PrefillMetadata(slices, block_table, query_start_loc_cpu, seq_lens_cpu)
+    return PrefillPlan(slices, block_table, query_start_loc_cpu, seq_lens_cpu)

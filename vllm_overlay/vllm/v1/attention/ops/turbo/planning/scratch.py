@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Scratch memory of the turbo kernels, which a step's kernels take in turn."""
+"""Scratch memory of a layer's kernels: what there is of it, and how large it may be."""
 
 import math
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.v1.attention.ops.turbo.prefill import PrefillBuffers
-from vllm.v1.worker.workspace import (
-    current_workspace_manager,
-    is_workspace_manager_initialized,
-)
+# Partial outputs of one call of decode or extend attention.
+PARTIAL_BYTES = 64 * 2**20
 
 # Shapes and dtypes of tensors that are there at the same time.
-Parts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-class Workspace(NamedTuple):
-    """What one forward pass of a layer needs.
+class LayerShape(NamedTuple):
+    """What decides on a layer's scratch: layers alike share a step's plan.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
-        head_size: Of query, key and value.
+        num_heads: Hq, query heads.
+        num_kv_heads: H, KV heads.
+        head_size: D, of query, key and value.
         dtype: The model's.
-        piece_tokens: Tokens that a prefill dequantises at a time.
 
     """
 
@@ -33,52 +29,74 @@ class Workspace(NamedTuple):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    piece_tokens: int
 
-    def short_parts(self, num_tokens: int, num_partials: int) -> Parts:
-        """Scratch of decodes and extends, which begin when the one before has ended.
+    @property
+    def num_queries_per_kv(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
 
-        Args:
-            num_tokens: Query tokens of all.
-            num_partials: Partial results of one call.
+    @property
+    def max_partials(self) -> int:
+        """Partial results of a call, if one request alone has no more."""
+        row_bytes = self.num_heads * self.head_size * torch.float32.itemsize
+        return max(1, PARTIAL_BYTES // row_bytes)
 
-        Returns:
-            Of the queries' scales, partial outputs and their LSE. Rotated queries lie
-            where the output comes to be.
 
-        """
-        heads, size = self.num_heads, self.head_size
+class DecodeScratch(NamedTuple):
+    """Scratch of a step's decodes and extends; T query tokens, P partial results.
+
+    Rotated queries lie where the output comes to be.
+
+    Attributes:
+        query_scale: (T, Hq) fp32, factors of the scores, of all calls.
+        partial: (P, Hq, D) fp32, outputs of the splits of one call.
+        partial_lse: (P, Hq) fp32, their LSE.
+
+    """
+
+    query_scale: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
+
+    @staticmethod
+    def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
+        """Of the fields, in order."""
+        heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads), torch.float32),
             ((num_partials, heads, size), torch.float32),
             ((num_partials, heads), torch.float32),
         ]
 
-    def prefill_parts(self, num_tokens: int | None) -> Parts:
-        """The ``PrefillBuffers`` for so many query tokens; None: for no slice."""
+
+class PrefillScratch(NamedTuple):
+    """Scratch of ``prefill_attention``; T query tokens of a slice, P of a piece.
+
+    Attributes:
+        query: (T, Hq, D) rotated queries.
+        output: (T, Hq, D) output of one piece.
+        key: (P, H, D) dequantised keys, or raw ones of several requests.
+        value: (P, H, D) values, likewise.
+
+    """
+
+    query: torch.Tensor
+    output: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @staticmethod
+    def specs(
+        shape: LayerShape, num_tokens: int | None, piece_tokens: int
+    ) -> TensorSpecs:
+        """Of the fields, in order; of none of them if ``num_tokens`` is None."""
         if num_tokens is None:
             return []
-        shapes = PrefillBuffers.shapes(
-            num_tokens,
-            self.piece_tokens,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_size,
-        )
-        return [(shape, self.dtype) for shape in shapes]
+        rows = (num_tokens, shape.num_heads, shape.head_size)
+        piece = (piece_tokens, shape.num_kv_heads, shape.head_size)
+        return [(tensor, shape.dtype) for tensor in (rows, rows, piece, piece)]
 
-    @staticmethod
-    def num_bytes(parts: Parts) -> int:
-        """Bytes of tensors, without what aligns them."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
-    @staticmethod
-    def take(parts: Parts, device: torch.device) -> list[torch.Tensor]:
-        """The tensors, which end those of all requests before: they overlap.
-
-        So what reads earlier ones has to come before what writes these in the stream.
-        """
-        # A manager that was asked for nothing yet fails if that is asked for.
-        if is_workspace_manager_initialized() and Workspace.num_bytes(parts) > 0:
-            return current_workspace_manager().get_simultaneous(*parts)
-        return [torch.empty(s, dtype=dtype, device=device) for s, dtype in parts]
+def num_bytes(specs: TensorSpecs) -> int:
+    """Bytes of tensors, without what aligns them."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)

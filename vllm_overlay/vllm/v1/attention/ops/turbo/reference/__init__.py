@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The turbo KV cache in PyTorch: what CPUs run, and what the kernels are held to."""
 
-from vllm.v1.attention.ops.turbo.reference.attention import attention
+from vllm.v1.attention.ops.turbo.reference.attention import attention, forward
 from vllm.v1.attention.ops.turbo.reference.cache import load, store, tile_addresses
 from vllm.v1.attention.ops.turbo.reference.rotation import (
     inverse_rotate,
@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.reference.rotation import (
 
 __all__ = [
     "attention",
+    "forward",
     "inverse_rotate",
     "load",
     "rotate",

@@ -5,8 +5,8 @@
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.metadata import TurboMetadata
-from vllm.v1.attention.ops.turbo.reference.cache import load
+from vllm.v1.attention.ops.turbo.planning.step import StepPlan
+from vllm.v1.attention.ops.turbo.reference.cache import load, store
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
 
 
@@ -93,74 +93,63 @@ def paged_attention(
         output[begin:end] = result.to(output.dtype)
 
 
-def decode_attention(
+def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
-    metadata: TurboMetadata,
+    step: StepPlan,
     scale: float,
     layout: TurboFormat,
     stored: bool,
     output: torch.Tensor,
 ) -> None:
-    """Attention of a batch's decodes, whose tokens are stored.
+    """Store a step's tokens, then attend: what kernels do elsewhere.
 
     Args:
-        query: (T, Hq, D), of the whole batch, like all below.
+        query: (T, Hq, D).
         key: (T, H, D).
         value: (T, H, D).
-        kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
-        metadata: Of the batch.
+        kv_cache: (num_blocks, H, N, C) uint8.
+        step: The plan of the step, which has T query tokens.
         scale: Softmax scale.
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.
-        output: (T, Hq, D), of which the decodes' rows are written.
+        output: (>= T, Hq, D), of which T rows are written.
 
     """
-    num_tokens = metadata.num_decode_tokens
-    start_loc = metadata.decode_start_loc
+    store(kv_cache, step.slot_mapping, key, value, layout)
+    start_loc = step.decode_start_loc
     if start_loc is None:
-        start_loc = torch.arange(0, num_tokens + 1, metadata.decode_query_len)
-    paged_attention(
-        query[:num_tokens],
-        None if stored else key[:num_tokens],
-        None if stored else value[:num_tokens],
-        kv_cache,
-        metadata.block_table,
-        start_loc.tolist(),
-        metadata.seq_lens[: metadata.num_decodes].tolist(),
-        scale,
-        layout,
-        output[:num_tokens],
-    )
-
-
-def prefill_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    metadata: TurboMetadata,
-    scale: float,
-    layout: TurboFormat,
-    stored: bool,
-    output: torch.Tensor,
-) -> None:
-    """Attention of a batch's prefills; arguments are ``decode_attention``'s."""
-    prefill = metadata.prefill
-    if prefill is None:
-        return
-    rows = slice(metadata.num_short_tokens, query.shape[0])
-    paged_attention(
-        query[rows],
-        None if stored else key[rows],
-        None if stored else value[rows],
-        kv_cache,
-        prefill.block_table,
-        prefill.query_start_loc_cpu.tolist(),
-        prefill.seq_lens_cpu.tolist(),
-        scale,
-        layout,
-        output[rows],
-    )
+        start_loc = torch.arange(0, step.num_decode_tokens + 1, step.decode_query_len)
+    parts = [
+        (
+            slice(0, step.num_decode_tokens),
+            step.block_table,
+            start_loc,
+            step.seq_lens[: step.num_decodes],
+        )
+    ]
+    if step.prefill is not None:
+        prefill = step.prefill
+        parts.append(
+            (
+                slice(step.num_packed_tokens, query.shape[0]),
+                prefill.block_table,
+                prefill.query_start_loc_cpu,
+                prefill.seq_lens_cpu,
+            )
+        )
+    for rows, block_table, starts, seq_lens in parts:
+        paged_attention(
+            query[rows],
+            None if stored else key[rows],
+            None if stored else value[rows],
+            kv_cache,
+            block_table,
+            starts.tolist(),
+            seq_lens.tolist(),
+            scale,
+            layout,
+            output[rows],
+        )

@@ -13,12 +13,14 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
-from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
-    NewestToken,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
     check_pages,
-    count_sequences,
 )
 from vllm.v1.attention.ops.turbo.triton.codec import (
     MIN_OUTPUT_COLUMNS,
@@ -59,18 +61,6 @@ def default_tuning(head_size: int) -> DecodeTuning:
     return DecodeTuning(32, 1, 2)
 
 
-def block_sizes(block_size: int, head_size: int) -> list[int]:
-    """Block sizes of which each takes another kernel.
-
-    Args:
-        block_size: Tokens of a block. A runner may cut it into smaller ones.
-        head_size: Of query, key and value.
-
-    """
-    has_whole_steps = block_size % default_tuning(head_size).block_n == 0
-    return [block_size, TILE_TOKENS] if has_whole_steps else [block_size]
-
-
 def num_kv_splits(
     num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
@@ -93,75 +83,61 @@ def num_kv_splits(
 
 
 def decode_attention(
-    rotated_query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query: RotatedQuery,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: TurboFormat,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
+    batch: DecodeBatch,
+    partials: Partials,
     output: torch.Tensor,
-    newest: NewestToken | None = None,
-    query_len: int = 1,
-    query_start_loc: torch.Tensor | None = None,
+    newest: NewestTokens | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens, causally.
+    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
     Args:
-        rotated_query: (T, Hq, D) fp16 contiguous, from ``triton_store.store``; a
-            sequence's tokens one after the other.
-        query_scale: (T, Hq) fp32 contiguous, likewise.
-        kv_cache: (num_blocks, H, N, C) uint8; N a multiple of 16, a
-            (block, head) contiguous.
-        block_table: (>= B, max_blocks) int32.
-        seq_lens: (>= B,) int32, query tokens included; zero for padding, whose
-            output is zero.
+        query: Of T query tokens, from ``triton.store``.
+        kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
         layout: The cache's format.
-        partial: (B * Q * S, Hq, D) fp32 scratch, contiguous; S splits a sequence.
-        partial_lse: (B * Q * S, Hq) fp32 scratch, contiguous.
+        batch: The call's sequences.
+        partials: Scratch; its size says how many splits a sequence has.
         output: (T, Hq, D), written; last axis contiguous.
-        newest: The query tokens, to be attended to in place of what the cache holds
-            of them.
-        query_len: Q, query tokens a sequence, at most.
-        query_start_loc: (B + 1,) int32, where sequences' tokens begin; what lies past
-            the last is not written. None if each has Q, so that T = B * Q.
+        newest: The query tokens, to be attended to in place of what the cache holds of
+            them; None to read them from the cache.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
-    num_tokens, num_heads, head_size = rotated_query.shape
+    num_tokens, num_heads, head_size = query.vectors.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
     check_pages(kv_cache, layout)
-    assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert output.stride(2) == 1 and block_table.stride(1) == 1
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    if num_seqs == 0:
+    assert partials.output.is_contiguous() and partials.lse.is_contiguous()
+    assert output.stride(2) == 1
+    batch.check(num_tokens)
+    if batch.num_seqs == 0:
         return
-    num_splits = partial.shape[0] // (num_seqs * query_len)
-    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    num_splits = batch.num_splits(partials.lse.shape[0])
     if tuning is None:
         tuning = default_tuning(head_size)
-    group = num_heads // num_kv_heads
-    block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(group))
-    parts = triton.cdiv(group * query_len, block_h)
+    num_queries_per_kv = num_heads // num_kv_heads
+    block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_queries_per_kv))
+    parts = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
+    start_loc = batch.query_start_loc
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
-    decode_kernel[(num_seqs, num_kv_heads, num_splits * parts)](
-        rotated_query,
-        query_scale,
+    decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * parts)](
+        query.vectors,
+        query.scale,
         kv_cache,
-        block_table,
-        seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc,
-        partial,
-        partial_lse,
+        batch.block_table,
+        batch.seq_lens,
+        batch.seq_lens if start_loc is None else start_loc,
+        partials.output,
+        partials.lse,
         num_splits,
-        query_len,
+        batch.query_len,
         kv_cache.stride(0),
         kv_cache.stride(1),
-        block_table.stride(0),
+        batch.block_table.stride(0),
         **block_divisor(block_size),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -170,19 +146,10 @@ def decode_attention(
         BLOCK_N=tuning.block_n,
         NUM_STAGES=tuning.num_stages,
         STEP_IN_BLOCK=block_size % tuning.block_n == 0,
-        MULTIPLE=query_len > 1,
-        UNIFORM=query_start_loc is None,
+        MULTIPLE=batch.query_len > 1,
+        UNIFORM=start_loc is None,
         WITH_NEWEST=newest is not None,
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(
-        partial,
-        partial_lse,
-        seq_lens,
-        output,
-        num_kv_heads,
-        newest,
-        query_len,
-        query_start_loc,
-    )
+    merge_splits(partials, batch, output, num_kv_heads, newest)

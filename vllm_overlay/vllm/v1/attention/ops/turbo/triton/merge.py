@@ -13,8 +13,9 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
-    NewestToken,
-    count_sequences,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 
@@ -201,56 +202,47 @@ def _merge_kernel(
 
 
 def merge_splits(
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    seq_lens: torch.Tensor,
+    partials: Partials,
+    batch: DecodeBatch,
     output: torch.Tensor,
     num_kv_heads: int,
-    newest: NewestToken | None = None,
-    query_len: int = 1,
-    query_start_loc: torch.Tensor | None = None,
+    newest: NewestTokens | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
     Args:
-        partial: (B * S * Q, Hq, D) fp32, contiguous, each a softmax of its own; S
-            splits a sequence. Not read where the LSE is -inf.
-        partial_lse: (B * S * Q, Hq) fp32, contiguous, in base 2.
-        seq_lens: (>= B,) int32, the newest tokens included.
+        partials: Of the batch's sequences.
+        batch: The sequences; its block table is not read.
         output: (T, Hq, D), written; last axis contiguous.
         num_kv_heads: KV heads.
         newest: The tokens that the splits leave out; None if there are none.
-        query_len: Q, query tokens a sequence, at most.
-        query_start_loc: (B + 1,) int32, where sequences' tokens begin; None if each
-            has Q, so that T = B * Q.
 
     """
     num_tokens, num_heads, head_size = output.shape
-    num_seqs = count_sequences(num_tokens, query_len, query_start_loc)
-    num_splits = partial.shape[0] // (num_seqs * query_len)
-    assert 1 <= num_splits <= MAX_KV_SPLITS, num_splits
+    batch.check(num_tokens)
+    num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     if newest is None:
         # Not read, but a launch needs arguments.
-        newest = NewestToken(output, output, output, 0.0)
+        newest = NewestTokens(output, output, output, 0.0)
     query, key, value, scale = newest
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
-    num_rows = num_seqs * query_len * num_heads
+    num_rows = batch.num_query_slots * num_heads
     block_r = 16
     block_d = triton.next_power_of_2(head_size)
     _merge_kernel[(triton.cdiv(num_rows, block_r),)](
-        partial,
-        partial_lse,
+        partials.output,
+        partials.lse,
         rotation_matrix(head_size, output.device, inverse=True),
         output,
         query,
         key,
         value,
-        seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc,
+        batch.seq_lens,
+        batch.seq_lens if batch.query_start_loc is None else batch.query_start_loc,
         num_rows,
         num_splits,
-        query_len,
+        batch.query_len,
         inverse_sqrt(head_size),
         scale * LOG2_E,
         output.stride(0),
@@ -264,8 +256,8 @@ def merge_splits(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
-        MULTIPLE=query_len > 1,
-        UNIFORM=query_start_loc is None,
+        MULTIPLE=batch.query_len > 1,
+        UNIFORM=batch.query_start_loc is None,
         WITH_NEWEST=with_newest,
         BLOCK_R=block_r,
         MAX_SPLITS=MAX_KV_SPLITS,

@@ -9,7 +9,11 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, check_pages
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    RotatedQuery,
+    check_pages,
+)
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.codec import (
     MIN_OUTPUT_COLUMNS,
@@ -218,8 +222,7 @@ def store(
     value: torch.Tensor,
     layout: TurboFormat,
     query: torch.Tensor | None = None,
-    rotated_query: torch.Tensor | None = None,
-    query_scale: torch.Tensor | None = None,
+    rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
     tuning: StoreTuning | None = None,
 ) -> None:
@@ -233,10 +236,8 @@ def store(
         value: (T', H, D), likewise.
         layout: The cache's format.
         query: (B, Hq, D), likewise; the decode queries.
-        rotated_query: (B, Hq, D) fp16 output: rotated, each row divided by a
-            power of two.
-        query_scale: (B, Hq) fp32 output: what scores of that row are to be
-            multiplied by; it holds ``scale``, log2(e) and the keys' gain.
+        rotated_query: Of the B queries, written: each vector divided by a power of
+            two, and a factor that holds ``scale``, log2(e) and the keys' gain.
         scale: Softmax scale.
         tuning: Launch parameters; None to choose by the number of tokens.
 
@@ -246,9 +247,9 @@ def store(
     num_queries = num_heads = 0
     if query is not None:
         assert query.shape[0] <= num_tokens, (query.shape, num_tokens)
-        assert rotated_query is not None and query_scale is not None
+        assert rotated_query is not None
         num_queries, num_heads = query.shape[:2]
-        assert rotated_query.is_contiguous() and query_scale.is_contiguous()
+        assert all(tensor.is_contiguous() for tensor in rotated_query)
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
@@ -269,8 +270,7 @@ def store(
         kv_cache,
         slot_mapping,
         rotation_matrix(head_size, kv_cache.device),
-        rotated_query,
-        query_scale,
+        *(rotated_query or (None, None)),
         scratch,
         num_tokens,
         num_queries,

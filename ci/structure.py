@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Checks which of the turbo modules import which: `structure.py [ROOT]`.
+
+Sets of kernels know nothing of each other, what plans knows of no kernels, and what is
+in PyTorch serves CPUs and tests alone. No module imports itself by way of others. An
+import within a function counts; one for annotations alone does not.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1] / "vllm_overlay"
+ATTENTION = "vllm.v1.attention"
+TURBO = f"{ATTENTION}.ops.turbo"
+BACKEND = f"{ATTENTION}.backends.turbo_attn"
+# What packages of the folder above may import of it; others may import anything but
+# the reference.
+KERNELS = ("format", "interface", "rotation")
+ALLOWED = {
+    "triton": (*KERNELS, "triton"),
+    "cuda": (*KERNELS, "cuda"),
+    "reference": (*KERNELS, "planning", "reference"),
+    "planning": ("interface", "planning"),
+}
+# The way of a CPU.
+IMPORT_THE_REFERENCE = (BACKEND, f"{TURBO}.reference")
+
+
+def is_within(module: str, package: str) -> bool:
+    """Whether a module is a package, or lies in it."""
+    return module == package or module.startswith(f"{package}.")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Names of what is imported, of modules and of what they hold."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        else:
+            yield from imported(node)
+
+
+def module_name(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
+
+
+def read_imports(root: Path) -> dict[str, set[str]]:
+    """The turbo modules below a folder, and the turbo modules that each imports."""
+    files = [
+        *root.glob(f"{TURBO.replace('.', '/')}/**/*.py"),
+        *root.glob(f"{BACKEND.replace('.', '/')}.py"),
+    ]
+    trees = {module_name(path, root): ast.parse(path.read_text()) for path in files}
+
+    def owner(name: str) -> str | None:
+        """The module that a name is of, or is."""
+        while name and name not in trees:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    return {
+        module: {o for name in imported(tree) if (o := owner(name))} - {module}
+        for module, tree in trees.items()
+    }
+
+
+def complaints(imports: dict[str, set[str]]) -> Iterator[str]:
+    """What is wrong with a graph of imports, a line each."""
+    for module, targets in sorted(imports.items()):
+        package = module.removeprefix(f"{TURBO}.").split(".")[0]
+        for target in sorted(targets):
+            if package in ALLOWED and module != TURBO:
+                allowed = [f"{TURBO}.{name}" for name in ALLOWED[package]]
+                if not any(is_within(target, name) for name in allowed):
+                    yield f"{module} imports {target}, which {package}/ may not"
+            elif is_within(target, f"{TURBO}.reference") and not any(
+                is_within(module, name) for name in IMPORT_THE_REFERENCE
+            ):
+                yield f"{module} imports {target}: the reference is for CPUs and tests"
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        yield f"modules import each other: {' <- '.join(error.args[1])}"
+
+
+def main(root: Path = ROOT) -> int:
+    imports = read_imports(root)
+    found = list(complaints(imports))
+    if len(imports) < 2:
+        found.append(f"no turbo modules in {root}")
+    print("\n".join(found) or f"{len(imports)} modules")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))

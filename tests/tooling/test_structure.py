@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which of the turbo modules may import which."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "ci" / "structure.py"
+TURBO = "vllm.v1.attention.ops.turbo"
+TREE = {
+    "ops/turbo/__init__": "",
+    "ops/turbo/format": "import struct",
+    "ops/turbo/interface": f"from {TURBO}.format import TurboFormat",
+    "ops/turbo/planning/decode": f"from {TURBO}.interface import DecodeBatch",
+    "ops/turbo/triton/store": f"from {TURBO} import format as fmt",
+    "ops/turbo/cuda/store": f"import {TURBO}.interface",
+    "ops/turbo/reference/cache": f"from {TURBO}.format import TurboFormat",
+    "ops/turbo/runtime": f"from {TURBO}.planning import decode",
+    "backends/turbo_attn": f"from {TURBO} import reference, runtime",
+}
+
+
+def check(folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Runs the check on a tree with these lines in place of, or beside, some."""
+    tree = TREE | {name.replace("__", "/"): text for name, text in changes.items()}
+    for name, text in tree.items():
+        path = folder / "vllm/v1/attention" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    command = [sys.executable, SCRIPT, folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_tree_of_the_project():
+    result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_sound_tree(tmp_path: Path):
+    result = check(tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "module, line, words",
+    [
+        ("triton__store", "cuda.store import store", "triton/ may not"),
+        ("cuda__store", "triton import store", "cuda/ may not"),
+        ("cuda__store", "reference.cache import load", "cuda/ may not"),
+        ("planning__decode", "triton.store import store", "planning/ may not"),
+        ("planning__decode", "runtime import run", "planning/ may not"),
+        ("reference__cache", "runtime import run", "reference/ may not"),
+        ("runtime", "reference.cache import load", "for CPUs and tests"),
+        ("format", "interface import LOG2_E", "import each other"),
+    ],
+)
+def test_wrong_way(tmp_path: Path, module: str, line: str, words: str):
+    """Also from within a function; not for annotations alone."""
+    name = f"ops__turbo__{module}"
+    statement = f"from {TURBO}.{line}"
+    result = check(tmp_path, **{name: f"def late():\n    {statement}"})
+    assert result.returncode == 1 and words in result.stdout, result.stdout
+    result = check(tmp_path, **{name: f"if TYPE_CHECKING:\n    {statement}"})
+    assert result.returncode == 0, result.stdout
+
+
+def test_nothing_to_check(tmp_path: Path):
+    result = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True)
+    assert result.returncode == 1

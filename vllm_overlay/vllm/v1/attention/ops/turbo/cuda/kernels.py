@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA kernels as a ``KernelSet``."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda import decode, extend
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    CUDA,
+    AttentionFn,
+    SplitsFn,
+    StoreFn,
+)
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+
+
+class CudaKernels(NamedTuple):
+    """See ``KernelSet``: for layouts without a ``decode.unsupported_reason``."""
+
+    reason: str = ""
+    name: str = CUDA
+    store: StoreFn = cuda_store.store
+    decode_attention: AttentionFn = decode.decode_attention
+    num_decode_splits: SplitsFn = decode.num_kv_splits
+    extend_attention: AttentionFn | None = extend.extend_attention
+    num_extend_splits: SplitsFn = extend.num_kv_splits
+
+    def block_sizes(self, block_size: int, head_size: int) -> list[int]:
+        return [block_size]
+
+    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
+        return cuda_store.store_sizes(layout, num_kv_heads)
+
+    def make_matrices(self, head_size: int, device: torch.device) -> None:
+        cuda_store.make_matrices(head_size, device)
+        for inverse in (False, True):
+            rotation_matrix(head_size, device, inverse=inverse)  # of prefill

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A step's whole plan, which all layers of a KV cache group share."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.v1.attention.ops.turbo.planning.decode import (
+    DecodePlan,
+    DecodePlanner,
+    RequestSpan,
+)
+from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.scratch import DecodeScratch, LayerShape
+
+
+@dataclass
+class StepPlan:
+    """A batch of R requests and T query tokens: decodes, then extends, then prefills.
+
+    Attributes:
+        num_actual_tokens: T, without padding.
+        slot_mapping: (T,) int64 slots of the query tokens, -1 for none.
+        seq_lens: (R,) int32 lengths on the device, query tokens included.
+        block_table: (R, max_blocks) int32 on the device.
+        num_decodes: Decode requests; with CUDA graphs, padded.
+        num_decode_tokens: Query tokens of these, padded likewise.
+        decode_query_len: Query tokens of a decode request, at most.
+        decode_start_loc: (num_decodes + 1,) int32 on the device, where their tokens
+            begin; None if each has ``decode_query_len``.
+        extends: Requests with few query tokens, if kernels for them are there.
+        prefill: How the other requests are served; None if there are none.
+        decode_plans: By the layers' shapes, how decodes and extends are served. None
+            where no kernels serve.
+        decode_scratch: By the layers' shapes, the addresses that the plan leaves open:
+            those that the first layer of a shape was given.
+
+    """
+
+    num_actual_tokens: int
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    decode_query_len: int
+    decode_start_loc: torch.Tensor | None
+    extends: list[RequestSpan]
+    prefill: PrefillPlan | None
+    decode_plans: dict[LayerShape, DecodePlan] = field(default_factory=dict, repr=False)
+    decode_scratch: dict[LayerShape, DecodeScratch] = field(
+        default_factory=dict, repr=False
+    )
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """Query tokens of decodes and extends: those before the prefills'."""
+        return self.num_decode_tokens + sum(span.num_tokens for span in self.extends)
+
+    def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
+        """Make the ``decode_plans``."""
+        decodes = RequestSpan(
+            0,
+            self.num_decodes,
+            0,
+            self.num_decode_tokens,
+            self.decode_query_len,
+            self.decode_start_loc,
+        )
+        for planner in planners:
+            self.decode_plans[planner.shape] = planner.plan(
+                decodes, self.extends, self.block_table, self.seq_lens
+            )

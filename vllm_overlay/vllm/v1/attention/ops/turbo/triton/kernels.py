@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The Triton kernels as a ``KernelSet``."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    TRITON,
+    AttentionFn,
+    SplitsFn,
+    StoreFn,
+)
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.attention.ops.turbo.triton import decode
+from vllm.v1.attention.ops.turbo.triton import store as triton_store
+
+
+class TritonKernels(NamedTuple):
+    """See ``KernelSet``: for any GPU. Prefill serves what CUDA's have extends for."""
+
+    reason: str = ""
+    name: str = TRITON
+    store: StoreFn = triton_store.store
+    decode_attention: AttentionFn = decode.decode_attention
+    num_decode_splits: SplitsFn = decode.num_kv_splits
+    extend_attention: AttentionFn | None = None
+    num_extend_splits: SplitsFn = decode.num_kv_splits
+
+    def block_sizes(self, block_size: int, head_size: int) -> list[int]:
+        block_n = decode.default_tuning(head_size).block_n
+        has_whole_steps = block_size % block_n == 0
+        return [block_size, TILE_TOKENS] if has_whole_steps else [block_size]
+
+    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
+        return triton_store.store_sizes(layout, num_kv_heads)
+
+    def make_matrices(self, head_size: int, device: torch.device) -> None:
+        for inverse in (False, True):
+            rotation_matrix(head_size, device, inverse=inverse)
