@@ -7,7 +7,7 @@
 // columns: S^T = K q^T and O^T = V^T P^T. Where a coordinate sits in a fragment
 // is free, so a lane's codes of a token are whole words. Softmax is in base 2.
 //
-// A query is one of a query head and query token. With up to four (PAIRED),
+// A query is one of a query head and query token. With up to four (kPaired),
 // columns 4 to 7 of K q^T hold the products of the other half of the scale
 // groups, and those of O^T the tokens 8 to 15.
 #pragma once
@@ -19,8 +19,8 @@ namespace turbo {
 
 constexpr int kColumns = 8;
 // Queries of a KV head that attend at once.
-template <bool PAIRED>
-constexpr int kPassColumns = PAIRED ? kColumns / 2 : kColumns;
+template <bool kPaired>
+constexpr int kPassColumns = kPaired ? kColumns / 2 : kColumns;
 // Units of a token that a lane has of K.
 constexpr int kLaneUnits = NUM_UNITS / 4;
 constexpr int kNumGroups = NUM_UNITS / 2;
@@ -33,18 +33,18 @@ constexpr int kPieceCodes =
 constexpr int kNumOutputs = HEAD_SIZE / 16;
 static_assert(kNumOutputs == kPieces * kPieceCodes);
 
-// Load a lane's 4 * N bytes.
-template <int N>
-__device__ __forceinline__ void load_words(uint32_t (&words)[N],
+// Load a lane's 4 * kWords bytes.
+template <int kWords>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kWords],
                                            const uint8_t* p) {
-  if constexpr (N == 1) {
+  if constexpr (kWords == 1) {
     words[0] = *reinterpret_cast<const uint32_t*>(p);
-  } else if constexpr (N == 2) {
+  } else if constexpr (kWords == 2) {
     const uint2 x = *reinterpret_cast<const uint2*>(p);
     words[0] = x.x, words[1] = x.y;
   } else {
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
+    for (int i = 0; i < kWords; i += 4) {
       const uint4 x = *reinterpret_cast<const uint4*>(p + 4 * i);
       words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z,
       words[i + 3] = x.w;

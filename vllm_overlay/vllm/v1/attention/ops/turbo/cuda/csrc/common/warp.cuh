@@ -62,10 +62,10 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Wait for all but this lane's latest PENDING groups of copies.
-template <int PENDING>
+// Wait for all but this lane's latest kPending groups of copies.
+template <int kPending>
 __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Let the next kernel of the stream, if it was launched so, begin while this

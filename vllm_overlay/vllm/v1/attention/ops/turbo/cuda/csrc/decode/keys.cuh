@@ -16,11 +16,11 @@ constexpr float kMagic = 12582912.0f;
 constexpr int kScaleShift = 20;
 constexpr float kScaleUnit = 0x1p112f;
 
-template <bool PAIRED>
+template <bool kPaired>
 struct Query {
   // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
   // other half of the scale groups where the columns are not shared.
-  static constexpr int kSides = PAIRED ? 1 : 2;
+  static constexpr int kSides = kPaired ? 1 : 2;
   uint32_t codes[kSides][kLaneUnits][2];
   float factor[2];  // of the scores, for this lane's two columns
 
@@ -56,8 +56,8 @@ __device__ __forceinline__ int key_place(int lane) {
 // Quantise the columns' queries to int8, one factor each.
 //
 // rows: their places in p_queries and p_scales; -1 for a column without one.
-template <bool PAIRED>
-__device__ __forceinline__ void load_query(Query<PAIRED>& query,
+template <bool kPaired>
+__device__ __forceinline__ void load_query(Query<kPaired>& query,
                                            const __half* p_queries,
                                            const float* p_scales,
                                            const int* rows, int lane) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                       __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 #pragma unroll
-      for (int side = 0; side < Query<PAIRED>::kSides; ++side) {
-        const bool mine = t / 2 == (PAIRED ? column / 4 : side);
+      for (int side = 0; side < Query<kPaired>::kSides; ++side) {
+        const bool mine = t / 2 == (kPaired ? column / 4 : side);
         query.codes[side][j][half] = mine ? word : 0;
       }
     }
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
   }
 }
 
-// A token's scale word of K for each half of the groups; lanes of PAIRED need
+// A token's scale word of K for each half of the groups; lanes of kPaired need
 // one.
 struct KeyScales {
   uint32_t base, deltas;
@@ -179,12 +179,12 @@ struct KeyScales {
 
 // Scores of a tile, without the query's factor. Score c is of token g and
 // column 2 * t + c, score 2 + c of token g + 8.
-template <bool PAIRED>
+template <bool kPaired>
 __device__ __forceinline__ void key_scores(float (&scores)[4],
                                            const uint8_t* tile,
-                                           const Query<PAIRED>& query,
+                                           const Query<kPaired>& query,
                                            int lane) {
-  constexpr int kSides = Query<PAIRED>::kSides;
+  constexpr int kSides = Query<kPaired>::kSides;
   const int g = lane / 4, t = lane % 4;
   uint32_t words[2][kLaneUnits];
   KeyScales scales[2][kSides];
@@ -196,7 +196,7 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
     for (int side = 0; side < kSides; ++side) {
       scales[n][side] =
           KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * (HEAD_SIZE / 32),
-                    PAIRED ? t / 2 : side);
+                    kPaired ? t / 2 : side);
     }
   }
 #pragma unroll

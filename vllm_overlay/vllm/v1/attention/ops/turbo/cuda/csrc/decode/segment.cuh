@@ -42,27 +42,27 @@ struct Team {
   }
 };
 
-template <bool PAIRED, int WARPS, int STAGES>
+template <bool kPaired, int kWarps, int kStages>
 struct alignas(128) Shared {
   union {
-    uint8_t tiles[STAGES][2][TILE_BYTES];
+    uint8_t tiles[kStages][2][TILE_BYTES];
     float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
-  } warps[WARPS];
-  typename Query<PAIRED>::Kept queries[WARPS];
-  float reference[WARPS][kColumns];
-  float sum[WARPS][kColumns];
-  int rows[WARPS][kColumns];    // the columns' queries of the sequence, or -1
-  int hidden[WARPS][kColumns];  // tokens of the segment that they do not see
+  } warps[kWarps];
+  typename Query<kPaired>::Kept queries[kWarps];
+  float reference[kWarps][kColumns];
+  float sum[kWarps][kColumns];
+  int rows[kWarps][kColumns];    // the columns' queries of the sequence, or -1
+  int hidden[kWarps][kColumns];  // tokens of the segment that they do not see
 };
 
 // Note which queries a segment's columns are.
-template <bool PAIRED, int WARPS, int STAGES>
+template <bool kPaired, int kWarps, int kStages>
 __device__ __forceinline__ void note_columns(
-    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
+    Shared<kPaired, kWarps, kStages>& shared, const DecodeParams& p,
     const Segment& segment, int lane) {
   if (lane < kColumns) {
     const int warp = threadIdx.x / 32;
-    const int column = segment.first_column + lane % kPassColumns<PAIRED>;
+    const int column = segment.first_column + lane % kPassColumns<kPaired>;
     // One query token needs no division.
     const int token = column < p.group ? 0 : column / p.group;
     const int query_len = p.num_query_tokens(segment.seq);
@@ -78,8 +78,8 @@ __device__ __forceinline__ void note_columns(
 }
 
 // Join the team's results and write them.
-template <bool PAIRED, int WARPS, int STAGES>
-__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
+template <bool kPaired, int kWarps, int kStages>
+__device__ void write_partial(Shared<kPaired, kWarps, kStages>& shared,
                               Accumulator& acc, const DecodeParams& p,
                               const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -107,9 +107,9 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
   const int num_queries = p.num_queries();
   const int64_t first_row =
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
-  constexpr int kQueryColumns = PAIRED ? 2 : 1;
+  constexpr int kQueryColumns = kPaired ? 2 : 1;
 #pragma unroll 1
-  for (int query = team.index(); query < kPassColumns<PAIRED>;
+  for (int query = team.index(); query < kPassColumns<kPaired>;
        query += team.size) {
     const int own_row = shared.rows[warp][query];
     if (own_row < 0) break;
@@ -234,10 +234,10 @@ __device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
 }
 
 // Add two tiles to the running result.
-template <bool PAIRED>
+template <bool kPaired>
 __device__ __forceinline__ void attend_tiles(Accumulator& acc,
                                              const uint8_t* tiles,
-                                             const Query<PAIRED>& query,
+                                             const Query<kPaired>& query,
                                              const Visible& visible, int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
@@ -245,14 +245,14 @@ __device__ __forceinline__ void attend_tiles(Accumulator& acc,
   for (int i = 0; i < 2; ++i) {
     key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
   }
-  weigh<PAIRED>(weights, acc, scores, query, visible, lane);
+  weigh<kPaired>(weights, acc, scores, query, visible, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
 }
 
-template <bool PAIRED, int WARPS, int STAGES>
-__device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
+template <bool kPaired, int kWarps, int kStages>
+__device__ __forceinline__ void attend(Shared<kPaired, kWarps, kStages>& shared,
                                        const DecodeParams& p,
                                        const Segment& segment,
                                        const Team& team) {
@@ -261,11 +261,11 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
   constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
   TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
 #pragma unroll 1
-  for (int stage = 0; stage < STAGES; ++stage)
+  for (int stage = 0; stage < kStages; ++stage)
     copies.issue(stage, stage * kStageBytes);
 
   note_columns(shared, p, segment, lane);
-  Query<PAIRED> query;
+  Query<kPaired> query;
   const int64_t first_query =
       int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
   load_query(query, p.query + first_query * HEAD_SIZE,
@@ -287,7 +287,7 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
   for (int i = 0; i < copies.count; ++i) {
-    wait_copies<STAGES - 1>();
+    wait_copies<kStages - 1>();
     __syncwarp();
     if (num_tokens < 2 * TILE_TOKENS)
       clear_scales(tiles + offset, num_tokens, lane);
@@ -295,12 +295,13 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
     const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
     attend_tiles(acc, tiles + offset, query, visible, lane);
     __syncwarp();
-    copies.issue(i + STAGES, offset);
-    offset =
-        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    copies.issue(i + kStages, offset);
+    offset = offset + kStageBytes == kStages * kStageBytes
+                 ? 0
+                 : offset + kStageBytes;
     num_tokens -= copies.stride * TILE_TOKENS;
   }
-  write_partial<PAIRED>(shared, acc, p, segment, team);
+  write_partial<kPaired>(shared, acc, p, segment, team);
 }
 
 }  // namespace turbo

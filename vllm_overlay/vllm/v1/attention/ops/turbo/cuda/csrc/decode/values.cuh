@@ -29,14 +29,14 @@ __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
 }
 
 // Raise the references to the largest scores and rescale what is summed so far.
-template <int SCORES>
+template <int kScores>
 __device__ __forceinline__ void raise(Accumulator& acc,
-                                      const float (&scores)[SCORES]) {
+                                      const float (&scores)[kScores]) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     float largest = acc.reference[c];
 #pragma unroll
-    for (int i = c; i < SCORES; i += 2) largest = fmaxf(largest, scores[i]);
+    for (int i = c; i < kScores; i += 2) largest = fmaxf(largest, scores[i]);
 #pragma unroll
     for (int mask = 4; mask <= 16; mask *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
@@ -62,21 +62,21 @@ struct Visible {
 
 // Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
 // those eight later, of column lane / 4. Tokens that are not visible have none.
-template <bool PAIRED, int TILES>
-__device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
+template <bool kPaired, int kTiles>
+__device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
                                       Accumulator& acc,
-                                      const float (&scores)[TILES][4],
-                                      const Query<PAIRED>& query,
+                                      const float (&scores)[kTiles][4],
+                                      const Query<kPaired>& query,
                                       const Visible& visible, int lane) {
   const int g = lane / 4, t = lane % 4;
-  constexpr int kTileScores = PAIRED ? 2 : 4, kScores = TILES * kTileScores;
+  constexpr int kTileScores = kPaired ? 2 : 4, kScores = kTiles * kTileScores;
   float own[kScores];
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int i = 0; i < kTileScores; ++i) {
       float& x = own[tile * kTileScores + i];
-      if constexpr (PAIRED) {
+      if constexpr (kPaired) {
         // Lanes 0 and 1 of four keep tokens 0 to 7, the others 8 to 15.
         const float sent = t < 2 ? scores[tile][2 + i] : scores[tile][i];
         const float kept = t < 2 ? scores[tile][i] : scores[tile][2 + i];
@@ -94,13 +94,13 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
     above = fmaxf(above, exponent[i]);
   }
   const bool ends =
-      visible.num_tokens < TILES * TILE_TOKENS + visible.most_hidden;
+      visible.num_tokens < kTiles * TILE_TOKENS + visible.most_hidden;
   if (__any_sync(~0u, above > kMaxExponent || ends)) {
     const int last[2] = {visible.num_tokens - visible.hidden[2 * t],
                          visible.num_tokens - visible.hidden[2 * t + 1]};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const int half = PAIRED ? t / 2 : i / 2 % 2;
+      const int half = kPaired ? t / 2 : i / 2 % 2;
       const int token = TILE_TOKENS * (i / kTileScores) + 8 * half + g;
       own[i] = token < last[i % 2] ? own[i] * query.factor[i % 2] : -INFINITY;
     }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2],
     acc.sum[1] += weight[1];
     const uint32_t packed =
         transposed(as_bits(__floats2half2_rn(weight[0], weight[1])));
-    if constexpr (PAIRED) {
+    if constexpr (kPaired) {
       weights[i][0] = g < 4 ? packed : 0;
       weights[i][1] = g < 4 ? 0 : packed;
     } else {

@@ -16,22 +16,22 @@ struct Work {
   int steps, rows;
 };
 
-template <int COLUMNS>
+template <int kBlockColumns>
 __device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
   const int tiles = num_tiles(p, seq);
   if (tiles == 0) return {0, 0};
   const int columns = p.num_query_tokens(seq) * p.group;
-  const int passes = (columns + COLUMNS - 1) / COLUMNS;
+  const int passes = (columns + kBlockColumns - 1) / kBlockColumns;
   return {(tiles + kStepTiles - 1) / kStepTiles, passes * p.num_kv_heads};
 }
 
 // With one split, a result does not depend on what else is in the batch.
-template <int COLUMNS>
+template <int kBlockColumns>
 __device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
   int total = 0, longest = 0, rows = 0;
 #pragma unroll 1
   for (int seq = lane; seq < p.num_seqs; seq += 32) {
-    const Work work = work_of<COLUMNS>(p, seq);
+    const Work work = work_of<kBlockColumns>(p, seq);
     total += work.steps * work.rows;
     longest = max(longest, work.steps);
     rows += work.rows;
@@ -47,9 +47,9 @@ __device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
 }
 
 // Attend to a range's part of a sequence, whose rows begin at step seq_first.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void attend_rows(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
     const Ranges& ranges, int index, int seq, int rows, int seq_first,
     int row_steps) {
   const int first = index * ranges.size;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void attend_rows(
     Segment segment;
     segment.seq = seq;
     segment.kv_head = row / passes;
-    segment.first_column = row % passes * COLUMNS;
+    segment.first_column = row % passes * kBlockColumns;
     segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
     segment.first_tile = max(first - start, 0) * kStepTiles;
     segment.last_tile = min((last - start) * kStepTiles, tiles);
@@ -76,9 +76,9 @@ __device__ __forceinline__ void attend_rows(
 }
 
 // Attend to a range: to parts of any few rows.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void extend_range(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
     const Ranges& ranges, int index) {
   const int lane = threadIdx.x % 32;
   const int first = index * ranges.size;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void extend_range(
   // registers are left while one is attended to.
 #pragma unroll 1
   while (base < p.num_seqs && before < last) {
-    const Work work = work_of<COLUMNS>(p, base + lane);
+    const Work work = work_of<kBlockColumns>(p, base + lane);
     const int counted = ranges.whole ? ranges.size : work.steps;
     const int end = before + inclusive_sum(counted * work.rows, lane);
     const int begin = end - counted * work.rows;
@@ -109,17 +109,18 @@ __device__ __forceinline__ void extend_range(
   }
 }
 
-template <int COLUMNS, int WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
+template <int kBlockColumns, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, kWarps > 4 ? 1 : 2)
     extend_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<ExtendShared<COLUMNS, WARPS, STAGES>*>(shared_bytes);
+      *reinterpret_cast<ExtendShared<kBlockColumns, kWarps, kStages>*>(
+          shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   start_next_kernel();
   // Lengths are known before the kernel before this one, which stores the
   // queries, has ended.
-  const Ranges cut = cut_ranges<COLUMNS>(p, lane);
+  const Ranges cut = cut_ranges<kBlockColumns>(p, lane);
   if (threadIdx.x == 0) shared.ranges = cut;
   __syncthreads();
   const Ranges& ranges = shared.ranges;
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
 #pragma unroll 1
   for (int index = blockIdx.x; index < ranges.count; index += int(gridDim.x))
     extend_range(shared, p, ranges, index);
-  skip_empty<WARPS>(p, warp, lane);
+  skip_empty<kWarps>(p, warp, lane);
 }
 
 }  // namespace turbo

@@ -258,12 +258,12 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared,
 //
 // largest: LSE, -inf without splits. total: of the splits' weights relative to
 // it.
-template <typename T, bool WITH_NEWEST>
+template <typename T, bool kWithNewest>
 __device__ __forceinline__ void finish_row(
     Coordinates& sum, const MergeParams& p, const Newest& newest,
     const Signs& signs, float largest, float total, const Row& row, int lane) {
   float rescale = 1.0f, newest_weight = 0.0f;
-  if constexpr (WITH_NEWEST) {
+  if constexpr (kWithNewest) {
     const float reference = or_zero(fmaxf(largest, newest.largest));
     rescale = exp2_approx(largest - reference);
     newest_weight = exp2_approx(newest.largest - reference);
@@ -284,7 +284,7 @@ __device__ __forceinline__ void finish_row(
     for (int i = 0; i < kVector; ++i) {
       x[i] = signs.apply(sum[j][i] * normaliser, j, i);
     }
-    if constexpr (WITH_NEWEST) {
+    if constexpr (kWithNewest) {
       x[0] = fmaf(newest_weight, newest.value[j].x, x[0]);
       x[1] = fmaf(newest_weight, newest.value[j].y, x[1]);
       x[2] = fmaf(newest_weight, newest.value[j].z, x[2]);
@@ -294,7 +294,7 @@ __device__ __forceinline__ void finish_row(
   }
 }
 
-template <typename T, bool WITH_NEWEST>
+template <typename T, bool kWithNewest>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   // What does not depend on the decode kernel is done while that still runs.
   const Signs signs(lane);
   Newest newest;
-  if constexpr (WITH_NEWEST) {
+  if constexpr (kWithNewest) {
     if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
       newest.attend<T>(p, seq, row, lane);
     }
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));
-  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, row, lane);
+  finish_row<T, kWithNewest>(sum, p, newest, signs, largest, total, row, lane);
 }
 
 }  // namespace turbo

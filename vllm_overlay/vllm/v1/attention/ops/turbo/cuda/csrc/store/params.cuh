@@ -58,7 +58,7 @@ struct Divisor {
 };
 
 // More queries take less time by eights.
-constexpr int MAX_SINGLE_QUERIES = 512;
+constexpr int kMaxSingleQueries = 512;
 
 struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
@@ -71,7 +71,7 @@ struct KernelParams : StoreParams {
         by_heads(params.num_heads),
         by_block(params.block_size),
         has_single_queries(params.num_queries * params.num_heads <=
-                           MAX_SINGLE_QUERIES) {}
+                           kMaxSingleQueries) {}
 };
 
 // Where a token's bytes go: a tile, or null, and a place in it.

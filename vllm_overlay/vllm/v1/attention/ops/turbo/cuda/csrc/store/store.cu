@@ -59,18 +59,18 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
 }
 
 // parts: lanes that share a scale group; 1 for many tokens.
-template <int PARTS>
+template <int kParts>
 void launch_store(const turbo::KernelParams& p, bool is_bf16, int64_t threads,
                   DLDevice device) {
   // A vector's warps are of one block.
-  if (turbo::IS_SINGLE<PARTS>)
-    threads = std::max<int64_t>(threads, 32 * turbo::SINGLE_WARPS);
-  const int64_t all_threads = 32 * turbo::num_store_warps<PARTS>(p);
+  if (turbo::kIsSingle<kParts>)
+    threads = std::max<int64_t>(threads, 32 * turbo::kSingleWarps);
+  const int64_t all_threads = 32 * turbo::num_store_warps<kParts>(p);
   if (all_threads == 0) return;
   const int blocks =
       turbo::to_int("blocks", (all_threads + threads - 1) / threads);
-  const auto kernel = is_bf16 ? turbo::store_kernel<true, PARTS>
-                              : turbo::store_kernel<false, PARTS>;
+  const auto kernel = is_bf16 ? turbo::store_kernel<true, kParts>
+                              : turbo::store_kernel<false, kParts>;
   turbo::launch(kernel, blocks, threads, 0, device, p, /*overlaps=*/false);
 }
 
