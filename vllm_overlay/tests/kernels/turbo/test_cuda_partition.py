@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -119,7 +119,7 @@ class Cut(NamedTuple):
 def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("partition")
     (folder / "cuda_fp16.h").write_text(SHIM)
-    (folder / "turbo_constants.h").write_text(cuda_decode.constants_header(LAYOUT))
+    (folder / HEADER_NAME).write_text(layout_header(LAYOUT))
     (folder / "main.cpp").write_text(PROGRAM)
     assert COMPILER is not None
     command: list[str | Path] = [COMPILER, "-std=c++17", "-O1", "-pthread"]

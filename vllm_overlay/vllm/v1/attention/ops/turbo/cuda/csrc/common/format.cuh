@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Decoding of the turbo format in registers. The constants come from
-// turbo_constants.h, which cuda_decode.py generates from format.py.
+// turbo_constants.h, which constants.py makes of format.py.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -23,7 +23,6 @@ template <bool kPaired>
 constexpr int kPassColumns = kPaired ? kColumns / 2 : kColumns;
 // Units of a token that a lane has of K.
 constexpr int kLaneUnits = NUM_UNITS / 4;
-constexpr int kNumGroups = NUM_UNITS / 2;
 // A lane's scale groups of V: it has one of 8 (or, if there are but 4, half of
 // one).
 constexpr int kPieces = NUM_UNITS <= 16 ? 1 : NUM_UNITS / 16;

@@ -9,7 +9,7 @@
 
 namespace turbo {
 
-// See DecodeParams and cuda_decode.py for shapes and types.
+// See DecodeParams and decode.py for shapes and types.
 inline DecodeParams params_of(TensorView query, TensorView query_scale,
                               TensorView kv_cache, TensorView block_table,
                               TensorView seq_lens, TensorView partial,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The decode kernel's entry point. A module has one instance: cuda_decode.py
+// The decode kernel's entry point. A module has one instance: decode.py
 // defines DECODE_PAIRED and DECODE_WARPS, and has turbo_constants.h of the
 // layout included.
 #include <tvm/ffi/extra/cuda/device_guard.h>
@@ -33,7 +33,7 @@ int num_blocks(int device) {
   });
 }
 
-// See turbo::DecodeParams and cuda_decode.py for shapes and types.
+// See turbo::DecodeParams and decode.py for shapes and types.
 void decode(TensorView query, TensorView query_scale, TensorView kv_cache,
             TensorView block_table, TensorView seq_lens, TensorView partial,
             TensorView partial_lse, Optional<TensorView> query_start_loc,

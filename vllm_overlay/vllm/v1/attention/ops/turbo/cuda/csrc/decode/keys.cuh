@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
 __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
                                                const uint8_t* tile, int n,
                                                int lane) {
-  const uint8_t* row = tile + n * (HEAD_SIZE * KEY_BRANCH_BITS / 8);
+  const uint8_t* row = tile + n * KEY_ROW_BYTES;
   if constexpr (KEY_BITS == 4) {
     load_words(words, row + key_place(lane) * (4 * kLaneUnits));
   } else {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
     const int p = lane & 1, half = lane % 4 / 2;
     uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
     load_words(branches, row + half * (4 * kLaneUnits));
-    load_words(paths, tile + KEY_PATHS_OFFSET + n * (HEAD_SIZE / 8) +
+    load_words(paths, tile + PATHS_OFFSET + n * (HEAD_SIZE / 8) +
                           half * (2 * kLaneUnits));
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
       scales[n][side] =
-          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * (HEAD_SIZE / 32),
+          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * SCALE_BYTES,
                     kPaired ? t / 2 : side);
     }
   }

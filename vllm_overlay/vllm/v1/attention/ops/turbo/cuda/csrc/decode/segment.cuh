@@ -224,9 +224,9 @@ __device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
   static_assert(2 * TILE_TOKENS == 32);
   if (lane >= num_tokens) {
     uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES +
-                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * (HEAD_SIZE / 32);
+                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * SCALE_BYTES;
 #pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 32; i += 2) {
+    for (int i = 0; i < SCALE_BYTES; i += 2) {
       *reinterpret_cast<uint16_t*>(row + i) = 0;
     }
   }

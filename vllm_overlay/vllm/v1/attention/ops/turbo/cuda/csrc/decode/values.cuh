@@ -25,7 +25,7 @@ __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
   const int g = lane / 4;
   if (HEAD_SIZE < 128) return (2 * i + r) * NUM_UNITS + g;
   const int piece = i / kPieceCodes, code = 2 * (i % 4) + i % kPieceCodes / 4;
-  return code * NUM_UNITS + g + 8 * piece + kNumGroups * r;
+  return code * NUM_UNITS + g + 8 * piece + NUM_GROUPS * r;
 }
 
 // Raise the references to the largest scores and rescale what is summed so far.
@@ -129,9 +129,9 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
 // Scales of V of tokens 8 * h + 2 * t and the next, of this lane's group.
 __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
                                                  int piece, int lane) {
-  const int g = lane / 4 % kNumGroups, t = lane % 4;
+  const int g = lane / 4 % NUM_GROUPS, t = lane % 4;
   const uint8_t* row =
-      tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * (HEAD_SIZE / 32);
+      tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * SCALE_BYTES;
   // The delta of group g, at the exponent's end in both halves.
   constexpr int kPlace = SCALE_SHIFT + SCALE_DELTA_STEP - 1;
   constexpr uint32_t kMask =
@@ -159,8 +159,8 @@ __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
                                                  const uint8_t* tile, int h,
                                                  int piece, int lane) {
   const int g = lane / 4, t = lane % 4;
-  const int group = g % kNumGroups + 8 * piece;
-  const int lane_unit = g / kNumGroups;  // if a lane has but one of a group
+  const int group = g % NUM_GROUPS + 8 * piece;
+  const int lane_unit = g / NUM_GROUPS;  // if a lane has but one of a group
   const uint8_t* codes = tile + VALUE_CODES_OFFSET;
   if constexpr (VALUE_BITS == 4) {
     load_words(words,
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
     uint32_t branches[2], paths[1];
     load_words(branches, codes + 2 * HEAD_SIZE * h + 32 * group + 8 * t);
     load_words(paths,
-               codes + VALUE_PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
+               codes + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
     const uint32_t path = paths[0];
     const uint32_t changes = path ^ path << 2 & 0xFFFCFFFCu;
     // Bit 4k + 2c + p of a half is of code 2k + c of unit p, and the one

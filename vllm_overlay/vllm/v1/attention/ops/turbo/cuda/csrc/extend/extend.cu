@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The extend kernel's entry point. A module has one instance: cuda_extend.py
+// The extend kernel's entry point. A module has one instance: extend.py
 // defines EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES and
 // EXTEND_MAX_SHARED_BYTES, and has turbo_constants.h of the layout included.
 #include <tvm/ffi/extra/cuda/device_guard.h>
@@ -37,7 +37,7 @@ int num_blocks(int device) {
   });
 }
 
-// See turbo::DecodeParams and cuda_extend.py for shapes and types.
+// See turbo::DecodeParams and extend.py for shapes and types.
 void extend(TensorView query, TensorView query_scale, TensorView kv_cache,
             TensorView block_table, TensorView seq_lens, TensorView partial,
             TensorView partial_lse, Optional<TensorView> query_start_loc,

@@ -143,7 +143,7 @@ __device__ __forceinline__ void column_scores(
       const int token = g + 8 * h;
       load_key_words(words[i][h], tile, token, lane);
       scales[i][h] = RelativeKeyScales(
-          tile + KEY_SCALES_OFFSET + token * (HEAD_SIZE / 32), t / 2);
+          tile + KEY_SCALES_OFFSET + token * SCALE_BYTES, t / 2);
     }
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {

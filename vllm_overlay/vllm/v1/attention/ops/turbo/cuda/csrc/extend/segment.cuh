@@ -287,9 +287,9 @@ __device__ __forceinline__ void clear_value_scales(uint8_t* tiles,
   const int token = threadIdx.x;
   if (token < num_tokens || token >= kStepTokens) return;
   uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
-                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * (HEAD_SIZE / 32);
+                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
 #pragma unroll
-  for (int i = 0; i < HEAD_SIZE / 32; i += 2)
+  for (int i = 0; i < SCALE_BYTES; i += 2)
     *reinterpret_cast<uint16_t*>(row + i) = 0;
 }
 

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "turbo_merge_constants.h"
+#include "turbo_constants.h"
 
 namespace turbo {
 

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The merge kernel's entry point. A module is of one head size, that of
-// turbo_merge_constants.h, which cuda_merge.py generates.
+// turbo_constants.h, which constants.py makes.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -38,7 +38,7 @@ void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
   turbo::check_size(name, x, 1, num_heads);
 }
 
-// See turbo::MergeParams and cuda_merge.py for shapes and types.
+// See turbo::MergeParams and merge.py for shapes and types.
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,

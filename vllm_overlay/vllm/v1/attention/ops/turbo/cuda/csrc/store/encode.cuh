@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The encoder of four-bit codes of the turbo format: see reference_codec.
+// The encoder of four-bit codes of the turbo format: see reference.codec.
 #pragma once
 
 #include "store/levels.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void candidate_errors(
   }
 }
 
-// See reference_codec.choose_scales.
+// See reference.codec.choose_scales.
 template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void choose_scales(
     const float (&x)[kGroups][kElements], const int (&floors)[kGroups],
@@ -111,7 +111,7 @@ unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
   return key;
 }
 
-// Cost of a code that is moved to another level: see reference_codec._unbiased.
+// Cost of a code that is moved to another level: see reference.codec._unbiased.
 __device__ __forceinline__ float cost_of_move(float x, float decoded,
                                               float moved,
                                               const Unbiasing& key) {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The nearest levels to magnitudes: see reference_codec.
+// The nearest levels to magnitudes: see reference.codec.
 //
 // With a threshold t between two levels, h from either, the error of the nearer
 // is ||x| - t * scale| - h * scale. The inner difference is exact if |x| is at
 // least half of t * scale, so the outer one is rounded as the reference's is. A
 // table has t and h in even steps of |x| / scale, so coarse that rows are found
 // without a comparison: a row holds for scales up to 9/8 of the one it was
-// found with, and for factors of a key's search. cuda_store_constants.py sees
+// found with, and for factors of a key's search. store_tables.py sees
 // to that.
 #pragma once
 
@@ -22,7 +22,7 @@ namespace turbo {
 constexpr int kHalfLevels = NUM_LEVELS / 2;
 constexpr int kFoldBytes = sizeof(float2);
 
-// In shared memory; cuda_store_constants.py makes them.
+// In shared memory; store_tables.py makes them.
 struct FoldTables {
   float2 folds[FOLD_ROWS];    // t, h
   float2 indices[FOLD_ROWS];  // t, the index of the level below it

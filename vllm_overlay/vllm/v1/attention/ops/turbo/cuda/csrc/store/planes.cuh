@@ -41,7 +41,7 @@ template <bool kIsKey>
 __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
                                            int token, int group, int upper) {
   if constexpr (kIsKey) {
-    auto* row = reinterpret_cast<uint32_t*>(plane + token * (HEAD_SIZE / 2));
+    auto* row = reinterpret_cast<uint32_t*>(plane + token * KEY_ROW_BYTES);
     row[group + upper * NUM_GROUPS] = codes;
   } else {
     uint8_t* place = plane + token / 8 * (4 * HEAD_SIZE) + 64 * group +
@@ -96,10 +96,9 @@ __device__ __forceinline__ void store_codes(
 __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
                                                uint8_t* plane, int token,
                                                int group, bool is_stored) {
-  constexpr int kBranchBytes = HEAD_SIZE / 4;
   constexpr int kPathBytes = HEAD_SIZE / 8;
-  uint8_t* branch_row = plane + token * kBranchBytes;
-  uint8_t* path_row = plane + TILE_TOKENS * kBranchBytes + token * kPathBytes;
+  uint8_t* branch_row = plane + token * KEY_ROW_BYTES;
+  uint8_t* path_row = plane + PATHS_OFFSET + token * kPathBytes;
   if (is_stored) reinterpret_cast<uint32_t*>(branch_row)[group] = branches;
   if constexpr (NUM_GROUPS % 2 == 1) {
     if (is_stored) {
@@ -123,7 +122,6 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
 __device__ __forceinline__ void store_value_path(uint32_t branches,
                                                  uint32_t path, uint8_t* plane,
                                                  int token, int group) {
-  constexpr int kPathsOffset = TILE_TOKENS * (HEAD_SIZE / 4);
   const int h = token / 8, t = token % 8 / 2, j = token % 2;
   uint8_t* place = plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
   // Of each code the branch of the group's other unit comes first.
@@ -131,7 +129,7 @@ __device__ __forceinline__ void store_value_path(uint32_t branches,
       (branches & 0x33333333u) << 2 | (branches >> 2 & 0x33333333u);
   *reinterpret_cast<uint16_t*>(place) = half_of_word<4>(swapped, 0);
   *reinterpret_cast<uint16_t*>(place + 4) = half_of_word<4>(swapped, 1);
-  place = plane + kPathsOffset + HEAD_SIZE * h + 16 * group + 4 * t + 2 * j;
+  place = plane + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t + 2 * j;
   *reinterpret_cast<uint16_t*>(place) = static_cast<uint16_t>(path);
 }
 

@@ -17,7 +17,7 @@
 
 #include <cstdint>
 
-#include "turbo_store_constants.h"
+#include "turbo_constants.h"
 
 namespace turbo {
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint4& a,
 // H (s * x), exact.
 //
 // matrix: fragments of the rotation, see rotation_fragments in
-// cuda_store_constants.py.
+// store_tables.py.
 template <int kOutBlocks>
 __device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
                                        const uint4* __restrict__ matrix,

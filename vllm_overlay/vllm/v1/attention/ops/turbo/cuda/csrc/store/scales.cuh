@@ -5,7 +5,7 @@
 // lane has kLaneGroups groups: its group j is group lane / 4 + 8 * j of the
 // vector.
 //
-// Numbers are those of reference_codec, operation by operation; no product may
+// Numbers are those of reference.codec, operation by operation; no product may
 // be fused with a sum but by name, and there only if the product is exact.
 #pragma once
 
@@ -23,8 +23,8 @@ constexpr int kMagicBits = 0x4B400000;
 
 // Groups of a word that lie in lanes side by side, padding included.
 constexpr int kWordLanes =
-    WORD_GROUPS > 4 || kVectorLanes == 4 ? kVectorLanes : 4;
-static_assert(WORD_GROUPS <= kWordLanes);
+    SCALE_WORD_GROUPS > 4 || kVectorLanes == 4 ? kVectorLanes : 4;
+static_assert(SCALE_WORD_GROUPS <= kWordLanes);
 
 // Operations of reductions; over a whole warp they are one instruction, of
 // integers that are ordered as the numbers.
@@ -167,7 +167,7 @@ __device__ __forceinline__ int rounded_square(float error) {
   return __float_as_int(__fmul_rn(saturated_square(error), unit));
 }
 
-// See reference_codec.scales_in_reach. Errors are integers.
+// See reference.codec.scales_in_reach. Errors are integers.
 template <int kParts, int kGroups>
 __device__ __forceinline__ void scales_in_reach(
     const int (&floors)[kGroups],
@@ -177,7 +177,7 @@ __device__ __forceinline__ void scales_in_reach(
   constexpr int kCandidateBits = 3;
   static_assert(NUM_SCALE_CANDIDATES <= 1 << kCandidateBits);
   constexpr int kUnreached = 1 << 30;
-  constexpr int kReach = ((1 << DELTA_BITS) - 1) * DELTA_STEP;
+  constexpr int kReach = ((1 << SCALE_DELTA_BITS) - 1) * SCALE_DELTA_STEP;
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     int tried[NUM_SCALE_CANDIDATES];
@@ -203,8 +203,8 @@ __device__ __forceinline__ void scales_in_reach(
 #pragma unroll
       for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
         const int steps = base - tried[k];
-        const bool reached =
-            static_cast<unsigned>(steps) <= kReach && steps % DELTA_STEP == 0;
+        const bool reached = static_cast<unsigned>(steps) <= kReach &&
+                             steps % SCALE_DELTA_STEP == 0;
         key = min(key, reached ? keys[k] : kUnreached);
       }
       int chosen = scale_candidate(floors[j], key & kCandidateMask);
@@ -212,7 +212,8 @@ __device__ __forceinline__ void scales_in_reach(
       if (key == kUnreached) {
         const bool is_below = best < base;
         error = is_below ? errors[j][NUM_SCALE_CANDIDATES - 1] : error;
-        chosen = base - min((base - best) / DELTA_STEP * DELTA_STEP, kReach);
+        chosen = base - min((base - best) / SCALE_DELTA_STEP * SCALE_DELTA_STEP,
+                            kReach);
       }
       error = reduce_word<Sum, kParts>(is_group ? error : 0);
       const bool better = error < least;
@@ -231,22 +232,23 @@ __device__ __forceinline__ void store_scales(const int (&codes)[kGroups],
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const int group = group_of_lane<kParts>(j);
-    const int place = group % WORD_GROUPS;
+    const int place = group % SCALE_WORD_GROUPS;
     const bool is_group = group < NUM_GROUPS;
     const int base = reduce_word<Largest, kParts>(is_group ? codes[j] : 0);
-    const uint32_t delta = is_group ? (base - codes[j]) / DELTA_STEP : 0;
-    const uint32_t word =
-        base + reduce_word<Sum, kParts>(delta << (8 + DELTA_BITS * place));
+    const uint32_t delta = is_group ? (base - codes[j]) / SCALE_DELTA_STEP : 0;
+    const uint32_t word = base + reduce_word<Sum, kParts>(
+                                     delta << (8 + SCALE_DELTA_BITS * place));
     if (place == 0 && is_group && row != nullptr &&
         part_of_lane<kParts>() == 0) {
-      uint8_t* p_word = row + group / WORD_GROUPS * WORD_BYTES;
-      if constexpr (WORD_BYTES == 4) {
+      uint8_t* p_word = row + group / SCALE_WORD_GROUPS * SCALE_WORD_BYTES;
+      if constexpr (SCALE_WORD_BYTES == 4) {
         *reinterpret_cast<uint32_t*>(p_word) = word;
-      } else if constexpr (WORD_BYTES == 2) {
+      } else if constexpr (SCALE_WORD_BYTES == 2) {
         *reinterpret_cast<uint16_t*>(p_word) = static_cast<uint16_t>(word);
       } else {
 #pragma unroll
-        for (int i = 0; i < WORD_BYTES; ++i) p_word[i] = word >> (8 * i) & 0xFF;
+        for (int i = 0; i < SCALE_WORD_BYTES; ++i)
+          p_word[i] = word >> (8 * i) & 0xFF;
       }
     }
   }

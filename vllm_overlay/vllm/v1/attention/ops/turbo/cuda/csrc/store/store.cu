@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The store's entry point. A module is of one layout, that of
-// turbo_store_constants.h, which cuda_store_constants.py generates.
+// turbo_constants.h, which constants.py makes of format.py.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -74,7 +74,7 @@ void launch_store(const turbo::KernelParams& p, bool is_bf16, int64_t threads,
   turbo::launch(kernel, blocks, threads, 0, device, p, /*overlaps=*/false);
 }
 
-// See turbo::StoreParams and cuda_store.py for shapes and types.
+// See turbo::StoreParams and store.py for shapes and types.
 void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView value, TensorView kv_matrix, TensorView single_matrix,
            TensorView query_matrix, TensorView tables,

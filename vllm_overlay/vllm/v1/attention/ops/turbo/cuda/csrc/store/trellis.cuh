@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The encoder of trellis-coded levels of the turbo format: see reference_codec.
+// The encoder of trellis-coded levels of the turbo format: see reference.codec.
 //
 // Of each subset the level nearest to a coordinate is one of four consecutive
 // levels. A table in shared memory has, for each such window w, its levels by
@@ -239,7 +239,7 @@ __device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
   return (e == 0 ? subsets << 2 : subsets >> (2 * e - 2)) & 0xC;
 }
 
-// See reference_codec._unbiased: the factor of a key whose paths are best.
+// See reference.codec._unbiased: the factor of a key whose paths are best.
 __device__ __forceinline__ float trellis_factor(
     const float (&x)[kLaneGroups][SCALE_GROUP],
     const Windows (&windows)[kLaneGroups], uint32_t (&paths)[kLaneGroups]) {

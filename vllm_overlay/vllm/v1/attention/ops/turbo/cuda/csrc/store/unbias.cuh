@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The search for a key's factor, with which its product with what is decoded is
-// its square: see reference_codec._unbiased.
+// its square: see reference.codec._unbiased.
 #pragma once
 
 #include "store/scales.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The encoder of a rotated vector: see reference_codec.quantize.
+// The encoder of a rotated vector: see reference.codec.quantize.
 #pragma once
 
 #include <type_traits>
@@ -97,7 +97,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
         x[j][i] = fminf(fmaxf(x[j][i], -limit), limit);
     }
   }
-  uint8_t* scales = tile + kScalesOffset + token * (NUM_WORDS * WORD_BYTES);
+  uint8_t* scales = tile + kScalesOffset + token * SCALE_BYTES;
   scales = tile == nullptr ? nullptr : scales;
   uint8_t* codes = tile + kCodesOffset;
   if constexpr (kIsTrellis<kIsKey> && kElements == kPartCodes) {
