@@ -335,15 +335,11 @@ def gpu(flashinfer, monkeypatch):
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
-    """The module of the kernels that are chosen."""
+    """The package of the kernels that are chosen."""
     chosen = kernels.choose_kernels(choice, layout, 4)
-    modules = {
-        chosen.store.__module__.rpartition(".")[2].removesuffix("_store"),
-        chosen.decode_attention.__module__.rpartition(".")[2].removesuffix("_decode"),
-        chosen.num_kv_splits.__module__.rpartition(".")[2].removesuffix("_decode"),
-    }
-    (module,) = modules
-    return module
+    functions = (chosen.store, chosen.decode_attention, chosen.num_kv_splits)
+    (package,) = {function.__module__.split(".")[-2] for function in functions}
+    return package
 
 
 @requires_triton
