@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common/format.cuh"
+#include "common/mma.cuh"
 #include "common/warp.cuh"
 
 namespace turbo {
@@ -31,6 +32,23 @@ constexpr int kPieceCodes =
     2 * kPieceWords;  // codes of a row of V^T's fragments
 constexpr int kNumOutputs = HEAD_SIZE / 16;
 static_assert(kNumOutputs == kPieces * kPieceCodes);
+
+// Over the eight lanes that have the same columns; each gets the same.
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+  for (int mask = 4; mask <= 16; mask *= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int mask = 4; mask <= 16; mask *= 2) {
+    x += __shfl_xor_sync(~0u, x, mask);
+  }
+  return x;
+}
 
 // Load a lane's 4 * kWords bytes.
 template <int kWords>

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the entry points of attention to pages take of their tensors.
+// The entry point of a kernel of attention to pages.
 #pragma once
 
-#include "decode/segment.cuh"
+#include <tvm/ffi/extra/cuda/device_guard.h>
+
+#include "common/launch.cuh"
 #include "common/tensors.cuh"
+#include "decode/decode_params.cuh"
 
 namespace turbo {
 
@@ -58,6 +61,26 @@ inline DecodeParams params_of(TensorView query, TensorView query_scale,
   p.num_splits = check_partials(partial, partial_lse, num_heads, HEAD_SIZE,
                                 num_seqs, query_len);
   return p;
+}
+
+// Check the tensors and launch a kernel.
+//
+// Instance: has the kernel, its threads a block and bytes of shared memory, and
+//   the blocks for a device, which is the current one.
+template <typename Instance>
+void attend_to_pages(TensorView query, TensorView query_scale,
+                     TensorView kv_cache, TensorView block_table,
+                     TensorView seq_lens, TensorView partial,
+                     TensorView partial_lse,
+                     Optional<TensorView> query_start_loc, int64_t num_seqs,
+                     int64_t query_len, bool with_newest) {
+  const DecodeParams p =
+      params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
+                partial_lse, query_start_loc, num_seqs, query_len, with_newest);
+  const DLDevice device = kv_cache.device();
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  launch(Instance::kKernel, Instance::num_blocks(device.device_id),
+         Instance::kThreads, Instance::kSharedBytes, device, p);
 }
 
 }  // namespace turbo

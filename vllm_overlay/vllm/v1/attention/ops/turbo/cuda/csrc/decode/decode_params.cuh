@@ -51,6 +51,16 @@ struct DecodeParams {
     return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
                            : query_len;
   }
+  // Of its first token, head 0.
+  __device__ __forceinline__ int64_t first_query(int seq) const {
+    return int64_t(first_token(seq)) * num_kv_heads * group;
+  }
+  // Of a sequence's queries, that of a column of a KV head, which is of a
+  // token.
+  __device__ __forceinline__ int query_of(int token, int kv_head,
+                                          int column) const {
+    return (token * num_kv_heads + kv_head - token) * group + column;
+  }
   // Cached tokens that a sequence's queries are to see.
   __device__ __forceinline__ int num_tokens(int seq) const {
     return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);

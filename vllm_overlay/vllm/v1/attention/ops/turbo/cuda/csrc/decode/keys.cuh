@@ -8,10 +8,6 @@
 
 namespace turbo {
 
-// Int32 accumulators start at the bits of this number, 1.5 * 2^23: adding n to
-// the bits adds n to it.
-constexpr int kMagicBits = 0x4B400000;
-constexpr float kMagic = 12582912.0f;
 // A scale code in a float's exponent and first bits is 2^-112 times the scale.
 constexpr int kScaleShift = 20;
 constexpr float kScaleUnit = 0x1p112f;
@@ -173,7 +169,7 @@ struct KeyScales {
                              (deltas >> -shift & mask << (place + shift)));
     }
     const uint32_t delta = deltas & mask << place;
-    return __uint_as_float(multiply_add(delta, 0u - (1u << shift), base));
+    return __uint_as_float(mad_lo(delta, 0u - (1u << shift), base));
   }
 };
 

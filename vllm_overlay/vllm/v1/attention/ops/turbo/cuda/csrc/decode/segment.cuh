@@ -66,8 +66,7 @@ __device__ __forceinline__ void note_columns(
     // One query token needs no division.
     const int token = column < p.group ? 0 : column / p.group;
     const int query_len = p.num_query_tokens(segment.seq);
-    const int row =
-        (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+    const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[warp][lane] = token < query_len ? row : -1;
     const int after =
         max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
@@ -88,10 +87,7 @@ __device__ void write_partial(Shared<kPaired, kWarps, kStages>& shared,
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = 2 * t + c;
-#pragma unroll
-    for (int mask = 4; mask <= 16; mask *= 2) {
-      acc.sum[c] += __shfl_xor_sync(~0u, acc.sum[c], mask);
-    }
+    acc.sum[c] = column_sum(acc.sum[c]);
     if (g == 0) {
       shared.reference[warp][column] = acc.reference[c];
       shared.sum[warp][column] = acc.sum[c];
@@ -159,6 +155,17 @@ __device__ void write_partial(Shared<kPaired, kWarps, kStages>& shared,
   team.sync();  // before tiles are copied over what was read here
 }
 
+// Zero the scales of V of a token that the sequence does not have: a page holds
+// any bytes there, and a weight of zero does not make a product with infinity
+// or NaN zero.
+__device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
+  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
+                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
+#pragma unroll
+  for (int i = 0; i < SCALE_BYTES; i += 2)
+    *reinterpret_cast<uint16_t*>(row + i) = 0;
+}
+
 // The copies of a warp's tiles, two at a time, from pages to shared memory.
 // Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
 // / 2.
@@ -216,20 +223,11 @@ struct TileCopies {
   }
 };
 
-// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any
-// bytes there, and a weight of zero does not make a product with infinity or
-// NaN zero.
-__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
-                                             int lane) {
+// Zero the scales of V of two tiles' tokens from num_tokens.
+__device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
+                                              int lane) {
   static_assert(2 * TILE_TOKENS == 32);
-  if (lane >= num_tokens) {
-    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES +
-                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * SCALE_BYTES;
-#pragma unroll
-    for (int i = 0; i < SCALE_BYTES; i += 2) {
-      *reinterpret_cast<uint16_t*>(row + i) = 0;
-    }
-  }
+  if (lane >= num_tokens) clear_value_scales(tiles, lane);
   __syncwarp();
 }
 
@@ -266,8 +264,7 @@ __device__ __forceinline__ void attend(Shared<kPaired, kWarps, kStages>& shared,
 
   note_columns(shared, p, segment, lane);
   Query<kPaired> query;
-  const int64_t first_query =
-      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  const int64_t first_query = p.first_query(segment.seq);
   load_query(query, p.query + first_query * HEAD_SIZE,
              p.query_scale + first_query, shared.rows[warp], lane);
   query.keep(shared.queries[warp], lane);
@@ -290,7 +287,7 @@ __device__ __forceinline__ void attend(Shared<kPaired, kWarps, kStages>& shared,
     wait_copies<kStages - 1>();
     __syncwarp();
     if (num_tokens < 2 * TILE_TOKENS)
-      clear_scales(tiles + offset, num_tokens, lane);
+      clear_missing(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
     const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
     attend_tiles(acc, tiles + offset, query, visible, lane);

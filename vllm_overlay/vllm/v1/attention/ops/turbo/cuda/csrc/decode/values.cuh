@@ -37,10 +37,7 @@ __device__ __forceinline__ void raise(Accumulator& acc,
     float largest = acc.reference[c];
 #pragma unroll
     for (int i = c; i < kScores; i += 2) largest = fmaxf(largest, scores[i]);
-#pragma unroll
-    for (int mask = 4; mask <= 16; mask *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-    }
+    largest = column_max(largest);
     const float rescale = exp2_approx(acc.reference[c] - largest);
     acc.reference[c] = largest;
     acc.sum[c] *= rescale;

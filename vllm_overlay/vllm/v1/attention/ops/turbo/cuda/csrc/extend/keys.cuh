@@ -58,7 +58,7 @@ struct RelativeKeyScales {
     constexpr uint32_t kMask = (1u << SCALE_DELTA_BITS) - 1;
     const uint32_t delta = deltas >> (SCALE_DELTA_BITS * j) & kMask;
     const uint32_t step = SCALE_DELTA_STEP * kPair;
-    return __hmul2(as_half2(multiply_add(delta, 0u - step, bases)), inverse);
+    return __hmul2(as_half2(mad_lo(delta, 0u - step, bases)), inverse);
   }
 };
 

@@ -93,8 +93,7 @@ __device__ __forceinline__ void note_queries(
   const int token = column / p.group;
   const int query_len = p.num_query_tokens(segment.seq);
   const bool inside = token < query_len;
-  const int row =
-      (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+  const int row = p.query_of(token, segment.kv_head, column);
   const int hidden = p.with_newest ? 0 : query_len - 1 - token;
   shared.rows[thread] = inside ? row : -1;
   shared.limits[thread] = inside ? segment.num_tokens - hidden : 0;
@@ -122,10 +121,7 @@ __device__ void raise_references(
         largest =
             fmaxf(largest, fmaxf(exponents[i][n][c], exponents[i][n][2 + c]));
       }
-#pragma unroll
-      for (int mask = 4; mask <= 16; mask *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-      }
+      largest = column_max(largest);
       if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = largest;
     }
   }
@@ -231,9 +227,7 @@ __device__ void write_columns(
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float sum = acc.sum[n][c];
-#pragma unroll
-      for (int mask = 4; mask <= 16; mask *= 2)
-        sum += __shfl_xor_sync(~0u, sum, mask);
+      sum = column_sum(sum);
       if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = sum;
     }
   }
@@ -281,16 +275,11 @@ __device__ void write_columns(
   }
 }
 
-// Zero the scales of V of a step's tokens from num_tokens: see clear_scales.
-__device__ __forceinline__ void clear_value_scales(uint8_t* tiles,
-                                                   int num_tokens) {
+// Zero the scales of V of a step's tokens from num_tokens.
+__device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens) {
   const int token = threadIdx.x;
-  if (token < num_tokens || token >= kStepTokens) return;
-  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
-                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
-#pragma unroll
-  for (int i = 0; i < SCALE_BYTES; i += 2)
-    *reinterpret_cast<uint16_t*>(row + i) = 0;
+  if (token >= num_tokens && token < kStepTokens)
+    clear_value_scales(tiles, token);
 }
 
 // Attend to a segment, whose first tile is the first of a step.
@@ -316,8 +305,7 @@ __device__ __forceinline__ void attend_segment(
   for (int stage = 0; stage < kAhead; ++stage)
     copies.issue(stage, stage * kStageBytes);
 
-  const int64_t first_query =
-      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  const int64_t first_query = p.first_query(segment.seq);
   note_queries(shared, p, segment, first_query);
   __syncthreads();
   load_columns<Block::kColumnTiles, kWarps>(shared.queries,
@@ -348,7 +336,7 @@ __device__ __forceinline__ void attend_segment(
                  ? 0
                  : offset + kStageBytes;
     const int num_tokens = segment.num_tokens - tile * TILE_TOKENS;
-    if (num_tokens < kStepTokens) clear_value_scales(stage, num_tokens);
+    if (num_tokens < kStepTokens) clear_missing(stage, num_tokens);
     weigh_tiles(shared, acc, stage, tile,
                 num_tokens < kStepTokens + p.most_hidden,
                 tile == segment.first_tile);

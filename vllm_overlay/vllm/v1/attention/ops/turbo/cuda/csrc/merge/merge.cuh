@@ -10,8 +10,9 @@
 // kMergeWarps warps, of sequence i.
 #pragma once
 
-#include "merge/inverse_rotation.cuh"
+#include "common/numbers.cuh"
 #include "common/warp.cuh"
+#include "merge/inverse_rotation.cuh"
 
 namespace turbo {
 
@@ -57,9 +58,8 @@ struct MergeShared {
 
 // The largest number of a warp; NaN is above infinity.
 __device__ __forceinline__ float warp_max(float x) {
-  const int bits = __float_as_int(x);
-  const int largest = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7FFFFFFF));
-  return __int_as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+  const int bits = ordered_bits(__float_as_int(x));
+  return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));
 }
 
 // An LSE to take others relative to.

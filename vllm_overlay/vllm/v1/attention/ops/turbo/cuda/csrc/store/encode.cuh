@@ -145,7 +145,7 @@ __device__ __forceinline__ void key_codes(
   const Unbiasing key = unbias(x, scales, rows);
   const int outwards = key.rest > 0.0f ? 1 : -1;
   const uint32_t moves = shared_address(tables.moves[key.rest > 0.0f]);
-  float least = as_float(0x7F800000u);
+  float least = __uint_as_float(0x7F800000u);
   int first = kNone;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {

@@ -63,12 +63,6 @@ __device__ __forceinline__ int subtract_if_greater(int x, float a, float b,
   return x;
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // What zero scales are taken for: a magnitude is zero or far above.
 constexpr float kAlmostZero = 7.7037198e-34f;  // 2**-110
 
@@ -85,7 +79,7 @@ struct FoldRows {
   // scale: normalised; the least of those that the rows are for.
   __device__ __forceinline__ FoldRows(float scale, const FoldTables& tables) {
     const float not_zero = fmaxf(scale, kAlmostZero);
-    guess = __fmul_rn(1.0f / kStep, reciprocal(not_zero));
+    guess = __fmul_rn(1.0f / kStep, reciprocal_approx(not_zero));
     limit = __fmul_rn((FOLD_ROWS - 0.5f) * kStep, not_zero);
     offset = shared_address(&tables) -
              kFoldBytes * static_cast<uint32_t>(kMagicBits);

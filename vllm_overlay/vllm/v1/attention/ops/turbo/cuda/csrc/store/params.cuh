@@ -114,8 +114,8 @@ __device__ __forceinline__ void store_query_scale(const KernelParams& params,
                                                   int row, int exponent,
                                                   bool is_nan) {
   const float unit = power_of_two(exponent - ROTATION_EXPONENT);
-  params.query_scale[row] =
-      is_nan ? as_float(0x7FC00000u) : __fmul_rn(unit, params.query_factor);
+  params.query_scale[row] = is_nan ? __uint_as_float(0x7FC00000u)
+                                   : __fmul_rn(unit, params.query_factor);
 }
 
 }  // namespace turbo

@@ -82,13 +82,20 @@ __device__ __forceinline__ void store_codes(
     } else {
       if constexpr (kParts == 4) {
         codes[0] <<= part / 2 * 4;
-        codes[0] |= __shfl_xor_sync(kFullMask, codes[0], 2);
+        codes[0] |= __shfl_xor_sync(~0u, codes[0], 2);
       }
       if (is_group && part < 2) {
         store_unit<kIsKey>(codes[0], plane, token, group, part);
       }
     }
   }
+}
+
+// Bits 2 * i and 2 * i + 1 of 16 moved to bits 4 * i and 4 * i + 1.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
+  x = (x | x << 8) & 0x00FF00FFu;
+  x = (x | x << 4) & 0x0F0F0F0Fu;
+  return (x | x << 2) & 0x33333333u;
 }
 
 // Write the branches and path bits of a group of K. All lanes take part:
@@ -106,12 +113,8 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
           static_cast<uint16_t>(path);
     }
   } else {
-    // Pairs of bits, four bits apart.
-    uint32_t word = (path | path << 8) & 0x00FF00FFu;
-    word = (word | word << 4) & 0x0F0F0F0Fu;
-    word = (word | word << 2) & 0x33333333u;
-    word <<= group % 2 * 2;
-    word |= __shfl_xor_sync(kFullMask, word, 4);
+    uint32_t word = spread_pairs(path) << (group % 2 * 2);
+    word |= __shfl_xor_sync(~0u, word, 4);
     if (is_stored && group % 2 == 0) {
       reinterpret_cast<uint32_t*>(path_row)[group / 2] = word;
     }

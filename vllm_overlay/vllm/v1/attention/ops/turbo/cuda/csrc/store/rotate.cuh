@@ -12,11 +12,8 @@
 // other.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
+#include "common/mma.cuh"
+#include "common/numbers.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -36,58 +33,47 @@ constexpr int kQueryBlocks = kInBlocks;
 // of them.
 constexpr bool kIsSylvester = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
 
-constexpr uint32_t kFullMask = 0xFFFFFFFFu;
-
-__device__ __forceinline__ float as_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-// 2**exponent, exact, for exponents in [-126, 127].
-__device__ __forceinline__ float power_of_two(int exponent) {
-  return __int_as_float((exponent + 127) << 23);
-}
-
-// floor(log2(x)) of non-negative normal x; -127 at zero.
-__device__ __forceinline__ int exponent_of(float x) {
-  return (__float_as_int(x) >> 23) - 127;
-}
-
 template <bool kIsBf16>
 struct Input {
   static constexpr uint32_t kInfinityBits = kIsBf16 ? 0x7F80u : 0x7C00u;
 
   __device__ __forceinline__ static float low(uint32_t pair) {
     if constexpr (kIsBf16) {
-      return as_float(pair << 16);
+      return __uint_as_float(pair << 16);
     } else {
-      return __half2float(
-          __ushort_as_half(static_cast<unsigned short>(pair & 0xFFFFu)));
+      return half_as_float(pair);
     }
   }
   __device__ __forceinline__ static float high(uint32_t pair) {
     if constexpr (kIsBf16) {
-      return as_float(pair & 0xFFFF0000u);
+      return __uint_as_float(pair & 0xFFFF0000u);
     } else {
-      return __half2float(
-          __ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+      return half_as_float(pair >> 16);
     }
   }
 };
 
-// Largest of the magnitudes' bits, over the lanes of a vector.
+// Largest of the magnitudes' bits, of a lane.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t
-largest_bits(const uint32_t (&x)[kBlocks][2]) {
+largest_of_lane(const uint32_t (&x)[kBlocks][2]) {
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     largest = __vmaxu2(largest, x[i][0] & 0x7FFF7FFFu);
     largest = __vmaxu2(largest, x[i][1] & 0x7FFF7FFFu);
   }
-  largest = max(largest & 0xFFFFu, largest >> 16);
-  largest = max(largest, __shfl_xor_sync(kFullMask, largest, 1));
+  return max(largest & 0xFFFFu, largest >> 16);
+}
+
+// The same over the lanes of a vector.
+template <int kBlocks>
+__device__ __forceinline__ uint32_t
+largest_bits(const uint32_t (&x)[kBlocks][2]) {
+  uint32_t largest = largest_of_lane(x);
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
   if constexpr (kColumnVectors == 1) {
-    largest = max(largest, __shfl_xor_sync(kFullMask, largest, 2));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
   }
   return largest;
 }
@@ -95,7 +81,6 @@ largest_bits(const uint32_t (&x)[kBlocks][2]) {
 // floor(x * to_integer + 1/2), which may be infinite before.
 template <bool kIsSpecial>
 __device__ __forceinline__ float to_integer(float x, float unit) {
-  constexpr float kMagic = 12582912.0f;
   constexpr float kLimit = 2 << ROTATION_EXPONENT;
   float scaled = __fmaf_rn(x, unit, 0.5f);
   if constexpr (kIsSpecial) {
@@ -115,8 +100,7 @@ __device__ __forceinline__ void to_integers(uint32_t (&x)[kBlocks][2],
           to_integer<kIsSpecial>(Input<kIsBf16>::low(x[i][j]), unit);
       const float high =
           to_integer<kIsSpecial>(Input<kIsBf16>::high(x[i][j]), unit);
-      const __half2 pair = __floats2half2_rn(low, high);
-      x[i][j] = *reinterpret_cast<const uint32_t*>(&pair);
+      x[i][j] = as_bits(__floats2half2_rn(low, high));
     }
   }
 }
@@ -163,7 +147,7 @@ __device__ __forceinline__ void load_integers(const uint16_t* row,
   uint32_t largest = largest_bits(x);
   has_nan = false;
   const bool is_special = largest >= Input<kIsBf16>::kInfinityBits;
-  const bool any_special = __any_sync(kFullMask, is_special);
+  const bool any_special = __any_sync(~0u, is_special);
   if (any_special) {
 #pragma unroll
     for (int i = 0; i < kInBlocks; ++i) {
@@ -179,14 +163,6 @@ __device__ __forceinline__ void load_integers(const uint16_t* row,
   } else {
     to_integers<kIsBf16, false>(x, unit);
   }
-}
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint4& a,
-                                             const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]));
 }
 
 // H (s * x), exact.
@@ -206,7 +182,7 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
   if constexpr (kIsSylvester) {
 #pragma unroll
     for (int i = 0; i < kInBlocks; ++i) {
-      multiply_add(y[i], __ldg(matrix + i * 32 + lane), x[i]);
+      mma_f16(y[i], __ldg(matrix + i * 32 + lane), x[i]);
     }
 #pragma unroll
     for (int width = 1; width < kInBlocks; width *= 2) {
@@ -226,8 +202,8 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
     for (int out = 0; out < kOutBlocks; ++out) {
 #pragma unroll
       for (int i = 0; i < kInBlocks; ++i) {
-        multiply_add(y[out], __ldg(matrix + (out * kInBlocks + i) * 32 + lane),
-                     x[i]);
+        mma_f16(y[out], __ldg(matrix + (out * kInBlocks + i) * 32 + lane),
+                x[i]);
       }
     }
   }
@@ -252,7 +228,7 @@ __device__ __forceinline__ int vector_of_lane() {
 __device__ __forceinline__ int from_loader(int x, int column) {
   const int source =
       kColumnLanes * column + kColumnLanes / kColumnVectors * vector_of_lane();
-  return __shfl_sync(kFullMask, x, source);
+  return __shfl_sync(~0u, x, source);
 }
 
 }  // namespace turbo

@@ -69,25 +69,15 @@ __device__ __forceinline__ void rotate_single(
     bool& has_nan) {
   const int part = threadIdx.x % kSingleParts;
   uint32_t (&x)[kProducts][2] = input.x;
-  uint32_t largest = 0;
-#pragma unroll
-  for (int m = 0; m < kProducts; ++m) {
-    largest = __vmaxu2(largest, x[m][0] & 0x7FFF7FFFu);
-    largest = __vmaxu2(largest, x[m][1] & 0x7FFF7FFFu);
-  }
-  largest = __reduce_max_sync(kFullMask, max(largest & 0xFFFFu, largest >> 16));
+  uint32_t largest = __reduce_max_sync(~0u, largest_of_lane(x));
   has_nan = false;
   if (largest >= Input<kIsBf16>::kInfinityBits) {
-    largest = 0;
 #pragma unroll
     for (int m = 0; m < kProducts; ++m) {
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2; ++i)
         x[m][i] = without_nan<kIsBf16>(x[m][i], has_nan);
-        largest = __vmaxu2(largest, x[m][i] & 0x7FFF7FFFu);
-      }
     }
-    largest =
-        __reduce_max_sync(kFullMask, max(largest & 0xFFFFu, largest >> 16));
+    largest = __reduce_max_sync(~0u, largest_of_lane(x));
   }
   exponent = input_exponent<kIsBf16>(largest);
   float y[kLaneGroups][kSingleElements];
@@ -98,7 +88,7 @@ __device__ __forceinline__ void rotate_single(
     x[m][0] ^= input.sign[m].x;
     x[m][1] ^= input.sign[m].y;
     float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    multiply_add(c, input.factor, x[m]);
+    mma_f16(c, input.factor, x[m]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // D = 128 has half of a group's coordinates in the other rows, else a
@@ -146,7 +136,7 @@ __device__ __forceinline__ void rotate_single(
     const float sign = (part & lanes) == 0 ? 1.0f : -1.0f;
 #pragma unroll
     for (int i = 0; i < kSingleElements; ++i) {
-      const float other = __shfl_xor_sync(kFullMask, result[0][i], lanes);
+      const float other = __shfl_xor_sync(~0u, result[0][i], lanes);
       result[0][i] = __fmaf_rn(result[0][i], sign, other);
     }
   }

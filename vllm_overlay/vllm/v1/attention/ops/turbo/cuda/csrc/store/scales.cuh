@@ -17,10 +17,6 @@ namespace turbo {
 
 constexpr int kStoreThreads = 128;
 
-// Numbers of the magnitude of 2**22 and more are integers.
-constexpr float kMagic = 12582912.0f;
-constexpr int kMagicBits = 0x4B400000;
-
 // Groups of a word that lie in lanes side by side, padding included.
 constexpr int kWordLanes =
     SCALE_WORD_GROUPS > 4 || kVectorLanes == 4 ? kVectorLanes : 4;
@@ -31,7 +27,7 @@ static_assert(SCALE_WORD_GROUPS <= kWordLanes);
 struct Sum {
   __device__ __forceinline__ static int of(int a, int b) { return a + b; }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_add_sync(kFullMask, x);
+    return __reduce_add_sync(~0u, x);
   }
 };
 struct Largest {
@@ -40,7 +36,7 @@ struct Largest {
     return max(a, b);
   }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_max_sync(kFullMask, x);
+    return __reduce_max_sync(~0u, x);
   }
   // Of floats only those are reduced that are not negative.
   __device__ __forceinline__ static float of_warp(float x) {
@@ -53,13 +49,11 @@ struct Least {
     return min(a, b);
   }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_min_sync(kFullMask, x);
+    return __reduce_min_sync(~0u, x);
   }
   __device__ __forceinline__ static float of_warp(float x) {
-    return __int_as_float(ordered(of_warp(ordered(__float_as_int(x)))));
-  }
-  __device__ __forceinline__ static int ordered(int bits) {
-    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+    return __int_as_float(
+        ordered_bits(of_warp(ordered_bits(__float_as_int(x)))));
   }
 };
 
@@ -68,7 +62,7 @@ template <typename Operation, int kWidth, typename T>
 __device__ __forceinline__ T reduce(T x) {
 #pragma unroll
   for (int lanes = 1; lanes < kWidth; lanes *= 2) {
-    x = Operation::of(x, __shfl_xor_sync(kFullMask, x, 4 * lanes));
+    x = Operation::of(x, __shfl_xor_sync(~0u, x, 4 * lanes));
   }
   return x;
 }
@@ -84,7 +78,7 @@ template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_parts(T x) {
 #pragma unroll
   for (int lanes = 1; lanes < kParts; lanes *= 2) {
-    x = Operation::of(x, __shfl_xor_sync(kFullMask, x, lanes));
+    x = Operation::of(x, __shfl_xor_sync(~0u, x, lanes));
   }
   return x;
 }
@@ -138,8 +132,7 @@ __device__ __forceinline__ int group_of_lane(int j) {
 
 // Value of a scale code.
 __device__ __forceinline__ float scale_value(int code) {
-  return __half2float(
-      __ushort_as_half(static_cast<unsigned short>(code << SCALE_SHIFT)));
+  return half_as_float(code << SCALE_SHIFT);
 }
 
 // Code of the largest E5M3 number not above `largest`.
@@ -163,7 +156,7 @@ __device__ __forceinline__ float saturated_square(float x) {
 // A squared error in units of 2**-ERROR_FRACTION_BITS: a subnormal number is an
 // integer, rounded.
 __device__ __forceinline__ int rounded_square(float error) {
-  const float unit = as_float(1u << ERROR_FRACTION_BITS);
+  const float unit = __uint_as_float(1u << ERROR_FRACTION_BITS);
   return __float_as_int(__fmul_rn(saturated_square(error), unit));
 }
 

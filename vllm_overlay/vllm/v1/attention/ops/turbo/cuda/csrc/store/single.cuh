@@ -20,7 +20,7 @@ __device__ __forceinline__ void put_in_row(float (&y)[kSingleElements]) {
     for (int i = 0; i < kSingleElements; ++i) {
       if (i & lanes) continue;
       const float sent = is_upper ? y[i] : y[i | lanes];
-      const float received = __shfl_xor_sync(kFullMask, sent, lanes);
+      const float received = __shfl_xor_sync(~0u, sent, lanes);
       y[i] = is_upper ? received : y[i];
       y[i | lanes] = is_upper ? y[i | lanes] : received;
     }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   rotate_single<kIsBf16>(input, y, exponent, has_nan);
   if (is_query) {
     if (!is_row) return;
-    const bool is_nan = __any_sync(kFullMask, has_nan);
+    const bool is_nan = __any_sync(~0u, has_nan);
     if (threadIdx.x % 32 == 0) {
       store_query_scale(params, row, exponent, is_nan);
     }

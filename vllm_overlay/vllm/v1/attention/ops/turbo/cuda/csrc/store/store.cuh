@@ -123,7 +123,7 @@ __device__ __forceinline__ void rotate_queries(const KernelParams& params,
   float y[kQueryBlocks][4];
   rotate(integers, params.query_matrix, y);
 
-  const uint32_t lanes_with_nan = __ballot_sync(kFullMask, has_nan);
+  const uint32_t lanes_with_nan = __ballot_sync(~0u, has_nan);
   constexpr int kLoaders = kColumnLanes / kColumnVectors;
   const int lane = threadIdx.x % 32;
   if (lane % kLoaders == 0 && row < num_rows) {

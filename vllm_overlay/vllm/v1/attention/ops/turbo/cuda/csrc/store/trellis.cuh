@@ -11,6 +11,7 @@
 
 #include <cstddef>
 
+#include "common/warp.cuh"
 #include "store/planes.cuh"
 #include "store/unbias.cuh"
 
@@ -73,7 +74,7 @@ struct Windows {
     reciprocal = __fmul_rn(__frcp_rn(fmaxf(value, SMALLEST_SCALE)),
                            power_of_two(-exponent_of(normaliser)));
     guess = guess_factor;
-    base = static_cast<uint32_t>(__cvta_generic_to_shared(&tables));
+    base = shared_address(&tables);
     offset = base - kWindowBytes * static_cast<uint32_t>(kMagicBits);
   }
 
@@ -133,6 +134,19 @@ __device__ __forceinline__ void begin(int (&cost)[4], const int (&first)[4],
   }
 }
 
+// Begin or extend the paths by code e. first: the errors of code 0, kept.
+__device__ __forceinline__ void add_code(int e, int (&cost)[4], int (&first)[4],
+                                         const int (&errors)[4]) {
+  if (e == 0) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) first[s] = errors[s];
+  } else if (e == 1) {
+    begin(cost, first, errors);
+  } else {
+    extend(cost, errors);
+  }
+}
+
 // Path bits are kept beside costs, of half of a group at a time and of the
 // state before it.
 constexpr int kHalfPath = SCALE_GROUP / 2;
@@ -154,14 +168,7 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
   for (int e = 0; e < SCALE_GROUP; ++e) {
     int errors[4];
     windows.errors(x[e], windows.row(x[e]), errors);
-    if (e == 0) {
-#pragma unroll
-      for (int s = 0; s < 4; ++s) first[s] = errors[s];
-    } else if (e == 1) {
-      begin(cost, first, errors);
-    } else {
-      extend(cost, errors);
-    }
+    add_code(e, cost, first, errors);
   }
   return min(min(cost[0], cost[1]), min(cost[2], cost[3]));
 }
@@ -189,14 +196,7 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     for (int s = 0; s < 4; ++s) {
       errors[s] = (errors[s] << kPathBits) + (s % 2 == 1 ? bit : 0);
     }
-    if (e == 0) {
-#pragma unroll
-      for (int s = 0; s < 4; ++s) first[s] = errors[s];
-    } else if (e == 1) {
-      begin(cost, first, errors);
-    } else {
-      extend(cost, errors);
-    }
+    add_code(e, cost, first, errors);
     if (e == kHalfPath - 1) {
 #pragma unroll
       for (int state = 0; state < 4; ++state) {
@@ -221,9 +221,7 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
 
 // Bit i of 16 moved to bit 2 * i.
 __device__ __forceinline__ uint32_t spread(uint32_t x) {
-  x = (x | x << 8) & 0x00FF00FFu;
-  x = (x | x << 4) & 0x0F0F0F0Fu;
-  x = (x | x << 2) & 0x33333333u;
+  x = spread_pairs(x);
   return (x | x << 1) & 0x55555555u;
 }
 
@@ -331,7 +329,7 @@ __device__ __forceinline__ void encode_3_bits(
       const int error = trellis_error(x[j], windows);
 #pragma unroll
       for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
-        const int of_part = __shfl_sync(kFullMask, error, k % kParts, kParts);
+        const int of_part = __shfl_sync(~0u, error, k % kParts, kParts);
         errors[j][k] = k - k % kParts == first ? of_part : errors[j][k];
       }
     }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void join_parts(const Transfers& costs,
     int before[4];
 #pragma unroll
     for (int from = 0; from < 4; ++from) {
-      before[from] = __shfl_up_sync(kFullMask, joined[from], 1, kPathParts);
+      before[from] = __shfl_up_sync(~0u, joined[from], 1, kPathParts);
       if (i == kPathParts / 2) {
         // Path bits begin anew with the state's.
         before[from] =
@@ -111,12 +111,12 @@ search_parts(const float (&x)[kPartCodes], const Windows& windows,
   const int late = (select_state(joined, state) & kPathMask) +
                    (state % 2 << (kPathBits - 1));
   // The lowest bits of `late` are b(6) and b(7).
-  const int of_last = __shfl_sync(kFullMask, late, kPathParts - 1, kPathParts);
+  const int of_last = __shfl_sync(~0u, late, kPathParts - 1, kPathParts);
   const int middle = (of_last & 1) << 1 | (of_last >> 1 & 1);
-  const int first_half = __shfl_sync(kFullMask, select_state(early, middle),
+  const int first_half = __shfl_sync(~0u, select_state(early, middle),
                                      kPathParts / 2 - 1, kPathParts);
   FoundPath found;
-  found.error = __shfl_sync(kFullMask, best >> 2, kPathParts - 1, kPathParts);
+  found.error = __shfl_sync(~0u, best >> 2, kPathParts - 1, kPathParts);
   found.path = first_half + (of_last >> 2 << kHalfPath);
   return found;
 }

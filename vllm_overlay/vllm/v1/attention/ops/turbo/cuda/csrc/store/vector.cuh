@@ -87,7 +87,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
         (tile != nullptr && group_of_lane<kParts>(j) < NUM_GROUPS);
     is_tiny |= is_counted && largest[j] < 16 * SMALLEST_SCALE;
   }
-  if (__any_sync(kFullMask, largest_of_all >= SCALE_MAX)) {
+  if (__any_sync(~0u, largest_of_all >= SCALE_MAX)) {
     // Magnitudes are limited; the sign comes first.
     const float limit = __fmul_rn(SCALE_MAX, normaliser);
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
   } else if constexpr (kIsTrellis<kIsKey>) {
     encode_3_bits<kIsKey, kParts>(x, floors, normaliser, tables, codes, token,
                                   scales);
-  } else if (__any_sync(kFullMask, is_tiny)) {
+  } else if (__any_sync(~0u, is_tiny)) {
     encode_4_bits<kIsKey, true>(x, signs, floors, normaliser, tables, codes,
                                 token, scales);
   } else {
