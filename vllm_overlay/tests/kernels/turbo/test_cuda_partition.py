@@ -70,7 +70,7 @@ int main() {
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream numbers(line);
     int num_rows, num_warps, length;
-    turbo::DecodeParams p = {};
+    turbo::AttentionParams p = {};
     numbers >> num_rows >> num_warps >> p.num_splits;
     std::vector<int> lengths;
     while (numbers >> length) lengths.push_back(length);

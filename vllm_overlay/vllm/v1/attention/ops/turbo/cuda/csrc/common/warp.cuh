@@ -46,6 +46,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Over the lanes up to this one.
 __device__ __forceinline__ int inclusive_sum(int x, int lane) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -6,7 +6,7 @@
 // included.
 #include <tvm/ffi/function.h>
 
-#include "decode/attention_params.cuh"
+#include "common/attention_entry.cuh"
 #include "decode/decode.cuh"
 
 namespace {
@@ -16,7 +16,7 @@ struct Decode {
   static constexpr int kStages = 2;
   static constexpr int kThreads = 32 * DECODE_WARPS;
   static constexpr size_t kSharedBytes =
-      sizeof(turbo::Shared<DECODE_PAIRED, DECODE_WARPS, kStages>);
+      sizeof(turbo::DecodeShared<DECODE_PAIRED, DECODE_WARPS, kStages>);
   static constexpr auto kKernel =
       turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
 

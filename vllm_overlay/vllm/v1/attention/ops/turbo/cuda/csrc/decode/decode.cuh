@@ -9,25 +9,10 @@
 
 namespace turbo {
 
-// Mark the partial results of sequences without tokens.
-template <int kWarps>
-__device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp,
-                                           int lane) {
-  const int num_partials = p.num_splits * p.num_queries();
-#pragma unroll 1
-  for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
-    if (num_tiles(p, seq) > 0) continue;
-#pragma unroll 1
-    for (int i = 32 * warp + lane; i < num_partials; i += 32 * kWarps) {
-      p.partial_lse[int64_t(seq) * num_partials + i] = -INFINITY;
-    }
-  }
-}
-
 // Attend to a range: to parts of any few sequences.
 template <bool kPaired, int kWarps, int kStages>
 __device__ __forceinline__ void attend_range(
-    Shared<kPaired, kWarps, kStages>& shared, const DecodeParams& p,
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
     const Partition& cut, int num_rows, const Team& team, int index) {
   const int lane = threadIdx.x % 32;
   const int passes = num_rows / p.num_kv_heads;
@@ -65,7 +50,7 @@ __device__ __forceinline__ void attend_range(
         segment.num_tokens = p.num_tokens(seq);
         segment.split = index - start / cut.range;
         segment.ends = segment.last_tile == seq_tiles;
-        attend<kPaired>(shared, p, segment, team);
+        attend_segment<kPaired>(shared, p, segment, team);
       }
     }
     before = __shfl_sync(~0u, end, 31);
@@ -74,10 +59,10 @@ __device__ __forceinline__ void attend_range(
 
 template <bool kPaired, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p) {
+    decode_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<Shared<kPaired, kWarps, kStages>*>(shared_bytes);
+      *reinterpret_cast<DecodeShared<kPaired, kWarps, kStages>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int passes =
       (p.num_columns() + kPassColumns<kPaired> - 1) / kPassColumns<kPaired>;

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries and the scores of a tile's keys: S^T = K q^T, tokens by query heads.
+// Queries and the scores of a tile's keys: S^T = K q^T, tokens by queries.
+//
+// A query is one of a query head and query token. With up to four (kPaired),
+// columns 4 to 7 of K q^T hold the products of the other half of the scale
+// groups, and those of O^T the tokens 8 to 15.
 #pragma once
 
-#include "common/fragments.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
+
+// Queries of a KV head that attend at once.
+template <bool kPaired>
+constexpr int kPassColumns = kPaired ? kColumns / 2 : kColumns;
 
 // A scale code in a float's exponent and first bits is 2^-112 times the scale.
 constexpr int kScaleShift = 20;
@@ -42,12 +50,6 @@ struct Query {
     }
   }
 };
-
-// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
-// have the first half of the scale groups.
-__device__ __forceinline__ int key_place(int lane) {
-  return (lane & 1) * 2 + (lane & 2) / 2;
-}
 
 // Quantise the columns' queries to int8, one factor each.
 //
@@ -108,35 +110,6 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
         const bool mine = t / 2 == (kPaired ? column / 4 : side);
         query.codes[side][j][half] = mine ? word : 0;
       }
-    }
-  }
-}
-
-// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
-// codes are made four by the trellis: see TurboFormat.
-__device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
-                                               const uint8_t* tile, int n,
-                                               int lane) {
-  const uint8_t* row = tile + n * KEY_ROW_BYTES;
-  if constexpr (KEY_BITS == 4) {
-    load_words(words, row + key_place(lane) * (4 * kLaneUnits));
-  } else {
-    // Lanes t and t + 1 have units p = 0 and 1 of the same groups.
-    const int p = lane & 1, half = lane % 4 / 2;
-    uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
-    load_words(branches, row + half * (4 * kLaneUnits));
-    load_words(paths, tile + PATHS_OFFSET + n * (HEAD_SIZE / 8) +
-                          half * (2 * kLaneUnits));
-#pragma unroll
-    for (int i = 0; i < kLaneUnits; ++i) {
-      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
-      // the ones before, which go to 4k + 2a.
-      const uint32_t path = paths[i / 2];
-      const uint32_t changes = path ^ path << 4;
-      const uint32_t low =
-          select(0xAAAAAAAAu, changes << (p ? 0 : 1), path << (p ? 0 : 3));
-      const uint32_t high = branches[i] << (p ? 0 : 2);
-      words[i] = select(0x33333333u, i % 2 == 0 ? low : low >> 2, high);
     }
   }
 }

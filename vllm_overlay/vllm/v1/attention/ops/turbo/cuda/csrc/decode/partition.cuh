@@ -4,9 +4,12 @@
 // Which parts of a decode batch's sequences its warps attend to.
 #pragma once
 
-#include "decode/decode_params.cuh"
+#include "common/attention_params.cuh"
 
 namespace turbo {
+
+// Warps that may work on a part of a sequence together, as one could.
+constexpr int kTeamWarps = 4;
 
 // How the tiles of all sequences and rows, in that order, are cut into ranges
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
@@ -27,8 +30,8 @@ struct Partition {
 // Call f with the tiles of each of a lane's sequences. Their lengths are loaded
 // side by side.
 template <typename F>
-__device__ __forceinline__ void for_each_length(const DecodeParams& p, int lane,
-                                                F f) {
+__device__ __forceinline__ void for_each_length(const AttentionParams& p,
+                                                int lane, F f) {
   constexpr int kSideBySide = 4;
 #pragma unroll 1
   for (int base = lane; base < p.num_seqs; base += 32 * kSideBySide) {
@@ -46,8 +49,9 @@ __device__ __forceinline__ void for_each_length(const DecodeParams& p, int lane,
 // With one split, a result does not depend on what else is in the batch. Ranges
 // that begin where rows do need no split more; they are taken if they are no
 // longer.
-__device__ __noinline__ Partition partition(const DecodeParams& p, int num_rows,
-                                            int num_warps, int lane) {
+__device__ __noinline__ Partition partition(const AttentionParams& p,
+                                            int num_rows, int num_warps,
+                                            int lane) {
   int total = 0, longest = 0, num_filled = 0;
   for_each_length(p, lane, [&](int tiles) {
     total += tiles;

@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention to a part of a sequence: copies of its tiles to shared memory, the
-// loop over them, and the partial result.
+// Attention of warps to a segment of a sequence: the loop over its tiles, and
+// the partial result.
 #pragma once
 
-#include "decode/decode_params.cuh"
+#include "common/segment.cuh"
 #include "decode/keys.cuh"
+#include "decode/partition.cuh"
 #include "decode/values.cuh"
 
 namespace turbo {
-
-// A part of the tiles of a sequence and KV head.
-struct Segment {
-  int seq;
-  int kv_head;
-  int first_column;           // of the KV head's queries
-  const uint8_t* cache;       // of the KV head
-  int first_tile, last_tile;  // of the sequence
-  int num_tokens;             // of the sequence
-  int split;                  // where the partial result goes
-  bool ends;                  // whether it has the sequence's last tile
-};
 
 // The warps of a block that work on a segment together.
 struct Team {
@@ -43,7 +32,7 @@ struct Team {
 };
 
 template <bool kPaired, int kWarps, int kStages>
-struct alignas(128) Shared {
+struct alignas(128) DecodeShared {
   union {
     uint8_t tiles[kStages][2][TILE_BYTES];
     float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
@@ -58,7 +47,7 @@ struct alignas(128) Shared {
 // Note which queries a segment's columns are.
 template <bool kPaired, int kWarps, int kStages>
 __device__ __forceinline__ void note_columns(
-    Shared<kPaired, kWarps, kStages>& shared, const DecodeParams& p,
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
     const Segment& segment, int lane) {
   if (lane < kColumns) {
     const int warp = threadIdx.x / 32;
@@ -78,8 +67,8 @@ __device__ __forceinline__ void note_columns(
 
 // Join the team's results and write them.
 template <bool kPaired, int kWarps, int kStages>
-__device__ void write_partial(Shared<kPaired, kWarps, kStages>& shared,
-                              Accumulator& acc, const DecodeParams& p,
+__device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
+                              DecodeAccumulator& acc, const AttentionParams& p,
                               const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -155,74 +144,6 @@ __device__ void write_partial(Shared<kPaired, kWarps, kStages>& shared,
   team.sync();  // before tiles are copied over what was read here
 }
 
-// Zero the scales of V of a token that the sequence does not have: a page holds
-// any bytes there, and a weight of zero does not make a product with infinity
-// or NaN zero.
-__device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
-  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
-                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
-#pragma unroll
-  for (int i = 0; i < SCALE_BYTES; i += 2)
-    *reinterpret_cast<uint16_t*>(row + i) = 0;
-}
-
-// The copies of a warp's tiles, two at a time, from pages to shared memory.
-// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
-// / 2.
-struct TileCopies {
-  static constexpr int kHalf = 16, kChunk = 16;
-  const DecodeParams& p;
-  const Segment& segment;
-  const int* table;
-  const uint8_t* address;
-  uint32_t target;
-  int first, stride;  // of the warp's pairs of tiles
-  int count;
-  int lane;
-
-  __device__ __forceinline__ TileCopies(const DecodeParams& p,
-                                        const Segment& segment,
-                                        const uint8_t* tiles, int index,
-                                        int size, int lane)
-      : p(p), segment(segment), address(nullptr), lane(lane) {
-    table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
-    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
-             (lane % kHalf) * kChunk;
-    first = segment.first_tile + 2 * index;
-    stride = 2 * size;
-    count = (segment.last_tile - first + stride - 1) / stride;
-  }
-
-  __device__ __forceinline__ void load_addresses(int step) {
-    const int tile = first + (step + lane / 2) * stride + lane % 2;
-    address = nullptr;
-    if (tile < segment.last_tile) {
-      const int block = tile / p.tiles_per_block;
-      address = segment.cache + table[block] * p.stride_cache_block +
-                (tile - block * p.tiles_per_block) * TILE_BYTES;
-    }
-  }
-
-  __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
-    if (step < count) {
-      if (step % kHalf == 0) load_addresses(step);
-      const auto bits = reinterpret_cast<unsigned long long>(address);
-      const auto source = reinterpret_cast<const uint8_t*>(
-          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
-      if (source != nullptr) {
-#pragma unroll
-        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
-          const int own = lane % kHalf * kChunk;
-          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
-            copy_async(target + stage_offset + i, source + own + i);
-          }
-        }
-      }
-    }
-    commit_copies();
-  }
-};
-
 // Zero the scales of V of two tiles' tokens from num_tokens.
 __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
                                               int lane) {
@@ -233,7 +154,7 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
 
 // Add two tiles to the running result.
 template <bool kPaired>
-__device__ __forceinline__ void attend_tiles(Accumulator& acc,
+__device__ __forceinline__ void attend_tiles(DecodeAccumulator& acc,
                                              const uint8_t* tiles,
                                              const Query<kPaired>& query,
                                              const Visible& visible, int lane) {
@@ -250,10 +171,9 @@ __device__ __forceinline__ void attend_tiles(Accumulator& acc,
 }
 
 template <bool kPaired, int kWarps, int kStages>
-__device__ __forceinline__ void attend(Shared<kPaired, kWarps, kStages>& shared,
-                                       const DecodeParams& p,
-                                       const Segment& segment,
-                                       const Team& team) {
+__device__ __forceinline__ void attend_segment(
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.warps[warp].tiles[0][0];
   constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
@@ -268,7 +188,7 @@ __device__ __forceinline__ void attend(Shared<kPaired, kWarps, kStages>& shared,
   load_query(query, p.query + first_query * HEAD_SIZE,
              p.query_scale + first_query, shared.rows[warp], lane);
   query.keep(shared.queries[warp], lane);
-  Accumulator acc;
+  DecodeAccumulator acc;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     acc.reference[c] = kNoReference;

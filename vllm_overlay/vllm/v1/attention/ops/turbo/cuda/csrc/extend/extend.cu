@@ -6,7 +6,7 @@
 // has turbo_constants.h of the layout included.
 #include <tvm/ffi/function.h>
 
-#include "decode/attention_params.cuh"
+#include "common/attention_entry.cuh"
 #include "extend/extend.cuh"
 
 namespace {

@@ -5,7 +5,6 @@
 // which blocks attend to what.
 #pragma once
 
-#include "decode/decode.cuh"
 #include "extend/segment.cuh"
 
 namespace turbo {
@@ -17,7 +16,7 @@ struct Work {
 };
 
 template <int kBlockColumns>
-__device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
+__device__ __forceinline__ Work work_of(const AttentionParams& p, int seq) {
   const int tiles = num_tiles(p, seq);
   if (tiles == 0) return {0, 0};
   const int columns = p.num_query_tokens(seq) * p.group;
@@ -27,7 +26,8 @@ __device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
 
 // With one split, a result does not depend on what else is in the batch.
 template <int kBlockColumns>
-__device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
+__device__ __forceinline__ Ranges cut_ranges(const AttentionParams& p,
+                                             int lane) {
   int total = 0, longest = 0, rows = 0;
 #pragma unroll 1
   for (int seq = lane; seq < p.num_seqs; seq += 32) {
@@ -49,9 +49,9 @@ __device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
 // Attend to a range's part of a sequence, whose rows begin at step seq_first.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void attend_rows(
-    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
-    const Ranges& ranges, int index, int seq, int rows, int seq_first,
-    int row_steps) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Ranges& ranges, int index, int seq,
+    int rows, int seq_first, int row_steps) {
   const int first = index * ranges.size;
   const int last = first + ranges.size;
   int row = max(first - seq_first, 0) / row_steps;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void attend_rows(
 // Attend to a range: to parts of any few rows.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void extend_range(
-    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
-    const Ranges& ranges, int index) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Ranges& ranges, int index) {
   const int lane = threadIdx.x % 32;
   const int first = index * ranges.size;
   const int last = first + ranges.size;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void extend_range(
 
 template <int kBlockColumns, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, kWarps > 4 ? 1 : 2)
-    extend_kernel(const __grid_constant__ DecodeParams p) {
+    extend_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
       *reinterpret_cast<ExtendShared<kBlockColumns, kWarps, kStages>*>(

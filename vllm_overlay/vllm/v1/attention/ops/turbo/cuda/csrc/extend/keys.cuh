@@ -10,7 +10,7 @@
 // block.
 #pragma once
 
-#include "decode/keys.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
 

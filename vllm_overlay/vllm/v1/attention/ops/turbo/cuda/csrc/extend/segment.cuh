@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a block to a part of a sequence, for many queries of a KV head:
-// the loop over its tiles, and the partial result.
+// Attention of a block to a segment of a sequence, for many queries of a KV
+// head: the loop over its tiles, and the partial result.
 //
 // A step takes kStepTiles tiles. First each warp has tiles of its own and makes
 // their scores and weights, for all queries; then each has coordinates of its
 // own and adds the values of all tiles. So a code is decoded once a block.
 #pragma once
 
+#include "common/segment.cuh"
 #include "extend/keys.cuh"
 #include "extend/values.cuh"
-#include "decode/segment.cuh"
 
 namespace turbo {
 
@@ -85,8 +85,8 @@ struct ExtendAccumulator {
 // Note which queries a segment's columns are, and their factors.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void note_queries(
-    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
-    const Segment& segment, int64_t first_query) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Segment& segment, int64_t first_query) {
   const int thread = threadIdx.x;
   if (thread >= kBlockColumns) return;
   const int column = segment.first_column + thread;
@@ -218,7 +218,7 @@ template <int kBlockColumns, int kWarps, int kStages>
 __device__ void write_columns(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
     ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
-    const DecodeParams& p, const Segment& segment) {
+    const AttentionParams& p, const Segment& segment) {
   using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -285,8 +285,8 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens) {
 // Attend to a segment, whose first tile is the first of a step.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void attend_segment(
-    ExtendShared<kBlockColumns, kWarps, kStages>& shared, const DecodeParams& p,
-    const Segment& own_segment) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Segment& own_segment) {
   using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   static_assert(kStepTokens <= 32 * kWarps);
   constexpr uint32_t kStageBytes = kStepTiles * TILE_BYTES;

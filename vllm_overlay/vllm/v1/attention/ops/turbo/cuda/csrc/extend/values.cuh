@@ -5,7 +5,7 @@
 // coordinates, for all queries of a block.
 #pragma once
 
-#include "decode/values.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
 

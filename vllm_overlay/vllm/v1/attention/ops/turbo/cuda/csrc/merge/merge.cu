@@ -7,8 +7,8 @@
 #include <tvm/ffi/function.h>
 
 #include "common/launch.cuh"
-#include "merge/merge.cuh"
 #include "common/tensors.cuh"
+#include "merge/merge.cuh"
 
 namespace {
 

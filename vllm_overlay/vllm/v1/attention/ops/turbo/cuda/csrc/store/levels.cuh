@@ -14,8 +14,8 @@
 
 #include <cstddef>
 
-#include "store/scales.cuh"
 #include "common/warp.cuh"
+#include "store/scales.cuh"
 
 namespace turbo {
 

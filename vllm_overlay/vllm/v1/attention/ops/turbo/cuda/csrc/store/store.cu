@@ -9,8 +9,8 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
-#include "store/store.cuh"
 #include "common/tensors.cuh"
+#include "store/store.cuh"
 
 namespace {
 

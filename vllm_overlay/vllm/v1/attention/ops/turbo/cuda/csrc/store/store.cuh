@@ -4,8 +4,8 @@
 // Store: rotate and quantise K and V into their pages, rotate q, in one launch.
 #pragma once
 
-#include "store/single.cuh"
 #include "common/warp.cuh"
+#include "store/single.cuh"
 
 namespace turbo {
 

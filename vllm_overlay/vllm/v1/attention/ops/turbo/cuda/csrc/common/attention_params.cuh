@@ -12,10 +12,7 @@
 
 namespace turbo {
 
-// Warps that may work on a part of a sequence together, as one could.
-constexpr int kTeamWarps = 4;
-
-struct DecodeParams {
+struct AttentionParams {
   const __half* query;         // [T, Hq, D], rotated
   const float* query_scale;    // [T, Hq]
   const uint8_t* kv_cache;     // [num_blocks, H, N, C]
@@ -67,7 +64,7 @@ struct DecodeParams {
   }
 };
 
-__device__ __forceinline__ int num_tiles(const DecodeParams& p, int seq) {
+__device__ __forceinline__ int num_tiles(const AttentionParams& p, int seq) {
   if (seq >= p.num_seqs) return 0;
   const int tokens = p.num_tokens(seq);
   return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;

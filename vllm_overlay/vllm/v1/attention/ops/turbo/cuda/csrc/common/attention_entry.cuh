@@ -6,20 +6,20 @@
 
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
+#include "common/attention_params.cuh"
 #include "common/launch.cuh"
 #include "common/tensors.cuh"
-#include "decode/decode_params.cuh"
 
 namespace turbo {
 
-// See DecodeParams and decode.py for shapes and types.
-inline DecodeParams params_of(TensorView query, TensorView query_scale,
-                              TensorView kv_cache, TensorView block_table,
-                              TensorView seq_lens, TensorView partial,
-                              TensorView partial_lse,
-                              const Optional<TensorView>& query_start_loc,
-                              int64_t num_seqs, int64_t query_len,
-                              bool with_newest) {
+// See AttentionParams and decode.py for shapes and types.
+inline AttentionParams params_of(TensorView query, TensorView query_scale,
+                                 TensorView kv_cache, TensorView block_table,
+                                 TensorView seq_lens, TensorView partial,
+                                 TensorView partial_lse,
+                                 const Optional<TensorView>& query_start_loc,
+                                 int64_t num_seqs, int64_t query_len,
+                                 bool with_newest) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -39,7 +39,7 @@ inline DecodeParams params_of(TensorView query, TensorView query_scale,
   const DLDevice device = kv_cache.device();
   check_device(device, query, query_scale, block_table, seq_lens, partial,
                partial_lse);
-  DecodeParams p;
+  AttentionParams p;
   p.query = static_cast<const __half*>(query.data_ptr());
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
@@ -74,7 +74,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView partial_lse,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
                      int64_t query_len, bool with_newest) {
-  const DecodeParams p =
+  const AttentionParams p =
       params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
                 partial_lse, query_start_loc, num_seqs, query_len, with_newest);
   const DLDevice device = kv_cache.device();
