@@ -29,8 +29,9 @@ SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # Queries of a KV head up to which the tensor core's columns are shared by two halves
 # of the work.
 MAX_PAIRED_QUERIES = 4
-# Warps a block, one block a multiprocessor; multiples of the team size in
-# segment.cuh. More leave too few registers. Two pairs of tiles a warp are in flight.
+# Warps a block, one block a multiprocessor; multiples of kTeamWarps of
+# decode/partition.cuh. More leave too few registers. Two pairs of tiles a warp are in
+# flight.
 _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
 # Splits of all query tokens of a batch that there is room for in any case.

@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-# kMergeWarps of merge.cuh.
+# kMergeWarps of merge/params.cuh.
 _BLOCK_WARPS = 8
 # Warps of a multiprocessor that rows are spread over.
 _WARPS_PER_SM = 32

@@ -100,7 +100,7 @@ def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, .
 @cache
 def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What the kernel reads beside its inputs: kv_matrix, single_matrix, query_matrix
-    and tables of params.cuh.
+    and tables of store/params.cuh.
     """
     matrices = make_matrices(layout.head_size, device)
     return (*matrices, level_tables(layout, device))

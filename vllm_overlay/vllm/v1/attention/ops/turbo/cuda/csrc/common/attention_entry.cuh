@@ -56,7 +56,7 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   p.most_hidden = with_newest ? 0 : p.query_len - 1;
   p.num_seqs = to_int("num_seqs", num_seqs);
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
-  p.group = static_cast<int>(num_heads / num_kv_heads);
+  p.heads_per_kv = static_cast<int>(num_heads / num_kv_heads);
   p.tiles_per_block = static_cast<int>(kv_cache.size(2)) / TILE_TOKENS;
   p.num_splits = check_partials(partial, partial_lse, num_heads, HEAD_SIZE,
                                 num_seqs, query_len);

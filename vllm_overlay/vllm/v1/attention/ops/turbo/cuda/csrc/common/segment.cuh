@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A part of a sequence that is attended to at once, and what both attention
-// kernels do with one: copy its tiles to shared memory, and tell that there is
-// none.
+// Segments of sequences, which attention attends to one at a time: their tiles
+// are copied to shared memory. Of a sequence without tokens there are none.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -11,7 +10,7 @@
 
 namespace turbo {
 
-// A part of the tiles of a sequence and KV head.
+// Neighbouring tiles of a sequence and KV head, and queries of that.
 struct Segment {
   int seq;
   int kv_head;

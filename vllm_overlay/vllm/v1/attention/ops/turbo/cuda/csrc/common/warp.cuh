@@ -49,9 +49,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // Over the lanes up to this one.
 __device__ __forceinline__ int inclusive_sum(int x, int lane) {
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int y = __shfl_up_sync(~0u, x, step);
-    if (lane >= step) x += y;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int y = __shfl_up_sync(~0u, x, distance);
+    if (lane >= distance) x += y;
   }
   return x;
 }

@@ -24,12 +24,12 @@ template <bool kPaired>
 struct Query {
   // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
   // other half of the scale groups where the columns are not shared.
-  static constexpr int kSides = kPaired ? 1 : 2;
-  uint32_t codes[kSides][kLaneUnits][2];
+  static constexpr int kGroupHalves = kPaired ? 1 : 2;
+  uint32_t codes[kGroupHalves][kLaneUnits][2];
   float factor[2];  // of the scores, for this lane's two columns
 
   // Codes are kept in shared memory, to leave registers to the values.
-  static constexpr int kVectors = kSides * kLaneUnits / 2;
+  static constexpr int kVectors = kGroupHalves * kLaneUnits / 2;
   using Kept = uint4[kVectors][32];
 
   __device__ __forceinline__ void keep(Kept& kept, int lane) const {
@@ -106,9 +106,10 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                       __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 #pragma unroll
-      for (int side = 0; side < Query<kPaired>::kSides; ++side) {
-        const bool mine = t / 2 == (kPaired ? column / 4 : side);
-        query.codes[side][j][half] = mine ? word : 0;
+      for (int group_half = 0; group_half < Query<kPaired>::kGroupHalves;
+           ++group_half) {
+        const bool mine = t / 2 == (kPaired ? column / 4 : group_half);
+        query.codes[group_half][j][half] = mine ? word : 0;
       }
     }
   }
@@ -120,16 +121,17 @@ struct KeyScales {
   uint32_t base, deltas;
 
   __device__ __forceinline__ KeyScales() {}
-  __device__ __forceinline__ KeyScales(const uint8_t* row, int side) {
+  __device__ __forceinline__ KeyScales(const uint8_t* row, int group_half) {
     if constexpr (HEAD_SIZE < 128) {
       deltas = *reinterpret_cast<const uint16_t*>(row);
     } else if constexpr (HEAD_SIZE == 128) {
       deltas = *reinterpret_cast<const uint32_t*>(row);
     } else {
-      deltas = reinterpret_cast<const uint32_t*>(row)[side];
+      deltas = reinterpret_cast<const uint32_t*>(row)[group_half];
     }
     base = (deltas & 0xFF) << kScaleShift;
-    if (HEAD_SIZE <= 128) deltas >>= side * (kLaneUnits * SCALE_DELTA_BITS);
+    if (HEAD_SIZE <= 128)
+      deltas >>= group_half * (kLaneUnits * SCALE_DELTA_BITS);
   }
 
   // 2^-112 times the scale of the half's group j.
@@ -153,19 +155,19 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
                                            const uint8_t* tile,
                                            const Query<kPaired>& query,
                                            int lane) {
-  constexpr int kSides = Query<kPaired>::kSides;
+  constexpr int kGroupHalves = Query<kPaired>::kGroupHalves;
   const int g = lane / 4, t = lane % 4;
   uint32_t words[2][kLaneUnits];
-  KeyScales scales[2][kSides];
+  KeyScales scales[2][kGroupHalves];
   float total[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     load_key_words(words[n], tile, g + 8 * n, lane);
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      scales[n][side] =
+    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
+      scales[n][group_half] =
           KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * SCALE_BYTES,
-                    kPaired ? t / 2 : side);
+                    kPaired ? t / 2 : group_half);
     }
   }
 #pragma unroll
@@ -182,14 +184,14 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
       b[n + 2] = positive_levels(complement >> 16);
     }
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      const uint32_t (&q)[2] = query.codes[side][j];
+    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
+      const uint32_t (&q)[2] = query.codes[group_half][j];
       int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
       mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
       mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float scale = scales[n][side][j];
+        const float scale = scales[n][group_half][j];
         total[n] += scale;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {

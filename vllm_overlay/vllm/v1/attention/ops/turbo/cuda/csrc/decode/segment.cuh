@@ -53,7 +53,7 @@ __device__ __forceinline__ void note_columns(
     const int warp = threadIdx.x / 32;
     const int column = segment.first_column + lane % kPassColumns<kPaired>;
     // One query token needs no division.
-    const int token = column < p.group ? 0 : column / p.group;
+    const int token = column < p.heads_per_kv ? 0 : column / p.heads_per_kv;
     const int query_len = p.num_query_tokens(segment.seq);
     const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[warp][lane] = token < query_len ? row : -1;

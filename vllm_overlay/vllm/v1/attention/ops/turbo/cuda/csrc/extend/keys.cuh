@@ -29,7 +29,8 @@ struct RelativeKeyScales {
   float factor;
 
   __device__ __forceinline__ RelativeKeyScales() {}
-  __device__ __forceinline__ RelativeKeyScales(const uint8_t* row, int side) {
+  __device__ __forceinline__ RelativeKeyScales(const uint8_t* row,
+                                               int group_half) {
     uint32_t largest;
     if constexpr (HEAD_SIZE <= 128) {
       const uint32_t word = HEAD_SIZE < 128
@@ -37,10 +38,10 @@ struct RelativeKeyScales {
                                 : *reinterpret_cast<const uint32_t*>(row);
       largest = word & 0xFF;
       bases = largest * kPair;
-      deltas = word >> (8 + side * (kLaneUnits * SCALE_DELTA_BITS));
+      deltas = word >> (8 + group_half * (kLaneUnits * SCALE_DELTA_BITS));
     } else {
       const uint2 words = *reinterpret_cast<const uint2*>(row);
-      const uint32_t word = side == 0 ? words.x : words.y;
+      const uint32_t word = group_half == 0 ? words.x : words.y;
       largest = max(words.x & 0xFF, words.y & 0xFF);
       bases = (word & 0xFF) * kPair;
       deltas = word >> 8;

@@ -20,13 +20,13 @@ constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
 // Warps that copy tiles, two each: see TileCopies.
 constexpr int kCopyWarps = kStepTiles / 2;
 
-// How the steps of all rows, in order, are cut into ranges of one size, so that
-// the blocks are evenly busy whatever the lengths. If there are more ranges
-// than blocks, a block has several.
+// How the steps of all passes, in order, are cut into ranges of one size, so
+// that the blocks are evenly busy whatever the lengths. If there are more
+// ranges than blocks, a block has several.
 struct Ranges {
   int size;  // steps
   int count;
-  bool whole;  // a row each, which counts as so many steps
+  bool whole;  // a pass each, which counts as so many steps
 };
 
 template <int kBlockColumns, int kWarps, int kStages>
@@ -90,7 +90,7 @@ __device__ __forceinline__ void note_queries(
   const int thread = threadIdx.x;
   if (thread >= kBlockColumns) return;
   const int column = segment.first_column + thread;
-  const int token = column / p.group;
+  const int token = column / p.heads_per_kv;
   const int query_len = p.num_query_tokens(segment.seq);
   const bool inside = token < query_len;
   const int row = p.query_of(token, segment.kv_head, column);

@@ -75,7 +75,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.stride_value_head = value.stride(1);
   p.score_factor = static_cast<float>(score_factor);
   p.num_heads = turbo::to_int("output", num_heads);
-  p.group = p.num_heads / static_cast<int>(num_kv_heads);
+  p.heads_per_kv = p.num_heads / static_cast<int>(num_kv_heads);
   p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
   p.query_len = turbo::to_int("query_len", query_len);
   p.num_queries = p.query_len * p.num_heads;

@@ -84,7 +84,7 @@ struct Newest {
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int lane) {
-    const int64_t kv_head = unsigned(row.head) / unsigned(p.group);
+    const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
                      row.token * p.stride_query_token +

@@ -30,7 +30,7 @@ struct MergeParams {
   int64_t stride_value_head;
   float score_factor;  // of a score, for base-2 softmax
   int num_heads;       // Hq
-  int group;           // query heads a KV head
+  int heads_per_kv;    // query heads a KV head
   int query_len;       // Q, most query tokens of a sequence
   int num_queries;     // Q * Hq
   int num_splits;
