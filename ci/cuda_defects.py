@@ -52,8 +52,8 @@ DEFECTS = {
     # Hidden tokens in tiles that the sequence fills are not masked.
     "decode-hidden": Defect(
         "decode/values.cuh",
-        "TILES * TILE_TOKENS + visible.most_hidden;",
-        "TILES * TILE_TOKENS;",
+        "kTiles * TILE_TOKENS + visible.most_hidden;",
+        "kTiles * TILE_TOKENS;",
         HIDDEN,
         "cuda",
     ),

@@ -27,7 +27,7 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR, CudaModule
+from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR, CudaModule
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 # Compute capability -> bytes of shared memory that a block can have.
@@ -107,7 +107,7 @@ def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
 
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / module.header_name).write_text(module.header)
+        (Path(folder) / HEADER_NAME).write_text(module.header)
         command = [
             nvcc,
             *FLAGS,

@@ -45,7 +45,7 @@ LOADERS = (
     (cuda_extend, "load_instance"),
     (cuda_merge, "load"),
 )
-MODULE = CudaModule("decode", "turbo4_128", "constants.h", "#define A 1\n", ("-DB",))
+MODULE = CudaModule("decode", "turbo4_128", "#define A 1\n", ("-DB",))
 
 
 class FlashInfer:
@@ -172,7 +172,7 @@ def test_builds_once_and_says_so(flashinfer, log):
     assert level == logging.INFO
     assert "Building" in text and "decode" in text and "turbo4_128" in text
     # Another process: FlashInfer sees to it that this one compiles nothing.
-    header = flashinfer.folder / "generated" / name / MODULE.header_name
+    header = flashinfer.folder / "generated" / name / cuda_build.HEADER_NAME
     os.utime(header, (1, 1))
     assert load() == MODULE.header
     assert flashinfer.builds == [name, name] and len(log) == 1
@@ -213,7 +213,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
 
 def test_header_of_a_broken_build_is_replaced(flashinfer):
     load()
-    (header,) = (flashinfer.folder / "generated").glob("*/constants.h")
+    (header,) = (flashinfer.folder / "generated").glob(f"*/{cuda_build.HEADER_NAME}")
     header.write_text("#define A")
     assert load() == MODULE.header
 
@@ -335,15 +335,11 @@ def gpu(flashinfer, monkeypatch):
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
-    """The module of the kernels that are chosen."""
+    """The package of the kernels that are chosen."""
     chosen = kernels.choose_kernels(choice, layout, 4)
-    modules = {
-        chosen.store.__module__.rpartition(".")[2].removesuffix("_store"),
-        chosen.decode_attention.__module__.rpartition(".")[2].removesuffix("_decode"),
-        chosen.num_kv_splits.__module__.rpartition(".")[2].removesuffix("_decode"),
-    }
-    (module,) = modules
-    return module
+    functions = (chosen.store, chosen.decode_attention, chosen.num_kv_splits)
+    (package,) = {function.__module__.split(".")[-2] for function in functions}
+    return package
 
 
 @requires_triton

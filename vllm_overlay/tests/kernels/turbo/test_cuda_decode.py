@@ -10,6 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -249,8 +250,8 @@ def test_newest_token_is_attended_to_as_it_is():
 
 def test_constants_are_what_the_format_says():
     """The byte tables of K add up to the levels, as prmt looks them up."""
-    header = cuda_decode.constants_header(LAYOUT)
-    defined = dict(line.split()[1:] for line in header.splitlines()[2:])
+    header = layout_header(LAYOUT)
+    defined = dict(line.split(maxsplit=2)[1:] for line in header.splitlines()[2:])
 
     def table(side: str) -> list[int]:
         words = (int(defined[f"KEY_{side}_{half}"][:-1], 0) for half in ("LOW", "HIGH"))

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 
@@ -217,8 +218,8 @@ def test_large_scores(layout, score):
 def test_key_levels_are_exact_in_fp16(name):
     """The polynomial of the header, in fp16 with fused products, and any scale."""
     layout = TurboFormat.from_cache_dtype(name, 128)
-    header = cuda_extend.constants_header(layout)
-    defined = dict(line.split()[1:] for line in header.splitlines()[2:])
+    header = layout_header(layout)
+    defined = dict(line.split(maxsplit=2)[1:] for line in header.splitlines()[2:])
     bits = [int(defined[f"KEY_{n}"][:-1], 0) for n in ("LINEAR", "CUBIC", "ROUNDING")]
     assert all(b >> 16 == b & 0xFFFF for b in bits)
     halves = torch.tensor([b & 0xFFFF for b in bits]).to(torch.int16).view(FP16)

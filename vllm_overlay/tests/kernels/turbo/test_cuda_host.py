@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
 from .compile_kernels import find_nvcc, include_flags
@@ -91,7 +91,7 @@ def host(tmp_path_factory) -> Callable[[str], Callable]:
     from tvm_ffi import libinfo
 
     folder = tmp_path_factory.mktemp("host")
-    (folder / "turbo_constants.h").write_text(cuda_decode.constants_header(LAYOUT))
+    (folder / HEADER_NAME).write_text(layout_header(LAYOUT))
     (folder / "host.cu").write_text(SOURCE)
     library = folder / "host.so"
     assert NVCC is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import (
@@ -360,7 +361,7 @@ def test_two_streams():
 
 @all_sizes
 def test_signs_are_those_of_the_rotation(head_size):
-    header = cuda_merge.constants_header(head_size)
+    header = head_size_header(head_size)
     words = next(x for x in header.splitlines() if "ROTATION_SIGNS" in x)
     bits = [
         int(word.strip(" u"), 0) >> i & 1

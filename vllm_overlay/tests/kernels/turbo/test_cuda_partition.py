@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -55,7 +55,7 @@ inline int __reduce_max_sync(unsigned, int x) {
   return reduce(x, -1, [](int a, int b) { return max(a, b); });
 }
 """
-# A line is rows, warps, splits, and lengths; the answer is a partition.
+# A line is passes, warps, splits, and lengths; the answer is a partition.
 PROGRAM = r"""
 #include <cstdio>
 #include <iostream>
@@ -69,9 +69,9 @@ int main() {
   pthread_barrier_init(&barrier, nullptr, 32);
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream numbers(line);
-    int num_rows, num_warps, length;
-    turbo::DecodeParams p = {};
-    numbers >> num_rows >> num_warps >> p.num_splits;
+    int num_passes, num_warps, length;
+    turbo::AttentionParams p = {};
+    numbers >> num_passes >> num_warps >> p.num_splits;
     std::vector<int> lengths;
     while (numbers >> length) lengths.push_back(length);
     p.seq_lens = lengths.data();
@@ -81,7 +81,7 @@ int main() {
     std::vector<std::thread> lanes;
     for (int lane = 0; lane < 32; ++lane) {
       lanes.emplace_back([&, lane] {
-        results[lane] = turbo::partition(p, num_rows, num_warps, lane);
+        results[lane] = turbo::partition(p, num_passes, num_warps, lane);
       });
     }
     for (auto& lane : lanes) lane.join();
@@ -100,7 +100,7 @@ int main() {
 class Case(NamedTuple):
     """What a batch is cut by: as ``partition`` has it, and the sequences' lengths."""
 
-    num_rows: int
+    num_passes: int
     num_warps: int
     num_splits: int
     seq_lens: list[int]
@@ -119,7 +119,7 @@ class Cut(NamedTuple):
 def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("partition")
     (folder / "cuda_fp16.h").write_text(SHIM)
-    (folder / "turbo_constants.h").write_text(cuda_decode.constants_header(LAYOUT))
+    (folder / HEADER_NAME).write_text(layout_header(LAYOUT))
     (folder / "main.cpp").write_text(PROGRAM)
     assert COMPILER is not None
     command: list[str | Path] = [COMPILER, "-std=c++17", "-O1", "-pthread"]
@@ -143,10 +143,10 @@ def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
 
 
 def check(case: Case, cut: Cut) -> None:
-    """Ranges hold every tile, of no row more than there are splits."""
+    """Ranges hold every tile, of no pass more than there are splits."""
     assert cut.team_size in (1, 4) and case.num_warps % cut.team_size == 0
     tiles = [-(-length // TILE_TOKENS) for length in case.seq_lens]
-    counted = [n for n in tiles for _ in range(case.num_rows)]
+    counted = [n for n in tiles for _ in range(case.num_passes)]
     if cut.range == 0:
         assert not any(tiles) and cut.num_ranges == 0
         return
@@ -180,9 +180,9 @@ def test_random_batches(program):
         shortest = generator.choice([0, longest - longest // 8])
         lengths = [generator.randint(shortest, longest) for _ in range(num_seqs)]
         num_warps = generator.choice([4, 8, 20, 16 * 12, 108 * 8, 132 * 12])
-        num_rows = generator.choice([1, 2, 8, 48])
+        num_passes = generator.choice([1, 2, 8, 48])
         num_splits = generator.choice([1, 2, 3, 8, 64])
-        cases.append(Case(num_rows, num_warps, num_splits, lengths))
+        cases.append(Case(num_passes, num_warps, num_splits, lengths))
     cuts = cut_all(program, cases)
     for case, cut in zip(cases, cuts):
         check(case, cut)

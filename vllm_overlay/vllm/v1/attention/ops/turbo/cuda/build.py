@@ -21,6 +21,8 @@ from vllm.platforms import current_platform
 logger = init_logger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
+# The header of constants that sources include: see constants.py.
+HEADER_NAME = "turbo_constants.h"
 # Of the compiler's output, in a message.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
@@ -44,15 +46,13 @@ class CudaModule(NamedTuple):
         kernel: The source, without ``.cu``, and the function that it exports.
         instance: What it is an instance for: no two modules of a kernel, built for the
             same GPU, have the same.
-        header_name: The header of constants that the source includes.
-        header: Its text.
+        header: The text of ``HEADER_NAME``, its constants.
         flags: For nvcc.
 
     """
 
     kernel: str
     instance: str
-    header_name: str
     header: str
     flags: tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ def module_name(module: CudaModule, flags: list[str]) -> str:
     an installation.
     """
     digest = hashlib.sha256()
-    parts = [*flags, module.header_name, module.header]
+    parts = [*flags, HEADER_NAME, module.header]
     for path in sorted(SOURCE_DIR.rglob("*.cu*")):
         parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_text()]
     for part in parts:
@@ -194,7 +194,7 @@ def build(module: CudaModule, device: torch.device) -> Path:
             use_fast_math=False,
         )
         with FileLock(spec.lock_path, thread_local=False):
-            _write_header(header_dir / module.header_name, module.header)
+            _write_header(header_dir / HEADER_NAME, module.header)
             _build(jit, spec, module)
     except OSError as error:
         raise _not_writable(error) from error

@@ -1,307 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the CUDA store takes from the format: its constants and its rotation."""
+"""The C++ header of constants that a module of CUDA kernels is compiled with.
 
-import bisect
-import math
-import struct
-from functools import cache
-from typing import NamedTuple
+Each number of the format has one name in it, and comes from ``format.py``. What follows
+from the head size alone is a part of its own, for the merge is of no layout.
+"""
 
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat, fp32
-from vllm.v1.attention.ops.turbo.rotation import (
-    hadamard,
-    inverse_sqrt,
-    rotation_matrix,
-    rotation_signs,
-)
+from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
+from vllm.v1.attention.ops.turbo.format import TurboFormat, fp32
+from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, half2_bits
+from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 
-# Rows and columns of a product of tensor cores, and lanes of a warp.
-_MMA_ROWS = 16
-_MMA_COLUMNS = 8
-_WARP_LANES = 32
-# The largest quotient of two scales that are neighbours, but for subnormal ones.
-_SHARED_SCALES = 9 / 8
-# The largest magnitude over its group's least scale candidate.
-_LARGEST_MAGNITUDE = 5 / 4
-# How far inside its interval a row begins: rows are found with a few units of fp32.
-_SLACK = 1e-3
-_STEPS_TRIED = 4096
-# Below half of the last place of every magnitude but zero, times any scale.
-_NEGLIGIBLE = 2.0**-50
+# Bits of a trellis-coded code in the plane of branches; the path has one more.
+_BRANCH_BITS = 2
+# Mantissa bits of fp16.
+_FRACTION_BITS = 10
+_WORD_BITS = 32
 
-
-def _guess(thresholds: tuple[float, ...]) -> float:
-    """A factor c such that floor(c * x) is the index of x's interval, or one less."""
-    low = max(k / t for k, t in enumerate(thresholds))
-    high = min((k + 1) / t for k, t in enumerate(thresholds))
-    assert 1.02 * low < high, (low, high)
-    return (low * high) ** 0.5
+_Constants = dict[str, int | str]
 
 
 def _float(value: float) -> str:
+    """An fp32 number as C++ writes it."""
     assert fp32(value) == value, value
     return f"{value.hex()}f"
 
 
-def _fp32(value: float) -> str:
-    return f"{fp32(value).hex()}f"
+def _half2(value: float) -> str:
+    return f"{half2_bits(value)}u"
 
 
-class _Folds(NamedTuple):
-    """Thresholds by magnitudes over the scale, in even steps: see levels.cuh.
-
-    Attributes:
-        step: Magnitude, over the scale, to a row.
-        first_rows: The row that each threshold begins with.
-        num_rows: Rows of magnitudes up to ``_LARGEST_MAGNITUDE``.
-
-    """
-
-    step: float
-    first_rows: tuple[int, ...]
-    num_rows: int
+def _bytes(values: list[int]) -> str:
+    """Four of them in a word, the first lowest."""
+    return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
 
 
-def _row(low: float, high: float, step: float) -> int | None:
-    """The row whose start is well within an interval."""
-    row = round((low + high) / 2 / step)
-    return row if low * (1 + _SLACK) < row * step < high * (1 - _SLACK) else None
+def _of_head_size(head_size: int) -> _Constants:
+    signs = (rotation_signs(head_size) < 0).long()
+    padding = torch.zeros(-head_size % _WORD_BITS, dtype=torch.long)
+    bits = torch.cat([signs, padding]).view(-1, _WORD_BITS)
+    words = (bits << torch.arange(_WORD_BITS)).sum(1).tolist()
+    return {
+        "HEAD_SIZE": head_size,
+        "MAX_SPLITS": MAX_KV_SPLITS,
+        "INVERSE_SQRT": _float(inverse_sqrt(head_size)),
+        "ROTATION_SIGNS": ", ".join(f"0x{word:08X}u" for word in words),
+    }
 
 
-@cache
-def _folds(codebook: Codebook, limit: float) -> _Folds:
-    """The coarsest table for scales up to ``_SHARED_SCALES`` apart and factors.
-
-    Args:
-        codebook: Of a side.
-        limit: How far from 1 a factor may be.
-
-    """
-    # The lowest is between the levels on both sides of zero.
-    thresholds = (0.0, *codebook.thresholds)
-    intervals = []
-    for below, here in zip(thresholds, thresholds[1:]):
-        # From half of a threshold on a difference from it is exact.
-        low = max(
-            below * max(_SHARED_SCALES, 1 / (1 - limit)), here / 2 * _SHARED_SCALES
-        )
-        intervals.append((low, here / (1 + limit)))
-    first_of_all = intervals[0][1]
-    for i in range(_STEPS_TRIED):
-        step = first_of_all * (1 - i / _STEPS_TRIED)
-        rows = [_row(*interval, step) for interval in intervals]
-        found = [row for row in rows if row is not None]
-        if len(found) == len(rows):
-            num_rows = math.floor(_LARGEST_MAGNITUDE / step) + 1
-            return _Folds(step, (0, *found), num_rows)
-    raise AssertionError(intervals)
-
-
-def _bits(index: int) -> float:
-    """The float that has the bits of an integer."""
-    return struct.unpack("<f", struct.pack("<i", index))[0]
-
-
-def _fold_tables(codebook: Codebook, limit: float, num_rows: int) -> list[float]:
-    """FoldTables of levels.cuh, checked to be exact with every scale."""
-    folds = _folds(codebook, limit)
-    magnitudes = codebook.magnitudes
-    gaps = zip(magnitudes, magnitudes[1:])
-    half_gaps = [magnitudes[0], *((high - low) / 2 for low, high in gaps)]
-    for significand in range(8, 16):
-        # Every scale is one of these times a power of two.
-        numbers = [*magnitudes, *codebook.thresholds, *half_gaps]
-        assert all(fp32(x * significand) == x * significand for x in numbers)
-    # Zero is above the lowest.
-    thresholds = [-_NEGLIGIBLE, *codebook.thresholds]
-    rows = [bisect.bisect(folds.first_rows, row) - 1 for row in range(num_rows)]
-    table = [x for i in rows for x in (thresholds[i], half_gaps[i])]
-    table += [x for i in rows for x in (thresholds[i], _bits(i - 1))]
-    inwards = zip(magnitudes, (math.inf, *magnitudes))
-    outwards = zip(magnitudes, (*magnitudes[1:], math.inf))
-    return table + [x for move in (*inwards, *outwards) for x in move]
-
-
-def _window_tables(codebook: Codebook) -> list[float]:
-    """WindowTables of trellis.cuh."""
-    levels, subsets = codebook.levels, fmt.NUM_SUBSETS
-    windows = range(fmt.NUM_LEVELS - subsets + 1)
-    table = [levels[w + (s - w) % subsets] for w in windows for s in range(subsets)]
-    # Of the last window there is no next.
-    thresholds = [*_window_thresholds(codebook), 0.0]
-    return table + [x for t in thresholds for x in (t, 0.0, 0.0, 0.0)]
-
-
-def _fold_rows(layout: TurboFormat) -> int:
-    return max(_folds(*side).num_rows for side in _sides(layout))
-
-
-def _sides(layout: TurboFormat) -> tuple[tuple[Codebook, float], ...]:
-    """The codebooks of K and V, and how far from 1 factors may be."""
-    return (layout.key_codebook, fmt.UNBIAS_LIMIT), (layout.value_codebook, 0.0)
-
-
-@cache
-def level_tables(layout: TurboFormat, device: torch.device) -> torch.Tensor:
-    """Tables of store.cuh: fp32, of K and of V."""
-    table: list[float] = []
-    for codebook, limit in _sides(layout):
-        if codebook.trellis:
-            table += _window_tables(codebook)
-        else:
-            table += _fold_tables(codebook, limit, _fold_rows(layout))
-    # By bytes, for some are those of integers.
-    packed = bytearray(struct.pack(f"<{len(table)}f", *table))
-    return torch.frombuffer(packed, dtype=torch.float32).to(device)
-
-
-def _window_thresholds(codebook: Codebook) -> list[float]:
-    by_branch = zip(*codebook.subset_thresholds)
-    return [fp32(t) for branch in by_branch for t in branch]
-
-
-def _trellis_guess(codebook: Codebook) -> str:
-    """Windows of a level a subset to a unit, the middle one at zero."""
-    thresholds = _window_thresholds(codebook)
-    assert thresholds == sorted(thresholds)
-    # Window w, in the middle of all, is at w + 1/2 windows.
-    count = len(thresholds)
-    unit = 1 / _guess(tuple(thresholds[count // 2 :])) * count
-    positions = [count * (t / unit + 0.5) for t in thresholds]
-    assert all(j < p < j + 1 for j, p in enumerate(positions)), positions
-    for significand in range(8, 16):
-        products = [fp32(level) * significand for level in codebook.levels]
-        assert all(fp32(x) == x for x in products)
-    return _fp32(1 / unit)
-
-
-def constants_header(layout: TurboFormat) -> str:
-    """The C++ header with the constants of a layout."""
-    offsets = fmt.SCALE_OFFSETS
-    assert offsets == tuple(range(offsets[0], offsets[-1] + 1))
-    assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
-    assert fmt.ERROR_MAX == 1.0, "squares are saturated"
+def _of_pages(layout: TurboFormat) -> _Constants:
+    """Where codes and scales lie, and what scale codes are."""
     words = layout.scale_words
-    key, value = _sides(layout)
-    constants = {
-        "HEAD_SIZE": layout.head_size,
-        "NUM_GROUPS": layout.num_groups,
+    key_row_bits = _BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
+    return {
         "SCALE_GROUP": fmt.SCALE_GROUP,
+        "NUM_GROUPS": layout.num_groups,
+        "NUM_UNITS": layout.num_units,
         "NUM_LEVELS": fmt.NUM_LEVELS,
         "NUM_SUBSETS": fmt.NUM_SUBSETS,
         "KEY_BITS": layout.key_bits,
         "VALUE_BITS": layout.value_bits,
         "TILE_TOKENS": fmt.TILE_TOKENS,
         "TILE_BYTES": layout.tile_bytes,
+        # A token's codes of K, or branches.
+        "KEY_ROW_BYTES": layout.head_size * key_row_bits // 8,
+        # From the branches of a tile's K or V to its path bits.
+        "PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * _BRANCH_BITS // 8,
         "VALUE_CODES_OFFSET": layout.value_codes_offset,
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
         "VALUE_SCALES_OFFSET": layout.value_scales_offset,
-        "NUM_WORDS": words.num_words,
-        "WORD_BYTES": words.word_bytes,
-        "WORD_GROUPS": words.word_groups,
-        "DELTA_BITS": words.delta_bits,
-        "DELTA_STEP": words.delta_step,
+        "SCALE_BYTES": layout.scale_bytes,
+        "SCALE_WORD_BYTES": words.word_bytes,
+        "SCALE_WORD_GROUPS": words.word_groups,
+        "SCALE_DELTA_BITS": words.delta_bits,
+        "SCALE_DELTA_STEP": words.delta_step,
         "SCALE_SHIFT": fmt.SCALE_SHIFT,
         "SCALE_CODE_MAX": fmt.SCALE_CODE_MAX,
         "SCALE_MAX": _float(fmt.SCALE_MAX),
         "SMALLEST_SCALE": _float(fmt.SMALLEST_SCALE),
+    }
+
+
+def _of_decoding(layout: TurboFormat) -> _Constants:
+    """Levels as attention computes them: see common/format.cuh, extend/keys.cuh."""
+    unit = fmt.KEY_LEVEL_UNIT
+    integers = [round(m * unit) for m in layout.key_codebook.magnitudes]
+    negative = [-m for m in reversed(integers)]
+    positive = [m + 1 for m in reversed(integers)]
+    key_linear, key_cubic = layout.key_codebook.coefficients
+    value_linear, value_quadratic = layout.value_codebook.coefficients
+    return {
+        "KEY_NEGATIVE_LOW": _bytes(negative[:4]),
+        "KEY_NEGATIVE_HIGH": _bytes(negative[4:]),
+        "KEY_POSITIVE_LOW": _bytes(positive[:4]),
+        "KEY_POSITIVE_HIGH": _bytes(positive[4:]),
+        "KEY_LEVEL_UNIT": f"{float(unit)}f",
+        "KEY_LINEAR": _half2(key_linear / unit),
+        "KEY_CUBIC": _half2(key_cubic / unit),
+        # In fp16 a sum with it is a multiple of 1 / unit.
+        "KEY_ROUNDING": _half2(1.5 * 2**_FRACTION_BITS / unit),
+        "VALUE_LINEAR": _half2(value_linear),
+        "VALUE_QUADRATIC": _half2(value_quadratic),
+    }
+
+
+def _of_encoding(layout: TurboFormat) -> _Constants:
+    """How the store rotates and chooses scales and codes."""
+    offsets = fmt.SCALE_OFFSETS
+    assert offsets == tuple(range(offsets[0], offsets[-1] + 1))
+    assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
+    assert fmt.ERROR_MAX == 1.0, "squares are saturated"
+    product_unit = 1 << fmt.PRODUCT_FRACTION_BITS
+    search = search_constants(layout)
+    return {
+        "ROTATION_EXPONENT": fmt.ROTATION_EXPONENT,
+        "MIN_INPUT_EXPONENT": f"({fmt.MIN_INPUT_EXPONENT})",
         "FIRST_SCALE_OFFSET": f"({offsets[0]})",
         "NUM_SCALE_CANDIDATES": len(offsets),
         "NUM_BASE_OFFSETS": len(fmt.BASE_OFFSETS),
-        "ROTATION_EXPONENT": fmt.ROTATION_EXPONENT,
-        "MIN_INPUT_EXPONENT": f"({fmt.MIN_INPUT_EXPONENT})",
-        "INVERSE_SQRT": _float(inverse_sqrt(layout.head_size)),
         "ERROR_FRACTION_BITS": fmt.ERROR_FRACTION_BITS,
         "ERROR_MAX_EXPONENT": fmt.ERROR_MAX_EXPONENT,
         "UNBIAS_ROUNDS": fmt.UNBIAS_ROUNDS,
         "UNBIAS_LIMIT": _float(fmt.UNBIAS_LIMIT),
         "PRODUCT_FRACTION_BITS": fmt.PRODUCT_FRACTION_BITS,
         "BIAS_WEIGHT": _float(fmt.BIAS_WEIGHT),
-        "KEY_GAIN": _fp32(layout.key_codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS)),
-        "FOLD_ROWS": _fold_rows(layout),
-        "KEY_FOLD_STEP": _fp32(_folds(*key).step),
-        "VALUE_FOLD_STEP": _fp32(_folds(*value).step),
-        "KEY_TRELLIS_GUESS": _trellis_guess(key[0]),
-        "VALUE_TRELLIS_GUESS": _trellis_guess(value[0]),
+        "KEY_GAIN": _float(fp32(layout.key_codebook.gain * product_unit)),
+        "FOLD_ROWS": search.fold_rows,
+        "KEY_FOLD_STEP": _float(fp32(search.key_fold_step)),
+        "VALUE_FOLD_STEP": _float(fp32(search.value_fold_step)),
+        "KEY_TRELLIS_GUESS": _float(fp32(search.key_trellis_guess)),
+        "VALUE_TRELLIS_GUESS": _float(fp32(search.value_trellis_guess)),
     }
+
+
+def _header(*parts: _Constants) -> str:
     lines = ["#pragma once", ""]
-    lines += [f"#define {name} {value}" for name, value in constants.items()]
+    for part in parts:
+        lines += [f"#define {name} {value}" for name, value in part.items()]
     return "\n".join(lines) + "\n"
 
 
-@cache
-def rotation_fragments(
-    head_size: int, device: torch.device, for_query: bool = False
-) -> torch.Tensor:
-    """The rotation as the kernel's tensor-core operands.
-
-    Row i, of 16, of output block o is a rotated coordinate. For K and V, rows i and i +
-    8 belong to scale groups that a lane has; for q they are neighbours. See rotate.cuh
-    for the order of columns. Sizes that are powers of two need only the first block.
-
-    Returns:
-        (out blocks, in blocks, 32 lanes, 8) fp16.
-
-    """
-    matrix = rotation_matrix(head_size, torch.device("cpu"), torch.float32)
-    vectors = 2 if head_size == 64 else 1
-    in_blocks = vectors * head_size // _MMA_ROWS
-    num_groups = head_size // fmt.SCALE_GROUP
-    lane_groups = -(-num_groups // _MMA_COLUMNS)
-    out_blocks = in_blocks if for_query else lane_groups * fmt.SCALE_GROUP // 2
-    if head_size & (head_size - 1) == 0:
-        out_blocks = 1
-    fragments = torch.zeros(out_blocks, in_blocks, _WARP_LANES, 8)
-    vector_lanes = _MMA_COLUMNS // vectors
-    loaders = 4 // vectors
-    for out in range(out_blocks):
-        for lane in range(_WARP_LANES):
-            for half in range(2):
-                vector, place = divmod(lane // 4, vector_lanes)
-                if for_query:
-                    r = (out * vector_lanes + place) * 2 + half
-                elif lane_groups == 1:
-                    r = (2 * out + half) * num_groups + place
-                    if place >= num_groups:
-                        continue
-                else:
-                    group = place + _MMA_COLUMNS * half
-                    r = out * num_groups + group
-                    if group >= num_groups:
-                        continue
-                if lane % 4 // loaders != vector:
-                    continue
-                first = 4 * (lane % loaders)
-                for block in range(in_blocks):
-                    d = block * (_MMA_ROWS // vectors) + first
-                    # Registers: rows i and i + 8 of the first pair, then of the second.
-                    row = fragments[out, block, lane]
-                    row[2 * half : 2 * half + 2] = matrix[d : d + 2, r]
-                    row[4 + 2 * half : 6 + 2 * half] = matrix[d + 2 : d + 4, r]
-    return fragments.to(device=device, dtype=torch.float16)
+def head_size_header(head_size: int) -> str:
+    """The constants of the merge: what follows from the head size."""
+    return _header(_of_head_size(head_size))
 
 
-@cache
-def single_fragments(head_size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of a vector that has a warp: see rotate_single in rotate.cuh.
-
-    Returns:
-        A fragment of the Hadamard matrix of order 16, fp16 (32 lanes, 8), then the
-        signs' bits, fp16 (head_size,) of 0 and -0.
-
-    """
-    order = hadamard(_MMA_ROWS).float()
-    fragment = torch.zeros(_WARP_LANES, 8)
-    for lane in range(_WARP_LANES):
-        first = 4 * (lane % 4)
-        for half in range(2):
-            row = order[lane // 4 + 8 * half]
-            fragment[lane, 2 * half : 2 * half + 2] = row[first : first + 2]
-            fragment[lane, 4 + 2 * half : 6 + 2 * half] = row[first + 2 : first + 4]
-    signs = torch.where(rotation_signs(head_size) < 0, -0.0, 0.0)
-    result = torch.cat([fragment.flatten(), signs])
-    return result.to(device=device, dtype=torch.float16)
+def layout_header(layout: TurboFormat) -> str:
+    """The constants of the other kernels: those of the head size and of a layout."""
+    return _header(
+        _of_head_size(layout.head_size),
+        _of_pages(layout),
+        _of_decoding(layout),
+        _of_encoding(layout),
+    )

@@ -11,12 +11,12 @@ from functools import cache
 
 import torch
 
-from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.build import (
     CudaModule,
     build_and_load,
     shared_memory,
 )
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -25,17 +25,15 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     Partials,
     RotatedQuery,
-    half2_bits,
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-# Bits of a trellis-coded code in the plane of branches; the path has one more.
-BRANCH_BITS = 2
 # Queries of a KV head up to which the tensor core's columns are shared by two halves
 # of the work.
 MAX_PAIRED_QUERIES = 4
-# Warps a block, one block a multiprocessor; multiples of the team size in
-# segment.cuh. More leave too few registers. Two pairs of tiles a warp are in flight.
+# Warps a block, one block a multiprocessor; multiples of kTeamWarps of
+# decode/partition.cuh. More leave too few registers. Two pairs of tiles a warp are in
+# flight.
 _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
 # Splits of all query tokens of a batch that there is room for in any case.
@@ -49,47 +47,6 @@ def _max_warps(head_size: int, paired: bool) -> int:
     if head_size > 128:
         return 8
     return 16 if head_size < 128 and paired else 12
-
-
-def _word(values: list[int]) -> str:
-    return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
-
-
-def constants_header(layout: TurboFormat) -> str:
-    """The C++ header with the constants of a layout."""
-    integers = [round(m * fmt.KEY_LEVEL_UNIT) for m in layout.key_codebook.magnitudes]
-    negative = [-m for m in reversed(integers)]
-    positive = [m + 1 for m in reversed(integers)]
-    linear, quadratic = layout.value_codebook.coefficients
-    words = layout.scale_words
-    key_branch_bits = BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
-    constants = {
-        "HEAD_SIZE": layout.head_size,
-        "NUM_UNITS": layout.num_units,
-        "KEY_BITS": layout.key_bits,
-        "VALUE_BITS": layout.value_bits,
-        "KEY_BRANCH_BITS": key_branch_bits,
-        "KEY_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * key_branch_bits // 8,
-        "VALUE_PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * BRANCH_BITS // 8,
-        "TILE_TOKENS": fmt.TILE_TOKENS,
-        "TILE_BYTES": layout.tile_bytes,
-        "VALUE_CODES_OFFSET": layout.value_codes_offset,
-        "KEY_SCALES_OFFSET": layout.key_scales_offset,
-        "VALUE_SCALES_OFFSET": layout.value_scales_offset,
-        "SCALE_SHIFT": fmt.SCALE_SHIFT,
-        "SCALE_DELTA_BITS": words.delta_bits,
-        "SCALE_DELTA_STEP": words.delta_step,
-        "KEY_NEGATIVE_LOW": _word(negative[:4]),
-        "KEY_NEGATIVE_HIGH": _word(negative[4:]),
-        "KEY_POSITIVE_LOW": _word(positive[:4]),
-        "KEY_POSITIVE_HIGH": _word(positive[4:]),
-        "KEY_LEVEL_UNIT": f"{float(fmt.KEY_LEVEL_UNIT)}f",
-        "VALUE_LINEAR": f"{half2_bits(linear)}u",
-        "VALUE_QUADRATIC": f"{half2_bits(quadratic)}u",
-    }
-    lines = ["#pragma once", ""]
-    lines += [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join(lines) + "\n"
 
 
 def unsupported_reason(layout: TurboFormat) -> str | None:
@@ -132,8 +89,7 @@ def module(layout: TurboFormat, paired: bool, shared_bytes: int) -> CudaModule:
     return CudaModule(
         "decode",
         instance(layout, paired),
-        "turbo_constants.h",
-        constants_header(layout),
+        layout_header(layout),
         (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
     )
 

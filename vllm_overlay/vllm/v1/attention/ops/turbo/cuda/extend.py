@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     build_and_load,
     shared_memory,
 )
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
@@ -27,7 +28,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     Partials,
     RotatedQuery,
-    half2_bits,
 )
 
 # Queries of a KV head that attend at once; more do in further passes.
@@ -44,24 +44,6 @@ _ALIGNMENT = 128
 # tokens of a batch that there is room for in any case.
 _BLOCKS_PER_SM = 2
 _MAX_PARTIALS = 4096
-# Mantissa bits of fp16.
-_FRACTION_BITS = 10
-
-
-def constants_header(layout: TurboFormat) -> str:
-    """The C++ header with the constants of a layout."""
-    linear, cubic = layout.key_codebook.coefficients
-    unit = fmt.KEY_LEVEL_UNIT
-    constants = {
-        "KEY_LINEAR": linear / unit,
-        "KEY_CUBIC": cubic / unit,
-        # In fp16 a sum with it is a multiple of 1 / unit.
-        "KEY_ROUNDING": 1.5 * 2**_FRACTION_BITS / unit,
-    }
-    lines = [
-        f"#define {name} {half2_bits(value)}u" for name, value in constants.items()
-    ]
-    return cuda_decode.constants_header(layout) + "\n".join(lines) + "\n"
 
 
 def num_columns(num_rows: int) -> int:
@@ -109,8 +91,7 @@ def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
     return CudaModule(
         "extend",
         instance(layout, columns),
-        "turbo_constants.h",
-        constants_header(layout),
+        layout_header(layout),
         tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
     )
 

@@ -9,43 +9,25 @@ import torch
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
-    MAX_KV_SPLITS,
     DecodeBatch,
     NewestTokens,
     Partials,
 )
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-_WORD_BITS = 32
-# kMergeWarps of merge.cuh.
+# kMergeWarps of merge/params.cuh.
 _BLOCK_WARPS = 8
 # Warps of a multiprocessor that rows are spread over.
 _WARPS_PER_SM = 32
 
 
-def constants_header(head_size: int) -> str:
-    """The C++ header with the constants of a head size."""
-    negative = (rotation_signs(head_size) < 0).long().view(-1, _WORD_BITS)
-    words = (negative << torch.arange(_WORD_BITS)).sum(1).tolist()
-    constants = {
-        "HEAD_SIZE": head_size,
-        "MAX_SPLITS": MAX_KV_SPLITS,
-        "INVERSE_SQRT": f"{inverse_sqrt(head_size).hex()}f",
-        "ROTATION_SIGNS": ", ".join(f"0x{word:08X}u" for word in words),
-    }
-    lines = ["#pragma once", ""]
-    lines += [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join(lines) + "\n"
-
-
 def module(head_size: int) -> CudaModule:
     """What is built."""
     assert head_size in SUPPORTED_HEAD_SIZES, head_size
-    header = constants_header(head_size)
-    return CudaModule("merge", str(head_size), "turbo_merge_constants.h", header)
+    return CudaModule("merge", str(head_size), head_size_header(head_size))
 
 
 @cache

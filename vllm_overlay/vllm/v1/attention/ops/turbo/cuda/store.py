@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import (
-    constants_header,
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     level_tables,
     rotation_fragments,
     single_fragments,
@@ -65,8 +65,7 @@ def module(layout: TurboFormat) -> CudaModule:
     return CudaModule(
         "store",
         instance(layout),
-        "turbo_store_constants.h",
-        constants_header(layout),
+        layout_header(layout),
         # The bytes are exact: no multiply-add may be fused.
         ("-fmad=false",),
     )
@@ -101,7 +100,7 @@ def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, .
 @cache
 def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What the kernel reads beside its inputs: kv_matrix, single_matrix, query_matrix
-    and tables of params.cuh.
+    and tables of store/params.cuh.
     """
     matrices = make_matrices(layout.head_size, device)
     return (*matrices, level_tables(layout, device))

@@ -2,58 +2,13 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Decoding of the turbo format in registers. The constants come from
-// turbo_constants.h, which cuda_decode.py generates from format.py.
+// turbo_constants.h, which constants.py makes of format.py.
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
+#include "common/numbers.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
-
-__device__ __forceinline__ uint32_t as_bits(__half2 x) {
-  return *reinterpret_cast<uint32_t*>(&x);
-}
-
-__device__ __forceinline__ __half2 as_half2(uint32_t bits) {
-  return *reinterpret_cast<__half2*>(&bits);
-}
-
-// (a & b) | c in one instruction, which the compiler does not always find.
-__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-  return result;
-}
-
-// Where the mask is set a, elsewhere b.
-__device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a,
-                                           uint32_t b) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xCA;"
-      : "=r"(result)
-      : "r"(mask), "r"(a), "r"(b));
-  return result;
-}
-
-// a * b + c in one instruction, which is not split into a shift and an
-// addition.
-__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b,
-                                                 uint32_t c) {
-  uint32_t result;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-  return result;
-}
-
-// Unlike __byte_perm, with the sign mode.
-__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
-                                            uint32_t nibbles) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(nibbles));
-  return result;
-}
 
 // The byte table KEY_NEGATIVE or KEY_POSITIVE, by four 4-bit codes.
 //

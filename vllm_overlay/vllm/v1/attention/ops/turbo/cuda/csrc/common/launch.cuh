@@ -41,7 +41,7 @@ inline bool is_refusal(cudaError_t error) {
   }
 }
 
-// As check, of what loads or launches a kernel. cuda_build.py has the class of
+// As check, of what loads or launches a kernel. build.py has the class of
 // the error for a kernel that is refused.
 inline void check_launch(cudaError_t error) {
   if (is_refusal(error)) {

@@ -9,28 +9,13 @@
 
 namespace turbo {
 
-// Mark the partial results of sequences without tokens.
-template <int WARPS>
-__device__ __forceinline__ void skip_empty(const DecodeParams& p, int warp,
-                                           int lane) {
-  const int num_partials = p.num_splits * p.num_queries();
-#pragma unroll 1
-  for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
-    if (num_tiles(p, seq) > 0) continue;
-#pragma unroll 1
-    for (int i = 32 * warp + lane; i < num_partials; i += 32 * WARPS) {
-      p.partial_lse[int64_t(seq) * num_partials + i] = -INFINITY;
-    }
-  }
-}
-
-// Attend to a range: to parts of any few sequences.
-template <bool PAIRED, int WARPS, int STAGES>
+// Attend to a range: to segments of any few sequences.
+template <bool kPaired, int kWarps, int kStages>
 __device__ __forceinline__ void attend_range(
-    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Partition& cut, int num_rows, const Team& team, int index) {
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    const Partition& cut, int num_passes, const Team& team, int index) {
   const int lane = threadIdx.x % 32;
-  const int passes = num_rows / p.num_kv_heads;
+  const int head_passes = num_passes / p.num_kv_heads;
   const int first = index * cut.range;
   const int last = first + cut.range;
   int before = 0;
@@ -38,8 +23,8 @@ __device__ __forceinline__ void attend_range(
   for (int base = 0; base < p.num_seqs && before < last; base += 32) {
     const int tiles = num_tiles(p, base + lane);
     const int counted = cut.counted(tiles);
-    const int end = before + inclusive_sum(counted, lane) * num_rows;
-    const int begin = end - counted * num_rows;
+    const int end = before + inclusive_sum(counted, lane) * num_passes;
+    const int begin = end - counted * num_passes;
     uint32_t overlapping =
         __ballot_sync(~0u, begin < last && end > first && tiles > 0);
 #pragma unroll 1
@@ -47,55 +32,55 @@ __device__ __forceinline__ void attend_range(
       const int i = __ffs(overlapping) - 1;
       const int seq = base + i;
       const int seq_tiles = __shfl_sync(~0u, tiles, i);
-      const int row_tiles = cut.counted(seq_tiles);
+      const int pass_tiles = cut.counted(seq_tiles);
       const int seq_first = __shfl_sync(~0u, begin, i);
-      int row = max(first - seq_first, 0) / row_tiles;
+      int pass = max(first - seq_first, 0) / pass_tiles;
 #pragma unroll 1
-      for (; row < num_rows; ++row) {
-        const int start = seq_first + row * row_tiles;
+      for (; pass < num_passes; ++pass) {
+        const int start = seq_first + pass * pass_tiles;
         if (start >= last) break;
-        const int kv_head = row / passes;
+        const int kv_head = pass / head_passes;
         Segment segment;
         segment.seq = seq;
         segment.kv_head = kv_head;
-        segment.first_column = row % passes * kPassColumns<PAIRED>;
+        segment.first_column = pass % head_passes * kPassColumns<kPaired>;
         segment.cache = p.kv_cache + kv_head * p.stride_cache_head;
         segment.first_tile = max(first - start, 0);
         segment.last_tile = min(last - start, seq_tiles);
         segment.num_tokens = p.num_tokens(seq);
         segment.split = index - start / cut.range;
         segment.ends = segment.last_tile == seq_tiles;
-        attend<PAIRED>(shared, p, segment, team);
+        attend_segment<kPaired>(shared, p, segment, team);
       }
     }
     before = __shfl_sync(~0u, end, 31);
   }
 }
 
-template <bool PAIRED, int WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p) {
+template <bool kPaired, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, 1)
+    decode_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<Shared<PAIRED, WARPS, STAGES>*>(shared_bytes);
+      *reinterpret_cast<DecodeShared<kPaired, kWarps, kStages>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int passes =
-      (p.num_columns() + kPassColumns<PAIRED> - 1) / kPassColumns<PAIRED>;
-  const int num_rows = p.num_kv_heads * passes;
+  const int head_passes =
+      (p.num_columns() + kPassColumns<kPaired> - 1) / kPassColumns<kPaired>;
+  const int num_passes = p.num_kv_heads * head_passes;
   start_next_kernel();
 
   // Lengths are known before the kernel before this one, which stores the
   // queries, has ended.
-  const Partition cut = partition(p, num_rows, int(gridDim.x) * WARPS, lane);
+  const Partition cut = partition(p, num_passes, int(gridDim.x) * kWarps, lane);
   wait_for_previous_kernel();
   const Team team(cut.team_size);
-  const int num_teams = int(gridDim.x) * WARPS / cut.team_size;
-  int index = (int(blockIdx.x) * WARPS + warp) / cut.team_size;
+  const int num_teams = int(gridDim.x) * kWarps / cut.team_size;
+  int index = (int(blockIdx.x) * kWarps + warp) / cut.team_size;
 #pragma unroll 1
   for (; index < cut.num_ranges; index += num_teams) {
-    attend_range<PAIRED>(shared, p, cut, num_rows, team, index);
+    attend_range<kPaired>(shared, p, cut, num_passes, team, index);
   }
-  skip_empty<WARPS>(p, warp, lane);
+  skip_empty<kWarps>(p, warp, lane);
 }
 
 }  // namespace turbo

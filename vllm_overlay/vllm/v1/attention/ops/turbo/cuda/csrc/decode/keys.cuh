@@ -1,31 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries and the scores of a tile's keys: S^T = K q^T, tokens by query heads.
+// Queries and the scores of a tile's keys: S^T = K q^T, tokens by queries.
+//
+// A query is one of a query head and query token. With up to four (kPaired),
+// columns 4 to 7 of K q^T hold the products of the other half of the scale
+// groups, and those of O^T the tokens 8 to 15.
 #pragma once
 
-#include "common/fragments.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
 
-// Int32 accumulators start at the bits of this number, 1.5 * 2^23: adding n to
-// the bits adds n to it.
-constexpr int kMagicBits = 0x4B400000;
-constexpr float kMagic = 12582912.0f;
+// Queries of a KV head that attend at once.
+template <bool kPaired>
+constexpr int kPassColumns = kPaired ? kColumns / 2 : kColumns;
+
 // A scale code in a float's exponent and first bits is 2^-112 times the scale.
 constexpr int kScaleShift = 20;
 constexpr float kScaleUnit = 0x1p112f;
 
-template <bool PAIRED>
+template <bool kPaired>
 struct Query {
   // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
   // other half of the scale groups where the columns are not shared.
-  static constexpr int kSides = PAIRED ? 1 : 2;
-  uint32_t codes[kSides][kLaneUnits][2];
+  static constexpr int kGroupHalves = kPaired ? 1 : 2;
+  uint32_t codes[kGroupHalves][kLaneUnits][2];
   float factor[2];  // of the scores, for this lane's two columns
 
   // Codes are kept in shared memory, to leave registers to the values.
-  static constexpr int kVectors = kSides * kLaneUnits / 2;
+  static constexpr int kVectors = kGroupHalves * kLaneUnits / 2;
   using Kept = uint4[kVectors][32];
 
   __device__ __forceinline__ void keep(Kept& kept, int lane) const {
@@ -47,17 +51,11 @@ struct Query {
   }
 };
 
-// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
-// have the first half of the scale groups.
-__device__ __forceinline__ int key_place(int lane) {
-  return (lane & 1) * 2 + (lane & 2) / 2;
-}
-
 // Quantise the columns' queries to int8, one factor each.
 //
 // rows: their places in p_queries and p_scales; -1 for a column without one.
-template <bool PAIRED>
-__device__ __forceinline__ void load_query(Query<PAIRED>& query,
+template <bool kPaired>
+__device__ __forceinline__ void load_query(Query<kPaired>& query,
                                            const __half* p_queries,
                                            const float* p_scales,
                                            const int* rows, int lane) {
@@ -108,59 +106,32 @@ __device__ __forceinline__ void load_query(Query<PAIRED>& query,
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                       __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 #pragma unroll
-      for (int side = 0; side < Query<PAIRED>::kSides; ++side) {
-        const bool mine = t / 2 == (PAIRED ? column / 4 : side);
-        query.codes[side][j][half] = mine ? word : 0;
+      for (int group_half = 0; group_half < Query<kPaired>::kGroupHalves;
+           ++group_half) {
+        const bool mine = t / 2 == (kPaired ? column / 4 : group_half);
+        query.codes[group_half][j][half] = mine ? word : 0;
       }
     }
   }
 }
 
-// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
-// codes are made four by the trellis: see TurboFormat.
-__device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
-                                               const uint8_t* tile, int n,
-                                               int lane) {
-  const uint8_t* row = tile + n * (HEAD_SIZE * KEY_BRANCH_BITS / 8);
-  if constexpr (KEY_BITS == 4) {
-    load_words(words, row + key_place(lane) * (4 * kLaneUnits));
-  } else {
-    // Lanes t and t + 1 have units p = 0 and 1 of the same groups.
-    const int p = lane & 1, half = lane % 4 / 2;
-    uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
-    load_words(branches, row + half * (4 * kLaneUnits));
-    load_words(paths, tile + KEY_PATHS_OFFSET + n * (HEAD_SIZE / 8) +
-                          half * (2 * kLaneUnits));
-#pragma unroll
-    for (int i = 0; i < kLaneUnits; ++i) {
-      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
-      // the ones before, which go to 4k + 2a.
-      const uint32_t path = paths[i / 2];
-      const uint32_t changes = path ^ path << 4;
-      const uint32_t low =
-          select(0xAAAAAAAAu, changes << (p ? 0 : 1), path << (p ? 0 : 3));
-      const uint32_t high = branches[i] << (p ? 0 : 2);
-      words[i] = select(0x33333333u, i % 2 == 0 ? low : low >> 2, high);
-    }
-  }
-}
-
-// A token's scale word of K for each half of the groups; lanes of PAIRED need
+// A token's scale word of K for each half of the groups; lanes of kPaired need
 // one.
 struct KeyScales {
   uint32_t base, deltas;
 
   __device__ __forceinline__ KeyScales() {}
-  __device__ __forceinline__ KeyScales(const uint8_t* row, int side) {
+  __device__ __forceinline__ KeyScales(const uint8_t* row, int group_half) {
     if constexpr (HEAD_SIZE < 128) {
       deltas = *reinterpret_cast<const uint16_t*>(row);
     } else if constexpr (HEAD_SIZE == 128) {
       deltas = *reinterpret_cast<const uint32_t*>(row);
     } else {
-      deltas = reinterpret_cast<const uint32_t*>(row)[side];
+      deltas = reinterpret_cast<const uint32_t*>(row)[group_half];
     }
     base = (deltas & 0xFF) << kScaleShift;
-    if (HEAD_SIZE <= 128) deltas >>= side * (kLaneUnits * SCALE_DELTA_BITS);
+    if (HEAD_SIZE <= 128)
+      deltas >>= group_half * (kLaneUnits * SCALE_DELTA_BITS);
   }
 
   // 2^-112 times the scale of the half's group j.
@@ -173,30 +144,30 @@ struct KeyScales {
                              (deltas >> -shift & mask << (place + shift)));
     }
     const uint32_t delta = deltas & mask << place;
-    return __uint_as_float(multiply_add(delta, 0u - (1u << shift), base));
+    return __uint_as_float(mad_lo(delta, 0u - (1u << shift), base));
   }
 };
 
 // Scores of a tile, without the query's factor. Score c is of token g and
 // column 2 * t + c, score 2 + c of token g + 8.
-template <bool PAIRED>
+template <bool kPaired>
 __device__ __forceinline__ void key_scores(float (&scores)[4],
                                            const uint8_t* tile,
-                                           const Query<PAIRED>& query,
+                                           const Query<kPaired>& query,
                                            int lane) {
-  constexpr int kSides = Query<PAIRED>::kSides;
+  constexpr int kGroupHalves = Query<kPaired>::kGroupHalves;
   const int g = lane / 4, t = lane % 4;
   uint32_t words[2][kLaneUnits];
-  KeyScales scales[2][kSides];
+  KeyScales scales[2][kGroupHalves];
   float total[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     load_key_words(words[n], tile, g + 8 * n, lane);
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      scales[n][side] =
-          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * (HEAD_SIZE / 32),
-                    PAIRED ? t / 2 : side);
+    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
+      scales[n][group_half] =
+          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * SCALE_BYTES,
+                    kPaired ? t / 2 : group_half);
     }
   }
 #pragma unroll
@@ -213,14 +184,14 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
       b[n + 2] = positive_levels(complement >> 16);
     }
 #pragma unroll
-    for (int side = 0; side < kSides; ++side) {
-      const uint32_t (&q)[2] = query.codes[side][j];
+    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
+      const uint32_t (&q)[2] = query.codes[group_half][j];
       int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
       mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
       mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float scale = scales[n][side][j];
+        const float scale = scales[n][group_half][j];
         total[n] += scale;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {

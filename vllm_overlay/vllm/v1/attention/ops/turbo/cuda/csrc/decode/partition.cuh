@@ -1,24 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Which parts of a decode batch's sequences its warps attend to.
+// How a decode batch's tiles are divided among its warps.
 #pragma once
 
-#include "decode/decode_params.cuh"
+#include "common/attention_params.cuh"
 
 namespace turbo {
 
-// How the tiles of all sequences and rows, in that order, are cut into ranges
+// Warps that may work on a segment together, as one could.
+constexpr int kTeamWarps = 4;
+
+// How the tiles of all sequences and passes, in that order, are cut into ranges
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
 // lengths. If there are more, a team has several.
 struct Partition {
   int team_size;
   int range;  // tiles
   int num_ranges;
-  bool aligned;  // whether ranges begin where rows do: tiles are counted as if
-                 // each row were a whole number of ranges
+  // Whether ranges begin where passes do: tiles are counted as if each pass
+  // were a whole number of ranges.
+  bool aligned;
 
-  // The tiles that a row of `tiles` counts as.
+  // The tiles that a pass over `tiles` counts as.
   __device__ __forceinline__ int counted(int tiles) const {
     return aligned ? (tiles + range - 1) / range * range : tiles;
   }
@@ -27,8 +31,8 @@ struct Partition {
 // Call f with the tiles of each of a lane's sequences. Their lengths are loaded
 // side by side.
 template <typename F>
-__device__ __forceinline__ void for_each_length(const DecodeParams& p, int lane,
-                                                F f) {
+__device__ __forceinline__ void for_each_length(const AttentionParams& p,
+                                                int lane, F f) {
   constexpr int kSideBySide = 4;
 #pragma unroll 1
   for (int base = lane; base < p.num_seqs; base += 32 * kSideBySide) {
@@ -41,30 +45,32 @@ __device__ __forceinline__ void for_each_length(const DecodeParams& p, int lane,
   }
 }
 
-// A row is a KV head's queries of one pass. Teams are warps, or kTeamWarps
-// where a sequence would otherwise have more than num_splits partial results.
-// With one split, a result does not depend on what else is in the batch. Ranges
-// that begin where rows do need no split more; they are taken if they are no
-// longer.
-__device__ __noinline__ Partition partition(const DecodeParams& p, int num_rows,
-                                            int num_warps, int lane) {
+// A pass is over a sequence's tokens, for as many queries of a KV head as
+// attend at once; num_passes are those over a sequence. Teams are warps, or
+// kTeamWarps where a sequence would otherwise have more than num_splits partial
+// results. With one split, a result does not depend on what else is in the
+// batch. Ranges that begin where passes do need no split more; they are taken
+// if they are no longer.
+__device__ __noinline__ Partition partition(const AttentionParams& p,
+                                            int num_passes, int num_warps,
+                                            int lane) {
   int total = 0, longest = 0, num_filled = 0;
   for_each_length(p, lane, [&](int tiles) {
     total += tiles;
     longest = max(longest, tiles);
     num_filled += tiles > 0;
   });
-  total = __reduce_add_sync(~0u, total) * num_rows;
+  total = __reduce_add_sync(~0u, total) * num_passes;
   // At least one, also where no sequence has tokens: so has each range.
   longest = max(__reduce_max_sync(~0u, longest), 1);
   Partition result;
   result.team_size = 1;
   result.range = (total + num_warps - 1) / num_warps;
   if (p.num_splits == 1) {
-    num_filled = __reduce_add_sync(~0u, num_filled) * num_rows;
+    num_filled = __reduce_add_sync(~0u, num_filled) * num_passes;
     return {kTeamWarps, longest, num_filled, true};
   }
-  // A range may begin inside a row, so a row may need one more split.
+  // A range may begin inside a pass, so a pass may need one more split.
   const int least = (longest + p.num_splits - 2) / (p.num_splits - 1);
   int num_teams = num_warps;
   if (result.range < least) {
@@ -72,12 +78,12 @@ __device__ __noinline__ Partition partition(const DecodeParams& p, int num_rows,
     num_teams /= kTeamWarps;
     result.range = max((total + num_teams - 1) / num_teams, 1);
   }
-  const int parts = min(max(longest / result.range, 1), p.num_splits);
-  const int range = max(((longest + parts - 1) / parts + 1) & ~1, 2);
+  const int splits = min(max(longest / result.range, 1), p.num_splits);
+  const int range = max(((longest + splits - 1) / splits + 1) & ~1, 2);
   int teams = 0;
   for_each_length(p, lane,
                   [&](int tiles) { teams += (tiles + range - 1) / range; });
-  teams = __reduce_add_sync(~0u, teams) * num_rows;
+  teams = __reduce_add_sync(~0u, teams) * num_passes;
   result.range = max(result.range, least);
   result.aligned = teams <= num_teams && range <= result.range;
   if (result.aligned) result.range = range;

@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention to a part of a sequence: copies of its tiles to shared memory, the
-// loop over them, and the partial result.
+// Attention of warps to a segment of a sequence: the loop over its tiles, and
+// the partial result.
 #pragma once
 
-#include "decode/decode_params.cuh"
+#include "common/segment.cuh"
 #include "decode/keys.cuh"
+#include "decode/partition.cuh"
 #include "decode/values.cuh"
 
 namespace turbo {
-
-// A part of the tiles of a sequence and KV head.
-struct Segment {
-  int seq;
-  int kv_head;
-  int first_column;           // of the KV head's queries
-  const uint8_t* cache;       // of the KV head
-  int first_tile, last_tile;  // of the sequence
-  int num_tokens;             // of the sequence
-  int split;                  // where the partial result goes
-  bool ends;                  // whether it has the sequence's last tile
-};
 
 // The warps of a block that work on a segment together.
 struct Team {
@@ -42,32 +31,31 @@ struct Team {
   }
 };
 
-template <bool PAIRED, int WARPS, int STAGES>
-struct alignas(128) Shared {
+template <bool kPaired, int kWarps, int kStages>
+struct alignas(128) DecodeShared {
   union {
-    uint8_t tiles[STAGES][2][TILE_BYTES];
+    uint8_t tiles[kStages][2][TILE_BYTES];
     float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
-  } warps[WARPS];
-  typename Query<PAIRED>::Kept queries[WARPS];
-  float reference[WARPS][kColumns];
-  float sum[WARPS][kColumns];
-  int rows[WARPS][kColumns];    // the columns' queries of the sequence, or -1
-  int hidden[WARPS][kColumns];  // tokens of the segment that they do not see
+  } warps[kWarps];
+  typename Query<kPaired>::Kept queries[kWarps];
+  float reference[kWarps][kColumns];
+  float sum[kWarps][kColumns];
+  int rows[kWarps][kColumns];    // the columns' queries of the sequence, or -1
+  int hidden[kWarps][kColumns];  // tokens of the segment that they do not see
 };
 
 // Note which queries a segment's columns are.
-template <bool PAIRED, int WARPS, int STAGES>
+template <bool kPaired, int kWarps, int kStages>
 __device__ __forceinline__ void note_columns(
-    Shared<PAIRED, WARPS, STAGES>& shared, const DecodeParams& p,
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
     const Segment& segment, int lane) {
   if (lane < kColumns) {
     const int warp = threadIdx.x / 32;
-    const int column = segment.first_column + lane % kPassColumns<PAIRED>;
+    const int column = segment.first_column + lane % kPassColumns<kPaired>;
     // One query token needs no division.
-    const int token = column < p.group ? 0 : column / p.group;
+    const int token = column < p.heads_per_kv ? 0 : column / p.heads_per_kv;
     const int query_len = p.num_query_tokens(segment.seq);
-    const int row =
-        (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+    const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[warp][lane] = token < query_len ? row : -1;
     const int after =
         max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
@@ -78,9 +66,9 @@ __device__ __forceinline__ void note_columns(
 }
 
 // Join the team's results and write them.
-template <bool PAIRED, int WARPS, int STAGES>
-__device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
-                              Accumulator& acc, const DecodeParams& p,
+template <bool kPaired, int kWarps, int kStages>
+__device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
+                              DecodeAccumulator& acc, const AttentionParams& p,
                               const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -88,10 +76,7 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = 2 * t + c;
-#pragma unroll
-    for (int mask = 4; mask <= 16; mask *= 2) {
-      acc.sum[c] += __shfl_xor_sync(~0u, acc.sum[c], mask);
-    }
+    acc.sum[c] = column_sum(acc.sum[c]);
     if (g == 0) {
       shared.reference[warp][column] = acc.reference[c];
       shared.sum[warp][column] = acc.sum[c];
@@ -107,9 +92,9 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
   const int num_queries = p.num_queries();
   const int64_t first_row =
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
-  constexpr int kQueryColumns = PAIRED ? 2 : 1;
+  constexpr int kQueryColumns = kPaired ? 2 : 1;
 #pragma unroll 1
-  for (int query = team.index(); query < kPassColumns<PAIRED>;
+  for (int query = team.index(); query < kPassColumns<kPaired>;
        query += team.size) {
     const int own_row = shared.rows[warp][query];
     if (own_row < 0) break;
@@ -159,85 +144,19 @@ __device__ void write_partial(Shared<PAIRED, WARPS, STAGES>& shared,
   team.sync();  // before tiles are copied over what was read here
 }
 
-// The copies of a warp's tiles, two at a time, from pages to shared memory.
-// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
-// / 2.
-struct TileCopies {
-  static constexpr int kHalf = 16, kChunk = 16;
-  const DecodeParams& p;
-  const Segment& segment;
-  const int* table;
-  const uint8_t* address;
-  uint32_t target;
-  int first, stride;  // of the warp's pairs of tiles
-  int count;
-  int lane;
-
-  __device__ __forceinline__ TileCopies(const DecodeParams& p,
-                                        const Segment& segment,
-                                        const uint8_t* tiles, int index,
-                                        int size, int lane)
-      : p(p), segment(segment), address(nullptr), lane(lane) {
-    table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
-    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
-             (lane % kHalf) * kChunk;
-    first = segment.first_tile + 2 * index;
-    stride = 2 * size;
-    count = (segment.last_tile - first + stride - 1) / stride;
-  }
-
-  __device__ __forceinline__ void load_addresses(int step) {
-    const int tile = first + (step + lane / 2) * stride + lane % 2;
-    address = nullptr;
-    if (tile < segment.last_tile) {
-      const int block = tile / p.tiles_per_block;
-      address = segment.cache + table[block] * p.stride_cache_block +
-                (tile - block * p.tiles_per_block) * TILE_BYTES;
-    }
-  }
-
-  __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
-    if (step < count) {
-      if (step % kHalf == 0) load_addresses(step);
-      const auto bits = reinterpret_cast<unsigned long long>(address);
-      const auto source = reinterpret_cast<const uint8_t*>(
-          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
-      if (source != nullptr) {
-#pragma unroll
-        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
-          const int own = lane % kHalf * kChunk;
-          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
-            copy_async(target + stage_offset + i, source + own + i);
-          }
-        }
-      }
-    }
-    commit_copies();
-  }
-};
-
-// Zero the scales of V of two tiles' tokens from num_tokens: a page holds any
-// bytes there, and a weight of zero does not make a product with infinity or
-// NaN zero.
-__device__ __forceinline__ void clear_scales(uint8_t* tiles, int num_tokens,
-                                             int lane) {
+// Zero the scales of V of two tiles' tokens from num_tokens.
+__device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
+                                              int lane) {
   static_assert(2 * TILE_TOKENS == 32);
-  if (lane >= num_tokens) {
-    uint8_t* row = tiles + lane / TILE_TOKENS * TILE_BYTES +
-                   VALUE_SCALES_OFFSET + lane % TILE_TOKENS * (HEAD_SIZE / 32);
-#pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 32; i += 2) {
-      *reinterpret_cast<uint16_t*>(row + i) = 0;
-    }
-  }
+  if (lane >= num_tokens) clear_value_scales(tiles, lane);
   __syncwarp();
 }
 
 // Add two tiles to the running result.
-template <bool PAIRED>
-__device__ __forceinline__ void attend_tiles(Accumulator& acc,
+template <bool kPaired>
+__device__ __forceinline__ void attend_tiles(DecodeAccumulator& acc,
                                              const uint8_t* tiles,
-                                             const Query<PAIRED>& query,
+                                             const Query<kPaired>& query,
                                              const Visible& visible, int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
@@ -245,33 +164,31 @@ __device__ __forceinline__ void attend_tiles(Accumulator& acc,
   for (int i = 0; i < 2; ++i) {
     key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
   }
-  weigh<PAIRED>(weights, acc, scores, query, visible, lane);
+  weigh<kPaired>(weights, acc, scores, query, visible, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
 }
 
-template <bool PAIRED, int WARPS, int STAGES>
-__device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
-                                       const DecodeParams& p,
-                                       const Segment& segment,
-                                       const Team& team) {
+template <bool kPaired, int kWarps, int kStages>
+__device__ __forceinline__ void attend_segment(
+    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.warps[warp].tiles[0][0];
   constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
   TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
 #pragma unroll 1
-  for (int stage = 0; stage < STAGES; ++stage)
+  for (int stage = 0; stage < kStages; ++stage)
     copies.issue(stage, stage * kStageBytes);
 
   note_columns(shared, p, segment, lane);
-  Query<PAIRED> query;
-  const int64_t first_query =
-      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  Query<kPaired> query;
+  const int64_t first_query = p.first_query(segment.seq);
   load_query(query, p.query + first_query * HEAD_SIZE,
              p.query_scale + first_query, shared.rows[warp], lane);
   query.keep(shared.queries[warp], lane);
-  Accumulator acc;
+  DecodeAccumulator acc;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     acc.reference[c] = kNoReference;
@@ -287,20 +204,21 @@ __device__ __forceinline__ void attend(Shared<PAIRED, WARPS, STAGES>& shared,
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
   for (int i = 0; i < copies.count; ++i) {
-    wait_copies<STAGES - 1>();
+    wait_copies<kStages - 1>();
     __syncwarp();
     if (num_tokens < 2 * TILE_TOKENS)
-      clear_scales(tiles + offset, num_tokens, lane);
+      clear_missing(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
     const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
     attend_tiles(acc, tiles + offset, query, visible, lane);
     __syncwarp();
-    copies.issue(i + STAGES, offset);
-    offset =
-        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    copies.issue(i + kStages, offset);
+    offset = offset + kStageBytes == kStages * kStageBytes
+                 ? 0
+                 : offset + kStageBytes;
     num_tokens -= copies.stride * TILE_TOKENS;
   }
-  write_partial<PAIRED>(shared, acc, p, segment, team);
+  write_partial<kPaired>(shared, acc, p, segment, team);
 }
 
 }  // namespace turbo

@@ -5,66 +5,67 @@
 // which blocks attend to what.
 #pragma once
 
-#include "decode/decode.cuh"
 #include "extend/segment.cuh"
 
 namespace turbo {
 
-// What there is to do for a sequence: rows, each a KV head's queries of one
-// pass, of so many steps.
+// What there is to do for a sequence: passes, each for as many queries of a KV
+// head as attend at once, of so many steps.
 struct Work {
-  int steps, rows;
+  int steps, passes;
 };
 
-template <int COLUMNS>
-__device__ __forceinline__ Work work_of(const DecodeParams& p, int seq) {
+template <int kBlockColumns>
+__device__ __forceinline__ Work work_of(const AttentionParams& p, int seq) {
   const int tiles = num_tiles(p, seq);
   if (tiles == 0) return {0, 0};
-  const int columns = p.num_query_tokens(seq) * p.group;
-  const int passes = (columns + COLUMNS - 1) / COLUMNS;
-  return {(tiles + kStepTiles - 1) / kStepTiles, passes * p.num_kv_heads};
+  const int columns = p.num_query_tokens(seq) * p.heads_per_kv;
+  const int head_passes = (columns + kBlockColumns - 1) / kBlockColumns;
+  return {(tiles + kStepTiles - 1) / kStepTiles, head_passes * p.num_kv_heads};
 }
 
 // With one split, a result does not depend on what else is in the batch.
-template <int COLUMNS>
-__device__ __forceinline__ Ranges cut_ranges(const DecodeParams& p, int lane) {
-  int total = 0, longest = 0, rows = 0;
+template <int kBlockColumns>
+__device__ __forceinline__ Ranges cut_ranges(const AttentionParams& p,
+                                             int lane) {
+  int total = 0, longest = 0, passes = 0;
 #pragma unroll 1
   for (int seq = lane; seq < p.num_seqs; seq += 32) {
-    const Work work = work_of<COLUMNS>(p, seq);
-    total += work.steps * work.rows;
+    const Work work = work_of<kBlockColumns>(p, seq);
+    total += work.steps * work.passes;
     longest = max(longest, work.steps);
-    rows += work.rows;
+    passes += work.passes;
   }
   longest = max(__reduce_max_sync(~0u, longest), 1);
-  if (p.num_splits == 1) return {longest, __reduce_add_sync(~0u, rows), true};
+  if (p.num_splits == 1) return {longest, __reduce_add_sync(~0u, passes), true};
   total = __reduce_add_sync(~0u, total);
-  // A range may begin inside a row, so a row may need one more split.
+  // A range may begin inside a pass, so a pass may need one more split.
   const int least = (longest + p.num_splits - 2) / (p.num_splits - 1);
   const int blocks = int(gridDim.x);
   const int size = max((total + blocks - 1) / blocks, least);
   return {size, (total + size - 1) / size, false};
 }
 
-// Attend to a range's part of a sequence, whose rows begin at step seq_first.
-template <int COLUMNS, int WARPS, int STAGES>
-__device__ __forceinline__ void attend_rows(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Ranges& ranges, int index, int seq, int rows, int seq_first,
-    int row_steps) {
+// Attend to what a range has of a sequence, whose passes begin at step
+// seq_first.
+template <int kBlockColumns, int kWarps, int kStages>
+__device__ __forceinline__ void attend_passes(
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Ranges& ranges, int index, int seq,
+    int passes, int seq_first, int pass_steps) {
   const int first = index * ranges.size;
   const int last = first + ranges.size;
-  int row = max(first - seq_first, 0) / row_steps;
+  int pass = max(first - seq_first, 0) / pass_steps;
 #pragma unroll 1
-  for (; row < rows; ++row) {
-    const int start = seq_first + row * row_steps;
+  for (; pass < passes; ++pass) {
+    const int start = seq_first + pass * pass_steps;
     if (start >= last) break;
-    const int passes = rows / p.num_kv_heads;
+    const int head_passes = passes / p.num_kv_heads;
     const int tiles = num_tiles(p, seq);
     Segment segment;
     segment.seq = seq;
-    segment.kv_head = row / passes;
-    segment.first_column = row % passes * COLUMNS;
+    segment.kv_head = pass / head_passes;
+    segment.first_column = pass % head_passes * kBlockColumns;
     segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
     segment.first_tile = max(first - start, 0) * kStepTiles;
     segment.last_tile = min((last - start) * kStepTiles, tiles);
@@ -75,11 +76,11 @@ __device__ __forceinline__ void attend_rows(
   }
 }
 
-// Attend to a range: to parts of any few rows.
-template <int COLUMNS, int WARPS, int STAGES>
+// Attend to a range: to segments of any few passes.
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void extend_range(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Ranges& ranges, int index) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Ranges& ranges, int index) {
   const int lane = threadIdx.x % 32;
   const int first = index * ranges.size;
   const int last = first + ranges.size;
@@ -88,10 +89,10 @@ __device__ __forceinline__ void extend_range(
   // registers are left while one is attended to.
 #pragma unroll 1
   while (base < p.num_seqs && before < last) {
-    const Work work = work_of<COLUMNS>(p, base + lane);
+    const Work work = work_of<kBlockColumns>(p, base + lane);
     const int counted = ranges.whole ? ranges.size : work.steps;
-    const int end = before + inclusive_sum(counted * work.rows, lane);
-    const int begin = end - counted * work.rows;
+    const int end = before + inclusive_sum(counted * work.passes, lane);
+    const int begin = end - counted * work.passes;
     const bool overlaps = begin < end && begin < last && end > first;
     const uint32_t overlapping = __ballot_sync(~0u, lane >= next && overlaps);
     if (overlapping == 0) {
@@ -102,24 +103,25 @@ __device__ __forceinline__ void extend_range(
     }
     const int i = __ffs(overlapping) - 1;
     next = i + 1;
-    const int row_steps = __shfl_sync(~0u, counted, i);
-    attend_rows(shared, p, ranges, index, base + i,
-                __shfl_sync(~0u, work.rows, i), __shfl_sync(~0u, begin, i),
-                row_steps);
+    const int pass_steps = __shfl_sync(~0u, counted, i);
+    attend_passes(shared, p, ranges, index, base + i,
+                  __shfl_sync(~0u, work.passes, i), __shfl_sync(~0u, begin, i),
+                  pass_steps);
   }
 }
 
-template <int COLUMNS, int WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
-    extend_kernel(const __grid_constant__ DecodeParams p) {
+template <int kBlockColumns, int kWarps, int kStages>
+__global__ void __launch_bounds__(32 * kWarps, kWarps > 4 ? 1 : 2)
+    extend_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<ExtendShared<COLUMNS, WARPS, STAGES>*>(shared_bytes);
+      *reinterpret_cast<ExtendShared<kBlockColumns, kWarps, kStages>*>(
+          shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   start_next_kernel();
   // Lengths are known before the kernel before this one, which stores the
   // queries, has ended.
-  const Ranges cut = cut_ranges<COLUMNS>(p, lane);
+  const Ranges cut = cut_ranges<kBlockColumns>(p, lane);
   if (threadIdx.x == 0) shared.ranges = cut;
   __syncthreads();
   const Ranges& ranges = shared.ranges;
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 4 ? 1 : 2)
 #pragma unroll 1
   for (int index = blockIdx.x; index < ranges.count; index += int(gridDim.x))
     extend_range(shared, p, ranges, index);
-  skip_empty<WARPS>(p, warp, lane);
+  skip_empty<kWarps>(p, warp, lane);
 }
 
 }  // namespace turbo

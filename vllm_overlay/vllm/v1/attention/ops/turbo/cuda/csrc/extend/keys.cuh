@@ -10,7 +10,7 @@
 // block.
 #pragma once
 
-#include "decode/keys.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
 
@@ -29,7 +29,8 @@ struct RelativeKeyScales {
   float factor;
 
   __device__ __forceinline__ RelativeKeyScales() {}
-  __device__ __forceinline__ RelativeKeyScales(const uint8_t* row, int side) {
+  __device__ __forceinline__ RelativeKeyScales(const uint8_t* row,
+                                               int group_half) {
     uint32_t largest;
     if constexpr (HEAD_SIZE <= 128) {
       const uint32_t word = HEAD_SIZE < 128
@@ -37,10 +38,10 @@ struct RelativeKeyScales {
                                 : *reinterpret_cast<const uint32_t*>(row);
       largest = word & 0xFF;
       bases = largest * kPair;
-      deltas = word >> (8 + side * (kLaneUnits * SCALE_DELTA_BITS));
+      deltas = word >> (8 + group_half * (kLaneUnits * SCALE_DELTA_BITS));
     } else {
       const uint2 words = *reinterpret_cast<const uint2*>(row);
-      const uint32_t word = side == 0 ? words.x : words.y;
+      const uint32_t word = group_half == 0 ? words.x : words.y;
       largest = max(words.x & 0xFF, words.y & 0xFF);
       bases = (word & 0xFF) * kPair;
       deltas = word >> 8;
@@ -58,7 +59,7 @@ struct RelativeKeyScales {
     constexpr uint32_t kMask = (1u << SCALE_DELTA_BITS) - 1;
     const uint32_t delta = deltas >> (SCALE_DELTA_BITS * j) & kMask;
     const uint32_t step = SCALE_DELTA_STEP * kPair;
-    return __hmul2(as_half2(multiply_add(delta, 0u - step, bases)), inverse);
+    return __hmul2(as_half2(mad_lo(delta, 0u - step, bases)), inverse);
   }
 };
 
@@ -86,18 +87,18 @@ __device__ __forceinline__ void key_coordinates(uint32_t (&pairs)[4],
 
 // B fragments of queries: [unit of a lane][tile of columns][lane], for two
 // products each.
-template <int COLUMN_TILES>
-using ColumnQueries = uint4[kLaneUnits][COLUMN_TILES][32];
+template <int kColumnTiles>
+using ColumnQueries = uint4[kLaneUnits][kColumnTiles][32];
 
 // Load the columns' queries.
 //
 // rows: their places in p_queries; -1 for a column without one.
-template <int COLUMN_TILES, int WARPS>
+template <int kColumnTiles, int kWarps>
 __device__ __forceinline__ void load_columns(
-    ColumnQueries<COLUMN_TILES>& queries, const __half* p_queries,
+    ColumnQueries<kColumnTiles>& queries, const __half* p_queries,
     const int* rows, int warp, int lane) {
 #pragma unroll 1
-  for (int n = warp; n < COLUMN_TILES; n += WARPS) {
+  for (int n = warp; n < kColumnTiles; n += kWarps) {
     const int row = rows[kColumns * n + lane / 4];
     const __half* p_query =
         p_queries + int64_t(row) * HEAD_SIZE + kLaneUnits * key_place(lane);
@@ -126,45 +127,45 @@ __device__ __forceinline__ void load_columns(
   }
 }
 
-// Scores of TILES tiles, without the queries' factors. Score c of columns n is
+// Scores of kTiles tiles, without the queries' factors. Score c of columns n is
 // of token g and column kColumns * n + 2 * t + c, score 2 + c of token g + 8.
-template <int COLUMN_TILES, int TILES>
+template <int kColumnTiles, int kTiles>
 __device__ __forceinline__ void column_scores(
-    float (&scores)[TILES][COLUMN_TILES][4], const uint8_t* tiles,
-    const ColumnQueries<COLUMN_TILES>& queries, int lane) {
+    float (&scores)[kTiles][kColumnTiles][4], const uint8_t* tiles,
+    const ColumnQueries<kColumnTiles>& queries, int lane) {
   const int g = lane / 4, t = lane % 4;
-  uint32_t words[TILES][2][kLaneUnits];
-  RelativeKeyScales scales[TILES][2];
+  uint32_t words[kTiles][2][kLaneUnits];
+  RelativeKeyScales scales[kTiles][2];
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) {
+  for (int i = 0; i < kTiles; ++i) {
     const uint8_t* tile = tiles + i * TILE_BYTES;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = g + 8 * h;
       load_key_words(words[i][h], tile, token, lane);
       scales[i][h] = RelativeKeyScales(
-          tile + KEY_SCALES_OFFSET + token * (HEAD_SIZE / 32), t / 2);
+          tile + KEY_SCALES_OFFSET + token * SCALE_BYTES, t / 2);
     }
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n) {
+    for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) scores[i][n][c] = 0.0f;
     }
   }
 #pragma unroll
   for (int j = 0; j < kLaneUnits; ++j) {
-    uint32_t keys[TILES][2][4];
+    uint32_t keys[kTiles][2][4];
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         key_coordinates(keys[i][h], words[i][h][j], scales[i][h][j]);
     }
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n) {
+    for (int n = 0; n < kColumnTiles; ++n) {
       const uint4 q = queries[j][n][lane];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
+      for (int i = 0; i < kTiles; ++i) {
         const uint32_t (&k)[2][4] = keys[i];
         mma_f16(scores[i][n], k[0][0], k[1][0], k[0][1], k[1][1], q.x, q.y);
         mma_f16(scores[i][n], k[0][2], k[1][2], k[0][3], k[1][3], q.z, q.w);
@@ -172,9 +173,9 @@ __device__ __forceinline__ void column_scores(
     }
   }
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) {
+  for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n) {
+    for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) scores[i][n][c] *= scales[i][c / 2].factor;
     }

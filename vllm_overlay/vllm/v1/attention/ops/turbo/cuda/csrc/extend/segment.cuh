@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a block to a part of a sequence, for many queries of a KV head:
-// the loop over its tiles, and the partial result.
+// Attention of a block to a segment of a sequence, for many queries of a KV
+// head: the loop over its tiles, and the partial result.
 //
 // A step takes kStepTiles tiles. First each warp has tiles of its own and makes
 // their scores and weights, for all queries; then each has coordinates of its
 // own and adds the values of all tiles. So a code is decoded once a block.
 #pragma once
 
+#include "common/segment.cuh"
 #include "extend/keys.cuh"
 #include "extend/values.cuh"
-#include "decode/segment.cuh"
 
 namespace turbo {
 
@@ -20,43 +20,43 @@ constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
 // Warps that copy tiles, two each: see TileCopies.
 constexpr int kCopyWarps = kStepTiles / 2;
 
-// How the steps of all rows, in order, are cut into ranges of one size, so that
-// the blocks are evenly busy whatever the lengths. If there are more ranges
-// than blocks, a block has several.
+// How the steps of all passes, in order, are cut into ranges of one size, so
+// that the blocks are evenly busy whatever the lengths. If there are more
+// ranges than blocks, a block has several.
 struct Ranges {
   int size;  // steps
   int count;
-  bool whole;  // a row each, which counts as so many steps
+  bool whole;  // a pass each, which counts as so many steps
 };
 
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 struct alignas(128) ExtendShared {
-  static constexpr int kColumnTiles = COLUMNS / kColumns;
-  static constexpr int kWarpTiles = kStepTiles / WARPS;
-  static constexpr int kWarpOutputs = kNumOutputs / WARPS;
-  static_assert(kWarpTiles * WARPS == kStepTiles);
-  static_assert(kWarpOutputs * WARPS == kNumOutputs);
-  static_assert(WARPS >= kCopyWarps && COLUMNS <= 32 * WARPS);
+  static constexpr int kColumnTiles = kBlockColumns / kColumns;
+  static constexpr int kWarpTiles = kStepTiles / kWarps;
+  static constexpr int kWarpOutputs = kNumOutputs / kWarps;
+  static_assert(kWarpTiles * kWarps == kStepTiles);
+  static_assert(kWarpOutputs * kWarps == kNumOutputs);
+  static_assert(kWarps >= kCopyWarps && kBlockColumns <= 32 * kWarps);
 
-  uint8_t tiles[STAGES][kStepTiles][TILE_BYTES];
+  uint8_t tiles[kStages][kStepTiles][TILE_BYTES];
   ColumnQueries<kColumnTiles> queries;
   ColumnWeights<kColumnTiles> weights[kStepTiles];
   // Of two columns each: factors of scores, and the running references.
-  float4 references[COLUMNS / 2];
+  float4 references[kBlockColumns / 2];
   // By how much the references were raised, and by what that multiplies sums.
-  float4 raises[COLUMNS / 2];
-  float of_warps[WARPS][COLUMNS];
-  int rows[COLUMNS];    // the columns' queries of the sequence, or -1
-  int limits[COLUMNS];  // tokens of the sequence that they see
+  float4 raises[kBlockColumns / 2];
+  float of_warps[kWarps][kBlockColumns];
+  int rows[kBlockColumns];    // the columns' queries of the sequence, or -1
+  int limits[kBlockColumns];  // tokens of the sequence that they see
   // Here, to leave registers to the scores.
   Segment segment;
   Ranges ranges;
 };
 
 // A lane's columns 2 * t and 2 * t + 1 of each tile of columns.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 struct ExtendAccumulator {
-  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+  using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   float output[Block::kWarpOutputs][Block::kColumnTiles][4];
   float sum[Block::kColumnTiles][2];  // of the warp's own tiles
 
@@ -83,18 +83,17 @@ struct ExtendAccumulator {
 };
 
 // Note which queries a segment's columns are, and their factors.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void note_queries(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Segment& segment, int64_t first_query) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Segment& segment, int64_t first_query) {
   const int thread = threadIdx.x;
-  if (thread >= COLUMNS) return;
+  if (thread >= kBlockColumns) return;
   const int column = segment.first_column + thread;
-  const int token = column / p.group;
+  const int token = column / p.heads_per_kv;
   const int query_len = p.num_query_tokens(segment.seq);
   const bool inside = token < query_len;
-  const int row =
-      (token * p.num_kv_heads + segment.kv_head - token) * p.group + column;
+  const int row = p.query_of(token, segment.kv_head, column);
   const int hidden = p.with_newest ? 0 : query_len - 1 - token;
   shared.rows[thread] = inside ? row : -1;
   shared.limits[thread] = inside ? segment.num_tokens - hidden : 0;
@@ -105,35 +104,32 @@ __device__ __forceinline__ void note_queries(
 }
 
 // Raise the references to the largest scores. The first time they may fall.
-template <int COLUMNS, int WARPS, int STAGES, int TILES>
+template <int kBlockColumns, int kWarps, int kStages, int kTiles>
 __device__ void raise_references(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared,
-    ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc,
-    float (&exponents)[TILES][COLUMNS / kColumns][4], bool is_first) {
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
+    float (&exponents)[kTiles][kBlockColumns / kColumns][4], bool is_first) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int n = 0; n < COLUMNS / kColumns; ++n) {
+  for (int n = 0; n < kBlockColumns / kColumns; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float largest = fmaxf(exponents[0][n][c], exponents[0][n][2 + c]);
 #pragma unroll
-      for (int i = 1; i < TILES; ++i) {
+      for (int i = 1; i < kTiles; ++i) {
         largest =
             fmaxf(largest, fmaxf(exponents[i][n][c], exponents[i][n][2 + c]));
       }
-#pragma unroll
-      for (int mask = 4; mask <= 16; mask *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-      }
+      largest = column_max(largest);
       if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = largest;
     }
   }
   __syncthreads();
-  if (const int column = threadIdx.x; column < COLUMNS) {
+  if (const int column = threadIdx.x; column < kBlockColumns) {
     float largest = shared.of_warps[0][column];
 #pragma unroll
-    for (int w = 1; w < WARPS; ++w)
+    for (int w = 1; w < kWarps; ++w)
       largest = fmaxf(largest, shared.of_warps[w][column]);
     // A column that sees none of the tokens keeps its reference.
     if (largest == -INFINITY || !is_first) largest = fmaxf(largest, 0.0f);
@@ -146,11 +142,11 @@ __device__ void raise_references(
   }
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < COLUMNS / kColumns; ++n) {
+  for (int n = 0; n < kBlockColumns / kColumns; ++n) {
     const float4 raised = shared.raises[4 * n + t];
     acc.rescale(n, raised.z, raised.w);
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
       exponents[i][n][0] -= raised.x, exponents[i][n][1] -= raised.y;
       exponents[i][n][2] -= raised.x, exponents[i][n][3] -= raised.y;
     }
@@ -159,12 +155,12 @@ __device__ void raise_references(
 
 // Make the weights of a warp's own tiles of a step, from tile first_tile of the
 // sequence. All warps call it: it raises the block's references.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void weigh_tiles(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared,
-    ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc, const uint8_t* tiles,
-    int first_tile, bool ends, bool is_first) {
-  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
+    const uint8_t* tiles, int first_tile, bool ends, bool is_first) {
+  using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   constexpr int kTiles = Block::kWarpTiles,
                 kTilesOfColumns = Block::kColumnTiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -218,11 +214,12 @@ __device__ __forceinline__ void weigh_tiles(
 }
 
 // Join the warps' sums and write the columns' results.
-template <int COLUMNS, int WARPS, int STAGES>
-__device__ void write_columns(ExtendShared<COLUMNS, WARPS, STAGES>& shared,
-                              ExtendAccumulator<COLUMNS, WARPS, STAGES>& acc,
-                              const DecodeParams& p, const Segment& segment) {
-  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
+template <int kBlockColumns, int kWarps, int kStages>
+__device__ void write_columns(
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
+    const AttentionParams& p, const Segment& segment) {
+  using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -230,9 +227,7 @@ __device__ void write_columns(ExtendShared<COLUMNS, WARPS, STAGES>& shared,
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float sum = acc.sum[n][c];
-#pragma unroll
-      for (int mask = 4; mask <= 16; mask *= 2)
-        sum += __shfl_xor_sync(~0u, sum, mask);
+      sum = column_sum(sum);
       if (g == 0) shared.of_warps[warp][kColumns * n + 2 * t + c] = sum;
     }
   }
@@ -240,10 +235,10 @@ __device__ void write_columns(ExtendShared<COLUMNS, WARPS, STAGES>& shared,
   const int num_queries = p.num_queries();
   const int64_t first_row =
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
-  if (const int column = threadIdx.x; column < COLUMNS) {
+  if (const int column = threadIdx.x; column < kBlockColumns) {
     float total = shared.of_warps[0][column];
 #pragma unroll
-    for (int w = 1; w < WARPS; ++w) total += shared.of_warps[w][column];
+    for (int w = 1; w < kWarps; ++w) total += shared.of_warps[w][column];
     reinterpret_cast<float*>(&shared.raises[column / 2])[column % 2] =
         1.0f / total;
     if (const int row = shared.rows[column]; row >= 0) {
@@ -280,28 +275,23 @@ __device__ void write_columns(ExtendShared<COLUMNS, WARPS, STAGES>& shared,
   }
 }
 
-// Zero the scales of V of a step's tokens from num_tokens: see clear_scales.
-__device__ __forceinline__ void clear_value_scales(uint8_t* tiles,
-                                                   int num_tokens) {
+// Zero the scales of V of a step's tokens from num_tokens.
+__device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens) {
   const int token = threadIdx.x;
-  if (token < num_tokens || token >= kStepTokens) return;
-  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
-                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * (HEAD_SIZE / 32);
-#pragma unroll
-  for (int i = 0; i < HEAD_SIZE / 32; i += 2)
-    *reinterpret_cast<uint16_t*>(row + i) = 0;
+  if (token >= num_tokens && token < kStepTokens)
+    clear_value_scales(tiles, token);
 }
 
 // Attend to a segment, whose first tile is the first of a step.
-template <int COLUMNS, int WARPS, int STAGES>
+template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void attend_segment(
-    ExtendShared<COLUMNS, WARPS, STAGES>& shared, const DecodeParams& p,
-    const Segment& own_segment) {
-  using Block = ExtendShared<COLUMNS, WARPS, STAGES>;
-  static_assert(kStepTokens <= 32 * WARPS);
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Segment& own_segment) {
+  using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
+  static_assert(kStepTokens <= 32 * kWarps);
   constexpr uint32_t kStageBytes = kStepTiles * TILE_BYTES;
   // Steps whose copies are under way while one is attended to.
-  constexpr int kAhead = STAGES - 1;
+  constexpr int kAhead = kStages - 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.tiles[0][0];
   __syncthreads();  // what the segment before this one had there has been read
@@ -315,14 +305,13 @@ __device__ __forceinline__ void attend_segment(
   for (int stage = 0; stage < kAhead; ++stage)
     copies.issue(stage, stage * kStageBytes);
 
-  const int64_t first_query =
-      int64_t(p.first_token(segment.seq)) * p.num_kv_heads * p.group;
+  const int64_t first_query = p.first_query(segment.seq);
   note_queries(shared, p, segment, first_query);
   __syncthreads();
-  load_columns<Block::kColumnTiles, WARPS>(shared.queries,
-                                           p.query + first_query * HEAD_SIZE,
-                                           shared.rows, warp, lane);
-  ExtendAccumulator<COLUMNS, WARPS, STAGES> acc;
+  load_columns<Block::kColumnTiles, kWarps>(shared.queries,
+                                            p.query + first_query * HEAD_SIZE,
+                                            shared.rows, warp, lane);
+  ExtendAccumulator<kBlockColumns, kWarps, kStages> acc;
   acc.clear();
 
   uint32_t offset = 0, next = kAhead * kStageBytes;
@@ -340,13 +329,14 @@ __device__ __forceinline__ void attend_segment(
       __syncthreads();
       copies.issue(step + kAhead, next);
       next =
-          next + kStageBytes == STAGES * kStageBytes ? 0 : next + kStageBytes;
+          next + kStageBytes == kStages * kStageBytes ? 0 : next + kStageBytes;
     }
     uint8_t* stage = tiles + offset;
-    offset =
-        offset + kStageBytes == STAGES * kStageBytes ? 0 : offset + kStageBytes;
+    offset = offset + kStageBytes == kStages * kStageBytes
+                 ? 0
+                 : offset + kStageBytes;
     const int num_tokens = segment.num_tokens - tile * TILE_TOKENS;
-    if (num_tokens < kStepTokens) clear_value_scales(stage, num_tokens);
+    if (num_tokens < kStepTokens) clear_missing(stage, num_tokens);
     weigh_tiles(shared, acc, stage, tile,
                 num_tokens < kStepTokens + p.most_hidden,
                 tile == segment.first_tile);

@@ -5,22 +5,22 @@
 // coordinates, for all queries of a block.
 #pragma once
 
-#include "decode/values.cuh"
+#include "common/tile.cuh"
 
 namespace turbo {
 
 // B fragments of weights of a tile: [pair of tiles of columns][lane], for the
 // first and for the second of a pair.
-template <int COLUMN_TILES>
-using ColumnWeights = uint4[COLUMN_TILES / 2][32];
+template <int kColumnTiles>
+using ColumnWeights = uint4[kColumnTiles / 2][32];
 
-// A fragments of a tile's V^T: OUTPUTS of them, from first_output, a multiple.
+// A fragments of a tile's V^T: kOutputs of them, from first_output, a multiple.
 // Fragment i has coordinates output_coordinate(first_output + i, ...).
-template <int OUTPUTS>
+template <int kOutputs>
 __device__ __forceinline__ void value_fragments(
-    uint32_t (&fragments)[OUTPUTS][4], const uint8_t* tile, int first_output,
+    uint32_t (&fragments)[kOutputs][4], const uint8_t* tile, int first_output,
     int lane) {
-  static_assert(OUTPUTS <= 2, "codes of a half of a word");
+  static_assert(kOutputs <= 2, "codes of a half of a word");
   constexpr int kRowWords = kPieceWords / 2;
   const int piece = kPieces == 1 ? 0 : first_output / kPieceCodes;
   const uint32_t second_word = first_output % kPieceCodes < 4 ? 0 : ~0u;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void value_fragments(
       if constexpr (kRowWords == 2)
         word = select(second_word, words[2 * r + 1], word);
       word = __byte_perm(word, word, selector);
-      if constexpr (OUTPUTS == 2) {
+      if constexpr (kOutputs == 2) {
         fragments[0][2 * h + r] = value_coordinates(low_positions(word), a, b);
         fragments[1][2 * h + r] = value_coordinates(high_positions(word), a, b);
       } else {
@@ -56,17 +56,17 @@ __device__ __forceinline__ void value_fragments(
 }
 
 // Add a tile's V^T P^T to a warp's outputs.
-template <int OUTPUTS, int COLUMN_TILES>
+template <int kOutputs, int kColumnTiles>
 __device__ __forceinline__ void add_tile_values(
-    float (&output)[OUTPUTS][COLUMN_TILES][4], const uint8_t* tile,
-    const ColumnWeights<COLUMN_TILES>& weights, int first_output, int lane) {
-  uint32_t values[OUTPUTS][4];
+    float (&output)[kOutputs][kColumnTiles][4], const uint8_t* tile,
+    const ColumnWeights<kColumnTiles>& weights, int first_output, int lane) {
+  uint32_t values[kOutputs][4];
   value_fragments(values, tile, first_output, lane);
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n += 2) {
+  for (int n = 0; n < kColumnTiles; n += 2) {
     const uint4 w = weights[n / 2][lane];
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) {
+    for (int i = 0; i < kOutputs; ++i) {
       const uint32_t (&v)[4] = values[i];
       mma_f16(output[i][n], v[0], v[1], v[2], v[3], w.x, w.y);
       mma_f16(output[i][n + 1], v[0], v[1], v[2], v[3], w.z, w.w);

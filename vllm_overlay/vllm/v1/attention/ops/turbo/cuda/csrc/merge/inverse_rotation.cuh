@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "turbo_merge_constants.h"
+#include "turbo_constants.h"
 
 namespace turbo {
 
@@ -67,11 +67,11 @@ __device__ __forceinline__ void store_vector(T* p, const float (&x)[kVector]) {
   }
 }
 
-// Sum over LANES neighbouring lanes; each gets the same.
-template <int LANES>
+// Sum over kWidth neighbouring lanes; each gets the same.
+template <int kWidth>
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int mask = LANES / 2; mask > 0; mask /= 2) {
+  for (int mask = kWidth / 2; mask > 0; mask /= 2) {
     x += __shfl_xor_sync(~0u, x, mask);
   }
   return x;

@@ -2,13 +2,13 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The merge kernel's entry point. A module is of one head size, that of
-// turbo_merge_constants.h, which cuda_merge.py generates.
+// turbo_constants.h, which constants.py makes.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
 #include "common/launch.cuh"
-#include "merge/merge.cuh"
 #include "common/tensors.cuh"
+#include "merge/merge.cuh"
 
 namespace {
 
@@ -38,7 +38,7 @@ void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
   turbo::check_size(name, x, 1, num_heads);
 }
 
-// See turbo::MergeParams and cuda_merge.py for shapes and types.
+// See turbo::MergeParams and merge.py for shapes and types.
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,
@@ -75,7 +75,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.stride_value_head = value.stride(1);
   p.score_factor = static_cast<float>(score_factor);
   p.num_heads = turbo::to_int("output", num_heads);
-  p.group = p.num_heads / static_cast<int>(num_kv_heads);
+  p.heads_per_kv = p.num_heads / static_cast<int>(num_kv_heads);
   p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
   p.query_len = turbo::to_int("query_len", query_len);
   p.num_queries = p.query_len * p.num_heads;

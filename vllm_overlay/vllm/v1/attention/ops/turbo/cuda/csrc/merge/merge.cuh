@@ -10,38 +10,13 @@
 // kMergeWarps warps, of sequence i.
 #pragma once
 
-#include "merge/inverse_rotation.cuh"
+#include "common/numbers.cuh"
 #include "common/warp.cuh"
+#include "merge/inverse_rotation.cuh"
+#include "merge/params.cuh"
 
 namespace turbo {
 
-struct MergeParams {
-  const float* partial;        // [B, S, Q, Hq, D], rotated
-  const float* partial_lse;    // [B, S, Q, Hq], base 2; -inf: no tokens
-  const int* seq_lens;         // [B]
-  const int* query_start_loc;  // [B + 1], or null: T = B * Q
-  void* output;                // [T, Hq, D]
-  const void* query;           // [T, Hq, D], not rotated
-  const void* key;             // [T, H, D], of the newest tokens
-  const void* value;           // [T, H, D]
-  int64_t stride_output_token;
-  int64_t stride_output_head;
-  int64_t stride_query_token;
-  int64_t stride_query_head;
-  int64_t stride_key_token;
-  int64_t stride_key_head;
-  int64_t stride_value_token;
-  int64_t stride_value_head;
-  float score_factor;  // of a score, for base-2 softmax
-  int num_heads;       // Hq
-  int group;           // query heads a KV head
-  int query_len;       // Q, most query tokens of a sequence
-  int num_queries;     // Q * Hq
-  int num_splits;
-  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
-};
-
-constexpr int kMergeWarps = 8;
 constexpr int kMergeThreads = 32 * kMergeWarps;
 // Blocks a multiprocessor: more leave too few registers for loads in flight.
 constexpr int kMergeBlocks = 4;
@@ -57,9 +32,8 @@ struct MergeShared {
 
 // The largest number of a warp; NaN is above infinity.
 __device__ __forceinline__ float warp_max(float x) {
-  const int bits = __float_as_int(x);
-  const int largest = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7FFFFFFF));
-  return __int_as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
+  const int bits = ordered_bits(__float_as_int(x));
+  return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));
 }
 
 // An LSE to take others relative to.
@@ -110,7 +84,7 @@ struct Newest {
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int lane) {
-    const int64_t kv_head = unsigned(row.head) / unsigned(p.group);
+    const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
                      row.token * p.stride_query_token +
@@ -258,12 +232,12 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared,
 //
 // largest: LSE, -inf without splits. total: of the splits' weights relative to
 // it.
-template <typename T, bool WITH_NEWEST>
+template <typename T, bool kWithNewest>
 __device__ __forceinline__ void finish_row(
     Coordinates& sum, const MergeParams& p, const Newest& newest,
     const Signs& signs, float largest, float total, const Row& row, int lane) {
   float rescale = 1.0f, newest_weight = 0.0f;
-  if constexpr (WITH_NEWEST) {
+  if constexpr (kWithNewest) {
     const float reference = or_zero(fmaxf(largest, newest.largest));
     rescale = exp2_approx(largest - reference);
     newest_weight = exp2_approx(newest.largest - reference);
@@ -284,7 +258,7 @@ __device__ __forceinline__ void finish_row(
     for (int i = 0; i < kVector; ++i) {
       x[i] = signs.apply(sum[j][i] * normaliser, j, i);
     }
-    if constexpr (WITH_NEWEST) {
+    if constexpr (kWithNewest) {
       x[0] = fmaf(newest_weight, newest.value[j].x, x[0]);
       x[1] = fmaf(newest_weight, newest.value[j].y, x[1]);
       x[2] = fmaf(newest_weight, newest.value[j].z, x[2]);
@@ -294,7 +268,7 @@ __device__ __forceinline__ void finish_row(
   }
 }
 
-template <typename T, bool WITH_NEWEST>
+template <typename T, bool kWithNewest>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
@@ -311,7 +285,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   // What does not depend on the decode kernel is done while that still runs.
   const Signs signs(lane);
   Newest newest;
-  if constexpr (WITH_NEWEST) {
+  if constexpr (kWithNewest) {
     if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
       newest.attend<T>(p, seq, row, lane);
     }
@@ -338,7 +312,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));
-  finish_row<T, WITH_NEWEST>(sum, p, newest, signs, largest, total, row, lane);
+  finish_row<T, kWithNewest>(sum, p, newest, signs, largest, total, row, lane);
 }
 
 }  // namespace turbo

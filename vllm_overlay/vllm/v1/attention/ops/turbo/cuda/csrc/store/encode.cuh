@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The encoder of four-bit codes of the turbo format: see reference_codec.
+// The encoder of four-bit codes of the turbo format: see reference.codec.
 #pragma once
 
 #include "store/levels.cuh"
@@ -11,83 +11,81 @@
 namespace turbo {
 
 // Errors of each candidate of a scale, over the lane's part of a group.
-template <bool IS_KEY, bool IS_TINY, int N>
+template <bool kIsKey, bool kIsTiny, int kElements>
 __device__ __forceinline__ void candidate_errors(
-    const float (&x)[N], int floor, float normaliser, const FoldTables& tables,
-    int (&errors)[NUM_SCALE_CANDIDATES]) {
+    const float (&x)[kElements], int floor, float normaliser,
+    const FoldTables& tables, int (&errors)[NUM_SCALE_CANDIDATES]) {
   // Candidates that share rows. Subnormal scales are too far apart. Not
   // unrolled, though there is one too many: instructions are fetched more
   // slowly than run.
-  constexpr int SHARING = IS_TINY ? 1 : 2;
+  constexpr int kSharing = kIsTiny ? 1 : 2;
 #pragma unroll 1
-  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += SHARING) {
-    float scales[SHARING];
-    int sums[SHARING];
+  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += kSharing) {
+    float scales[kSharing];
+    int sums[kSharing];
 #pragma unroll
-    for (int c = 0; c < SHARING; ++c) {
+    for (int c = 0; c < kSharing; ++c) {
       const int code = scale_candidate(floor, first + c);
       scales[c] = __fmul_rn(scale_value(code), normaliser);
       sums[c] = 0;
     }
-    const FoldRows<IS_KEY, IS_TINY> rows(scales[0], tables);
+    const FoldRows<kIsKey, kIsTiny> rows(scales[0], tables);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const float2 fold = load_shared_2(rows.of(x[i]));
 #pragma unroll
-      for (int c = 0; c < SHARING; ++c) {
+      for (int c = 0; c < kSharing; ++c) {
         sums[c] += rounded_square(fold_error(x[i], fold, scales[c]));
       }
     }
 #pragma unroll
     for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
 #pragma unroll
-      for (int c = 0; c < SHARING; ++c) {
+      for (int c = 0; c < kSharing; ++c) {
         errors[k] = first + c == k ? sums[c] : errors[k];
       }
     }
   }
 }
 
-// See reference_codec.choose_scales.
-template <bool IS_KEY, bool IS_TINY, int J, int N>
-__device__ __forceinline__ void choose_scales(const float (&x)[J][N],
-                                              const int (&floors)[J],
-                                              float normaliser,
-                                              const FoldTables& tables,
-                                              int (&codes)[J]) {
-  int errors[J][NUM_SCALE_CANDIDATES];
+// See reference.codec.choose_scales.
+template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
+__device__ __forceinline__ void choose_scales(
+    const float (&x)[kGroups][kElements], const int (&floors)[kGroups],
+    float normaliser, const FoldTables& tables, int (&codes)[kGroups]) {
+  int errors[kGroups][NUM_SCALE_CANDIDATES];
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    candidate_errors<IS_KEY, IS_TINY>(x[j], floors[j], normaliser, tables,
+  for (int j = 0; j < kGroups; ++j) {
+    candidate_errors<kIsKey, kIsTiny>(x[j], floors[j], normaliser, tables,
                                       errors[j]);
 #pragma unroll
     for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
-      errors[j][k] = reduce_parts<Sum, PARTS_OF<N>>(errors[j][k]);
+      errors[j][k] = reduce_parts<Sum, kPartsOf<kElements>>(errors[j][k]);
     }
   }
-  scales_in_reach<PARTS_OF<N>>(floors, errors, codes);
+  scales_in_reach<kPartsOf<kElements>>(floors, errors, codes);
 }
 
 // The factor of a key. No factor moves a coordinate past more than one
 // threshold, so products are computed for the levels around it only once.
-template <bool IS_TINY, int J, int N>
+template <bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ Unbiasing
-unbias(const float (&x)[J][N], const float (&scales)[J],
-       const FoldRows<true, IS_TINY> (&rows)[J]) {
-  constexpr int PARTS = PARTS_OF<N>;
+unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
+       const FoldRows<true, kIsTiny> (&rows)[kGroups]) {
+  constexpr int kParts = kPartsOf<kElements>;
   const int square = square_of(x);
-  Unbiasing key = Unbiasing::of<PARTS>(square);
-  float thresholds[J][N];
-  int steps[J][N];
+  Unbiasing key = Unbiasing::of<kParts>(square);
+  float thresholds[kGroups][kElements];
+  int steps[kGroups][kElements];
   int rest_below = square;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const float2 fold = load_shared_2(rows[j].of(x[j][i]));
       const float threshold = __fmul_rn(fold.x, scales[j]);
       const float half_gap = __fmul_rn(fold.y, scales[j]);
-      // Products are sums with MAGIC, as many as the square's.
+      // Products are sums with kMagic, as many as the square's.
       const int below = __float_as_int(
           rounded_product(x[j][i], __fsub_rn(threshold, half_gap)));
       const int above = __float_as_int(
@@ -101,19 +99,19 @@ unbias(const float (&x)[J][N], const float (&scales)[J],
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
     int rest = rest_below;
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
+      for (int i = 0; i < kElements; ++i) {
         rest = subtract_if_greater(rest, __fmul_rn(x[j][i], key.next),
                                    thresholds[j][i], steps[j][i]);
       }
     }
-    key.update(round, reduce_vector<Sum, PARTS>(rest, round));
+    key.update(round, reduce_vector<Sum, kParts>(rest, round));
   }
   return key;
 }
 
-// Cost of a code that is moved to another level: see reference_codec._unbiased.
+// Cost of a code that is moved to another level: see reference.codec._unbiased.
 __device__ __forceinline__ float cost_of_move(float x, float decoded,
                                               float moved,
                                               const Unbiasing& key) {
@@ -133,76 +131,78 @@ __device__ __forceinline__ float cost_of_move(float x, float decoded,
 
 // The magnitudes' indices of a key, four bits each, with one moved if that is
 // worth it.
-template <bool IS_TINY, int J, int N>
-__device__ __forceinline__ void key_codes(const float (&x)[J][N],
-                                          const float (&scales)[J],
-                                          const FoldTables& tables,
-                                          uint32_t (&words)[J][WORDS_OF<N>]) {
-  constexpr int PARTS = PARTS_OF<N>;
-  constexpr int NONE = HEAD_SIZE;
-  FoldRows<true, IS_TINY> rows[J];
+template <bool kIsTiny, int kGroups, int kElements>
+__device__ __forceinline__ void key_codes(
+    const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
+    const FoldTables& tables, uint32_t (&words)[kGroups][kWordsOf<kElements>]) {
+  constexpr int kParts = kPartsOf<kElements>;
+  constexpr int kNone = HEAD_SIZE;
+  FoldRows<true, kIsTiny> rows[kGroups];
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    rows[j] = FoldRows<true, IS_TINY>(scales[j], tables);
+  for (int j = 0; j < kGroups; ++j) {
+    rows[j] = FoldRows<true, kIsTiny>(scales[j], tables);
   }
   const Unbiasing key = unbias(x, scales, rows);
   const int outwards = key.rest > 0.0f ? 1 : -1;
   const uint32_t moves = shared_address(tables.moves[key.rest > 0.0f]);
-  float least = as_float(0x7F800000u);
-  int first = NONE;
+  float least = __uint_as_float(0x7F800000u);
+  int first = kNone;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < kElements; ++i) {
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
       const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
-      if (i < WORDS_OF<N>) words[j][i] = 0;
-      words[j][word_of<N>(i)] += static_cast<uint32_t>(index) << shift_of<N>(i);
+      if (i < kWordsOf<kElements>) words[j][i] = 0;
+      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
+                                         << shift_of<kElements>(i);
       // Of a level that cannot be moved the other is infinite, and the cost
       // that, too, or no number.
-      const float2 levels = load_shared_2(moves + index * FOLD_BYTES);
+      const float2 levels = load_shared_2(moves + index * kFoldBytes);
       const float cost = cost_of_move(x[j][i], __fmul_rn(levels.x, scales[j]),
                                       __fmul_rn(levels.y, scales[j]), key);
       if (cost < least) {
         least = cost;
-        first = i * PARTS * NUM_GROUPS + COLUMNS_A_WARP * j;
+        first = i * kParts * NUM_GROUPS + kWarpColumns * j;
       }
     }
   }
-  const float best = reduce_vector<Least, PARTS>(least, 0);
-  const int group = group_of_lane<PARTS>(0);
-  const int here = first + part_of_lane<PARTS>() * NUM_GROUPS + group;
-  const int mine = least == best && group < NUM_GROUPS ? here : NONE;
-  const int chosen = reduce_vector<Least, PARTS>(mine, 1);
+  const float best = reduce_vector<Least, kParts>(least, 0);
+  const int group = group_of_lane<kParts>(0);
+  const int here = first + part_of_lane<kParts>() * NUM_GROUPS + group;
+  const int mine = least == best && group < NUM_GROUPS ? here : kNone;
+  const int chosen = reduce_vector<Least, kParts>(mine, 1);
   const bool worth =
       best < __fmul_rn(__fmul_rn(key.rest, key.rest), BIAS_WEIGHT);
   if (worth && mine == chosen) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kElements; ++i) {
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
+      for (int j = 0; j < kGroups; ++j) {
         const bool is_chosen =
-            first == i * PARTS * NUM_GROUPS + COLUMNS_A_WARP * j;
-        words[j][word_of<N>(i)] +=
-            is_chosen ? static_cast<uint32_t>(outwards) << shift_of<N>(i) : 0;
+            first == i * kParts * NUM_GROUPS + kWarpColumns * j;
+        words[j][word_of<kElements>(i)] += is_chosen
+                                               ? static_cast<uint32_t>(outwards)
+                                                     << shift_of<kElements>(i)
+                                               : 0;
       }
     }
   }
 }
 
 // The magnitudes' indices of a value, four bits each.
-template <bool IS_TINY, int J, int N>
-__device__ __forceinline__ void value_codes(const float (&x)[J][N],
-                                            const float (&scales)[J],
-                                            const FoldTables& tables,
-                                            uint32_t (&words)[J][WORDS_OF<N>]) {
+template <bool kIsTiny, int kGroups, int kElements>
+__device__ __forceinline__ void value_codes(
+    const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
+    const FoldTables& tables, uint32_t (&words)[kGroups][kWordsOf<kElements>]) {
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const FoldRows<false, IS_TINY> rows(scales[j], tables);
+  for (int j = 0; j < kGroups; ++j) {
+    const FoldRows<false, kIsTiny> rows(scales[j], tables);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const int index = rows.nearest(x[j][i], 1.0f, scales[j]);
-      if (i < WORDS_OF<N>) words[j][i] = 0;
-      words[j][word_of<N>(i)] += static_cast<uint32_t>(index) << shift_of<N>(i);
+      if (i < kWordsOf<kElements>) words[j][i] = 0;
+      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
+                                         << shift_of<kElements>(i);
     }
   }
 }
@@ -211,26 +211,27 @@ __device__ __forceinline__ void value_codes(const float (&x)[J][N],
 //
 // codes: the side's plane. token: place in the tile. scales: the vector's, or
 // null to write nothing.
-template <bool IS_KEY, bool IS_TINY, int J, int N>
+template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void encode_4_bits(
-    const float (&x)[J][N], const uint32_t (&signs)[J][WORDS_OF<N>],
-    const int (&floors)[J], float normaliser, const FoldTables& tables,
+    const float (&x)[kGroups][kElements],
+    const uint32_t (&signs)[kGroups][kWordsOf<kElements>],
+    const int (&floors)[kGroups], float normaliser, const FoldTables& tables,
     uint8_t* codes, int token, uint8_t* scales) {
-  int scale_codes[J];
-  choose_scales<IS_KEY, IS_TINY>(x, floors, normaliser, tables, scale_codes);
-  uint32_t words[J][WORDS_OF<N>];
-  float chosen[J];
+  int scale_codes[kGroups];
+  choose_scales<kIsKey, kIsTiny>(x, floors, normaliser, tables, scale_codes);
+  uint32_t words[kGroups][kWordsOf<kElements>];
+  float chosen[kGroups];
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     chosen[j] = __fmul_rn(scale_value(scale_codes[j]), normaliser);
   }
-  if constexpr (IS_KEY) {
-    key_codes<IS_TINY>(x, chosen, tables, words);
+  if constexpr (kIsKey) {
+    key_codes<kIsTiny>(x, chosen, tables, words);
   } else {
-    value_codes<IS_TINY>(x, chosen, tables, words);
+    value_codes<kIsTiny>(x, chosen, tables, words);
   }
-  store_codes<IS_KEY, N>(words, signs, codes, token, scales != nullptr);
-  store_scales<PARTS_OF<N>>(scale_codes, scales);
+  store_codes<kIsKey, kElements>(words, signs, codes, token, scales != nullptr);
+  store_scales<kPartsOf<kElements>>(scale_codes, scales);
 }
 
 }  // namespace turbo

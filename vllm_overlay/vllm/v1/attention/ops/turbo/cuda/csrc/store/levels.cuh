@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The nearest levels to magnitudes: see reference_codec.
+// The nearest levels to magnitudes: see reference.codec.
 //
 // With a threshold t between two levels, h from either, the error of the nearer
 // is ||x| - t * scale| - h * scale. The inner difference is exact if |x| is at
 // least half of t * scale, so the outer one is rounded as the reference's is. A
 // table has t and h in even steps of |x| / scale, so coarse that rows are found
 // without a comparison: a row holds for scales up to 9/8 of the one it was
-// found with, and for factors of a key's search. cuda_store_constants.py sees
+// found with, and for factors of a key's search. store_tables.py sees
 // to that.
 #pragma once
 
 #include <cstddef>
 
-#include "store/scales.cuh"
 #include "common/warp.cuh"
+#include "store/scales.cuh"
 
 namespace turbo {
 
-constexpr int HALF_LEVELS = NUM_LEVELS / 2;
-constexpr int FOLD_BYTES = sizeof(float2);
+constexpr int kHalfLevels = NUM_LEVELS / 2;
+constexpr int kFoldBytes = sizeof(float2);
 
-// In shared memory; cuda_store_constants.py makes them.
+// In shared memory; store_tables.py makes them.
 struct FoldTables {
   float2 folds[FOLD_ROWS];    // t, h
   float2 indices[FOLD_ROWS];  // t, the index of the level below it
   // A level and the one it may be moved to, inwards or outwards.
-  float2 moves[2][HALF_LEVELS];
+  float2 moves[2][kHalfLevels];
 };
 
 __device__ __forceinline__ float2 load_shared_2(uint32_t address) {
@@ -63,39 +63,33 @@ __device__ __forceinline__ int subtract_if_greater(int x, float a, float b,
   return x;
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // What zero scales are taken for: a magnitude is zero or far above.
-constexpr float ALMOST_ZERO = 7.7037198e-34f;  // 2**-110
+constexpr float kAlmostZero = 7.7037198e-34f;  // 2**-110
 
 // Rows of a table for magnitudes in a group.
 //
-// IS_TINY: whether magnitudes may exceed 5/4 of the scale.
-template <bool IS_KEY, bool IS_TINY>
+// kIsTiny: whether magnitudes may exceed 5/4 of the scale.
+template <bool kIsKey, bool kIsTiny>
 struct FoldRows {
-  static constexpr float STEP = IS_KEY ? KEY_FOLD_STEP : VALUE_FOLD_STEP;
+  static constexpr float kStep = kIsKey ? KEY_FOLD_STEP : VALUE_FOLD_STEP;
   float guess, limit;
   uint32_t offset;
 
   FoldRows() = default;
   // scale: normalised; the least of those that the rows are for.
   __device__ __forceinline__ FoldRows(float scale, const FoldTables& tables) {
-    const float not_zero = fmaxf(scale, ALMOST_ZERO);
-    guess = __fmul_rn(1.0f / STEP, reciprocal(not_zero));
-    limit = __fmul_rn((FOLD_ROWS - 0.5f) * STEP, not_zero);
+    const float not_zero = fmaxf(scale, kAlmostZero);
+    guess = __fmul_rn(1.0f / kStep, reciprocal_approx(not_zero));
+    limit = __fmul_rn((FOLD_ROWS - 0.5f) * kStep, not_zero);
     offset = shared_address(&tables) -
-             FOLD_BYTES * static_cast<uint32_t>(MAGIC_BITS);
+             kFoldBytes * static_cast<uint32_t>(kMagicBits);
   }
 
   // Shared address of the row, in `folds`, of a magnitude.
   __device__ __forceinline__ uint32_t of(float magnitude) const {
-    const float limited = IS_TINY ? fminf(magnitude, limit) : magnitude;
-    const float row = __fmaf_rd(limited, guess, MAGIC);
-    return __float_as_uint(row) * FOLD_BYTES + offset;
+    const float limited = kIsTiny ? fminf(magnitude, limit) : magnitude;
+    const float row = __fmaf_rd(limited, guess, kMagic);
+    return __float_as_uint(row) * kFoldBytes + offset;
   }
 
   // Index of the nearest level to factor * magnitude.
@@ -106,7 +100,7 @@ struct FoldRows {
     const int index =
         add_if_greater(__float_as_int(row.y), __fmul_rn(magnitude, factor),
                        __fmul_rn(row.x, scale));
-    return IS_TINY ? max(index, 0) : index;
+    return kIsTiny ? max(index, 0) : index;
   }
 };
 

@@ -58,7 +58,7 @@ struct Divisor {
 };
 
 // More queries take less time by eights.
-constexpr int MAX_SINGLE_QUERIES = 512;
+constexpr int kMaxSingleQueries = 512;
 
 struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
@@ -71,7 +71,7 @@ struct KernelParams : StoreParams {
         by_heads(params.num_heads),
         by_block(params.block_size),
         has_single_queries(params.num_queries * params.num_heads <=
-                           MAX_SINGLE_QUERIES) {}
+                           kMaxSingleQueries) {}
 };
 
 // Where a token's bytes go: a tile, or null, and a place in it.
@@ -114,8 +114,8 @@ __device__ __forceinline__ void store_query_scale(const KernelParams& params,
                                                   int row, int exponent,
                                                   bool is_nan) {
   const float unit = power_of_two(exponent - ROTATION_EXPONENT);
-  params.query_scale[row] =
-      is_nan ? as_float(0x7FC00000u) : __fmul_rn(unit, params.query_factor);
+  params.query_scale[row] = is_nan ? __uint_as_float(0x7FC00000u)
+                                   : __fmul_rn(unit, params.query_factor);
 }
 
 }  // namespace turbo

@@ -8,40 +8,40 @@
 
 namespace turbo {
 
-// Lanes that share a group, when each has N of its coordinates: coordinate e is
-// number e / PARTS of lane e % PARTS.
-template <int N>
-constexpr int PARTS_OF = SCALE_GROUP / N;
+// Lanes that share a group, when each has kElements of its coordinates:
+// coordinate e is number e / kParts of lane e % kParts.
+template <int kElements>
+constexpr int kPartsOf = SCALE_GROUP / kElements;
 
 // Code words that a lane has a part of, and where in them its code i lies. Code
 // e is four bits of word e % 2, from bit 4 * (e / 2).
-template <int N>
-constexpr int WORDS_OF = N == SCALE_GROUP ? 2 : 1;
-template <int N>
+template <int kElements>
+constexpr int kWordsOf = kElements == SCALE_GROUP ? 2 : 1;
+template <int kElements>
 __device__ __forceinline__ constexpr int word_of(int i) {
-  return N == SCALE_GROUP ? i % 2 : 0;
+  return kElements == SCALE_GROUP ? i % 2 : 0;
 }
-template <int N>
+template <int kElements>
 __device__ __forceinline__ constexpr int shift_of(int i) {
-  return N == SCALE_GROUP ? i / 2 * 4 : i * 2 * PARTS_OF<N>;
+  return kElements == SCALE_GROUP ? i / 2 * 4 : i * 2 * kPartsOf<kElements>;
 }
 
-// Every other nibble of a word, rotated left by ROTATION bits.
-template <int ROTATION>
+// Every other nibble of a word, rotated left by kRotation bits.
+template <int kRotation>
 __device__ __forceinline__ uint16_t half_of_word(uint32_t word, int parity) {
   uint32_t half = word >> 4 * parity & 0x0F0F0F0Fu;
   half = (half | half >> 4) & 0x00FF00FFu;
   half = (half | half >> 8) & 0xFFFFu;
-  return static_cast<uint16_t>(half << ROTATION | half >> (16 - ROTATION));
+  return static_cast<uint16_t>(half << kRotation | half >> (16 - kRotation));
 }
 
 // Write a unit, of group `group` (or that and NUM_GROUPS), of a token in its
 // tile: see TurboFormat for the order.
-template <bool IS_KEY>
+template <bool kIsKey>
 __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
                                            int token, int group, int upper) {
-  if constexpr (IS_KEY) {
-    auto* row = reinterpret_cast<uint32_t*>(plane + token * (HEAD_SIZE / 2));
+  if constexpr (kIsKey) {
+    auto* row = reinterpret_cast<uint32_t*>(plane + token * KEY_ROW_BYTES);
     row[group + upper * NUM_GROUPS] = codes;
   } else {
     uint8_t* place = plane + token / 8 * (4 * HEAD_SIZE) + 64 * group +
@@ -56,39 +56,46 @@ __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
 // words: the lane's parts, magnitudes. signs: of the codes, in their lowest
 // bits. plane: the side's codes in a tile. token: in it. is_stored: whether to
 // write at all.
-template <bool IS_KEY, int N, int J>
+template <bool kIsKey, int kElements, int kGroups>
 __device__ __forceinline__ void store_codes(
-    const uint32_t (&words)[J][WORDS_OF<N>],
-    const uint32_t (&signs)[J][WORDS_OF<N>], uint8_t* plane, int token,
-    bool is_stored) {
-  constexpr int PARTS = PARTS_OF<N>;
-  const int part = part_of_lane<PARTS>();
+    const uint32_t (&words)[kGroups][kWordsOf<kElements>],
+    const uint32_t (&signs)[kGroups][kWordsOf<kElements>], uint8_t* plane,
+    int token, bool is_stored) {
+  constexpr int kParts = kPartsOf<kElements>;
+  const int part = part_of_lane<kParts>();
   // Half of the levels are negative; codes of these run the other way.
-  constexpr uint32_t POSITIVE = PARTS == 4 ? 0x08080808u : 0x88888888u;
-  constexpr uint32_t ALL = 15;
+  constexpr uint32_t kPositive = kParts == 4 ? 0x08080808u : 0x88888888u;
+  constexpr uint32_t kAllBits = 15;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const int group = group_of_lane<PARTS>(j);
+  for (int j = 0; j < kGroups; ++j) {
+    const int group = group_of_lane<kParts>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
-    uint32_t codes[WORDS_OF<N>];
+    uint32_t codes[kWordsOf<kElements>];
 #pragma unroll
-    for (int w = 0; w < WORDS_OF<N>; ++w) {
-      codes[w] = (words[j][w] | POSITIVE) ^ signs[j][w] * ALL;
+    for (int w = 0; w < kWordsOf<kElements>; ++w) {
+      codes[w] = (words[j][w] | kPositive) ^ signs[j][w] * kAllBits;
     }
-    if constexpr (PARTS == 1) {
+    if constexpr (kParts == 1) {
       if (!is_group) continue;
-      store_unit<IS_KEY>(codes[0], plane, token, group, 0);
-      store_unit<IS_KEY>(codes[1], plane, token, group, 1);
+      store_unit<kIsKey>(codes[0], plane, token, group, 0);
+      store_unit<kIsKey>(codes[1], plane, token, group, 1);
     } else {
-      if constexpr (PARTS == 4) {
+      if constexpr (kParts == 4) {
         codes[0] <<= part / 2 * 4;
-        codes[0] |= __shfl_xor_sync(FULL_MASK, codes[0], 2);
+        codes[0] |= __shfl_xor_sync(~0u, codes[0], 2);
       }
       if (is_group && part < 2) {
-        store_unit<IS_KEY>(codes[0], plane, token, group, part);
+        store_unit<kIsKey>(codes[0], plane, token, group, part);
       }
     }
   }
+}
+
+// Bits 2 * i and 2 * i + 1 of 16 moved to bits 4 * i and 4 * i + 1.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
+  x = (x | x << 8) & 0x00FF00FFu;
+  x = (x | x << 4) & 0x0F0F0F0Fu;
+  return (x | x << 2) & 0x33333333u;
 }
 
 // Write the branches and path bits of a group of K. All lanes take part:
@@ -96,10 +103,9 @@ __device__ __forceinline__ void store_codes(
 __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
                                                uint8_t* plane, int token,
                                                int group, bool is_stored) {
-  constexpr int BRANCH_BYTES = HEAD_SIZE / 4;
-  constexpr int PATH_BYTES = HEAD_SIZE / 8;
-  uint8_t* branch_row = plane + token * BRANCH_BYTES;
-  uint8_t* path_row = plane + TILE_TOKENS * BRANCH_BYTES + token * PATH_BYTES;
+  constexpr int kPathBytes = HEAD_SIZE / 8;
+  uint8_t* branch_row = plane + token * KEY_ROW_BYTES;
+  uint8_t* path_row = plane + PATHS_OFFSET + token * kPathBytes;
   if (is_stored) reinterpret_cast<uint32_t*>(branch_row)[group] = branches;
   if constexpr (NUM_GROUPS % 2 == 1) {
     if (is_stored) {
@@ -107,12 +113,8 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
           static_cast<uint16_t>(path);
     }
   } else {
-    // Pairs of bits, four bits apart.
-    uint32_t word = (path | path << 8) & 0x00FF00FFu;
-    word = (word | word << 4) & 0x0F0F0F0Fu;
-    word = (word | word << 2) & 0x33333333u;
-    word <<= group % 2 * 2;
-    word |= __shfl_xor_sync(FULL_MASK, word, 4);
+    uint32_t word = spread_pairs(path) << (group % 2 * 2);
+    word |= __shfl_xor_sync(~0u, word, 4);
     if (is_stored && group % 2 == 0) {
       reinterpret_cast<uint32_t*>(path_row)[group / 2] = word;
     }
@@ -123,7 +125,6 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
 __device__ __forceinline__ void store_value_path(uint32_t branches,
                                                  uint32_t path, uint8_t* plane,
                                                  int token, int group) {
-  constexpr int PATHS_OFFSET = TILE_TOKENS * (HEAD_SIZE / 4);
   const int h = token / 8, t = token % 8 / 2, j = token % 2;
   uint8_t* place = plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
   // Of each code the branch of the group's other unit comes first.
@@ -139,16 +140,16 @@ __device__ __forceinline__ void store_value_path(uint32_t branches,
 //
 // branches: two bits a code. plane: the side's codes in a tile. token: in it.
 // is_stored: whether to write at all.
-template <bool IS_KEY, int PARTS, int J>
-__device__ __forceinline__ void store_paths(const uint32_t (&branches)[J],
-                                            const uint32_t (&paths)[J],
+template <bool kIsKey, int kParts, int kGroups>
+__device__ __forceinline__ void store_paths(const uint32_t (&branches)[kGroups],
+                                            const uint32_t (&paths)[kGroups],
                                             uint8_t* plane, int token,
                                             bool is_stored) {
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const int group = group_of_lane<PARTS>(j);
+  for (int j = 0; j < kGroups; ++j) {
+    const int group = group_of_lane<kParts>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
-    if constexpr (IS_KEY) {
+    if constexpr (kIsKey) {
       store_key_path(branches[j], paths[j], plane, token, group, is_group);
     } else if (is_group) {
       store_value_path(branches[j], paths[j], plane, token, group);

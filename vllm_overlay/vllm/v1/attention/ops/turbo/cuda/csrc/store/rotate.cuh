@@ -12,130 +12,113 @@
 // other.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
-#include "turbo_store_constants.h"
+#include "common/mma.cuh"
+#include "common/numbers.cuh"
+#include "turbo_constants.h"
 
 namespace turbo {
 
-constexpr int LANES_A_COLUMN = 4;
-constexpr int COLUMNS_A_WARP = 8;
-constexpr int VECTORS_A_COLUMN = HEAD_SIZE == 64 ? 2 : 1;
+constexpr int kColumnLanes = 4;
+constexpr int kWarpColumns = 8;
+constexpr int kColumnVectors = HEAD_SIZE == 64 ? 2 : 1;
 // Lanes that share a vector after the product.
-constexpr int VECTOR_LANES = COLUMNS_A_WARP / VECTORS_A_COLUMN;
-constexpr int GROUPS_A_LANE =
-    (NUM_GROUPS + COLUMNS_A_WARP - 1) / COLUMNS_A_WARP;
+constexpr int kVectorLanes = kWarpColumns / kColumnVectors;
+constexpr int kLaneGroups = (NUM_GROUPS + kWarpColumns - 1) / kWarpColumns;
 // A step of the product takes 16 rows of a column and gives 16.
-constexpr int MMA_ROWS = 16;
-constexpr int IN_BLOCKS = VECTORS_A_COLUMN * HEAD_SIZE / MMA_ROWS;
-constexpr int KV_BLOCKS = GROUPS_A_LANE * SCALE_GROUP / 2;
-constexpr int QUERY_BLOCKS = IN_BLOCKS;
+constexpr int kMmaRows = 16;
+constexpr int kInBlocks = kColumnVectors * HEAD_SIZE / kMmaRows;
+constexpr int kKvBlocks = kLaneGroups * SCALE_GROUP / 2;
+constexpr int kQueryBlocks = kInBlocks;
 // Orders of powers of two: a product within blocks, then sums and differences
 // of them.
-constexpr bool IS_SYLVESTER = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
+constexpr bool kIsSylvester = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
 
-constexpr uint32_t FULL_MASK = 0xFFFFFFFFu;
-
-__device__ __forceinline__ float as_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-// 2**exponent, exact, for exponents in [-126, 127].
-__device__ __forceinline__ float power_of_two(int exponent) {
-  return __int_as_float((exponent + 127) << 23);
-}
-
-// floor(log2(x)) of non-negative normal x; -127 at zero.
-__device__ __forceinline__ int exponent_of(float x) {
-  return (__float_as_int(x) >> 23) - 127;
-}
-
-template <bool IS_BF16>
+template <bool kIsBf16>
 struct Input {
-  static constexpr uint32_t INFINITY_BITS = IS_BF16 ? 0x7F80u : 0x7C00u;
+  static constexpr uint32_t kInfinityBits = kIsBf16 ? 0x7F80u : 0x7C00u;
 
   __device__ __forceinline__ static float low(uint32_t pair) {
-    if constexpr (IS_BF16) {
-      return as_float(pair << 16);
+    if constexpr (kIsBf16) {
+      return __uint_as_float(pair << 16);
     } else {
-      return __half2float(
-          __ushort_as_half(static_cast<unsigned short>(pair & 0xFFFFu)));
+      return half_as_float(pair);
     }
   }
   __device__ __forceinline__ static float high(uint32_t pair) {
-    if constexpr (IS_BF16) {
-      return as_float(pair & 0xFFFF0000u);
+    if constexpr (kIsBf16) {
+      return __uint_as_float(pair & 0xFFFF0000u);
     } else {
-      return __half2float(
-          __ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+      return half_as_float(pair >> 16);
     }
   }
 };
 
-// Largest of the magnitudes' bits, over the lanes of a vector.
-template <int BLOCKS>
+// Largest of the magnitudes' bits, of a lane.
+template <int kBlocks>
 __device__ __forceinline__ uint32_t
-largest_bits(const uint32_t (&x)[BLOCKS][2]) {
+largest_of_lane(const uint32_t (&x)[kBlocks][2]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < BLOCKS; ++i) {
+  for (int i = 0; i < kBlocks; ++i) {
     largest = __vmaxu2(largest, x[i][0] & 0x7FFF7FFFu);
     largest = __vmaxu2(largest, x[i][1] & 0x7FFF7FFFu);
   }
-  largest = max(largest & 0xFFFFu, largest >> 16);
-  largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
-  if constexpr (VECTORS_A_COLUMN == 1) {
-    largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+  return max(largest & 0xFFFFu, largest >> 16);
+}
+
+// The same over the lanes of a vector.
+template <int kBlocks>
+__device__ __forceinline__ uint32_t
+largest_bits(const uint32_t (&x)[kBlocks][2]) {
+  uint32_t largest = largest_of_lane(x);
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  if constexpr (kColumnVectors == 1) {
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
   }
   return largest;
 }
 
 // floor(x * to_integer + 1/2), which may be infinite before.
-template <bool IS_SPECIAL>
+template <bool kIsSpecial>
 __device__ __forceinline__ float to_integer(float x, float unit) {
-  constexpr float MAGIC = 12582912.0f;
-  constexpr float LIMIT = 2 << ROTATION_EXPONENT;
+  constexpr float kLimit = 2 << ROTATION_EXPONENT;
   float scaled = __fmaf_rn(x, unit, 0.5f);
-  if constexpr (IS_SPECIAL) {
-    scaled = fminf(fmaxf(scaled, -LIMIT), LIMIT);
+  if constexpr (kIsSpecial) {
+    scaled = fminf(fmaxf(scaled, -kLimit), kLimit);
   }
-  return __fsub_rn(__fadd_rd(scaled, MAGIC), MAGIC);
+  return __fsub_rn(__fadd_rd(scaled, kMagic), kMagic);
 }
 
-template <bool IS_BF16, bool IS_SPECIAL, int BLOCKS>
-__device__ __forceinline__ void to_integers(uint32_t (&x)[BLOCKS][2],
+template <bool kIsBf16, bool kIsSpecial, int kBlocks>
+__device__ __forceinline__ void to_integers(uint32_t (&x)[kBlocks][2],
                                             float unit) {
 #pragma unroll
-  for (int i = 0; i < BLOCKS; ++i) {
+  for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float low =
-          to_integer<IS_SPECIAL>(Input<IS_BF16>::low(x[i][j]), unit);
+          to_integer<kIsSpecial>(Input<kIsBf16>::low(x[i][j]), unit);
       const float high =
-          to_integer<IS_SPECIAL>(Input<IS_BF16>::high(x[i][j]), unit);
-      const __half2 pair = __floats2half2_rn(low, high);
-      x[i][j] = *reinterpret_cast<const uint32_t*>(&pair);
+          to_integer<kIsSpecial>(Input<kIsBf16>::high(x[i][j]), unit);
+      x[i][j] = as_bits(__floats2half2_rn(low, high));
     }
   }
 }
 
 // A pair of 16-bit numbers with NaN replaced by zero.
-template <bool IS_BF16>
+template <bool kIsBf16>
 __device__ __forceinline__ uint32_t without_nan(uint32_t pair, bool& has_nan) {
-  const bool low = (pair & 0x7FFFu) > Input<IS_BF16>::INFINITY_BITS;
-  const bool high = (pair >> 16 & 0x7FFFu) > Input<IS_BF16>::INFINITY_BITS;
+  const bool low = (pair & 0x7FFFu) > Input<kIsBf16>::kInfinityBits;
+  const bool high = (pair >> 16 & 0x7FFFu) > Input<kIsBf16>::kInfinityBits;
   has_nan |= low || high;
   return pair & ((low ? 0u : 0xFFFFu) | (high ? 0u : 0xFFFF0000u));
 }
 
 // Exponent that integers are relative to, of the bits of the largest magnitude.
-template <bool IS_BF16>
+template <bool kIsBf16>
 __device__ __forceinline__ int input_exponent(uint32_t largest) {
   // An infinity counts as the largest fp32 number.
-  return min(max(exponent_of(Input<IS_BF16>::low(largest)), MIN_INPUT_EXPONENT),
+  return min(max(exponent_of(Input<kIsBf16>::low(largest)), MIN_INPUT_EXPONENT),
              127);
 }
 
@@ -145,74 +128,66 @@ __device__ __forceinline__ int input_exponent(uint32_t largest) {
 // exponent: of the vector's largest magnitude; integers are in units of
 //   2**(exponent - ROTATION_EXPONENT).
 // has_nan: whether this lane saw a NaN, which counts as zero.
-template <bool IS_BF16>
+template <bool kIsBf16>
 __device__ __forceinline__ void load_integers(const uint16_t* row,
-                                              uint32_t (&x)[IN_BLOCKS][2],
+                                              uint32_t (&x)[kInBlocks][2],
                                               int& exponent, bool& has_nan) {
   const int lane = threadIdx.x % 32;
-  const int first = 4 * (lane % (LANES_A_COLUMN / VECTORS_A_COLUMN));
+  const int first = 4 * (lane % (kColumnLanes / kColumnVectors));
 #pragma unroll
-  for (int i = 0; i < IN_BLOCKS; ++i) {
+  for (int i = 0; i < kInBlocks; ++i) {
     uint2 pairs = make_uint2(0, 0);
     if (row != nullptr) {
       pairs = __ldg(reinterpret_cast<const uint2*>(
-          row + i * (MMA_ROWS / VECTORS_A_COLUMN) + first));
+          row + i * (kMmaRows / kColumnVectors) + first));
     }
     x[i][0] = pairs.x;
     x[i][1] = pairs.y;
   }
   uint32_t largest = largest_bits(x);
   has_nan = false;
-  const bool is_special = largest >= Input<IS_BF16>::INFINITY_BITS;
-  const bool any_special = __any_sync(FULL_MASK, is_special);
+  const bool is_special = largest >= Input<kIsBf16>::kInfinityBits;
+  const bool any_special = __any_sync(~0u, is_special);
   if (any_special) {
 #pragma unroll
-    for (int i = 0; i < IN_BLOCKS; ++i) {
-      x[i][0] = without_nan<IS_BF16>(x[i][0], has_nan);
-      x[i][1] = without_nan<IS_BF16>(x[i][1], has_nan);
+    for (int i = 0; i < kInBlocks; ++i) {
+      x[i][0] = without_nan<kIsBf16>(x[i][0], has_nan);
+      x[i][1] = without_nan<kIsBf16>(x[i][1], has_nan);
     }
     largest = largest_bits(x);
   }
-  exponent = input_exponent<IS_BF16>(largest);
+  exponent = input_exponent<kIsBf16>(largest);
   const float unit = power_of_two(ROTATION_EXPONENT - exponent);
   if (any_special) {
-    to_integers<IS_BF16, true>(x, unit);
+    to_integers<kIsBf16, true>(x, unit);
   } else {
-    to_integers<IS_BF16, false>(x, unit);
+    to_integers<kIsBf16, false>(x, unit);
   }
-}
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint4& a,
-                                             const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]));
 }
 
 // H (s * x), exact.
 //
 // matrix: fragments of the rotation, see rotation_fragments in
-// cuda_store_constants.py.
-template <int OUT_BLOCKS>
-__device__ __forceinline__ void rotate(const uint32_t (&x)[IN_BLOCKS][2],
+// store_tables.py.
+template <int kOutBlocks>
+__device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
                                        const uint4* __restrict__ matrix,
-                                       float (&y)[OUT_BLOCKS][4]) {
+                                       float (&y)[kOutBlocks][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < OUT_BLOCKS; ++i) {
+  for (int i = 0; i < kOutBlocks; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) y[i][j] = 0.0f;
   }
-  if constexpr (IS_SYLVESTER) {
+  if constexpr (kIsSylvester) {
 #pragma unroll
-    for (int i = 0; i < IN_BLOCKS; ++i) {
-      multiply_add(y[i], __ldg(matrix + i * 32 + lane), x[i]);
+    for (int i = 0; i < kInBlocks; ++i) {
+      mma_f16(y[i], __ldg(matrix + i * 32 + lane), x[i]);
     }
 #pragma unroll
-    for (int width = 1; width < IN_BLOCKS; width *= 2) {
+    for (int width = 1; width < kInBlocks; width *= 2) {
 #pragma unroll
-      for (int i = 0; i < IN_BLOCKS; ++i) {
+      for (int i = 0; i < kInBlocks; ++i) {
         if (i & width) continue;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -224,11 +199,11 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[IN_BLOCKS][2],
     }
   } else {
 #pragma unroll
-    for (int out = 0; out < OUT_BLOCKS; ++out) {
+    for (int out = 0; out < kOutBlocks; ++out) {
 #pragma unroll
-      for (int i = 0; i < IN_BLOCKS; ++i) {
-        multiply_add(y[out], __ldg(matrix + (out * IN_BLOCKS + i) * 32 + lane),
-                     x[i]);
+      for (int i = 0; i < kInBlocks; ++i) {
+        mma_f16(y[out], __ldg(matrix + (out * kInBlocks + i) * 32 + lane),
+                x[i]);
       }
     }
   }
@@ -237,23 +212,23 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[IN_BLOCKS][2],
 // Where rotated coordinate e of a lane's group j lies in rotate's result, for
 // the column 2 * (lane % 4).
 __device__ __forceinline__ constexpr int block_of(int j, int e) {
-  return GROUPS_A_LANE == 1 ? e / 2 : e * (GROUPS_A_LANE / 2) + j / 2;
+  return kLaneGroups == 1 ? e / 2 : e * (kLaneGroups / 2) + j / 2;
 }
 __device__ __forceinline__ constexpr int place_of(int j, int e) {
-  return 2 * (GROUPS_A_LANE == 1 ? e % 2 : j % 2);
+  return 2 * (kLaneGroups == 1 ? e % 2 : j % 2);
 }
 
 // Of the vectors that the lane has coordinates of, which of its column's.
 __device__ __forceinline__ int vector_of_lane() {
-  return threadIdx.x % 32 / 4 / VECTOR_LANES;
+  return threadIdx.x % 32 / 4 / kVectorLanes;
 }
 
 // What the lane that loaded a vector knows of it, for a lane that has its
 // coordinates.
 __device__ __forceinline__ int from_loader(int x, int column) {
-  const int source = LANES_A_COLUMN * column +
-                     LANES_A_COLUMN / VECTORS_A_COLUMN * vector_of_lane();
-  return __shfl_sync(FULL_MASK, x, source);
+  const int source =
+      kColumnLanes * column + kColumnLanes / kColumnVectors * vector_of_lane();
+  return __shfl_sync(~0u, x, source);
 }
 
 }  // namespace turbo

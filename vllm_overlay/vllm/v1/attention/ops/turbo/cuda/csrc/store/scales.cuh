@@ -2,10 +2,10 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Scales of the turbo format: their candidates, their choice and their words. A
-// lane has GROUPS_A_LANE groups: its group j is group lane / 4 + 8 * j of the
+// lane has kLaneGroups groups: its group j is group lane / 4 + 8 * j of the
 // vector.
 //
-// Numbers are those of reference_codec, operation by operation; no product may
+// Numbers are those of reference.codec, operation by operation; no product may
 // be fused with a sum but by name, and there only if the product is exact.
 #pragma once
 
@@ -15,23 +15,19 @@
 
 namespace turbo {
 
-constexpr int STORE_THREADS = 128;
-
-// Numbers of the magnitude of 2**22 and more are integers.
-constexpr float MAGIC = 12582912.0f;
-constexpr int MAGIC_BITS = 0x4B400000;
+constexpr int kStoreThreads = 128;
 
 // Groups of a word that lie in lanes side by side, padding included.
-constexpr int WORD_LANES =
-    WORD_GROUPS > 4 || VECTOR_LANES == 4 ? VECTOR_LANES : 4;
-static_assert(WORD_GROUPS <= WORD_LANES);
+constexpr int kWordLanes =
+    SCALE_WORD_GROUPS > 4 || kVectorLanes == 4 ? kVectorLanes : 4;
+static_assert(SCALE_WORD_GROUPS <= kWordLanes);
 
 // Operations of reductions; over a whole warp they are one instruction, of
 // integers that are ordered as the numbers.
 struct Sum {
   __device__ __forceinline__ static int of(int a, int b) { return a + b; }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_add_sync(FULL_MASK, x);
+    return __reduce_add_sync(~0u, x);
   }
 };
 struct Largest {
@@ -40,7 +36,7 @@ struct Largest {
     return max(a, b);
   }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_max_sync(FULL_MASK, x);
+    return __reduce_max_sync(~0u, x);
   }
   // Of floats only those are reduced that are not negative.
   __device__ __forceinline__ static float of_warp(float x) {
@@ -53,64 +49,62 @@ struct Least {
     return min(a, b);
   }
   __device__ __forceinline__ static int of_warp(int x) {
-    return __reduce_min_sync(FULL_MASK, x);
+    return __reduce_min_sync(~0u, x);
   }
   __device__ __forceinline__ static float of_warp(float x) {
-    return __int_as_float(ordered(of_warp(ordered(__float_as_int(x)))));
-  }
-  __device__ __forceinline__ static int ordered(int bits) {
-    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+    return __int_as_float(
+        ordered_bits(of_warp(ordered_bits(__float_as_int(x)))));
   }
 };
 
-// Over the groups that LANES lanes have one of each.
-template <typename Operation, int LANES, typename T>
+// Over the groups that kWidth lanes have one of each.
+template <typename Operation, int kWidth, typename T>
 __device__ __forceinline__ T reduce(T x) {
 #pragma unroll
-  for (int lanes = 1; lanes < LANES; lanes *= 2) {
-    x = Operation::of(x, __shfl_xor_sync(FULL_MASK, x, 4 * lanes));
+  for (int lanes = 1; lanes < kWidth; lanes *= 2) {
+    x = Operation::of(x, __shfl_xor_sync(~0u, x, 4 * lanes));
   }
   return x;
 }
 
-// A group, or its candidates, may be shared by PARTS lanes side by side.
-template <int PARTS>
+// A group, or its candidates, may be shared by kParts lanes side by side.
+template <int kParts>
 __device__ __forceinline__ int part_of_lane() {
-  return threadIdx.x % PARTS;
+  return threadIdx.x % kParts;
 }
 
 // Over the parts of a group.
-template <typename Operation, int PARTS, typename T>
+template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_parts(T x) {
 #pragma unroll
-  for (int lanes = 1; lanes < PARTS; lanes *= 2) {
-    x = Operation::of(x, __shfl_xor_sync(FULL_MASK, x, lanes));
+  for (int lanes = 1; lanes < kParts; lanes *= 2) {
+    x = Operation::of(x, __shfl_xor_sync(~0u, x, lanes));
   }
   return x;
 }
 
 // Over a vector. Of reductions in a row turns differ.
-template <typename Operation, int PARTS, typename T>
+template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
-  if constexpr (PARTS * VECTOR_LANES == 32) {
+  if constexpr (kParts * kVectorLanes == 32) {
     x = Operation::of_warp(x);
   } else {
-    x = reduce<Operation, VECTOR_LANES>(reduce_parts<Operation, PARTS>(x));
+    x = reduce<Operation, kVectorLanes>(reduce_parts<Operation, kParts>(x));
   }
-  if constexpr (IS_SINGLE<PARTS> && SINGLE_WARPS > 1) {
+  if constexpr (kIsSingle<kParts> && kSingleWarps > 1) {
     static_assert(sizeof(T) == sizeof(int));
-    constexpr int MAX_WARPS = STORE_THREADS / 32;
-    __shared__ T of_warps[2][MAX_WARPS];
+    constexpr int kMaxWarps = kStoreThreads / 32;
+    __shared__ T of_warps[2][kMaxWarps];
     const int warp = threadIdx.x / 32;
-    const int first = warp - warp % SINGLE_WARPS;
+    const int first = warp - warp % kSingleWarps;
     if (threadIdx.x % 32 == 0) of_warps[turn % 2][warp] = x;
     // Barrier 0 is the block's.
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SINGLE_WARPS),
-                 "n"(32 * SINGLE_WARPS)
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / kSingleWarps),
+                 "n"(32 * kSingleWarps)
                  : "memory");
     x = of_warps[turn % 2][first];
 #pragma unroll
-    for (int i = 1; i < SINGLE_WARPS; ++i) {
+    for (int i = 1; i < kSingleWarps; ++i) {
       x = Operation::of(x, of_warps[turn % 2][first + i]);
     }
   }
@@ -118,28 +112,27 @@ __device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
 }
 
 // Over a word's groups, of which all parts have the same.
-template <typename Operation, int PARTS>
+template <typename Operation, int kParts>
 __device__ __forceinline__ int reduce_word(int x) {
-  if constexpr (PARTS * WORD_LANES == 32) {
+  if constexpr (kParts * kWordLanes == 32) {
     const bool is_counted =
-        !std::is_same_v<Operation, Sum> || part_of_lane<PARTS>() == 0;
+        !std::is_same_v<Operation, Sum> || part_of_lane<kParts>() == 0;
     return Operation::of_warp(is_counted ? x : 0);
   } else {
-    return reduce<Operation, WORD_LANES>(x);
+    return reduce<Operation, kWordLanes>(x);
   }
 }
 
 // The lane's group j.
-template <int PARTS>
+template <int kParts>
 __device__ __forceinline__ int group_of_lane(int j) {
-  const int of_warp = IS_SINGLE<PARTS> ? warp_of_vector() : 0;
-  return threadIdx.x % 32 / 4 % VECTOR_LANES + COLUMNS_A_WARP * (of_warp + j);
+  const int of_warp = kIsSingle<kParts> ? warp_of_vector() : 0;
+  return threadIdx.x % 32 / 4 % kVectorLanes + kWarpColumns * (of_warp + j);
 }
 
 // Value of a scale code.
 __device__ __forceinline__ float scale_value(int code) {
-  return __half2float(
-      __ushort_as_half(static_cast<unsigned short>(code << SCALE_SHIFT)));
+  return half_as_float(code << SCALE_SHIFT);
 }
 
 // Code of the largest E5M3 number not above `largest`.
@@ -163,58 +156,59 @@ __device__ __forceinline__ float saturated_square(float x) {
 // A squared error in units of 2**-ERROR_FRACTION_BITS: a subnormal number is an
 // integer, rounded.
 __device__ __forceinline__ int rounded_square(float error) {
-  const float unit = as_float(1u << ERROR_FRACTION_BITS);
+  const float unit = __uint_as_float(1u << ERROR_FRACTION_BITS);
   return __float_as_int(__fmul_rn(saturated_square(error), unit));
 }
 
-// See reference_codec.scales_in_reach. Errors are integers.
-template <int PARTS, int J>
+// See reference.codec.scales_in_reach. Errors are integers.
+template <int kParts, int kGroups>
 __device__ __forceinline__ void scales_in_reach(
-    const int (&floors)[J], const int (&errors)[J][NUM_SCALE_CANDIDATES],
-    int (&codes)[J]) {
+    const int (&floors)[kGroups],
+    const int (&errors)[kGroups][NUM_SCALE_CANDIDATES], int (&codes)[kGroups]) {
   // An error and the candidate that has it in one number, so that of equal
   // errors the first candidate's is the least.
-  constexpr int CANDIDATE_BITS = 3;
-  static_assert(NUM_SCALE_CANDIDATES <= 1 << CANDIDATE_BITS);
-  constexpr int UNREACHED = 1 << 30;
-  constexpr int REACH = ((1 << DELTA_BITS) - 1) * DELTA_STEP;
+  constexpr int kCandidateBits = 3;
+  static_assert(NUM_SCALE_CANDIDATES <= 1 << kCandidateBits);
+  constexpr int kUnreached = 1 << 30;
+  constexpr int kReach = ((1 << SCALE_DELTA_BITS) - 1) * SCALE_DELTA_STEP;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     int tried[NUM_SCALE_CANDIDATES];
     int keys[NUM_SCALE_CANDIDATES];
-    int best_key = UNREACHED;
+    int best_key = kUnreached;
 #pragma unroll
     for (int i = 0; i < NUM_SCALE_CANDIDATES; ++i) {
       tried[i] = scale_candidate(floors[j], i);
-      keys[i] = (errors[j][i] << CANDIDATE_BITS) + i;
+      keys[i] = (errors[j][i] << kCandidateBits) + i;
       best_key = min(best_key, keys[i]);
     }
-    constexpr int CANDIDATE = (1 << CANDIDATE_BITS) - 1;
-    const int best = scale_candidate(floors[j], best_key & CANDIDATE);
-    const bool is_group = group_of_lane<PARTS>(j) < NUM_GROUPS;
-    const int largest = reduce_word<Largest, PARTS>(is_group ? best : 0);
-    int least = UNREACHED;
+    constexpr int kCandidateMask = (1 << kCandidateBits) - 1;
+    const int best = scale_candidate(floors[j], best_key & kCandidateMask);
+    const bool is_group = group_of_lane<kParts>(j) < NUM_GROUPS;
+    const int largest = reduce_word<Largest, kParts>(is_group ? best : 0);
+    int least = kUnreached;
     // Few instructions are to be fetched where they run once.
-    constexpr int UNROLLED = IS_SINGLE<PARTS> ? 1 : NUM_BASE_OFFSETS;
-#pragma unroll UNROLLED
+    constexpr int kUnrolled = kIsSingle<kParts> ? 1 : NUM_BASE_OFFSETS;
+#pragma unroll kUnrolled
     for (int i = 0; i < NUM_BASE_OFFSETS; ++i) {
       const int base = max(largest - i, 0);
-      int key = UNREACHED;
+      int key = kUnreached;
 #pragma unroll
       for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
         const int steps = base - tried[k];
-        const bool reached =
-            static_cast<unsigned>(steps) <= REACH && steps % DELTA_STEP == 0;
-        key = min(key, reached ? keys[k] : UNREACHED);
+        const bool reached = static_cast<unsigned>(steps) <= kReach &&
+                             steps % SCALE_DELTA_STEP == 0;
+        key = min(key, reached ? keys[k] : kUnreached);
       }
-      int chosen = scale_candidate(floors[j], key & CANDIDATE);
-      int error = key >> CANDIDATE_BITS;
-      if (key == UNREACHED) {
+      int chosen = scale_candidate(floors[j], key & kCandidateMask);
+      int error = key >> kCandidateBits;
+      if (key == kUnreached) {
         const bool is_below = best < base;
         error = is_below ? errors[j][NUM_SCALE_CANDIDATES - 1] : error;
-        chosen = base - min((base - best) / DELTA_STEP * DELTA_STEP, REACH);
+        chosen = base - min((base - best) / SCALE_DELTA_STEP * SCALE_DELTA_STEP,
+                            kReach);
       }
-      error = reduce_word<Sum, PARTS>(is_group ? error : 0);
+      error = reduce_word<Sum, kParts>(is_group ? error : 0);
       const bool better = error < least;
       codes[j] = better ? chosen : codes[j];
       least = better ? error : least;
@@ -225,28 +219,29 @@ __device__ __forceinline__ void scales_in_reach(
 // Write the scale words of a vector.
 //
 // row: the vector's scales, or null to write nothing.
-template <int PARTS, int J>
-__device__ __forceinline__ void store_scales(const int (&codes)[J],
+template <int kParts, int kGroups>
+__device__ __forceinline__ void store_scales(const int (&codes)[kGroups],
                                              uint8_t* row) {
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const int group = group_of_lane<PARTS>(j);
-    const int place = group % WORD_GROUPS;
+  for (int j = 0; j < kGroups; ++j) {
+    const int group = group_of_lane<kParts>(j);
+    const int place = group % SCALE_WORD_GROUPS;
     const bool is_group = group < NUM_GROUPS;
-    const int base = reduce_word<Largest, PARTS>(is_group ? codes[j] : 0);
-    const uint32_t delta = is_group ? (base - codes[j]) / DELTA_STEP : 0;
-    const uint32_t word =
-        base + reduce_word<Sum, PARTS>(delta << (8 + DELTA_BITS * place));
+    const int base = reduce_word<Largest, kParts>(is_group ? codes[j] : 0);
+    const uint32_t delta = is_group ? (base - codes[j]) / SCALE_DELTA_STEP : 0;
+    const uint32_t word = base + reduce_word<Sum, kParts>(
+                                     delta << (8 + SCALE_DELTA_BITS * place));
     if (place == 0 && is_group && row != nullptr &&
-        part_of_lane<PARTS>() == 0) {
-      uint8_t* p_word = row + group / WORD_GROUPS * WORD_BYTES;
-      if constexpr (WORD_BYTES == 4) {
+        part_of_lane<kParts>() == 0) {
+      uint8_t* p_word = row + group / SCALE_WORD_GROUPS * SCALE_WORD_BYTES;
+      if constexpr (SCALE_WORD_BYTES == 4) {
         *reinterpret_cast<uint32_t*>(p_word) = word;
-      } else if constexpr (WORD_BYTES == 2) {
+      } else if constexpr (SCALE_WORD_BYTES == 2) {
         *reinterpret_cast<uint16_t*>(p_word) = static_cast<uint16_t>(word);
       } else {
 #pragma unroll
-        for (int i = 0; i < WORD_BYTES; ++i) p_word[i] = word >> (8 * i) & 0xFF;
+        for (int i = 0; i < SCALE_WORD_BYTES; ++i)
+          p_word[i] = word >> (8 * i) & 0xFF;
       }
     }
   }

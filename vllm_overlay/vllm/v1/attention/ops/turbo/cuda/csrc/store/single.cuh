@@ -11,25 +11,25 @@
 namespace turbo {
 
 // Coordinate 4 * i + part of a part becomes 4 * part + i.
-__device__ __forceinline__ void put_in_row(float (&y)[SINGLE_ELEMENTS]) {
-  const int part = part_of_lane<SINGLE_PARTS>();
+__device__ __forceinline__ void put_in_row(float (&y)[kSingleElements]) {
+  const int part = part_of_lane<kSingleParts>();
 #pragma unroll
-  for (int lanes = 1; lanes < SINGLE_PARTS; lanes *= 2) {
+  for (int lanes = 1; lanes < kSingleParts; lanes *= 2) {
     const bool is_upper = (part & lanes) != 0;
 #pragma unroll
-    for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
+    for (int i = 0; i < kSingleElements; ++i) {
       if (i & lanes) continue;
       const float sent = is_upper ? y[i] : y[i | lanes];
-      const float received = __shfl_xor_sync(FULL_MASK, sent, lanes);
+      const float received = __shfl_xor_sync(~0u, sent, lanes);
       y[i] = is_upper ? received : y[i];
       y[i | lanes] = is_upper ? y[i | lanes] : received;
     }
   }
 }
 
-// Store or rotate a vector by SINGLE_WARPS warps: the keys', then the values',
+// Store or rotate a vector by kSingleWarps warps: the keys', then the values',
 // then the queries'.
-template <bool IS_BF16>
+template <bool kIsBf16>
 __device__ __forceinline__ void store_single(const KernelParams& params,
                                              Tables& tables, int vector) {
   const int num_pairs = params.num_tokens * params.num_kv_heads;
@@ -50,34 +50,34 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   }
   load_tables(params, tables);
 
-  float y[1][SINGLE_ELEMENTS];
+  float y[1][kSingleElements];
   int exponent;
   bool has_nan;
-  rotate_single<IS_BF16>(input, y, exponent, has_nan);
+  rotate_single<kIsBf16>(input, y, exponent, has_nan);
   if (is_query) {
     if (!is_row) return;
-    const bool is_nan = __any_sync(FULL_MASK, has_nan);
+    const bool is_nan = __any_sync(~0u, has_nan);
     if (threadIdx.x % 32 == 0) {
       store_query_scale(params, row, exponent, is_nan);
     }
     auto* p_row = reinterpret_cast<__half*>(params.rotated_query) +
                   static_cast<int64_t>(row) * HEAD_SIZE;
 #pragma unroll
-    for (int i = 0; i < SINGLE_ELEMENTS; ++i) {
-      const int e = i * SINGLE_PARTS + part_of_lane<SINGLE_PARTS>();
-      p_row[e * NUM_GROUPS + group_of_lane<SINGLE_PARTS>(0)] =
+    for (int i = 0; i < kSingleElements; ++i) {
+      const int e = i * kSingleParts + part_of_lane<kSingleParts>();
+      p_row[e * NUM_GROUPS + group_of_lane<kSingleParts>(0)] =
           __float2half_rn(__fmul_rn(y[0][i], INVERSE_SQRT));
     }
     return;
   }
   const Place place(params, slot, head);
   if (is_key) {
-    if constexpr (IS_TRELLIS<true>) put_in_row(y[0]);
-    encode_vector<true, SINGLE_PARTS>(y, exponent, tables.key, place.tile,
+    if constexpr (kIsTrellis<true>) put_in_row(y[0]);
+    encode_vector<true, kSingleParts>(y, exponent, tables.key, place.tile,
                                       place.token);
   } else {
-    if constexpr (IS_TRELLIS<false>) put_in_row(y[0]);
-    encode_vector<false, SINGLE_PARTS>(y, exponent, tables.value, place.tile,
+    if constexpr (kIsTrellis<false>) put_in_row(y[0]);
+    encode_vector<false, kSingleParts>(y, exponent, tables.value, place.tile,
                                        place.token);
   }
 }

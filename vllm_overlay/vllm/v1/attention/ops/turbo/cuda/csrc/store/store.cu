@@ -2,15 +2,15 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The store's entry point. A module is of one layout, that of
-// turbo_store_constants.h, which cuda_store_constants.py generates.
+// turbo_constants.h, which constants.py makes of format.py.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
 
 #include "common/launch.cuh"
-#include "store/store.cuh"
 #include "common/tensors.cuh"
+#include "store/store.cuh"
 
 namespace {
 
@@ -59,22 +59,22 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
 }
 
 // parts: lanes that share a scale group; 1 for many tokens.
-template <int PARTS>
+template <int kParts>
 void launch_store(const turbo::KernelParams& p, bool is_bf16, int64_t threads,
                   DLDevice device) {
   // A vector's warps are of one block.
-  if (turbo::IS_SINGLE<PARTS>)
-    threads = std::max<int64_t>(threads, 32 * turbo::SINGLE_WARPS);
-  const int64_t all_threads = 32 * turbo::num_store_warps<PARTS>(p);
+  if (turbo::kIsSingle<kParts>)
+    threads = std::max<int64_t>(threads, 32 * turbo::kSingleWarps);
+  const int64_t all_threads = 32 * turbo::num_store_warps<kParts>(p);
   if (all_threads == 0) return;
   const int blocks =
       turbo::to_int("blocks", (all_threads + threads - 1) / threads);
-  const auto kernel = is_bf16 ? turbo::store_kernel<true, PARTS>
-                              : turbo::store_kernel<false, PARTS>;
+  const auto kernel = is_bf16 ? turbo::store_kernel<true, kParts>
+                              : turbo::store_kernel<false, kParts>;
   turbo::launch(kernel, blocks, threads, 0, device, p, /*overlaps=*/false);
 }
 
-// See turbo::StoreParams and cuda_store.py for shapes and types.
+// See turbo::StoreParams and store.py for shapes and types.
 void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView value, TensorView kv_matrix, TensorView single_matrix,
            TensorView query_matrix, TensorView tables,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The encoder of trellis-coded levels of the turbo format: see reference_codec.
+// The encoder of trellis-coded levels of the turbo format: see reference.codec.
 //
 // Of each subset the level nearest to a coordinate is one of four consecutive
 // levels. A table in shared memory has, for each such window w, its levels by
@@ -11,17 +11,18 @@
 
 #include <cstddef>
 
+#include "common/warp.cuh"
 #include "store/planes.cuh"
 #include "store/unbias.cuh"
 
 namespace turbo {
 
-constexpr int NUM_WINDOWS = NUM_LEVELS - NUM_SUBSETS + 1;
-constexpr int WINDOW_BYTES = 16;
+constexpr int kNumWindows = NUM_LEVELS - NUM_SUBSETS + 1;
+constexpr int kWindowBytes = 16;
 
 struct WindowTables {
-  float4 levels[NUM_WINDOWS];
-  float4 thresholds[NUM_WINDOWS];  // in the first component
+  float4 levels[kNumWindows];
+  float4 thresholds[kNumWindows];  // in the first component
 };
 
 __device__ __forceinline__ float saturated_multiply_add(float a, float b,
@@ -45,7 +46,7 @@ __device__ __forceinline__ float4 load_shared_4(uint32_t address) {
   return result;
 }
 
-// x + (a > b ? WINDOW_BYTES : 0), in two instructions.
+// x + (a > b ? kWindowBytes : 0), in two instructions.
 __device__ __forceinline__ uint32_t next_window_if_greater(uint32_t x, float a,
                                                            float b) {
   asm("{\n"
@@ -54,7 +55,7 @@ __device__ __forceinline__ uint32_t next_window_if_greater(uint32_t x, float a,
       "@is_greater add.u32 %0, %0, %3;\n"
       "}"
       : "+r"(x)
-      : "f"(a), "f"(b), "n"(WINDOW_BYTES));
+      : "f"(a), "f"(b), "n"(kWindowBytes));
   return x;
 }
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ uint32_t next_window_if_greater(uint32_t x, float a,
 struct Windows {
   float scale, reciprocal, guess;
   uint32_t base;    // shared address of the levels
-  uint32_t offset;  // base, less the bits of MAGIC in windows
+  uint32_t offset;  // base, less the bits of kMagic in windows
 
   Windows() = default;
   __device__ __forceinline__ Windows(float value, float normaliser,
@@ -73,21 +74,21 @@ struct Windows {
     reciprocal = __fmul_rn(__frcp_rn(fmaxf(value, SMALLEST_SCALE)),
                            power_of_two(-exponent_of(normaliser)));
     guess = guess_factor;
-    base = static_cast<uint32_t>(__cvta_generic_to_shared(&tables));
-    offset = base - WINDOW_BYTES * static_cast<uint32_t>(MAGIC_BITS);
+    base = shared_address(&tables);
+    offset = base - kWindowBytes * static_cast<uint32_t>(kMagicBits);
   }
 
   // Shared address of the levels of the window around x.
   __device__ __forceinline__ uint32_t row(float x) const {
-    constexpr float ALMOST_ALL = 1.0f - 1.0f / (1 << 20);
-    constexpr int THRESHOLDS = offsetof(WindowTables, thresholds);
+    constexpr float kAlmostAll = 1.0f - 1.0f / (1 << 20);
+    constexpr int kThresholds = offsetof(WindowTables, thresholds);
     const float z = __fmul_rn(x, reciprocal);
     const float position = saturated_multiply_add(z, guess, 0.5f);
     const float floor =
-        __fmaf_rd(position, (NUM_WINDOWS - 1) * ALMOST_ALL, MAGIC);
-    const uint32_t guessed = __float_as_uint(floor) * WINDOW_BYTES + offset;
+        __fmaf_rd(position, (kNumWindows - 1) * kAlmostAll, kMagic);
+    const uint32_t guessed = __float_as_uint(floor) * kWindowBytes + offset;
     return next_window_if_greater(guessed, z,
-                                  load_shared(guessed + THRESHOLDS));
+                                  load_shared(guessed + kThresholds));
   }
 
   __device__ __forceinline__ int error(float x, float level) const {
@@ -133,11 +134,24 @@ __device__ __forceinline__ void begin(int (&cost)[4], const int (&first)[4],
   }
 }
 
+// Begin or extend the paths by code e. first: the errors of code 0, kept.
+__device__ __forceinline__ void add_code(int e, int (&cost)[4], int (&first)[4],
+                                         const int (&errors)[4]) {
+  if (e == 0) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) first[s] = errors[s];
+  } else if (e == 1) {
+    begin(cost, first, errors);
+  } else {
+    extend(cost, errors);
+  }
+}
+
 // Path bits are kept beside costs, of half of a group at a time and of the
 // state before it.
-constexpr int HALF_PATH = SCALE_GROUP / 2;
-constexpr int PATH_BITS = HALF_PATH + 2;
-constexpr int PATH = (1 << PATH_BITS) - 1;
+constexpr int kHalfPath = SCALE_GROUP / 2;
+constexpr int kPathBits = kHalfPath + 2;
+constexpr int kPathMask = (1 << kPathBits) - 1;
 
 __device__ __forceinline__ int select_state(const int (&of_states)[4],
                                             int state) {
@@ -154,14 +168,7 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
   for (int e = 0; e < SCALE_GROUP; ++e) {
     int errors[4];
     windows.errors(x[e], windows.row(x[e]), errors);
-    if (e == 0) {
-#pragma unroll
-      for (int s = 0; s < 4; ++s) first[s] = errors[s];
-    } else if (e == 1) {
-      begin(cost, first, errors);
-    } else {
-      extend(cost, errors);
-    }
+    add_code(e, cost, first, errors);
   }
   return min(min(cost[0], cost[1]), min(cost[2], cost[3]));
 }
@@ -184,45 +191,37 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
     windows.errors(scaled, rows[e], errors);
     // b(e - 1) is bit e - 1 in the first half, bit e - 7 in the second.
     const int bit =
-        e == 0 ? 0 : 1 << (e <= HALF_PATH - 1 ? e - 1 : e - HALF_PATH + 1);
+        e == 0 ? 0 : 1 << (e <= kHalfPath - 1 ? e - 1 : e - kHalfPath + 1);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      errors[s] = (errors[s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
+      errors[s] = (errors[s] << kPathBits) + (s % 2 == 1 ? bit : 0);
     }
-    if (e == 0) {
-#pragma unroll
-      for (int s = 0; s < 4; ++s) first[s] = errors[s];
-    } else if (e == 1) {
-      begin(cost, first, errors);
-    } else {
-      extend(cost, errors);
-    }
-    if (e == HALF_PATH - 1) {
+    add_code(e, cost, first, errors);
+    if (e == kHalfPath - 1) {
 #pragma unroll
       for (int state = 0; state < 4; ++state) {
-        early[state] = (cost[state] & PATH) + (state % 2 << (HALF_PATH - 1));
-        cost[state] = (cost[state] & ~PATH) + state / 2;
+        early[state] =
+            (cost[state] & kPathMask) + (state % 2 << (kHalfPath - 1));
+        cost[state] = (cost[state] & ~kPathMask) + state / 2;
       }
     }
   }
   int best = 0x7FFFFFFF;
 #pragma unroll
   for (int state = 0; state < 4; ++state) {
-    best = min(best, cost[state] >> PATH_BITS << 2 | state);
+    best = min(best, cost[state] >> kPathBits << 2 | state);
   }
   const int state = best & 3;
   const int late =
-      (select_state(cost, state) & PATH) + (state % 2 << (PATH_BITS - 1));
+      (select_state(cost, state) & kPathMask) + (state % 2 << (kPathBits - 1));
   // The lowest bits of `late` are b(6) and b(7).
   const int first_half = select_state(early, (late & 1) << 1 | (late >> 1 & 1));
-  return first_half + (late >> 2 << HALF_PATH);
+  return first_half + (late >> 2 << kHalfPath);
 }
 
 // Bit i of 16 moved to bit 2 * i.
 __device__ __forceinline__ uint32_t spread(uint32_t x) {
-  x = (x | x << 8) & 0x00FF00FFu;
-  x = (x | x << 4) & 0x0F0F0F0Fu;
-  x = (x | x << 2) & 0x33333333u;
+  x = spread_pairs(x);
   return (x | x << 1) & 0x55555555u;
 }
 
@@ -238,18 +237,18 @@ __device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
   return (e == 0 ? subsets << 2 : subsets >> (2 * e - 2)) & 0xC;
 }
 
-// See reference_codec._unbiased: the factor of a key whose paths are best.
+// See reference.codec._unbiased: the factor of a key whose paths are best.
 __device__ __forceinline__ float trellis_factor(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE]) {
+    const float (&x)[kLaneGroups][SCALE_GROUP],
+    const Windows (&windows)[kLaneGroups], uint32_t (&paths)[kLaneGroups]) {
   const int square = square_of(x);
   Unbiasing key = Unbiasing::of<1>(square);
 #pragma unroll 1
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
     int rest = square;
-    uint32_t found[GROUPS_A_LANE];
+    uint32_t found[kLaneGroups];
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    for (int j = 0; j < kLaneGroups; ++j) {
       uint32_t rows[SCALE_GROUP];
       found[j] = search(x[j], key.next, windows[j], rows);
       const uint32_t subsets = subsets_of(found[j]);
@@ -262,23 +261,23 @@ __device__ __forceinline__ float trellis_factor(
     }
     if (key.update(round, reduce_vector<Sum, 1>(rest, round))) {
 #pragma unroll
-      for (int j = 0; j < GROUPS_A_LANE; ++j) paths[j] = found[j];
+      for (int j = 0; j < kLaneGroups; ++j) paths[j] = found[j];
     }
   }
   return key.factor;
 }
 
 // The branches of a path, two bits each.
-template <int N>
-__device__ __forceinline__ uint32_t branches_of(const float (&x)[N],
+template <int kElements>
+__device__ __forceinline__ uint32_t branches_of(const float (&x)[kElements],
                                                 float factor,
                                                 const Windows& windows,
                                                 uint32_t subsets) {
   uint32_t word = 0;
 #pragma unroll
-  for (int e = 0; e < N; ++e) {
+  for (int e = 0; e < kElements; ++e) {
     const uint32_t window =
-        (windows.row(__fmul_rn(x[e], factor)) - windows.base) / WINDOW_BYTES;
+        (windows.row(__fmul_rn(x[e], factor)) - windows.base) / kWindowBytes;
     const uint32_t subset = subsets >> (2 * e) & 3;
     word |= (window + NUM_SUBSETS - 1 - subset) / NUM_SUBSETS << (2 * e);
   }
@@ -286,23 +285,23 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[N],
 }
 
 // Paths and branches of a vector.
-template <bool IS_KEY>
+template <bool kIsKey>
 __device__ __forceinline__ void paths_of(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const Windows (&windows)[GROUPS_A_LANE], uint32_t (&paths)[GROUPS_A_LANE],
-    uint32_t (&branches)[GROUPS_A_LANE]) {
+    const float (&x)[kLaneGroups][SCALE_GROUP],
+    const Windows (&windows)[kLaneGroups], uint32_t (&paths)[kLaneGroups],
+    uint32_t (&branches)[kLaneGroups]) {
   float factor = 1.0f;
-  if constexpr (IS_KEY) {
+  if constexpr (kIsKey) {
     factor = trellis_factor(x, windows, paths);
   } else {
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    for (int j = 0; j < kLaneGroups; ++j) {
       uint32_t rows[SCALE_GROUP];
       paths[j] = search(x[j], factor, windows[j], rows);
     }
   }
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < kLaneGroups; ++j) {
     branches[j] = branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
   }
 }
@@ -310,45 +309,45 @@ __device__ __forceinline__ void paths_of(
 // Quantise a vector to three bits and write it.
 //
 // x: normalised, with signs. codes: the side's code plane. scales: the
-// vector's. PARTS: lanes that have the same group, and share the candidates of
+// vector's. kParts: lanes that have the same group, and share the candidates of
 // its scale.
-template <bool IS_KEY, int PARTS>
+template <bool kIsKey, int kParts>
 __device__ __forceinline__ void encode_3_bits(
-    const float (&x)[GROUPS_A_LANE][SCALE_GROUP],
-    const int (&floors)[GROUPS_A_LANE], float normaliser,
+    const float (&x)[kLaneGroups][SCALE_GROUP],
+    const int (&floors)[kLaneGroups], float normaliser,
     const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
-  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
-  int scale_codes[GROUPS_A_LANE];
-  int errors[GROUPS_A_LANE][NUM_SCALE_CANDIDATES];
-  const int part = part_of_lane<PARTS>();
+  constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  int scale_codes[kLaneGroups];
+  int errors[kLaneGroups][NUM_SCALE_CANDIDATES];
+  const int part = part_of_lane<kParts>();
 #pragma unroll 1
-  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += PARTS) {
+  for (int first = 0; first < NUM_SCALE_CANDIDATES; first += kParts) {
 #pragma unroll
-    for (int j = 0; j < GROUPS_A_LANE; ++j) {
+    for (int j = 0; j < kLaneGroups; ++j) {
       const int code = scale_candidate(floors[j], first + part);
-      const Windows windows(scale_value(code), normaliser, GUESS, tables);
+      const Windows windows(scale_value(code), normaliser, kGuess, tables);
       const int error = trellis_error(x[j], windows);
 #pragma unroll
       for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
-        const int of_part = __shfl_sync(FULL_MASK, error, k % PARTS, PARTS);
-        errors[j][k] = k - k % PARTS == first ? of_part : errors[j][k];
+        const int of_part = __shfl_sync(~0u, error, k % kParts, kParts);
+        errors[j][k] = k - k % kParts == first ? of_part : errors[j][k];
       }
     }
   }
-  scales_in_reach<PARTS>(floors, errors, scale_codes);
+  scales_in_reach<kParts>(floors, errors, scale_codes);
 
-  Windows windows[GROUPS_A_LANE];
-  uint32_t paths[GROUPS_A_LANE];
-  uint32_t branches[GROUPS_A_LANE];
+  Windows windows[kLaneGroups];
+  uint32_t paths[kLaneGroups];
+  uint32_t branches[kLaneGroups];
 #pragma unroll
-  for (int j = 0; j < GROUPS_A_LANE; ++j) {
+  for (int j = 0; j < kLaneGroups; ++j) {
     windows[j] =
-        Windows(scale_value(scale_codes[j]), normaliser, GUESS, tables);
+        Windows(scale_value(scale_codes[j]), normaliser, kGuess, tables);
   }
-  paths_of<IS_KEY>(x, windows, paths, branches);
-  store_paths<IS_KEY, PARTS>(branches, paths, codes, token,
-                             scales != nullptr && part == 0);
-  store_scales<PARTS>(scale_codes, scales);
+  paths_of<kIsKey>(x, windows, paths, branches);
+  store_paths<kIsKey, kParts>(branches, paths, codes, token,
+                              scales != nullptr && part == 0);
+  store_scales<kParts>(scale_codes, scales);
 }
 
 }  // namespace turbo

@@ -10,16 +10,16 @@
 
 namespace turbo {
 
-constexpr int PATH_PARTS = SINGLE_PARTS;
-constexpr int PART_CODES = SCALE_GROUP / PATH_PARTS;
-static_assert(PATH_PARTS == 4 && PART_CODES == 4);
+constexpr int kPathParts = kSingleParts;
+constexpr int kPartCodes = SCALE_GROUP / kPathParts;
+static_assert(kPathParts == 4 && kPartCodes == 4);
 
 // Costs of the best paths from each state to each by a part's codes.
 using Transfers = int[4][4];
 
 // errors: of a part's codes by subset, with path bits.
 __device__ __forceinline__ void extend_part(
-    const int (&errors)[PART_CODES][NUM_SUBSETS], Transfers& costs) {
+    const int (&errors)[kPartCodes][NUM_SUBSETS], Transfers& costs) {
 #pragma unroll
   for (int from = 0; from < 4; ++from) {
     const int first = from / 2, second = from % 2;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void extend_part(
                            errors[1][2 * (bit ^ second) + before];
     }
 #pragma unroll
-    for (int i = 2; i < PART_CODES; ++i) extend(costs[from], errors[i]);
+    for (int i = 2; i < kPartCodes; ++i) extend(costs[from], errors[i]);
   }
 }
 
@@ -39,19 +39,19 @@ __device__ __forceinline__ void extend_part(
 // early: in the second part, path bits of the group's first half.
 __device__ __forceinline__ void join_parts(const Transfers& costs,
                                            int (&joined)[4], int (&early)[4]) {
-  const int part = part_of_lane<PATH_PARTS>();
+  const int part = part_of_lane<kPathParts>();
 #pragma unroll
   for (int state = 0; state < 4; ++state) joined[state] = costs[0][state];
 #pragma unroll
-  for (int i = 1; i < PATH_PARTS; ++i) {
+  for (int i = 1; i < kPathParts; ++i) {
     int before[4];
 #pragma unroll
     for (int from = 0; from < 4; ++from) {
-      before[from] = __shfl_up_sync(FULL_MASK, joined[from], 1, PATH_PARTS);
-      if (i == PATH_PARTS / 2) {
+      before[from] = __shfl_up_sync(~0u, joined[from], 1, kPathParts);
+      if (i == kPathParts / 2) {
         // Path bits begin anew with the state's.
         before[from] =
-            part == i ? (before[from] & ~PATH) + from / 2 : before[from];
+            part == i ? (before[from] & ~kPathMask) + from / 2 : before[from];
       }
     }
 #pragma unroll
@@ -63,10 +63,11 @@ __device__ __forceinline__ void join_parts(const Transfers& costs,
       }
       joined[state] = part == i ? least : joined[state];
     }
-    if (i == PATH_PARTS / 2 - 1) {
+    if (i == kPathParts / 2 - 1) {
 #pragma unroll
       for (int state = 0; state < 4; ++state) {
-        early[state] = (joined[state] & PATH) + (state % 2 << (HALF_PATH - 1));
+        early[state] =
+            (joined[state] & kPathMask) + (state % 2 << (kHalfPath - 1));
       }
     }
   }
@@ -80,20 +81,20 @@ struct FoundPath {
 
 // x: the part's coordinates, times the factor of a key.
 __device__ __forceinline__ FoundPath
-search_parts(const float (&x)[PART_CODES], const Windows& windows,
-             uint32_t (&rows)[PART_CODES]) {
-  const int part = part_of_lane<PATH_PARTS>();
+search_parts(const float (&x)[kPartCodes], const Windows& windows,
+             uint32_t (&rows)[kPartCodes]) {
+  const int part = part_of_lane<kPathParts>();
   // As in `search`: b(e - 1) is bit e - 1 in the first half, else e - 7.
-  const int first_bit = part % 2 * PART_CODES + (part < PATH_PARTS / 2 ? 0 : 2);
-  int errors[PART_CODES][NUM_SUBSETS];
+  const int first_bit = part % 2 * kPartCodes + (part < kPathParts / 2 ? 0 : 2);
+  int errors[kPartCodes][NUM_SUBSETS];
 #pragma unroll
-  for (int i = 0; i < PART_CODES; ++i) {
+  for (int i = 0; i < kPartCodes; ++i) {
     rows[i] = windows.row(x[i]);
     windows.errors(x[i], rows[i], errors[i]);
     const int bit = 1 << (first_bit + i) >> 1;
 #pragma unroll
     for (int s = 0; s < NUM_SUBSETS; ++s) {
-      errors[i][s] = (errors[i][s] << PATH_BITS) + (s % 2 == 1 ? bit : 0);
+      errors[i][s] = (errors[i][s] << kPathBits) + (s % 2 == 1 ? bit : 0);
     }
   }
   Transfers costs;
@@ -104,36 +105,36 @@ search_parts(const float (&x)[PART_CODES], const Windows& windows,
   int best = 0x7FFFFFFF;
 #pragma unroll
   for (int state = 0; state < 4; ++state) {
-    best = min(best, joined[state] >> PATH_BITS << 2 | state);
+    best = min(best, joined[state] >> kPathBits << 2 | state);
   }
   const int state = best & 3;
-  const int late =
-      (select_state(joined, state) & PATH) + (state % 2 << (PATH_BITS - 1));
+  const int late = (select_state(joined, state) & kPathMask) +
+                   (state % 2 << (kPathBits - 1));
   // The lowest bits of `late` are b(6) and b(7).
-  const int of_last = __shfl_sync(FULL_MASK, late, PATH_PARTS - 1, PATH_PARTS);
+  const int of_last = __shfl_sync(~0u, late, kPathParts - 1, kPathParts);
   const int middle = (of_last & 1) << 1 | (of_last >> 1 & 1);
-  const int first_half = __shfl_sync(FULL_MASK, select_state(early, middle),
-                                     PATH_PARTS / 2 - 1, PATH_PARTS);
+  const int first_half = __shfl_sync(~0u, select_state(early, middle),
+                                     kPathParts / 2 - 1, kPathParts);
   FoundPath found;
-  found.error = __shfl_sync(FULL_MASK, best >> 2, PATH_PARTS - 1, PATH_PARTS);
-  found.path = first_half + (of_last >> 2 << HALF_PATH);
+  found.error = __shfl_sync(~0u, best >> 2, kPathParts - 1, kPathParts);
+  found.path = first_half + (of_last >> 2 << kHalfPath);
   return found;
 }
 
 // Bits 2 * i and above: the subset of the part's code i.
 __device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
-  return subsets_of(path) >> (2 * PART_CODES * part_of_lane<PATH_PARTS>());
+  return subsets_of(path) >> (2 * kPartCodes * part_of_lane<kPathParts>());
 }
 
 // Products of a part's coordinates and what is decoded of a path, as the bits
 // of floats, see rounded_product.
 __device__ __forceinline__ int products_of_part(
-    const float (&x)[PART_CODES], const uint32_t (&rows)[PART_CODES],
+    const float (&x)[kPartCodes], const uint32_t (&rows)[kPartCodes],
     float scale, uint32_t path) {
   const uint32_t subsets = subsets_of_part(path);
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < PART_CODES; ++i) {
+  for (int i = 0; i < kPartCodes; ++i) {
     const float level = load_shared(rows[i] | subset_offset(subsets, i));
     sum += __float_as_int(rounded_product(x[i], __fmul_rn(level, scale)));
   }
@@ -144,71 +145,72 @@ __device__ __forceinline__ int products_of_part(
 //
 // x: the part's coordinates, normalised, with signs. codes: the side's code
 // plane. scales: the vector's.
-template <bool IS_KEY, int J>
+template <bool kIsKey, int kGroups>
 __device__ __forceinline__ void encode_3_bits_by_parts(
-    const float (&x)[J][PART_CODES], const int (&floors)[J], float normaliser,
-    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
-  constexpr float GUESS = IS_KEY ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
-  constexpr int ROUNDS = IS_KEY ? UNBIAS_ROUNDS + 1 : 1;
-  int scale_codes[J] = {};
-  int errors[J][NUM_SCALE_CANDIDATES];
-  Windows windows[J];
-  uint32_t paths[J];
+    const float (&x)[kGroups][kPartCodes], const int (&floors)[kGroups],
+    float normaliser, const WindowTables& tables, uint8_t* codes, int token,
+    uint8_t* scales) {
+  constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
+  constexpr int kRounds = kIsKey ? UNBIAS_ROUNDS + 1 : 1;
+  int scale_codes[kGroups] = {};
+  int errors[kGroups][NUM_SCALE_CANDIDATES];
+  Windows windows[kGroups];
+  uint32_t paths[kGroups];
   int square = 0;
   Unbiasing key;
-  if constexpr (IS_KEY) {
+  if constexpr (kIsKey) {
     square = square_of(x);
-    key = Unbiasing::of<PATH_PARTS>(square);
+    key = Unbiasing::of<kPathParts>(square);
   }
   // Candidates of the scale, then rounds: one search, that it is fetched once.
 #pragma unroll 1
-  for (int step = 0; step < NUM_SCALE_CANDIDATES + ROUNDS; ++step) {
+  for (int step = 0; step < NUM_SCALE_CANDIDATES + kRounds; ++step) {
     const int round = step - NUM_SCALE_CANDIDATES;
-    if (round == 0) scales_in_reach<PATH_PARTS>(floors, errors, scale_codes);
+    if (round == 0) scales_in_reach<kPathParts>(floors, errors, scale_codes);
     int rest = square;
-    uint32_t found[J];
+    uint32_t found[kGroups];
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
       const int code =
           round < 0 ? scale_candidate(floors[j], step) : scale_codes[j];
-      windows[j] = Windows(scale_value(code), normaliser, GUESS, tables);
-      float scaled[PART_CODES];
+      windows[j] = Windows(scale_value(code), normaliser, kGuess, tables);
+      float scaled[kPartCodes];
 #pragma unroll
-      for (int i = 0; i < PART_CODES; ++i) {
-        scaled[i] = IS_KEY ? __fmul_rn(x[j][i], key.next) : x[j][i];
+      for (int i = 0; i < kPartCodes; ++i) {
+        scaled[i] = kIsKey ? __fmul_rn(x[j][i], key.next) : x[j][i];
       }
-      uint32_t rows[PART_CODES];
+      uint32_t rows[kPartCodes];
       const FoundPath best = search_parts(scaled, windows[j], rows);
 #pragma unroll
       for (int k = 0; k < NUM_SCALE_CANDIDATES; ++k) {
         errors[j][k] = step == k ? best.error : errors[j][k];
       }
       found[j] = best.path;
-      if (IS_KEY && round >= 0) {
+      if (kIsKey && round >= 0) {
         rest -= products_of_part(x[j], rows, windows[j].scale, found[j]);
       }
     }
     bool is_best = true;
-    if (IS_KEY && round >= 0) {
-      is_best = key.update(round, reduce_vector<Sum, PATH_PARTS>(rest, round));
+    if (kIsKey && round >= 0) {
+      is_best = key.update(round, reduce_vector<Sum, kPathParts>(rest, round));
     }
 #pragma unroll
-    for (int j = 0; j < J; ++j) paths[j] = is_best ? found[j] : paths[j];
+    for (int j = 0; j < kGroups; ++j) paths[j] = is_best ? found[j] : paths[j];
   }
 
-  uint32_t branches[J];
+  uint32_t branches[kGroups];
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     const uint32_t of_part =
         branches_of(x[j], key.factor, windows[j], subsets_of_part(paths[j]));
-    const int shift = 2 * PART_CODES * part_of_lane<PATH_PARTS>();
+    const int shift = 2 * kPartCodes * part_of_lane<kPathParts>();
     branches[j] =
-        reduce_parts<Sum, PATH_PARTS>(static_cast<int>(of_part << shift));
+        reduce_parts<Sum, kPathParts>(static_cast<int>(of_part << shift));
   }
-  store_paths<IS_KEY, PATH_PARTS>(
+  store_paths<kIsKey, kPathParts>(
       branches, paths, codes, token,
-      scales != nullptr && part_of_lane<PATH_PARTS>() == 0);
-  store_scales<PATH_PARTS>(scale_codes, scales);
+      scales != nullptr && part_of_lane<kPathParts>() == 0);
+  store_scales<kPathParts>(scale_codes, scales);
 }
 
 }  // namespace turbo

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The search for a key's factor, with which its product with what is decoded is
-// its square: see reference_codec._unbiased.
+// its square: see reference.codec._unbiased.
 #pragma once
 
 #include "store/scales.cuh"
@@ -12,21 +12,21 @@ namespace turbo {
 // A product of the search for a factor, as the bits of a float that has it,
 // rounded, in its lowest bits.
 __device__ __forceinline__ float rounded_product(float x, float decoded) {
-  return __fadd_rn(__fmul_rn(__fmul_rn(x, decoded), KEY_GAIN), MAGIC);
+  return __fadd_rn(__fmul_rn(__fmul_rn(x, decoded), KEY_GAIN), kMagic);
 }
 
-// The square of a vector, as the lane's summand with MAGIC_BITS for each
+// The square of a vector, as the lane's summand with kMagicBits for each
 // coordinate.
-template <int J, int N>
-__device__ __forceinline__ int square_of(const float (&x)[J][N]) {
+template <int kGroups, int kElements>
+__device__ __forceinline__ int square_of(const float (&x)[kGroups][kElements]) {
   int square = 0;
 #pragma unroll
-  for (int j = 0; j < J; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const float product = __fmul_rn(x[j][i], x[j][i]);
-      square +=
-          __float_as_int(__fmaf_rn(product, 1 << PRODUCT_FRACTION_BITS, MAGIC));
+      square += __float_as_int(
+          __fmaf_rn(product, 1 << PRODUCT_FRACTION_BITS, kMagic));
     }
   }
   return square;
@@ -40,15 +40,15 @@ struct Unbiasing {
   float factor = 1.0f,
         rest;  // the best, and what of the square is missing with it
 
-  // square: of the vector. PARTS: lanes that share its coordinates.
-  template <int PARTS>
+  // square: of the vector. kParts: lanes that share its coordinates.
+  template <int kParts>
   __device__ __forceinline__ static Unbiasing of(int square_sum) {
-    constexpr int GROUPS = IS_SINGLE<PARTS> ? 1 : GROUPS_A_LANE;
-    constexpr uint32_t OFFSET =
-        GROUPS * (SCALE_GROUP / PARTS) * static_cast<uint32_t>(MAGIC_BITS);
+    constexpr int kOwnGroups = kIsSingle<kParts> ? 1 : kLaneGroups;
+    constexpr uint32_t kOffset =
+        kOwnGroups * (SCALE_GROUP / kParts) * static_cast<uint32_t>(kMagicBits);
     Unbiasing result;
     result.square =
-        reduce_vector<Sum, PARTS>(square_sum - static_cast<int>(OFFSET), 1);
+        reduce_vector<Sum, kParts>(square_sum - static_cast<int>(kOffset), 1);
     result.reciprocal = __frcp_rn(fmaxf(result.square, 1.0f));
     return result;
   }

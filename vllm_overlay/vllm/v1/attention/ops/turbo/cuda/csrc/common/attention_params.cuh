@@ -12,10 +12,7 @@
 
 namespace turbo {
 
-// Warps that may work on a part of a sequence together, as one could.
-constexpr int kTeamWarps = 4;
-
-struct DecodeParams {
+struct AttentionParams {
   const __half* query;         // [T, Hq, D], rotated
   const float* query_scale;    // [T, Hq]
   const uint8_t* kv_cache;     // [num_blocks, H, N, C]
@@ -29,7 +26,7 @@ struct DecodeParams {
   int stride_block_table;
   int num_seqs;
   int num_kv_heads;
-  int group;  // query heads a KV head
+  int heads_per_kv;  // query heads a KV head
   int tiles_per_block;
   int num_splits;
   int query_len;    // Q, most query tokens of a sequence: its last
@@ -38,11 +35,11 @@ struct DecodeParams {
 
   // Of a sequence, at most.
   __device__ __forceinline__ int num_queries() const {
-    return query_len * num_kv_heads * group;
+    return query_len * num_kv_heads * heads_per_kv;
   }
   // Of a KV head, at most.
   __device__ __forceinline__ int num_columns() const {
-    return query_len * group;
+    return query_len * heads_per_kv;
   }
   __device__ __forceinline__ int first_token(int seq) const {
     return query_start_loc ? query_start_loc[seq] : seq * query_len;
@@ -51,13 +48,23 @@ struct DecodeParams {
     return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
                            : query_len;
   }
+  // Of its first token, head 0.
+  __device__ __forceinline__ int64_t first_query(int seq) const {
+    return int64_t(first_token(seq)) * num_kv_heads * heads_per_kv;
+  }
+  // Of a sequence's queries, that of a column of a KV head, which is of a
+  // token.
+  __device__ __forceinline__ int query_of(int token, int kv_head,
+                                          int column) const {
+    return (token * num_kv_heads + kv_head - token) * heads_per_kv + column;
+  }
   // Cached tokens that a sequence's queries are to see.
   __device__ __forceinline__ int num_tokens(int seq) const {
     return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
   }
 };
 
-__device__ __forceinline__ int num_tiles(const DecodeParams& p, int seq) {
+__device__ __forceinline__ int num_tiles(const AttentionParams& p, int seq) {
   if (seq >= p.num_seqs) return 0;
   const int tokens = p.num_tokens(seq);
   return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;

@@ -1,22 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the entry points of attention to pages take of their tensors.
+// The entry point of a kernel of attention to pages.
 #pragma once
 
-#include "decode/segment.cuh"
+#include <tvm/ffi/extra/cuda/device_guard.h>
+
+#include "common/attention_params.cuh"
+#include "common/launch.cuh"
 #include "common/tensors.cuh"
 
 namespace turbo {
 
-// See DecodeParams and cuda_decode.py for shapes and types.
-inline DecodeParams params_of(TensorView query, TensorView query_scale,
-                              TensorView kv_cache, TensorView block_table,
-                              TensorView seq_lens, TensorView partial,
-                              TensorView partial_lse,
-                              const Optional<TensorView>& query_start_loc,
-                              int64_t num_seqs, int64_t query_len,
-                              bool with_newest) {
+// See AttentionParams and decode.py for shapes and types.
+inline AttentionParams params_of(TensorView query, TensorView query_scale,
+                                 TensorView kv_cache, TensorView block_table,
+                                 TensorView seq_lens, TensorView partial,
+                                 TensorView partial_lse,
+                                 const Optional<TensorView>& query_start_loc,
+                                 int64_t num_seqs, int64_t query_len,
+                                 bool with_newest) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -36,7 +39,7 @@ inline DecodeParams params_of(TensorView query, TensorView query_scale,
   const DLDevice device = kv_cache.device();
   check_device(device, query, query_scale, block_table, seq_lens, partial,
                partial_lse);
-  DecodeParams p;
+  AttentionParams p;
   p.query = static_cast<const __half*>(query.data_ptr());
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
@@ -53,11 +56,31 @@ inline DecodeParams params_of(TensorView query, TensorView query_scale,
   p.most_hidden = with_newest ? 0 : p.query_len - 1;
   p.num_seqs = to_int("num_seqs", num_seqs);
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
-  p.group = static_cast<int>(num_heads / num_kv_heads);
+  p.heads_per_kv = static_cast<int>(num_heads / num_kv_heads);
   p.tiles_per_block = static_cast<int>(kv_cache.size(2)) / TILE_TOKENS;
   p.num_splits = check_partials(partial, partial_lse, num_heads, HEAD_SIZE,
                                 num_seqs, query_len);
   return p;
+}
+
+// Check the tensors and launch a kernel.
+//
+// Instance: has the kernel, its threads a block and bytes of shared memory, and
+//   the blocks for a device, which is the current one.
+template <typename Instance>
+void attend_to_pages(TensorView query, TensorView query_scale,
+                     TensorView kv_cache, TensorView block_table,
+                     TensorView seq_lens, TensorView partial,
+                     TensorView partial_lse,
+                     Optional<TensorView> query_start_loc, int64_t num_seqs,
+                     int64_t query_len, bool with_newest) {
+  const AttentionParams p =
+      params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
+                partial_lse, query_start_loc, num_seqs, query_len, with_newest);
+  const DLDevice device = kv_cache.device();
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  launch(Instance::kKernel, Instance::num_blocks(device.device_id),
+         Instance::kThreads, Instance::kSharedBytes, device, p);
 }
 
 }  // namespace turbo

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Numbers and their bits: what the compiler has no name for, or does not find.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace turbo {
+
+// 1.5 * 2**23: a sum with it is rounded to an integer n, and has the bits of it
+// plus n. Likewise adding n to its bits adds n to it.
+constexpr float kMagic = 12582912.0f;
+constexpr int kMagicBits = 0x4B400000;
+
+__device__ __forceinline__ uint32_t as_bits(__half2 x) {
+  return *reinterpret_cast<uint32_t*>(&x);
+}
+
+__device__ __forceinline__ __half2 as_half2(uint32_t bits) {
+  return *reinterpret_cast<__half2*>(&bits);
+}
+
+// (a & b) | c in one instruction, which the compiler does not always find.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// Where the mask is set a, elsewhere b.
+__device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a,
+                                           uint32_t b) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;"
+      : "=r"(result)
+      : "r"(mask), "r"(a), "r"(b));
+  return result;
+}
+
+// a * b + c in one instruction, which is not split into a shift and an
+// addition.
+__device__ __forceinline__ uint32_t mad_lo(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// Unlike __byte_perm, with the sign mode.
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
+                                            uint32_t nibbles) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(nibbles));
+  return result;
+}
+
+// Of the bits of an fp16 number in the lower half of a word.
+__device__ __forceinline__ float half_as_float(uint32_t bits) {
+  return __half2float(
+      __ushort_as_half(static_cast<unsigned short>(bits & 0xFFFFu)));
+}
+
+// The bits of a float as an integer that is ordered as floats are, and back.
+// NaN is above infinity.
+__device__ __forceinline__ int ordered_bits(int bits) {
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+// 2**exponent, exact, for exponents in [-126, 127].
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// floor(log2(x)) of non-negative normal x; -127 at zero.
+__device__ __forceinline__ int exponent_of(float x) {
+  return (__float_as_int(x) >> 23) - 127;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace turbo

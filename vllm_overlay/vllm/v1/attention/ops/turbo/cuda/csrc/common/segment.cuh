@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Segments of sequences, which attention attends to one at a time: their tiles
+// are copied to shared memory. Of a sequence without tokens there are none.
+#pragma once
+
+#include "common/attention_params.cuh"
+#include "common/warp.cuh"
+
+namespace turbo {
+
+// Neighbouring tiles of a sequence and KV head, and queries of that.
+struct Segment {
+  int seq;
+  int kv_head;
+  int first_column;           // of the KV head's queries
+  const uint8_t* cache;       // of the KV head
+  int first_tile, last_tile;  // of the sequence
+  int num_tokens;             // of the sequence
+  int split;                  // where the partial result goes
+  bool ends;                  // whether it has the sequence's last tile
+};
+
+// Mark the partial results of sequences without tokens.
+template <int kWarps>
+__device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
+                                           int lane) {
+  const int num_partials = p.num_splits * p.num_queries();
+#pragma unroll 1
+  for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
+    if (num_tiles(p, seq) > 0) continue;
+#pragma unroll 1
+    for (int i = 32 * warp + lane; i < num_partials; i += 32 * kWarps) {
+      p.partial_lse[int64_t(seq) * num_partials + i] = -INFINITY;
+    }
+  }
+}
+
+// Zero the scales of V of a token that the sequence does not have: a page holds
+// any bytes there, and a weight of zero does not make a product with infinity
+// or NaN zero.
+__device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
+  uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
+                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
+#pragma unroll
+  for (int i = 0; i < SCALE_BYTES; i += 2)
+    *reinterpret_cast<uint16_t*>(row + i) = 0;
+}
+
+// The copies of a warp's tiles, two at a time, from pages to shared memory.
+// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
+// / 2.
+struct TileCopies {
+  static constexpr int kHalf = 16, kChunk = 16;
+  const AttentionParams& p;
+  const Segment& segment;
+  const int* table;
+  const uint8_t* address;
+  uint32_t target;
+  int first, stride;  // of the warp's pairs of tiles
+  int count;
+  int lane;
+
+  __device__ __forceinline__ TileCopies(const AttentionParams& p,
+                                        const Segment& segment,
+                                        const uint8_t* tiles, int index,
+                                        int size, int lane)
+      : p(p), segment(segment), address(nullptr), lane(lane) {
+    table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
+    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
+             (lane % kHalf) * kChunk;
+    first = segment.first_tile + 2 * index;
+    stride = 2 * size;
+    count = (segment.last_tile - first + stride - 1) / stride;
+  }
+
+  __device__ __forceinline__ void load_addresses(int step) {
+    const int tile = first + (step + lane / 2) * stride + lane % 2;
+    address = nullptr;
+    if (tile < segment.last_tile) {
+      const int block = tile / p.tiles_per_block;
+      address = segment.cache + table[block] * p.stride_cache_block +
+                (tile - block * p.tiles_per_block) * TILE_BYTES;
+    }
+  }
+
+  __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
+    if (step < count) {
+      if (step % kHalf == 0) load_addresses(step);
+      const auto bits = reinterpret_cast<unsigned long long>(address);
+      const auto source = reinterpret_cast<const uint8_t*>(
+          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
+      if (source != nullptr) {
+#pragma unroll
+        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
+          const int own = lane % kHalf * kChunk;
+          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
+            copy_async(target + stage_offset + i, source + own + i);
+          }
+        }
+      }
+    }
+    commit_copies();
+  }
+};
+
+}  // namespace turbo

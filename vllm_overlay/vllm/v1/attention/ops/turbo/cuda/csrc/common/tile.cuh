@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What lanes of a warp have of a tile of 16 tokens, in both attention kernels.
+//
+// Tokens are the rows of the tensor core's result and queries its eight
+// columns: S^T = K q^T and O^T = V^T P^T. Where a coordinate sits in a fragment
+// is free, so a lane's codes of a token are whole words. Softmax is in base 2.
+#pragma once
+
+#include "common/format.cuh"
+#include "common/mma.cuh"
+#include "common/warp.cuh"
+
+namespace turbo {
+
+constexpr int kColumns = 8;
+// Scores above the running reference by more than this raise it.
+constexpr float kMaxExponent = 8.0f;
+// Units of a token that a lane has of K.
+constexpr int kLaneUnits = NUM_UNITS / 4;
+// A lane's scale groups of V: it has one of 8 (or, if there are but 4, half of
+// one).
+constexpr int kPieces = NUM_UNITS <= 16 ? 1 : NUM_UNITS / 16;
+constexpr int kPieceWords = HEAD_SIZE < 128 ? 2 : 4;
+constexpr int kPieceCodes =
+    2 * kPieceWords;  // codes of a row of V^T's fragments
+constexpr int kNumOutputs = HEAD_SIZE / 16;
+static_assert(kNumOutputs == kPieces * kPieceCodes);
+
+// Over the eight lanes that have the same columns; each gets the same.
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+  for (int mask = 4; mask <= 16; mask *= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int mask = 4; mask <= 16; mask *= 2) {
+    x += __shfl_xor_sync(~0u, x, mask);
+  }
+  return x;
+}
+
+// Load a lane's 4 * kWords bytes.
+template <int kWords>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kWords],
+                                           const uint8_t* p) {
+  if constexpr (kWords == 1) {
+    words[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (kWords == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(p);
+    words[0] = x.x, words[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 x = *reinterpret_cast<const uint4*>(p + 4 * i);
+      words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z,
+      words[i + 3] = x.w;
+    }
+  }
+}
+
+// The coordinate of V that a lane has in row r of fragment i of O^T.
+__device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
+  const int g = lane / 4;
+  if (HEAD_SIZE < 128) return (2 * i + r) * NUM_UNITS + g;
+  const int piece = i / kPieceCodes, code = 2 * (i % 4) + i % kPieceCodes / 4;
+  return code * NUM_UNITS + g + 8 * piece + NUM_GROUPS * r;
+}
+
+// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
+// have the first half of the scale groups.
+__device__ __forceinline__ int key_place(int lane) {
+  return (lane & 1) * 2 + (lane & 2) / 2;
+}
+
+// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
+// codes are made four by the trellis: see TurboFormat.
+__device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
+                                               const uint8_t* tile, int n,
+                                               int lane) {
+  const uint8_t* row = tile + n * KEY_ROW_BYTES;
+  if constexpr (KEY_BITS == 4) {
+    load_words(words, row + key_place(lane) * (4 * kLaneUnits));
+  } else {
+    // Lanes t and t + 1 have units p = 0 and 1 of the same groups.
+    const int p = lane & 1, half = lane % 4 / 2;
+    uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
+    load_words(branches, row + half * (4 * kLaneUnits));
+    load_words(paths, tile + PATHS_OFFSET + n * (HEAD_SIZE / 8) +
+                          half * (2 * kLaneUnits));
+#pragma unroll
+    for (int i = 0; i < kLaneUnits; ++i) {
+      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
+      // the ones before, which go to 4k + 2a.
+      const uint32_t path = paths[i / 2];
+      const uint32_t changes = path ^ path << 4;
+      const uint32_t low =
+          select(0xAAAAAAAAu, changes << (p ? 0 : 1), path << (p ? 0 : 3));
+      const uint32_t high = branches[i] << (p ? 0 : 2);
+      words[i] = select(0x33333333u, i % 2 == 0 ? low : low >> 2, high);
+    }
+  }
+}
+
+// Scales of V of tokens 8 * h + 2 * t and the next, of this lane's group.
+__device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
+                                                 int piece, int lane) {
+  const int g = lane / 4 % NUM_GROUPS, t = lane % 4;
+  const uint8_t* row =
+      tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * SCALE_BYTES;
+  // The delta of group g, at the exponent's end in both halves.
+  constexpr int kPlace = SCALE_SHIFT + SCALE_DELTA_STEP - 1;
+  constexpr uint32_t kMask =
+      (0x00010001u << (kPlace + SCALE_DELTA_BITS)) - (0x00010001u << kPlace);
+  const int shift = 8 - kPlace + SCALE_DELTA_BITS * g;
+  uint32_t bases, deltas;
+  if constexpr (HEAD_SIZE < 128) {
+    bases = *reinterpret_cast<const uint32_t*>(row);
+    deltas =
+        SCALE_DELTA_STEP > 1 ? bases >> (SCALE_DELTA_BITS * g) : bases >> shift;
+  } else {
+    uint32_t words[HEAD_SIZE / 64];
+    load_words(words, row);
+    const uint32_t first = words[piece], second = words[kPieces + piece];
+    deltas = __byte_perm(first >> shift, second >> shift, 0x5410);
+    bases = __byte_perm(first, second, 0x5410);
+  }
+  return (bases & 0x00FF00FFu) * (1 << SCALE_SHIFT) - (deltas & kMask);
+}
+
+// Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, of this
+// lane's group, as low_positions and high_positions take them: words
+// [unit][parity of the code].
+__device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
+                                                 const uint8_t* tile, int h,
+                                                 int piece, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  const int group = g % NUM_GROUPS + 8 * piece;
+  const int lane_unit = g / NUM_GROUPS;  // if a lane has but one of a group
+  const uint8_t* codes = tile + VALUE_CODES_OFFSET;
+  if constexpr (VALUE_BITS == 4) {
+    load_words(words,
+               codes + 4 * HEAD_SIZE * h + 64 * group + 16 * t + 8 * lane_unit);
+  } else {
+    uint32_t branches[2], paths[1];
+    load_words(branches, codes + 2 * HEAD_SIZE * h + 32 * group + 8 * t);
+    load_words(paths,
+               codes + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
+    const uint32_t path = paths[0];
+    const uint32_t changes = path ^ path << 2 & 0xFFFCFFFCu;
+    // Bit 4k + 2c + p of a half is of code 2k + c of unit p, and the one
+    // before.
+    const uint32_t low[2] = {select(0x55555555u, changes, path & 0x7FFF7FFFu),
+                             select(0xAAAAAAAAu, changes, path)};
+#pragma unroll
+    for (int i = 0; i < kPieceWords; ++i) {
+      const int c = i % 2;
+      const int p = kPieceWords == 4 ? i / 2 : lane_unit;
+      words[i] = select(0xCCCCCCCCu, (p ? low[1] : low[0]) << (3 - 2 * c - p),
+                        branches[c] >> (2 - 2 * p));
+    }
+  }
+}
+
+}  // namespace turbo

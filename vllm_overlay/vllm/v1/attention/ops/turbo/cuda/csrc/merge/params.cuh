@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the merge is given.
+#pragma once
+
+#include <cstdint>
+
+namespace turbo {
+
+// Warps a block.
+constexpr int kMergeWarps = 8;
+
+struct MergeParams {
+  const float* partial;        // [B, S, Q, Hq, D], rotated
+  const float* partial_lse;    // [B, S, Q, Hq], base 2; -inf: no tokens
+  const int* seq_lens;         // [B]
+  const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  void* output;                // [T, Hq, D]
+  const void* query;           // [T, Hq, D], not rotated
+  const void* key;             // [T, H, D], of the newest tokens
+  const void* value;           // [T, H, D]
+  int64_t stride_output_token;
+  int64_t stride_output_head;
+  int64_t stride_query_token;
+  int64_t stride_query_head;
+  int64_t stride_key_token;
+  int64_t stride_key_head;
+  int64_t stride_value_token;
+  int64_t stride_value_head;
+  float score_factor;  // of a score, for base-2 softmax
+  int num_heads;       // Hq
+  int heads_per_kv;    // query heads a KV head
+  int query_len;       // Q, most query tokens of a sequence
+  int num_queries;     // Q * Hq
+  int num_splits;
+  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
+};
+
+}  // namespace turbo
