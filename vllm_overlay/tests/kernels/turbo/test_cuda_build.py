@@ -327,23 +327,21 @@ def gpu(flashinfer, monkeypatch):
     for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
     kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield flashinfer
     kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
-    """The module of the kernels that are chosen."""
+    """The package of the kernels that are chosen."""
     chosen = kernels.choose_kernels(choice, layout, 4)
-    modules = {
-        chosen.store.__module__.rpartition(".")[2].removesuffix("_store"),
-        chosen.decode_attention.__module__.rpartition(".")[2].removesuffix("_decode"),
-        chosen.num_kv_splits.__module__.rpartition(".")[2].removesuffix("_decode"),
-    }
-    (module,) = modules
-    return module
+    functions = (chosen.store, chosen.decode_attention, chosen.num_kv_splits)
+    (package,) = {function.__module__.split(".")[-2] for function in functions}
+    return package
 
 
 @requires_triton
@@ -360,6 +358,63 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
     assert chosen.reason == "the CUDA kernels could not be built"
     with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
         choose("cuda")
+
+
+def no_filelock(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "filelock", None)
+
+
+def no_tvm_ffi(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+
+
+def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a FlashInfer whose function has no ``use_fast_math``."""
+
+    def gen_jit_spec(name, sources, extra_cuda_cflags, extra_include_paths):
+        raise NotImplementedError
+
+    flashinfer_jit = sys.modules["flashinfer.jit"]
+    monkeypatch.setattr(flashinfer_jit, "gen_jit_spec", gen_jit_spec)
+
+
+def little_shared_memory(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No team of warps has room; the store, which has none, can be loaded."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda_build, "_load_function", lambda path, name: print)
+
+
+# What build and load raise that is no RuntimeError of theirs.
+UNFORESEEN = {
+    no_filelock: "ModuleNotFoundError: .*filelock",
+    no_tvm_ffi: "ModuleNotFoundError: .*tvm_ffi",
+    other_arguments: "TypeError: .*use_fast_math",
+    little_shared_memory: "AssertionError: .*1024",
+}
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "fail, message", UNFORESEEN.items(), ids=[fail.__name__ for fail in UNFORESEEN]
+)
+def test_auto_falls_back_on_any_failure(gpu, log, monkeypatch, fail, message):
+    """Other releases of FlashInfer and TVM-FFI may fail in any way."""
+    fail(gpu, monkeypatch)
+    with pytest.raises(
+        ValueError, match=f"turbo_kernel=cuda.* cannot be loaded .{message}.*Use auto"
+    ):
+        choose("cuda")
+    assert choose("auto") == "triton"
+    # Another shape of layers, of which the traceback says nothing new.
+    other = TurboFormat.from_cache_dtype("turbo4", 256)
+    assert choose("auto", other) == "triton"
+    warnings = [text for level, text in log if level == logging.WARNING]
+    traceback, *because = warnings
+    assert traceback == "The turbo CUDA kernels cannot be loaded:"
+    assert len(because) == 2, "one for each choice; vLLM's logger drops the repeat"
+    for text in because:
+        assert re.search(f"Triton kernels, because they cannot .*{message}", text)
 
 
 @requires_triton
