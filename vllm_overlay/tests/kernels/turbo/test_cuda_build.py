@@ -506,9 +506,11 @@ def test_cpu(monkeypatch, tmp_path, choice):
         with pytest.raises(ValueError, match="turbo_kernel=cuda.*CPU.*Use auto"):
             make_impl(config)
         return
+    asked: list[tuple] = []
+    monkeypatch.setattr(dispatch, "share_kernels", lambda *args: asked.append(args))
     impl = make_impl(config)
     impl.process_weights_after_loading(torch.bfloat16)
-    assert "kernels" not in vars(impl)
+    assert asked == []
 
 
 @requires_triton

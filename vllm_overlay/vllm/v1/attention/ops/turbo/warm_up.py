@@ -174,6 +174,7 @@ def _run_kernels(dispatch: "KernelDispatch", device: torch.device) -> None:
 
 def _share_choice(dispatch: "KernelDispatch") -> None:
     """Have all ranks that share this layer run the same kernels."""
+    # A pipeline's ranks have other layers, and data parallel ones other requests.
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return
     reason = refusal_of_other_ranks(dispatch.kernels, get_tp_group().cpu_group)
