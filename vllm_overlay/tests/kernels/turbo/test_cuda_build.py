@@ -38,6 +38,8 @@ from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 DEVICE = torch.device("cuda", 0)
+# Of what ends in a moment on a machine that is not busy.
+TIMEOUT_S = 1800
 # What loads each kernel's modules.
 LOADERS = (
     (cuda_store, "load"),
@@ -185,7 +187,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
     log = tmp_path / "builds"
     build = FlashInfer.Spec.build
     context = multiprocessing.get_context("fork")
-    together = context.Barrier(2, timeout=30)
+    together = context.Barrier(2, timeout=TIMEOUT_S)
 
     def slow_build(spec: FlashInfer.Spec) -> None:
         # What is there is new enough, says ninja.
@@ -206,7 +208,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(30)
+        process.join(TIMEOUT_S)
     assert [process.exitcode for process in ranks] == [0, 0]
     assert len(log.read_text().splitlines()) == 1
 
@@ -454,7 +456,7 @@ def test_kernels_are_built_side_by_side(gpu, monkeypatch):
     at_once = threading.Barrier(5)
 
     def load(*args: object) -> None:
-        at_once.wait(timeout=60)
+        at_once.wait(timeout=TIMEOUT_S)
 
     for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, load)
