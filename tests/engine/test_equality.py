@@ -375,6 +375,36 @@ def test_the_exit_status_says_whether_all_is_well(
     assert any(row["wrong"] for row in rows) == bool(status)
 
 
+@pytest.mark.parametrize("unlike, status", [({}, 0), ({"block_size": 32}, 1)])
+def test_texts_are_counted_and_not_judged(quiet, unlike, status, monkeypatch, capsys):
+    """But for what the mode is for. Other tokens, and another distribution where they
+    part, are nobody's fault.
+    """
+    asked: list[dict[str, Any]] = []
+
+    def run_mode(name: str, _: Path, tasks: list, *__: Any) -> dict[str, Any]:
+        asked[:] = tasks
+        run = ran(name, quiet["tokens"], quiet["logprobs"])
+        if name == "quiet":
+            return run
+        run["logprobs"] = np.roll(quiet["logprobs"], 1, -1)
+        return changed(run, 1, 2) | {"unlike_asked": unlike}
+
+    monkeypatch.setattr(equality, "run_mode", run_mode)
+    command = ["equality.py", "--prefill", "stored", "--modes", "batched"]
+    command += ["--texts", str(REQUESTS), "--lengths", "64"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert equality.main() == status
+    quiet_row, row = map(json.loads, capsys.readouterr().out.splitlines())
+    assert quiet_row["wrong"] is None and quiet_row["identical_requests"] == REQUESTS
+    assert len(asked) == REQUESTS and all(task["answer"] == [] for task in asked)
+    assert all(32 <= len(task["prompt"]) <= 64 for task in asked)
+    assert row["identical_requests"] == REQUESTS - 1
+    assert row["parted_gaps"] == [pytest.approx(TIE / 2, rel=1e-3)]
+    assert row["kl_mean"] > KL_BOUND
+    assert "'block_size': 32" in row["wrong"] if status else row["wrong"] is None
+
+
 def test_a_defect_is_noticed_in_an_engine(tmp_path):
     """One mode of the trained model, on a CPU."""
     output = tmp_path / "rows.jsonl"
