@@ -45,7 +45,7 @@ class CudaModule(NamedTuple):
         instance: What it is an instance for: no two modules of a kernel, built for the
             same GPU, have the same.
         header_name: The header of constants that the source includes.
-        header: Its text.
+        header: The text of that header, C++ with a macro a line.
         flags: For nvcc.
 
     """

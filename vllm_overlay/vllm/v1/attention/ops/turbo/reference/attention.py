@@ -111,7 +111,7 @@ def decode_attention(
         key: (T, H, D).
         value: (T, H, D).
         kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
-        metadata: Of the batch.
+        metadata: Lengths, block table and starts of the batch's requests.
         scale: Softmax scale.
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.

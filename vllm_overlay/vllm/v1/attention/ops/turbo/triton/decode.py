@@ -37,7 +37,7 @@ class DecodeTuning(NamedTuple):
         num_warps: Warps a program. One is best: more would each dequantise
             the same values.
         num_stages: Depth of the software pipeline.
-        max_registers: Of a thread, on NVIDIA GPUs; None for no limit.
+        max_registers: 32-bit registers of a thread, on NVIDIA GPUs; None for no limit.
 
     """
 
@@ -64,7 +64,7 @@ def block_sizes(block_size: int, head_size: int) -> list[int]:
 
     Args:
         block_size: Tokens of a block. A runner may cut it into smaller ones.
-        head_size: Of query, key and value.
+        head_size: Coordinates of a vector of query, key or value, D.
 
     """
     has_whole_steps = block_size % default_tuning(head_size).block_n == 0
