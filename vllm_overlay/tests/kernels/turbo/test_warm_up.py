@@ -130,11 +130,13 @@ VARIED = {
 
 
 @requires_triton
-@prefill_modes
 @kernel_paths
-@pytest.mark.parametrize("cache_dtype, block_size", [("turbo3", 48), ("turbo4", 64)])
+@pytest.mark.parametrize(
+    "cache_dtype, block_size, mode",
+    [("turbo3", 48, "raw"), ("turbo4", 64, "raw"), ("turbo4", 48, "stored")],
+)
 def test_serving_compiles_nothing(
-    tmp_path: Path, profiled, mode, path, cache_dtype, block_size, monkeypatch
+    tmp_path: Path, profiled, path, cache_dtype, block_size, mode, monkeypatch
 ):
     """Whatever the lengths, the width of the block table and the size of a block, which
     may be another than the one that the profile run knows.
