@@ -3,8 +3,9 @@
 """Draws what the benchmarks measured, without a GPU.
 
 Beside each decode.jsonl goes decode.svg: microseconds of decode attention, and percent
-of the copy rate, against context. Beside each engine.jsonl goes tpot.svg: time per
-output token against context. Of a measurement made several times the last one counts.
+of the memory's bandwidth, against context. Beside each engine.jsonl goes tpot.svg: time
+per output token against context. Of a measurement made several times the last one
+counts.
 """
 
 import argparse
@@ -50,6 +51,9 @@ LOOKS = (
     Look(("k4v3",), "k4v3", "tab:olive", "o"),
     Look(("turbo3",), "turbo3", "tab:cyan", "o"),
 )
+
+# Of the GPU's memory, by its data sheet, by torch's name of the GPU.
+BANDWIDTH_GB_PER_S = {"NVIDIA H200": 4800}
 
 Row = dict[str, Any]
 # By arm, batch and context.
@@ -103,18 +107,35 @@ def gpus(rows: Rows) -> str:
     return ", ".join(sorted({row["gpu"] for row in rows.values()}))
 
 
+def add_share(rows: Rows) -> tuple[str, str]:
+    """Returns the field that says how fast rows read, and what it is.
+
+    That is percent of the memory's bandwidth, which is added to the rows, but where a
+    GPU's is not known.
+    """
+    if any(row["gpu"] not in BANDWIDTH_GB_PER_S for row in rows.values()):
+        return "gb_per_s", "GB/s"
+    for row in rows.values():
+        limit = BANDWIDTH_GB_PER_S[row["gpu"]]
+        row["percent_of_bandwidth"] = 100 * row["gb_per_s"] / limit
+    limits = {f"{BANDWIDTH_GB_PER_S[row['gpu']] / 1000:g}" for row in rows.values()}
+    name = f"percent of the memory's {', '.join(sorted(limits))} TB/s"
+    return "percent_of_bandwidth", name
+
+
 def draw_decode(rows: Rows, batches: list[int], heads: str, path: Path) -> None:
     """Draws decode attention: a column a batch size, time above, rate below."""
     figure, grid = plt.subplots(
         2, len(batches), figsize=(5 * len(batches), 7.5), squeeze=False, sharex="col"
     )
+    share, name = add_share(rows)
     for batch, (above, below) in zip(batches, grid.T):
         draw_lines(above, rows, batch, "median_us")
-        draw_lines(below, rows, batch, "percent_of_copy")
+        draw_lines(below, rows, batch, share)
         above.set(title=f"batch {batch}", yscale="log", xlabel="")
         below.set_ylim(bottom=0)
     grid[0, 0].set_ylabel("decode attention, microseconds")
-    grid[1, 0].set_ylabel("bytes read, percent of the rate of a copy")
+    grid[1, 0].set_ylabel(f"bytes read, {name}")
     draw_legend(grid[0])
     num_heads, num_kv_heads, head_size = heads.split("x")
     shape = f"{num_heads}/{num_kv_heads} heads of {head_size}"

@@ -5,7 +5,8 @@
     python ci/cuda_defects.py [NAME]...
 
 It runs on a GPU, with the vLLM that the Python imports. Each test has to pass without a
-defect, and to fail with it. What only compute-sanitizer can see is in ci/sanitize.py.
+defect, and to fail with it. What only compute-sanitizer can see is for ci/sanitize.py
+to plant.
 """
 
 import argparse
@@ -15,8 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-
-from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
@@ -30,7 +29,7 @@ class Defect(NamedTuple):
     """A change to a source that a test is to notice.
 
     Attributes:
-        source: Of ``cuda_build.SOURCE_DIR``.
+        source: Its path in ``cuda_build.SOURCE_DIR``.
         old: What is there, ``times`` times.
         new: What is put in its place.
         test: The test, and what selects its cases.
@@ -69,10 +68,36 @@ DEFECTS = {
     "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
+BARRIER = "  __syncthreads();\n"
+SEGMENT = "extend/segment.cuh"
+# By the tool that has to find it, and what is wrong: a change to the sources, or None
+# where ci/sanitize.py gives the kernels wrong inputs.
+SANITIZER_DEFECTS = {
+    # A block table that names a page past the end of the cache.
+    "memcheck-page": None,
+    # Pages that nobody has written.
+    "initcheck-pages": None,
+    "racecheck-merge": Defect("merge/merge.cuh", BARRIER, "", times=2),
+    # Teams of warps that go on to their next sequence while one still reads.
+    "racecheck-team": Defect(
+        "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
+    ),
+    # Blocks that do so, and whose warps read weights before these are written.
+    "racecheck-segment": Defect(
+        SEGMENT, "__syncthreads();  // what the segment before", "//"
+    ),
+    "racecheck-weights": Defect(
+        SEGMENT,
+        "                tile == segment.first_tile);\n  " + BARRIER,
+        "                tile == segment.first_tile);\n",
+    ),
+}
 
 
 def plant(defect: Defect) -> None:
     """Let this process build its kernels from a copy of the sources with a defect."""
+    from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+
     folder = Path(tempfile.mkdtemp()) / "cuda"
     shutil.copytree(cuda_build.SOURCE_DIR, folder)
     source = folder / defect.source

@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|sanitizer|bench|extend|profile|engine|throughput|pictures|
-# serve|quality|lab|equality|memory|soak]...
+# [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
+# pictures|serve|quality|lab|equality|memory|soak]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
-# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, BENCH_ARGS, EXTEND_ARGS,
-# PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS,
-# LAB_ARGS, EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
+# KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
+# EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS,
+# QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs store, decode (of drafts too, uniform and ragged),
 # extend (with 32 and with 64 columns) and merge under compute-sanitizer, and makes sure
-# that it finds what is planted for it.
+# that it finds what is planted for it. defects plants others in the kernels, one at a
+# time, and makes sure that the kernels' tests find them.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number.
@@ -36,11 +37,11 @@ python=${PYTHON:-python3}
 out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
-[ $# -gt 0 ] || set -- kernels architectures sanitizer \
+[ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
   bench extend profile engine throughput pictures serve quality lab equality memory soak
 for section; do
   case $section in
-    kernels | architectures | sanitizer | bench | extend | engine) ;;
+    kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
     profile | throughput | pictures | serve | quality | lab) ;;
     equality | memory | soak) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
@@ -104,6 +105,13 @@ sanitizer() {
   for job in $jobs; do
     wait "$job" || set -- 1
   done
+  return "$1"
+}
+
+defects() {
+  "$python" ci/cuda_defects.py "$@" >"$out/defects.txt" 2>&1
+  set -- $?
+  tail -n 20 "$out/defects.txt"
   return "$1"
 }
 
@@ -185,6 +193,7 @@ for section; do
     kernels) arguments=${KERNELS_ARGS:-} ;;
     architectures) arguments=${ARCHITECTURES_ARGS:-} ;;
     sanitizer) arguments=${SANITIZER_ARGS:-} ;;
+    defects) arguments=${DEFECTS_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     extend) arguments=${EXTEND_ARGS:-} ;;
     profile) arguments=${PROFILE_ARGS:-} ;;

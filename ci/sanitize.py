@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from cuda_defects import Defect, plant
+from cuda_defects import SANITIZER_DEFECTS, plant
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
@@ -39,29 +39,6 @@ NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
 DEVICE = torch.device("cuda", 0)
 NUM_SMS = num_compute_units(0)
-BARRIER = "  __syncthreads();\n"
-SEGMENT = "extend/segment.cuh"
-# By what is wrong: a change to the sources, or None where inputs are.
-DEFECTS = {
-    # A block table that names a page past the end of the cache.
-    "memcheck-page": None,
-    # Pages that nobody has written.
-    "initcheck-pages": None,
-    "racecheck-merge": Defect("merge/merge.cuh", BARRIER, "", times=2),
-    # Teams of warps that go on to their next sequence while one still reads.
-    "racecheck-team": Defect(
-        "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
-    ),
-    # Blocks that do so, and whose warps read weights before these are written.
-    "racecheck-segment": Defect(
-        SEGMENT, "__syncthreads();  // what the segment before", "//"
-    ),
-    "racecheck-weights": Defect(
-        SEGMENT,
-        "                tile == segment.first_tile);\n  " + BARRIER,
-        "                tile == segment.first_tile);\n",
-    ),
-}
 
 
 class Batch(NamedTuple):
@@ -247,14 +224,14 @@ def check(batch: Batch, starts: torch.Tensor, output: torch.Tensor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="all presets and head sizes")
-    parser.add_argument("--defect", choices=DEFECTS, help="plant a defect")
+    parser.add_argument("--defect", choices=SANITIZER_DEFECTS, help="plant a defect")
     parser.add_argument("--defects", action="store_true", help="print their names")
     args = parser.parse_args()
     if args.defects:
-        print(*DEFECTS)
+        print(*SANITIZER_DEFECTS)
         return
     torch.manual_seed(0)
-    defect = DEFECTS.get(args.defect)
+    defect = SANITIZER_DEFECTS.get(args.defect)
     if defect is not None:
         plant(defect)
     chosen = SOME[:1] if args.defect else SOME

@@ -203,3 +203,23 @@ def rows_of(log: Path) -> list[dict[str, Any]]:
     """Returns what a child emitted into its log."""
     lines = log.read_text(errors="replace").splitlines()
     return [json.loads(x.removeprefix(ROW)) for x in lines if x.startswith(ROW)]
+
+
+def run_for_row(
+    command: Sequence[str | Path],
+    log: Path,
+    variables: Mapping[str, str],
+    time_limit: float,
+) -> dict[str, Any]:
+    """As `run_child`, of a command that emits a row.
+
+    Returns:
+        The last row. If there is none, or the command did not end well, `wrong` alone:
+        a list of one text, with what the log says of it.
+
+    """
+    wrong = run_child(command, log, variables, time_limit)
+    rows = rows_of(log)
+    if wrong or not rows:
+        return {"wrong": [f"{wrong or 'no row'}\n{what_happened(log)}"]}
+    return rows[-1]

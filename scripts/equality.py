@@ -61,7 +61,7 @@ TIE = 0.05
 KL_BOUND = TIE**2 / 8
 # Of the positions of all answers, how many must not be excused. Seeded models have
 # learnt nothing, and so are seldom certain.
-LEAST_COMPARED = {"trained": 0.9, "dense": 0.5, "experts": 0.5}
+LEAST_COMPARED = {"trained": 0.9, "skipped": 0.9, "dense": 0.5, "experts": 0.5}
 # Of the drafts that the model makes for itself, what has to be accepted.
 LEAST_ACCEPTED = 0.9
 # Of the tokens that a mode's cache holds: blocks are whole.
@@ -160,6 +160,8 @@ def unfulfilled(
     wanted = LEAST_FILLED * requests
     capacity = mode.capacity * int(quiet["capacity"])
     off = abs(int(result["capacity"]) - capacity) > CAPACITY_TOLERANCE * capacity
+    room = result["room"] or int(result["capacity"])
+    padded = abs(int(result["capacity"]) - room) > CAPACITY_TOLERANCE * room
     share = int(result["accepted"]) / max(int(result["drafted"]), 1)
     checks = {
         "no CUDA graph was replayed": mode.graphs and not replays,
@@ -172,6 +174,7 @@ def unfulfilled(
         f"only {at_once} requests ran at once": mode.fill and at_once < wanted,
         f"the cache holds {result['capacity']} tokens, not {capacity:g}": mode.capacity
         and off,
+        f"the cache holds {result['capacity']} tokens, and has room for {room}": padded,
         "no draft was verified": mode.drafts and not result["drafted"],
         f"{share:.0%} of the model's own drafts were accepted": (
             mode.drafts == "draft_model" and share < LEAST_ACCEPTED

@@ -173,6 +173,7 @@ def settings(config: VllmConfig, workers: list[tuple[int, int]]) -> dict[str, An
         "replays": min(replays for replays, _ in workers),
         "block_size": min(block_size for _, block_size in workers),
         "kv_cache_dtype": cache.cache_dtype,
+        "kv_cache_dtype_skip_layers": cache.kv_cache_dtype_skip_layers,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "kv_offloading_size": cache.kv_offloading_size,
         "max_num_seqs": scheduler.max_num_seqs,

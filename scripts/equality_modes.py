@@ -20,6 +20,8 @@ BLOCK = {"cpu": 32, "gpu": 16}
 # learnt, so that few of their tokens win by much.
 MODELS: dict[str, tuple[str, ...] | None] = {
     "trained": None,
+    # The same, with bf16 layers among its packed ones (SKIPPED).
+    "skipped": None,
     "dense": ("--head-range", "0.15"),
     # Every expert takes every token: which ones do is decided by no rounding.
     "experts": (
@@ -28,6 +30,9 @@ MODELS: dict[str, tuple[str, ...] | None] = {
     ),
 }
 EXPERTS_ARGS = {"moe_backend": "triton"}
+# FlashAttention plans the bf16 layers' work ahead, by a cache dtype that they have not.
+# Pages of such blocks are as large as theirs of 16 tokens, so that vLLM keeps the size.
+SKIPPED = {"kv_cache_dtype_skip_layers": ["0", "7"], "block_size": 128}
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ MODES = {
     "quiet": Mode(batch=1),
     "quiet_dense": Mode(model="dense", batch=1),
     "quiet_experts": Mode(EXPERTS_ARGS, model="experts", batch=1, gpus=1),
+    "quiet_skipped": Mode(SKIPPED, model="skipped", batch=1, gpus=1),
     "batched": Mode(capacity=1),
     "one_sequence": Mode({"max_num_seqs": 1}, capacity=1),
     # So many tokens a step that the last prompt begins before the first answer ends.
@@ -145,6 +151,8 @@ MODES = {
         capacity=1,
         gpus=1,
     ),
+    "skipped": Mode(SKIPPED, model="skipped", capacity=1, gpus=1),
+    "skipped_graphs": Mode(SKIPPED, model="skipped", graphs=True, capacity=1, gpus=1),
     # One KV head, which both ranks hold.
     "tensor_parallel": Mode(TENSOR_PARALLEL, capacity=1, gpus=2),
     # Two KV heads, one a rank.

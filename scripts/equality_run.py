@@ -22,7 +22,9 @@ from seeded_drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402
 from seeded_model import build_parser, write_model  # noqa: E402
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
-TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+# Of a coordinate of K or V, on average, with its part of the scales.
+BITS = {"turbo4": 4.25, "k4v3": 3.75, "turbo3": 3.25}
+TURBO_DTYPES = tuple(BITS)
 CHILD = Path(__file__).with_name("equality_child.py")
 MAX_BLOCK = 128
 # One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
@@ -130,6 +132,28 @@ def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
     return variables
 
 
+def room(options: dict[str, Any], model: Path) -> int | None:
+    """Returns the tokens that the memory of a cache holds if no page is padded.
+
+    It is for caches with layers that are not packed, which no other mode's can be held
+    to; of others it is None.
+
+    Args:
+        options: The arguments of `LLM`.
+        model: Where the model is.
+
+    """
+    skipped = len(options.get("kv_cache_dtype_skip_layers", []))
+    if not skipped or options["kv_cache_dtype"] not in BITS:
+        return None
+    config = json.loads((model / "config.json").read_text())
+    coordinates = 2 * config["num_key_value_heads"] * config["head_dim"]
+    packed = config["num_hidden_layers"] - skipped
+    dense_bits = 8 * (4 if options["dtype"] == "float32" else 2)
+    bits = skipped * dense_bits + packed * BITS[options["kv_cache_dtype"]]
+    return int(8 * options["kv_cache_memory_bytes"] / (coordinates * bits))
+
+
 def built_kernels(log: Path) -> dict[str, int]:
     """Returns how often each module of CUDA kernels was built, by all processes."""
     text = log.read_text(errors="replace")
@@ -156,7 +180,8 @@ def unlike_asked(
 
     """
     attention = asked["attention_config"]
-    wanted = {"turbo_prefill": "raw", "enable_adaptive_verification": False}
+    wanted: dict[str, Any] = {"turbo_prefill": "raw", "kv_cache_dtype_skip_layers": []}
+    wanted |= {"enable_adaptive_verification": False}
     wanted |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     wanted |= asked | attention | asked.get("speculative_config", {})
     wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
@@ -180,7 +205,8 @@ def run_mode(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Returns what a mode's process left (see the child), `built` and `unlike_asked`.
+    """Returns what a mode's process left (see the child), `room`, `built` and
+    `unlike_asked`.
 
     Raises:
         RuntimeError: If it failed; with what its log says of it.
@@ -221,6 +247,7 @@ def run_mode(
     result["ran"] = json.loads(result["ran"].item())
     kernels = used_kernels(log)
     return result | {
+        "room": room(options, model),
         "built": built_kernels(log),
         "unlike_asked": unlike_asked(options, result["ran"], kernels, args.on_cpu),
     }

@@ -34,9 +34,7 @@ from child_runner import (  # noqa: E402
     emit,
     engine_variables,
     exit_when_told,
-    rows_of,
-    run_child,
-    what_happened,
+    run_for_row,
 )
 from common import CONFIGS, Report, plain_tokens  # noqa: E402
 from env import has_gpu  # noqa: E402
@@ -160,22 +158,21 @@ def bytes_a_block(llm: Any) -> int:
 def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one arm in a process, and returns its row."""
     log = args.logs / f"memory-{dtype}-{max_model_len}.log"
-    wrong = run_child(
+    row: dict[str, Any] = {"kv_cache_dtype": dtype, "max_model_len": max_model_len}
+    row |= run_for_row(
         [sys.executable, __file__, *sys.argv[1:], "--child", dtype, str(max_model_len)],
         log,
         # The worker is looked into from its engine's process.
         engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         args.arm_timeout,
     )
-    row: dict[str, Any] = {"kv_cache_dtype": dtype, "max_model_len": max_model_len}
-    rows = rows_of(log)
-    if wrong or not rows:
-        return row | {"wrong": [f"{wrong or 'no row'}\n{what_happened(log)}"]}
+    if "wrong" in row:
+        return row
     line = LINE.search(log.read_text(errors="replace"))
     if line:
         row["line"] = {"tokens": int(line[1].replace(",", ""))}
         row["line"]["workspace_mib"] = float(line[2])
-    return row | rows[-1]
+    return row
 
 
 def grown_mib(row: dict[str, Any], first: str, what: str) -> float:

@@ -33,9 +33,7 @@ from child_runner import (  # noqa: E402
     emit,
     engine_variables,
     exit_when_told,
-    rows_of,
-    run_child,
-    what_happened,
+    run_for_row,
 )
 from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
@@ -290,19 +288,14 @@ def main() -> int:
         return 0
     exit_when_told()
     report = Report(args.output)
-    wrong = run_child(
+    row = {"kv_cache_dtype": args.kv_cache_dtype} | run_for_row(
         [sys.executable, __file__, *sys.argv[1:], "--child"],
         args.log,
         # The scheduler and the device's memory are looked at from the engine's process.
         engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         START_S + 2 * args.time_limit,
     )
-    row = {"kv_cache_dtype": args.kv_cache_dtype}
-    rows = rows_of(args.log)
-    if wrong or not rows:
-        row["wrong"] = [f"{wrong or 'no row'}\n{what_happened(args.log)}"]
-    else:
-        row |= rows[-1]
+    if "wrong" not in row:
         row["wrong"] = complaints(row)
     report.row(**row)
     return 1 if row["wrong"] else 0

@@ -230,7 +230,7 @@ class Server:
         return [json.loads(event) for event in events]
 
 
-def group_is_gone(process: subprocess.Popen, timeout_s: float = 120) -> bool:
+def group_is_gone(process: subprocess.Popen, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether nothing of a process's group runs, now or within the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 """Children end as they should, and leave nothing behind when they do not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from child_runner import (  # noqa: E402
     last_error,
     rows_of,
     run_child,
+    run_for_row,
     running,
     what_happened,
 )
@@ -101,6 +103,27 @@ def test_rows_are_read_from_among_the_log(tmp_path: Path):
     assert run_child(python(program), log, variables, TIMEOUT_S) == "status 1"
     assert rows_of(log) == [{"a": 1}, {"b": [2.5]}]
     assert last_error(log) == "TypeError: no"
+
+
+@pytest.mark.parametrize(
+    "program, found",
+    [
+        ("emit(a=1); emit(b=2)", {"b": 2}),
+        ("emit(a=1); sys.exit('TypeError: no')", "status 1\n\nRESULT .*TypeError: no"),
+        ("print('ValueError: all')", "no row\nValueError: all"),
+    ],
+)
+def test_a_child_leaves_a_row_or_what_is_wrong(
+    tmp_path: Path, program: str, found: dict | str
+):
+    variables = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    program = f"from child_runner import emit; import sys\n{program}"
+    row = run_for_row(python(program), tmp_path / "log", variables, TIMEOUT_S)
+    if isinstance(found, dict):
+        assert row == found
+        return
+    ((name, (text,)),) = row.items()
+    assert name == "wrong" and re.fullmatch(found, text, re.DOTALL)
 
 
 def test_a_child_that_hangs_says_where_and_ends_with_all_it_started(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import TIMEOUT_S
+from scenarios import GAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -31,12 +32,15 @@ from equality import (  # noqa: E402
 )
 from equality_modes import BLOCK, MODES  # noqa: E402
 from equality_run import (  # noqa: E402
+    TURBO_DTYPES,
     built_kernels,
     child_environment,
     engine_args,
+    room,
     unlike_asked,
     used_kernels,
 )
+from quality_cases import MODEL  # noqa: E402
 from tasks import IM_END  # noqa: E402
 
 REQUESTS, POSITIONS, VOCABULARY = 3, 5, 7
@@ -139,6 +143,7 @@ def judged(mode: str, **fields: Any) -> str | None:
         "drafted": 100,
         "accepted": 98,
         "capacity": int(1000 * MODES[mode].capacity),
+        "room": None,
         "built": BUILT,
         "ran": {"replays": 7 if MODES[mode].graphs else 0},
         "unlike_asked": {},
@@ -190,6 +195,9 @@ def test_a_defect_is_not_noticed_by_what_is_not_compared():
         ("tensor_parallel_heads", {"capacity": 1000}, "holds 1000 tokens, not 2000"),
         ("batched", {"capacity": 985}, "holds 985 tokens, not 1000"),
         ("batched", {"capacity": 1015}, "holds 1015 tokens, not 1000"),
+        ("skipped_graphs", {"capacity": 985}, "holds 985 tokens, not 1000"),
+        ("skipped", {"room": 1015}, "holds 1000 tokens, and has room for 1015"),
+        ("quiet_skipped", {"capacity": 985, "room": 1000}, "has room for 1000"),
         ("tensor_parallel_heads", {"built": BUILT | {"merge 128": 2}}, "built once"),
         ("tensor_parallel_heads", {"built": {"store turbo4_128": 1}}, "built once"),
         ("tensor_parallel_heads", {"built": {}}, "built once"),
@@ -210,6 +218,7 @@ def test_a_mode_has_to_do_what_it_is_for(mode, fault, said):
 
 def test_what_is_nearly_all_suffices():
     assert judged("draft_model", accepted=90) is None
+    assert judged("skipped", room=1009) is None
     assert judged("batched", capacity=991) is None
 
 
@@ -240,6 +249,26 @@ def test_a_mode_has_graphs_where_it_says_so(mode):
         assert options["block_size"] == int(mode.removeprefix("block_")) != BLOCK["gpu"]
 
 
+@pytest.mark.parametrize("dtype", TURBO_DTYPES)
+def test_some_layers_are_not_packed(dtype):
+    """Eagerly and in graphs, on a GPU, as the run that both are held to; the memory is
+    that of packed and of bf16 layers.
+    """
+    modes = ("quiet_skipped", "skipped", "skipped_graphs")
+    for mode in modes:
+        assert MODES[mode].gpus == 1 and quiet_name(MODES[mode].model) == modes[0]
+        options = arguments(mode, False, "--kv-cache-dtype", dtype)
+        assert options["kv_cache_dtype"] == dtype
+        # The trained model has eight layers, with one KV head of 128.
+        assert options["kv_cache_dtype_skip_layers"] == ["0", "7"]
+        a_token = 2 * 2 * 2 * 128 + 6 * 4 * 128 / GAIN[dtype]
+        memory = options["kv_cache_memory_bytes"]
+        assert room(options, MODEL) == pytest.approx(memory / a_token, rel=1e-6)
+        # vLLM makes blocks larger until a page covers a bf16 layer's of 16 tokens.
+        assert options["block_size"] * 4 * 128 / GAIN[dtype] >= 16 * 2 * 2 * 128
+    assert room(arguments("batched", False), MODEL) is None
+
+
 RAN = {
     "ranks": 1,
     "replays": 0,
@@ -247,6 +276,7 @@ RAN = {
     "max_num_seqs": 64,
     "async_scheduling": False,
     "turbo_prefill": "stored",
+    "kv_cache_dtype_skip_layers": [],
     "tensor_parallel_size": 1,
     "enable_adaptive_verification": False,
 }
@@ -262,6 +292,18 @@ RAN = {
         ("batched", {"block_size": 32}, "CUDA", {"block_size": 32}),
         ("block_64", {}, "CUDA", {"block_size": 16}),
         ("async", {}, "CUDA", {"async_scheduling": False}),
+        (
+            "skipped",
+            {"block_size": 128},
+            "CUDA",
+            {"kv_cache_dtype_skip_layers": []},
+        ),
+        (
+            "batched",
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            "CUDA",
+            {"kv_cache_dtype_skip_layers": ["0"]},
+        ),
         ("one_sequence", {}, "CUDA", {"max_num_seqs": 64}),
         ("batched", {"turbo_prefill": "raw"}, "CUDA", {"turbo_prefill": "raw"}),
         (
@@ -336,6 +378,7 @@ def ran(name: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
         "drafted": 0,
         "accepted": 0,
         "capacity": 1000,
+        "room": None,
         "built": {},
         "ran": {"replays": 0},
         "unlike_asked": {},
@@ -373,6 +416,36 @@ def test_the_exit_status_says_whether_all_is_well(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["mode"] for row in rows] == ["quiet", *modes]
     assert any(row["wrong"] for row in rows) == bool(status)
+
+
+@pytest.mark.parametrize("unlike, status", [({}, 0), ({"block_size": 32}, 1)])
+def test_texts_are_counted_and_not_judged(quiet, unlike, status, monkeypatch, capsys):
+    """But for what the mode is for. Other tokens, and another distribution where they
+    part, are nobody's fault.
+    """
+    asked: list[dict[str, Any]] = []
+
+    def run_mode(name: str, _: Path, tasks: list, *__: Any) -> dict[str, Any]:
+        asked[:] = tasks
+        run = ran(name, quiet["tokens"], quiet["logprobs"])
+        if name == "quiet":
+            return run
+        run["logprobs"] = np.roll(quiet["logprobs"], 1, -1)
+        return changed(run, 1, 2) | {"unlike_asked": unlike}
+
+    monkeypatch.setattr(equality, "run_mode", run_mode)
+    command = ["equality.py", "--prefill", "stored", "--modes", "batched"]
+    command += ["--texts", str(REQUESTS), "--lengths", "64"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert equality.main() == status
+    quiet_row, row = map(json.loads, capsys.readouterr().out.splitlines())
+    assert quiet_row["wrong"] is None and quiet_row["identical_requests"] == REQUESTS
+    assert len(asked) == REQUESTS and all(task["answer"] == [] for task in asked)
+    assert all(32 <= len(task["prompt"]) <= 64 for task in asked)
+    assert row["identical_requests"] == REQUESTS - 1
+    assert row["parted_gaps"] == [pytest.approx(TIE / 2, rel=1e-3)]
+    assert row["kl_mean"] > KL_BOUND
+    assert "'block_size': 32" in row["wrong"] if status else row["wrong"] is None
 
 
 def test_a_defect_is_noticed_in_an_engine(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Engine, Jobs, child_environment
+from harness import TIMEOUT_S, Engine, Jobs, child_environment
 from scenarios import TURBO_DTYPES
 
 NO_SUCH_MODEL = "/no/such/model"
@@ -59,7 +59,7 @@ def test_command_line_refuses_an_unknown_dtype(model: Path):
         env=child_environment("v1"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
     assert outcome.returncode
     (reason,) = (line for line in outcome.stderr.splitlines() if "turbo5'." in line)

@@ -15,6 +15,7 @@ from harness import TIMEOUT_S
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import child_runner  # noqa: E402
 import memory  # noqa: E402
 from child_runner import ROW  # noqa: E402
 from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
@@ -145,7 +146,7 @@ def test_the_exit_status_says_whether_all_is_well(
         return ended
 
     del row["line"]
-    monkeypatch.setattr(memory, "run_child", run_child)
+    monkeypatch.setattr(child_runner, "run_child", run_child)
     command = ["memory.py", "--max-model-lens", "131072", "--logs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert memory.main() == status

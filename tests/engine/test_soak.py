@@ -17,6 +17,7 @@ from harness import TIMEOUT_S
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import child_runner  # noqa: E402
 import soak  # noqa: E402
 from child_runner import ROW  # noqa: E402
 from soak import LEAST_USAGE, Soak, complaints  # noqa: E402
@@ -111,7 +112,7 @@ def test_the_exit_status_says_whether_all_is_well(
         log.write_text(text)
         return ended
 
-    monkeypatch.setattr(soak, "run_child", run_child)
+    monkeypatch.setattr(child_runner, "run_child", run_child)
     monkeypatch.setattr(sys, "argv", ["soak.py", "--log", str(tmp_path / "log")])
     assert soak.main() == status
     assert bool(json.loads(capsys.readouterr().out)["wrong"]) == bool(status)

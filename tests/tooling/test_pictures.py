@@ -12,6 +12,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import pictures  # noqa: E402
 
 
 def draw(folder: Path) -> subprocess.CompletedProcess:
@@ -26,7 +29,7 @@ def write(path: Path, *rows: dict) -> None:
 def kernel_row(arm: str, context: int, **fields) -> dict:
     shape = f"32x{context}x32x8x128"
     row = {"shape": shape, "arm": arm, "part": "attention", "gpu": "A"}
-    return row | {"median_us": 9.0, "percent_of_copy": 50.0} | fields
+    return row | {"median_us": 9.0, "gb_per_s": 2400.0} | fields
 
 
 def test_a_line_an_arm(tmp_path: Path) -> None:
@@ -44,6 +47,23 @@ def test_a_line_an_arm(tmp_path: Path) -> None:
     assert drawn == {"bf16", "turbo4"}
     assert ">batch 32<" in decode and ">2k<" in decode
     assert ">bf16<" in (tmp_path / "tpot.svg").read_text()
+
+
+def test_bytes_are_held_to_the_bandwidth(tmp_path: Path) -> None:
+    """Of a GPU whose is known. A copy is no limit: some kernels beat it."""
+    row = kernel_row("bf16", 1024, gpu="NVIDIA H200", copy_gb_per_s=1200.0)
+    rows = {("bf16", 32, 1024): row}
+    assert pictures.add_share(rows) == (
+        "percent_of_bandwidth",
+        "percent of the memory's 4.8 TB/s",
+    )
+    assert row["percent_of_bandwidth"] == 50.0
+    rows["bf16", 1, 1024] = kernel_row("bf16", 1024)
+    assert pictures.add_share(rows) == ("gb_per_s", "GB/s")
+    write(tmp_path / "decode.jsonl", row)
+    assert draw(tmp_path).returncode == 0
+    drawn = (tmp_path / "decode.svg").read_text()
+    assert "bytes read, percent of the memory's 4.8 TB/s" in drawn
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

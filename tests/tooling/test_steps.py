@@ -198,6 +198,8 @@ def test_series_must_be_applied(sections: Run) -> None:
 SECTIONS = {
     "kernels": "vllm_overlay/tests/kernels/turbo",
     "architectures": "vllm_overlay/tests/kernels/turbo/compile_kernels.py",
+    "sanitizer": "ci/sanitize.py",
+    "defects": "ci/cuda_defects.py",
     "bench": "vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py",
     "extend": "vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py",
     "profile": "benchmarks/profile_table.py",
@@ -211,6 +213,10 @@ SECTIONS = {
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
 }
+# What those start whose output a shell writes to $OUT.
+TOLD_BY_SHELL = ("kernels", "sanitizer", "defects")
+# The tools that watch the kernels, side by side.
+SANITIZERS = ["initcheck", "memcheck", "racecheck", "synccheck"]
 
 
 def test_every_section(sections: Run, tmp_path: Path) -> None:
@@ -224,7 +230,14 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
             assert calls.pop(0).startswith("ncu ")
         call = calls.pop(0)
         assert path in call.split()
-        assert section == "kernels" or str(tmp_path / "out") in call
+        assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
+        if section == "sanitizer":
+            # They begin in any order, also beside the question for what to plant.
+            asked = "python ci/sanitize.py --defects"
+            more = sorted(calls.pop(0) for _ in range(len(SANITIZERS) + 1))
+            assert more.pop() == asked
+            assert [each.split()[2] for each in more] == SANITIZERS
+            assert all(path in each.split() for each in more)
         assert f"[{section}] took" in said
     assert calls == []
 
@@ -237,7 +250,8 @@ def test_arguments_of_a_section(sections: Run, section: str) -> None:
     status, calls, _ = sections(section, **words, **{other: "--not-for-it"})
     assert status == 0
     added = [call for call in calls if "--one 'two three'" in call]
-    assert len(added) == 1
+    # What builds the kernels, and each tool.
+    assert len(added) == (1 if section != "sanitizer" else 1 + len(SANITIZERS))
     assert not any("--not-for-it" in call for call in calls)
 
 

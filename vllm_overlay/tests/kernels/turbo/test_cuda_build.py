@@ -38,6 +38,8 @@ from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 DEVICE = torch.device("cuda", 0)
+# Of what ends in a moment on a machine that is not busy.
+TIMEOUT_S = 1800
 # What loads each kernel's modules.
 LOADERS = (
     (cuda_store, "load"),
@@ -185,7 +187,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
     log = tmp_path / "builds"
     build = FlashInfer.Spec.build
     context = multiprocessing.get_context("fork")
-    together = context.Barrier(2, timeout=30)
+    together = context.Barrier(2, timeout=TIMEOUT_S)
 
     def slow_build(spec: FlashInfer.Spec) -> None:
         # What is there is new enough, says ninja.
@@ -206,7 +208,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(30)
+        process.join(TIMEOUT_S)
     assert [process.exitcode for process in ranks] == [0, 0]
     assert len(log.read_text().splitlines()) == 1
 
@@ -327,11 +329,13 @@ def gpu(flashinfer, monkeypatch):
     for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
     kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield flashinfer
     kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
@@ -356,6 +360,63 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
     assert chosen.reason == "the CUDA kernels could not be built"
     with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
         choose("cuda")
+
+
+def no_filelock(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "filelock", None)
+
+
+def no_tvm_ffi(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+
+
+def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a FlashInfer whose function has no ``use_fast_math``."""
+
+    def gen_jit_spec(name, sources, extra_cuda_cflags, extra_include_paths):
+        raise NotImplementedError
+
+    flashinfer_jit = sys.modules["flashinfer.jit"]
+    monkeypatch.setattr(flashinfer_jit, "gen_jit_spec", gen_jit_spec)
+
+
+def little_shared_memory(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No team of warps has room; the store, which has none, can be loaded."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda_build, "_load_function", lambda path, name: print)
+
+
+# What build and load raise that is no RuntimeError of theirs.
+UNFORESEEN = {
+    no_filelock: "ModuleNotFoundError: .*filelock",
+    no_tvm_ffi: "ModuleNotFoundError: .*tvm_ffi",
+    other_arguments: "TypeError: .*use_fast_math",
+    little_shared_memory: "AssertionError: .*1024",
+}
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "fail, message", UNFORESEEN.items(), ids=[fail.__name__ for fail in UNFORESEEN]
+)
+def test_auto_falls_back_on_any_failure(gpu, log, monkeypatch, fail, message):
+    """Other releases of FlashInfer and TVM-FFI may fail in any way."""
+    fail(gpu, monkeypatch)
+    with pytest.raises(
+        ValueError, match=f"turbo_kernel=cuda.* cannot be loaded .{message}.*Use auto"
+    ):
+        choose("cuda")
+    assert choose("auto") == "triton"
+    # Another shape of layers, of which the traceback says nothing new.
+    other = TurboFormat.from_cache_dtype("turbo4", 256)
+    assert choose("auto", other) == "triton"
+    warnings = [text for level, text in log if level == logging.WARNING]
+    traceback, *because = warnings
+    assert traceback == "The turbo CUDA kernels cannot be loaded:"
+    assert len(because) == 2, "one for each choice; vLLM's logger drops the repeat"
+    for text in because:
+        assert re.search(f"Triton kernels, because they cannot .*{message}", text)
 
 
 @requires_triton
@@ -395,7 +456,7 @@ def test_kernels_are_built_side_by_side(gpu, monkeypatch):
     at_once = threading.Barrier(5)
 
     def load(*args: object) -> None:
-        at_once.wait(timeout=60)
+        at_once.wait(timeout=TIMEOUT_S)
 
     for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, load)
@@ -447,9 +508,12 @@ def test_cpu(monkeypatch, tmp_path, choice):
         with pytest.raises(ValueError, match="turbo_kernel=cuda.*CPU.*Use auto"):
             make_impl(config)
         return
+    asked: list[tuple] = []
+    monkeypatch.setattr(runtime, "share_kernels", lambda *args: asked.append(args))
     impl = make_impl(config)
     impl.process_weights_after_loading(torch.bfloat16)
     assert impl.runner.kernels is None
+    assert asked == []
 
 
 @requires_triton

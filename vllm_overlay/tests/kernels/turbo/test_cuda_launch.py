@@ -176,7 +176,7 @@ def other_architecture(monkeypatch: pytest.MonkeyPatch):
         load.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["store", "decode", "merge"])
+@pytest.mark.parametrize("kernel", ["store", "decode", "extend", "merge"])
 def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, kernel):
     """And nothing else fails for it afterwards."""
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)

@@ -2,19 +2,36 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What kernels and builders are given is checked where it enters."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import check_pages
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    Partials,
+    RotatedQuery,
+    check_pages,
+)
+from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
+from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
+from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .backend_utils import Batch, make_builder, make_impl, make_vllm_config
-from .utils import CACHE_LAYOUTS, DEVICE, FP16, new_cache
+from .test_cuda_multi import CAN_RUN_CUDA
+from .utils import CACHE_LAYOUTS, DEVICE, FP16, new_cache, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 64)
 SLOT = LAYOUT.slot_size
+NUM_HEADS, NUM_KV_HEADS = 4, 2
+requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS, ids=lambda x: x.name)
@@ -22,6 +39,63 @@ def test_pages_of_every_layout(cache_layout):
     check_pages(new_cache(LAYOUT, 3, 2, 48, cache_layout), LAYOUT)
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def zeros(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
+
+def call_store(store: Callable[..., None], pages: torch.Tensor) -> None:
+    """Store one token nowhere."""
+    vectors = zeros(1, NUM_KV_HEADS, LAYOUT.head_size)
+    store(pages, torch.full((1,), -1, device=DEVICE), vectors, vectors, LAYOUT)
+
+
+def call_attention(attend: Callable[..., None], pages: torch.Tensor) -> None:
+    """Attend from a token to the first block."""
+    query = zeros(1, NUM_HEADS, LAYOUT.head_size)
+    partial_output = zeros(1, NUM_HEADS, LAYOUT.head_size, dtype=torch.float32)
+    attend(
+        RotatedQuery(query, partial_output[..., 0].clone()),
+        pages,
+        LAYOUT,
+        DecodeBatch(1, ints(0)[None], ints(16)),
+        Partials(partial_output, partial_output[..., 0].clone()),
+        torch.empty_like(query),
+    )
+
+
+def call_gather(pages: torch.Tensor) -> None:
+    """Dequantise the first block."""
+    key, value = (zeros(16, NUM_KV_HEADS, LAYOUT.head_size) for _ in range(2))
+    triton_prefill.gather_context(
+        pages, ints(0)[None], ints(0), ints(0, 16), 16, 16, LAYOUT, key, value
+    )
+
+
+# Whatever is given pages, by name.
+ENTRY_POINTS = {
+    "check_pages": partial(check_pages, layout=LAYOUT),
+    "triton store": partial(call_store, triton_store.store),
+    "triton decode_attention": partial(call_attention, triton_decode.decode_attention),
+    "triton gather_context": call_gather,
+    "cuda store": partial(call_store, cuda_store.store),
+    "cuda decode_attention": partial(call_attention, cuda_decode.decode_attention),
+    "cuda extend_attention": partial(call_attention, cuda_extend.extend_attention),
+}
+MARKS = {"triton": requires_triton, "cuda": requires_cuda}
+all_entry_points = pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=MARKS.get(name.split()[0], ()))
+        for name, call in ENTRY_POINTS.items()
+    ],
+)
+
+
+@all_entry_points
 @pytest.mark.parametrize(
     "shape, stride, offset",
     [
@@ -34,11 +108,31 @@ def test_pages_of_every_layout(cache_layout):
     ],
     ids=["tokens", "blocks", "heads", "slots apart", "slot", "address"],
 )
-def test_other_pages(shape, stride, offset):
+def test_other_pages(call, shape, stride, offset):
+    """CUDA's are checked by the functions that launch its kernels."""
     memory = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
     pages = torch.as_strided(memory, shape, stride, offset)
-    with pytest.raises(ValueError, match="pages of turbo4 have slots of"):
-        check_pages(pages, LAYOUT)
+    with pytest.raises(ValueError, match="pages of turbo4 have slots of|kv_cache: "):
+        call(pages)
+
+
+@all_entry_points
+def test_pages_are_taken(call):
+    """So it is the pages alone that the others are refused for."""
+    call(zeros(3, NUM_KV_HEADS, 16, SLOT, dtype=torch.uint8))
+
+
+@requires_cuda
+def test_merge_takes_whole_partial_results():
+    """It is given no pages."""
+    partial_output = zeros(1, NUM_HEADS, 2 * LAYOUT.head_size, dtype=torch.float32)
+    with pytest.raises(ValueError, match="partial: not contiguous"):
+        cuda_merge.merge_splits(
+            Partials(partial_output[..., ::2], partial_output[..., 0].clone()),
+            DecodeBatch(1, ints(0)[None], ints(16)),
+            zeros(1, NUM_HEADS, LAYOUT.head_size),
+            NUM_KV_HEADS,
+        )
 
 
 def test_lengths_on_the_host(tmp_path: Path):

@@ -132,9 +132,12 @@ VARIED = {
 
 @requires_triton
 @kernel_paths
-@pytest.mark.parametrize("cache_dtype, block_size", [("turbo3", 48), ("turbo4", 64)])
+@pytest.mark.parametrize(
+    "cache_dtype, block_size, mode",
+    [("turbo3", 48, "raw"), ("turbo4", 64, "raw"), ("turbo4", 48, "stored")],
+)
 def test_serving_compiles_nothing(
-    tmp_path: Path, profiled, path, cache_dtype, block_size, monkeypatch
+    tmp_path: Path, profiled, path, cache_dtype, block_size, mode, monkeypatch
 ):
     """Whatever the lengths, the width of the block table and the size of a block, which
     may be another than the one that the profile run knows.
@@ -142,7 +145,7 @@ def test_serving_compiles_nothing(
     # So many that they are not all slices of a batch's beginning.
     monkeypatch.setattr(triton_store, "SMALL_BATCH", 64)
     variants = compiled_variants if ON_GPU else RecordedVariants(monkeypatch)
-    config = make_vllm_config(tmp_path, cache_dtype, FP16, "raw")
+    config = make_vllm_config(tmp_path, cache_dtype, FP16, mode)
     if block_size == 64:
         # A block has whole steps of the decode kernel; another's are cut into smaller.
         config.cache_config.block_size = 128

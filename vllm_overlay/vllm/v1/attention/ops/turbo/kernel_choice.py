@@ -59,6 +59,12 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
 
 
 @cache
+def _log_traceback() -> None:
+    """Log that of the exception being handled, the first in this process."""
+    logger.warning("The turbo CUDA kernels cannot be loaded:", exc_info=True)
+
+
+@cache
 def cuda_build_error(
     layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
 ) -> str | None:
@@ -86,7 +92,7 @@ def cuda_build_error(
         return str(error)
     except Exception as error:
         # Other releases of FlashInfer and TVM-FFI may fail in any way.
-        logger.warning("The turbo CUDA kernels cannot be loaded:", exc_info=True)
+        _log_traceback()
         return f"they cannot be loaded ({type(error).__name__}: {error})"
     return None
 

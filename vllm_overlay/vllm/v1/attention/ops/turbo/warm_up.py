@@ -171,6 +171,7 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
 
 def _share_choice(runner: TurboRunner) -> None:
     """Have all ranks that share this layer run the same kernels."""
+    # A pipeline's ranks have other layers, and data parallel ones other requests.
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return
     assert runner.kernels is not None

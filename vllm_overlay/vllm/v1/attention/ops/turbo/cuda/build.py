@@ -46,7 +46,7 @@ class CudaModule(NamedTuple):
         kernel: The source, without ``.cu``, and the function that it exports.
         instance: What it is an instance for: no two modules of a kernel, built for the
             same GPU, have the same.
-        header: The text of ``HEADER_NAME``, its constants.
+        header: The text of ``HEADER_NAME``, C++ with a macro a line.
         flags: For nvcc.
 
     """

@@ -201,7 +201,7 @@ def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
     Args:
         y: (..., G, 16) fp32, of magnitudes up to SCALE_MAX.
-        codebook: Of the side that the vectors belong to.
+        codebook: The keys' or the values', whichever the vectors are.
 
     """
     largest = y.abs().amax(-1, keepdim=True)
@@ -228,7 +228,7 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
     Args:
         y: (..., G, 16) fp32, of magnitudes up to SCALE_MAX.
         scale: (..., G, 1) fp32.
-        codebook: Of the keys.
+        codebook: The keys': its levels and gain.
 
     Returns:
         Index of the levels, int64 (..., G, 16).
@@ -285,7 +285,7 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
 
     Args:
         y: (..., D) fp32, finite.
-        codebook: Of the side that y belongs to.
+        codebook: The keys' or the values', whichever y is.
 
     Returns:
         index: (..., D) uint8, of the levels.

@@ -39,7 +39,7 @@ class DecodeTuning(NamedTuple):
         num_warps: Warps a program. One is best: more would each dequantise
             the same values.
         num_stages: Depth of the software pipeline.
-        max_registers: Of a thread, on NVIDIA GPUs; None for no limit.
+        max_registers: 32-bit registers of a thread, on NVIDIA GPUs; None for no limit.
 
     """
 

@@ -310,7 +310,7 @@ def gather_context(
         starts: (R,) int32, first position of each request's piece.
         cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
         max_len: Length of the longest piece.
-        num_tokens: Of all pieces, ``cu_lens[-1]``, at most T.
+        num_tokens: Tokens of all pieces, ``cu_lens[-1]``, at most T.
         layout: The cache's format.
         key: (T, H, D) contiguous, of which ``num_tokens`` rows are written. Not
             multiplied by the codebook's gain.

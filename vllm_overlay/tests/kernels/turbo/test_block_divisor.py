@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The division of positions by blocks of any size, as the Triton kernels do it."""
+
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
+
+from .utils import requires_triton
+
+# Tiles of a block, among them those of hybrid models: 247 (3952 tokens), 492 (7872).
+TILES = range(1, 601)
+MAX_TILES = 2**31 // TILE_TOKENS
+
+
+def divide(tile: int, constants: dict[str, int]) -> int:
+    """``codec.divide_by_block`` in integers of any size, with the bounds of int32."""
+    product = tile * TILE_TOKENS
+    assert 0 <= product < 2**31
+    multiplier = constants["block_multiplier"]
+    assert 0 < multiplier < 2**31
+    return (product * multiplier >> 32) >> constants["block_shift"]
+
+
+@requires_triton
+def test_exact_for_every_position():
+    """Where a quotient changes, below the largest position and its halves: the error
+    grows with the position, and is largest just before a multiple.
+    """
+    from vllm.v1.attention.ops.turbo.triton.codec import block_divisor
+
+    for tiles in TILES:
+        constants = block_divisor(tiles * TILE_TOKENS)
+        assert constants["tiles_per_block"] == tiles
+        for most in (MAX_TILES >> halvings for halvings in range(12)):
+            for multiple in range(most // tiles, max(most // tiles - 3, 0), -1):
+                for tile in (multiple * tiles + step for step in (-1, 0, 1)):
+                    if tile < MAX_TILES:
+                        found = divide(tile, constants)
+                        assert found == tile // tiles, (tiles, tile, found)
+        for tile in range(2 * tiles):
+            assert divide(tile, constants) == tile // tiles
