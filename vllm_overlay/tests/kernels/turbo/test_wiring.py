@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
@@ -43,6 +44,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from .backend_utils import make_vllm_config
+from .refusal_cases import (
+    cuda_module,
+    cuda_platform,
+    select_on_cuda,
+    selector_config,
+)
 from .utils import all_head_sizes, all_presets, cache_spec
 
 BACKEND_PATH = "vllm.v1.attention.backends.turbo_attn.TurboAttentionBackend"
@@ -205,13 +213,6 @@ def test_scales_of_fp8_checkpoints_are_dropped(name):
         assert not hasattr(layer, scale)
 
 
-def selector_config(name: str, **changes) -> AttentionSelectorConfig:
-    config = AttentionSelectorConfig(
-        head_size=128, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
-    )
-    return config._replace(**changes)
-
-
 @all_presets
 @pytest.mark.parametrize("selected", [None, AttentionBackendEnum.TURBO])
 def test_this_platform_selects_the_backend(name, selected):
@@ -240,9 +241,45 @@ def load_selector(platform: str, **names: object):
     return scope["get_attn_backend_cls"]
 
 
+capabilities = pytest.mark.parametrize(
+    "capability",
+    [DeviceCapability(8, 0), DeviceCapability(9, 0), DeviceCapability(10, 0)],
+)
+
+
+def choose_on_cuda(capability: DeviceCapability, config: AttentionSelectorConfig):
+    """The valid backends, the reasons of the others, and the choice."""
+    device = cuda_platform(capability)
+    valid, invalid = device.get_valid_backends(capability, config, 32)
+    names = [candidate.backend.name for candidate in valid]
+    reasons = {backend.name: why for backend, (_, why) in invalid.items()}
+    return names, reasons, device.get_attn_backend_cls(None, config, 32)
+
+
 @all_presets
-@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu", "cpu"])
-def test_every_platform_asks_first(name, platform, monkeypatch):
+@capabilities
+def test_cuda_lists_have_turbo(name, capability):
+    names, _, path = choose_on_cuda(capability, selector_config(name))
+    assert names == ["TURBO"] and path == BACKEND_PATH
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "turboquant_4bit_nc"])
+@capabilities
+def test_cuda_lists_are_as_before(name, capability, monkeypatch):
+    def list_others(**arguments):
+        return [backend for backend in listed(**arguments) if backend.name != "TURBO"]
+
+    config = selector_config(name)
+    names, reasons, path = choose_on_cuda(capability, config)
+    assert names and reasons.pop("TURBO") == ["kv_cache_dtype not supported"]
+    listed = cuda_module()._get_backend_priorities
+    monkeypatch.setattr(cuda_module(), "_get_backend_priorities", list_others)
+    assert choose_on_cuda(capability, config) == (names, reasons, path)
+
+
+@all_presets
+@pytest.mark.parametrize("platform", ["rocm", "xpu", "cpu"])
+def test_other_platforms_ask_first(name, platform, monkeypatch):
     calls = []
 
     def record(*args):
@@ -267,8 +304,6 @@ def test_every_platform_asks_first(name, platform, monkeypatch):
 @pytest.mark.parametrize(
     "platform, name, expected",
     [
-        ("cuda", "fp8", None),
-        ("cuda", "turboquant_4bit_nc", None),
         ("rocm", "fp8", None),
         ("rocm", "turboquant_4bit_nc", None),
         ("xpu", "auto", AttentionBackendEnum.TRITON_ATTN),
@@ -306,3 +341,25 @@ def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
     else:
         selected = AttentionBackendEnum.TRITON_ATTN
         assert select(cls, selected, config, 32) == expected.get_path()
+
+
+@pytest.mark.parametrize("name", ["auto", *TURBO_PRESETS])
+def test_gemma4_forces_no_backend(name, tmp_path):
+    """Its own hook, on a description of two head sizes."""
+    config = make_vllm_config(
+        tmp_path,
+        name,
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        head_dim=256,
+        global_head_dim=512,
+    )
+    forced = config.attention_config.backend
+    if is_turbo_cache_dtype(name):
+        assert forced is None
+        # What else it is refused for is of its layers: see test_refusals.py.
+        assert select_on_cuda(name=name, head_size=512) == BACKEND_PATH
+    elif not is_fa_version_supported(4):
+        assert forced is AttentionBackendEnum.TRITON_ATTN

@@ -53,7 +53,8 @@ def get_turbo_backend_path(
     selector_config: "AttentionSelectorConfig",
     device_capability: "DeviceCapability | None",
 ) -> str:
-    """Class path of the backend of a turbo cache dtype.
+    """Class path of the backend of a turbo cache dtype, on platforms that have no list
+    of backends to choose from.
 
     Args:
         selected_backend: What the user asked for, if anything.
@@ -65,9 +66,8 @@ def get_turbo_backend_path(
             reason and the dtypes to use instead.
 
     """
-    reasons = TurboAttentionBackend.validate_configuration(
-        device_capability=device_capability,  # type: ignore[arg-type]
-        **selector_config._asdict(),
+    reasons = TurboAttentionBackend.unsupported_features(
+        device_capability=device_capability, **selector_config._asdict()
     )
     if current_platform.is_rocm():
         reasons.append(refusals.ROCM)
@@ -134,8 +134,25 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """As the base class, with the flags that help.
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As the base class; of a turbo dtype the last reason is the way out."""
+        reasons = cls.unsupported_features(
+            head_size, dtype, kv_cache_dtype, *args, **kwargs
+        )
+        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
+            reasons.append(refusals.way_out(kv_cache_dtype))
+        return reasons
+
+    @classmethod
+    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """What the base class finds in a configuration, with the flags that help.
 
         A sliding window alone is no reason: the implementation is told its length,
         and refuses one that binds.
