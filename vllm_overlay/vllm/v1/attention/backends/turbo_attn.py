@@ -32,7 +32,10 @@ from vllm.v1.attention.ops.turbo.format import (
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
-from vllm.v1.attention.ops.turbo.reference import attention as torch_attention
+from vllm.v1.attention.ops.turbo.reference.attention import (
+    decode_attention,
+    prefill_attention,
+)
 from vllm.v1.attention.ops.turbo.runtime import KernelDispatch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -313,10 +316,7 @@ class TurboAttentionImpl(KernelDispatch, AttentionImpl[TurboMetadata]):
     ) -> None:
         slots = metadata.slot_mapping[: query.shape[0]]
         reference.store(kv_cache, slots, key, value, self.layout)
-        for attend in (
-            torch_attention.decode_attention,
-            torch_attention.prefill_attention,
-        ):
+        for attend in (decode_attention, prefill_attention):
             attend(
                 query,
                 key,

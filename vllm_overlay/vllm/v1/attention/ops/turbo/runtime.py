@@ -37,7 +37,9 @@ from vllm.v1.attention.ops.turbo.prefill import (
     get_flash_attn,
     prefill_attention,
 )
-from vllm.v1.attention.ops.turbo.reference import attention as torch_attention
+from vllm.v1.attention.ops.turbo.reference.attention import (
+    prefill_attention as torch_prefill_attention,
+)
 from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
@@ -144,7 +146,7 @@ class KernelDispatch:
         if prefill is None:
             return
         if self.flash_attn is None:
-            torch_attention.prefill_attention(
+            torch_prefill_attention(
                 query,
                 key,
                 value,
