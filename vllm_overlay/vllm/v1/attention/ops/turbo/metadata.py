@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.refusals import (
     refusal,
     unsupported_spec_features,
 )
+from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 # Query tokens of a step that extends take, and of one call if each of its requests had
@@ -202,6 +203,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             self.stored,
         )
         self.max_extend_len = self._find_max_extend_len(kv_cache_spec)
+        log_turbo_cache(vllm_config)
 
     def _layers(self) -> list[Any]:
         """The layers that it builds for."""
