@@ -25,12 +25,15 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
 from vllm.v1.attention.ops.turbo.format import (
+    HEAD_SIZES,
+    TILE_TOKENS,
     TURBO_PRESETS,
     TurboFormat,
     is_turbo_cache_dtype,
@@ -129,6 +132,13 @@ def test_backend_interface():
     assert declared == contiguous - {KVCacheLayout.LHBNC}
     assert TurboAttentionBackend.supports_block_size(528)
     assert not TurboAttentionBackend.supports_block_size(24)
+
+
+def test_literals_are_of_the_format():
+    """The backend repeats them, for tools that read its source."""
+    (multiple,) = TurboAttentionBackend.get_supported_kernel_block_sizes()
+    assert multiple == MultipleOf(TILE_TOKENS)
+    assert TurboAttentionBackend.get_supported_head_sizes() == list(HEAD_SIZES)
 
 
 def test_least_compute_capability(monkeypatch):

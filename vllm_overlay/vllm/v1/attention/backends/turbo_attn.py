@@ -24,12 +24,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.ops.turbo import reference, refusals
-from vllm.v1.attention.ops.turbo.format import (
-    HEAD_SIZES,
-    TILE_TOKENS,
-    TurboFormat,
-    is_turbo_cache_dtype,
-)
+from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.metadata import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo.reference.attention import (
@@ -121,11 +116,12 @@ class TurboAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        return [MultipleOf(TILE_TOKENS)]
+        # Literals, here and below, are what the documentation's generator reads.
+        return [MultipleOf(16)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
+        return [64, 80, 96, 112, 128, 192, 256, 512]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | None) -> bool:
