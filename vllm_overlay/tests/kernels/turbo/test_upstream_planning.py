@@ -132,7 +132,7 @@ def test_packed_pages_beside_sliding_windows(folder, name):
     check_packed_pages(folder, name, full={3, 7})
 
 
-@unmended(AssertionError)
+@unmended(AssertionError, "https://github.com/vllm-project/vllm/pull/54599")
 def test_packed_pages_beside_a_full_boundary_layer(folder, name):
     """The same where the last layer has no window, which is a layer that vLLM keeps at
     the model's dtype: pages of three kinds.
@@ -147,7 +147,7 @@ def test_all_layers_are_packed(folder, name):
     assert config.cache_config.kv_cache_dtype_skip_layers == []
 
 
-@unmended(AssertionError)
+@unmended(AssertionError, "https://github.com/vllm-project/vllm/pull/47531")
 def test_flash_attention_version_is_not_forced(folder, name):
     config = engine_config(folder, name)
     assert config.attention_config.flash_attn_version is None

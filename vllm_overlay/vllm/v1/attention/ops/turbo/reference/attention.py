@@ -2,12 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention over the turbo KV cache in plain PyTorch, for CPU tensors."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.metadata import TurboMetadata
 from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.metadata import TurboMetadata
 
 
 def attention(
@@ -98,7 +102,7 @@ def decode_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
-    metadata: TurboMetadata,
+    metadata: "TurboMetadata",
     scale: float,
     layout: TurboFormat,
     stored: bool,
@@ -141,7 +145,7 @@ def prefill_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
-    metadata: TurboMetadata,
+    metadata: "TurboMetadata",
     scale: float,
     layout: TurboFormat,
     stored: bool,
