@@ -23,7 +23,7 @@ KERNELS = ("format", "interface", "rotation")
 ALLOWED = {
     "triton": (*KERNELS, "triton"),
     "cuda": (*KERNELS, "cuda"),
-    "reference": (*KERNELS, "planning", "reference"),
+    "reference": (*KERNELS, "reference"),
     "planning": ("interface", "planning"),
 }
 # The way of a CPU.

@@ -91,14 +91,19 @@ def tracked(series: Series) -> Iterator[str]:
 
 
 def guard_exists(series: Series) -> Iterator[str]:
-    """Guarded-By names a test that is there, in the overlay or in this project."""
+    """Guarded-By names a test that is there: in the overlay, in what the patch adds to
+    a test of vLLM's, or in this project.
+    """
     for patch in series.patches:
         for value in filter(None, patch.trailer("Guarded-By")):
             path, *parts = value.split("::")
             overlay = series.overlay.get(path)
             own = series.root / path
+            edits = [file for file in patch.files if file.path == path]
             if overlay is not None:
                 text = overlay.data.decode(errors="replace")
+            elif path.startswith("tests/") and edits:
+                text = b"".join(edits[0].added).decode(errors="replace")
             elif path.startswith("tests/") and ".." not in path and own.is_file():
                 text = own.read_text(encoding="utf-8")
             else:

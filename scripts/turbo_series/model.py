@@ -53,13 +53,24 @@ class Series:
         return digest.hexdigest()
 
     def overlay_of(self, patch: Patch) -> list[str]:
-        """The overlay paths that a patch's `Overlay:` trailers name."""
-        globs = [glob_regex(glob) for glob in patch.trailer("Overlay")]
+        """The overlay paths that a patch's `Overlay:` trailers name.
+
+        A glob leaves out what another patch names in full.
+        """
+        own = set(patch.trailer("Overlay"))
+        globs = [glob_regex(glob) for glob in own]
         return [
             path
             for path in sorted(self.overlay)
-            if any(glob.fullmatch(path) for glob in globs)
+            if path in own
+            or path not in self._named
+            and any(glob.fullmatch(path) for glob in globs)
         ]
+
+    @cached_property
+    def _named(self) -> set[str]:
+        """The values of all `Overlay:` trailers, paths and globs alike."""
+        return {value for patch in self.patches for value in patch.trailer("Overlay")}
 
 
 def glob_regex(glob: str) -> re.Pattern[str]:

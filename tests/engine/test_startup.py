@@ -54,14 +54,12 @@ def test_one_line_has_the_engines_numbers(
     num_skipped = 1 if dtype == "turbo3" else 0
     num_bytes = heads * size * SLOT_BYTES[dtype] // 128
     num_layers = config["num_hidden_layers"] - num_skipped
-    num_tokens = started.engines[dtype]["num_tokens"]
     line = started.line(dtype)
     layers = f"layers: {num_layers}, KV heads: {heads}, head size: {size}"
     assert f"{num_bytes} bytes a token and layer ({layers}; PyTorch's op" in line
     ratio = 4 * size * heads / num_bytes
     assert f"{ratio:.2f} times fewer than in bf16" in line
-    assert f" {num_tokens:,} tokens;" in line
-    assert "0.0 MiB of workspace" in line
+    assert "; 0.0 MiB of workspace" in line
     assert f"attends to {'stored' if dtype == 'turbo3' else 'raw'} K and V" in line
 
 

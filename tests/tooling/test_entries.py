@@ -116,6 +116,19 @@ def test_guards_beside_a_broken_file(checkout: Checkout) -> None:
     assert "did not pass" not in said
 
 
+def test_guards_in_folders_of_their_own(checkout: Checkout) -> None:
+    """One that an entry adds to a test of vLLM's runs beside its own."""
+    old = "def test_old():\n    assert False\n"
+    theirs = "tests/config/test_cache.py"
+    broken = {"tests/conftest.py": "import vllm.gone\n", "tests/turbo/conftest.py": ""}
+    checkout.add("[A] Be there before", {theirs: old, **broken})
+    new = {theirs: f"{old}\n\ndef test_new():\n    pass\n", **PACKAGE, PATH: TEST}
+    checkout.add("[A] Add", new, f"{theirs}::test_new", f"{PATH}::test_bits")
+    status, said = checkout.check()
+    assert status == 0, said
+    assert "[2/2] [A] Add: 2 module(s), 1 test file(s), 2 guard(s): passed" in said
+
+
 def test_one_case_of_a_guard(checkout: Checkout) -> None:
     """The first: the rest is for the step of the kernels."""
     checkout.add("[A] Test", {PATH: CASES.format(first=0)}, f"{PATH}::test_cases")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trees
 from turbo_series import cli, lint
+from turbo_series.model import load_series
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ALL_RULES = {*lint.RULES, *lint.BASE_RULES, *lint.READ_RULES}
@@ -231,6 +232,24 @@ def test_two_owners(tmp_path: Path) -> None:
             files[name] = text.replace(sign, f"Overlay: docs/**\n{sign}", 1)
     files["vllm_overlay/docs/a.md"] = "a\n"
     assert _findings(tmp_path, files) == {"overlay-owned"}
+
+
+def test_owner_by_name(tmp_path: Path) -> None:
+    """Who names a file in full owns it, whatever globs others have."""
+    files = _fixture("series-complete", "pass")
+    sign = "Signed-off-by"
+    for name, glob in (("cache-dtype", "docs/a.md"), ("pages", "docs/*")):
+        text = files[f"patches/{name}.patch"]
+        text = text.replace(sign, f"Overlay: {glob}\n{sign}", 1)
+        files[f"patches/{name}.patch"] = text
+    files |= {"vllm_overlay/docs/a.md": "a\n", "vllm_overlay/docs/b.md": "b\n"}
+    root = _project(tmp_path / "p", files)
+    assert lint.lint(root) == []
+    series = load_series(root)
+    assert {patch.name: series.overlay_of(patch) for patch in series.patches} == {
+        "cache-dtype.patch": ["docs/a.md"],
+        "pages.patch": ["docs/b.md"],
+    }
 
 
 def test_unlisted_and_repeated_patches(tmp_path: Path) -> None:

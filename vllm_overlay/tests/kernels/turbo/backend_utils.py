@@ -81,8 +81,11 @@ def make_vllm_config(
     turbo_prefill: str = "raw",
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 128,
+    **changes: object,
 ) -> VllmConfig:
-    """The configuration of a one-layer Llama, described in ``folder``."""
+    """The configuration of a one-layer Llama, described in ``folder``, or of what
+    the changes make of it.
+    """
     description = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -94,7 +97,7 @@ def make_vllm_config(
         "intermediate_size": 64,
         "vocab_size": 64,
         "max_position_embeddings": 2048,
-    }
+    } | changes
     (folder / "config.json").write_text(json.dumps(description))
     return VllmConfig(
         model_config=ModelConfig(

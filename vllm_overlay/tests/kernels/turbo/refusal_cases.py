@@ -2,9 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is refused: each case with what its message names."""
 
+import importlib
+import sys
 from copy import copy
 from fractions import Fraction
+from functools import cache
+from types import ModuleType
 
+import pytest
 import torch
 
 from vllm.config import (
@@ -16,11 +21,13 @@ from vllm.config import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
+    get_turbo_backend_path,
 )
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import (
@@ -37,14 +44,51 @@ from vllm.v1.kv_cache_interface import (
 from .utils import DEVICE
 
 
-def select(
-    backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
-) -> str:
+def selector_config(name: str = "turbo4", **changes) -> AttentionSelectorConfig:
     arguments = dict(
         head_size=128, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
     )
-    selector_config = AttentionSelectorConfig(**(arguments | changes))
-    return current_platform.get_attn_backend_cls(backend, selector_config, 32)
+    return AttentionSelectorConfig(**(arguments | changes))
+
+
+def select(
+    backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
+) -> str:
+    """As platforms without a list of backends do."""
+    capability = current_platform.get_device_capability()
+    return get_turbo_backend_path(backend, selector_config(name, **changes), capability)
+
+
+@cache
+def cuda_module() -> ModuleType:
+    """``vllm.platforms.cuda``, whose operators cannot be loaded without a driver."""
+    operators = "vllm._C_stable_libtorch"
+    with pytest.MonkeyPatch.context() as patch:
+        if not current_platform.is_cuda():
+            patch.setitem(sys.modules, operators, ModuleType(operators))
+        return importlib.import_module("vllm.platforms.cuda")
+
+
+def cuda_platform(capability: DeviceCapability):
+    """The platform of a GPU, which need not be there."""
+
+    class Device(cuda_module().CudaPlatformBase):
+        device_name = "a GPU"
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return capability
+
+    return Device
+
+
+def select_on_cuda(
+    backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
+) -> str:
+    config = selector_config(name, **changes)
+    return cuda_platform(DeviceCapability(9, 0)).get_attn_backend_cls(
+        backend, config, 32
+    )
 
 
 SELECTIONS = {

@@ -12,7 +12,6 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboMetadataBuilder,
 )
-from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -295,17 +294,6 @@ def test_first_pass_of_a_draft_model(folder, mode, path):
     metadata = make_builder(config, impl).build(0, common)
     assert metadata.num_decodes == 2 and metadata.decode_query_len == 4
     batch.check(impl, batch.run(impl, metadata, path))
-
-
-def test_added_slots_count_on_the_host(folder):
-    """Lengths on the host remain upper bounds, and exact for prefills."""
-    impl = make_impl(make_vllm_config(folder))
-    common = Batch.make(impl, [(1, 31), (20, 0), (5, 65)]).common
-    slots = common.slot_mapping.new_zeros(common.num_actual_tokens + 3)
-    arange = torch.arange(8, dtype=torch.int32, device=DEVICE)
-    extended = extend_all_queries_by_N(common, 1, arange, slots)
-    assert torch.equal(extended.seq_lens_cpu_upper_bound, extended.seq_lens.cpu())
-    assert torch.equal(common.seq_lens_cpu_upper_bound, common.seq_lens.cpu())
 
 
 def test_non_causal_drafts(folder):

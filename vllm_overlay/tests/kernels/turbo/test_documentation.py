@@ -43,6 +43,7 @@ from .refusal_cases import (
     make_spec,
     parallel_config,
     select,
+    selector_config,
     speculative_config,
     transfer_config,
 )
@@ -89,7 +90,7 @@ def listed(reason: str) -> str:
 
 
 def backend_reasons() -> Iterator[str]:
-    """All that ``validate_configuration`` can say, whatever flags it has by now."""
+    """All that ``validate_configuration`` can find, whatever flags it has by now."""
     parameters = inspect.signature(AttentionBackend.validate_configuration)
     flags = {
         name: True
@@ -97,7 +98,7 @@ def backend_reasons() -> Iterator[str]:
         if name.startswith(("use_", "has_"))
     }
     for attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
-        yield from TurboAttentionBackend.validate_configuration(
+        yield from TurboAttentionBackend.unsupported_features(
             head_size=72,
             dtype=torch.int8,
             kv_cache_dtype="turbo4",
@@ -106,6 +107,17 @@ def backend_reasons() -> Iterator[str]:
             attn_type=attn_type,
             **flags,
         )
+
+
+def other_backend_reasons() -> Iterator[str]:
+    """What other backends say of the dtype."""
+    config = selector_config()
+    capability = DeviceCapability(9, 0)
+    for use_mla in (False, True):
+        reasons = FlashAttentionBackend.validate_configuration(
+            device_capability=capability, **config._replace(use_mla=use_mla)._asdict()
+        )
+        yield from (reason for reason in reasons if "kv_cache_dtype" in reason)
 
 
 def test_the_list_of_reasons_is_complete(config, monkeypatch):
@@ -134,7 +146,7 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
         monkeypatch.setattr(current_platform, platform, lambda: True)
     reasons += reasons_of(select)
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
-    reasons += backend_reasons()
+    reasons += [*backend_reasons(), *other_backend_reasons()]
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda head_size: None)
     reasons += reasons_of(partial(make_impl, config))

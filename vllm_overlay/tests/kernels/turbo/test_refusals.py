@@ -36,6 +36,7 @@ from .refusal_cases import (
     make_spec,
     parallel_config,
     select,
+    select_on_cuda,
     speculative_config,
     transfer_config,
     with_attribute,
@@ -51,15 +52,26 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 def refused(feature: str, name: str = "turbo4"):
     """Expect a ValueError that names dtype and feature and the way out."""
-    message = f"(?is){name}.*{feature}.*Use --kv-cache-dtype fp8 or auto"
+    message = f"(?is)(?=.*{name}).*{feature}.*Use --kv-cache-dtype fp8 or auto"
     return pytest.raises(ValueError, match=message)
+
+
+selectors = pytest.mark.parametrize("select", [select, select_on_cuda])
 
 
 @all_presets
 @pytest.mark.parametrize("changes, feature", SELECTIONS.values(), ids=SELECTIONS)
-def test_selection(name, changes, feature):
+@selectors
+def test_selection(select, name, changes, feature):
     with refused(feature, name):
         select(name=name, **changes)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+def test_other_dtypes_are_not_told_of_ours(name):
+    with pytest.raises(ValueError, match="TURBO: .kv_cache_dtype not") as raised:
+        select_on_cuda(name=name, use_sparse=True)
+    assert "--kv-cache-dtype" not in str(raised.value)
 
 
 @all_presets
@@ -77,14 +89,18 @@ def test_all_reasons_are_named():
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT"])
-def test_other_backend(backend):
-    """Gemma 4's configuration chooses one where the user did not."""
-    with refused(f"{backend}.*drop --attention-backend, or pass TURBO if the model"):
+@selectors
+def test_other_backend(select, backend):
+    with refused("TURBO alone: drop --attention-backend") as raised:
         select(AttentionBackendEnum[backend])
+    assert backend in str(raised.value)
     assert "turbo" in select(AttentionBackendEnum.TURBO)
+    with refused("sinks"):
+        select(AttentionBackendEnum.TURBO, has_sink=True)
 
 
-def test_scales_a_head_are_not_read():
+@selectors
+def test_scales_a_head_are_not_read(select):
     assert "turbo" in select(use_per_head_quant_scales=True)
 
 

@@ -6,13 +6,12 @@ import __future__
 
 import ast
 import inspect
-from fnmatch import fnmatch
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-import regex as re
 import torch
 from pydantic import ValidationError
 
@@ -25,11 +24,14 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
-from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
 from vllm.v1.attention.ops.turbo.format import (
+    HEAD_SIZES,
+    TILE_TOKENS,
     TURBO_PRESETS,
     TurboFormat,
     is_turbo_cache_dtype,
@@ -43,7 +45,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .utils import all_head_sizes, all_presets, cache_spec
+from .backend_utils import make_vllm_config
+from .refusal_cases import (
+    cuda_module,
+    cuda_platform,
+    select_on_cuda,
+    selector_config,
+)
+from .utils import CACHE_LAYOUTS, all_head_sizes, all_presets, cache_spec
 
 BACKEND_PATH = "vllm.v1.attention.backends.turbo_attn.TurboAttentionBackend"
 OTHER_DTYPES = sorted(set(get_args(CacheDType)) - set(TURBO_PRESETS))
@@ -100,7 +109,8 @@ def test_page_size(name, head_size, block_size):
     spec = cache_spec(TurboFormat.from_cache_dtype(name, head_size), 8, block_size)
     layout = TurboFormat.from_cache_dtype(name, head_size)
     assert spec.page_size_bytes == block_size * 8 * layout.slot_size
-    assert TurboAttentionBackend.customize_spec(spec) == spec
+    for raw in (spec, replace(spec, state_content_bytes=None)):
+        assert TurboAttentionBackend.customize_spec(raw) == spec
 
 
 def test_specs_of_other_dtypes_stay():
@@ -117,10 +127,18 @@ def test_backend_interface():
     assert TurboAttentionBackend.forward_includes_kv_cache_update
     # Those that keep the tokens of a (block, head) contiguous.
     contiguous = {layout for layout in KVCacheLayout if layout.value[-2:] == (3, 4)}
-    declared = set(TurboAttentionBackend.supported_kv_cache_layouts())
-    assert declared == contiguous - {KVCacheLayout.LHBNC}
+    declared = TurboAttentionBackend.supported_kv_cache_layouts()
+    assert set(declared) == contiguous - {KVCacheLayout.LHBNC}
+    assert declared == CACHE_LAYOUTS
     assert TurboAttentionBackend.supports_block_size(528)
     assert not TurboAttentionBackend.supports_block_size(24)
+
+
+def test_literals_are_of_the_format():
+    """The backend repeats them, for tools that read its source."""
+    (multiple,) = TurboAttentionBackend.get_supported_kernel_block_sizes()
+    assert multiple == MultipleOf(TILE_TOKENS)
+    assert TurboAttentionBackend.get_supported_head_sizes() == list(HEAD_SIZES)
 
 
 def test_least_compute_capability(monkeypatch):
@@ -151,36 +169,6 @@ def test_attention_options(option, values):
         AttentionConfig(**{option: "bogus"})
 
 
-def test_wheels_have_the_cuda_sources():
-    """In a checkout or sdist, ``setup.py`` says what goes into a wheel."""
-    package = Path(vllm.__file__).parent
-    setup = package.with_name("setup.py")
-    if not setup.is_file():
-        pytest.skip("vLLM is installed from a wheel")
-    (value,) = (
-        node.value
-        for node in ast.parse(setup.read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "package_data"
-    )
-    patterns = ast.literal_eval(value)["vllm"]
-    sources = {
-        path.relative_to(package).as_posix()
-        for path in (package / "v1/attention/ops/turbo/cuda/csrc").rglob("*.*")
-    }
-    packaged = {name for name in sources for p in patterns if fnmatch(name, p)}
-    assert sources and packaged == sources
-
-
-def test_cuda_sources_are_all_here():
-    """Each file that a source includes, but the generated header, is there."""
-    paths = list(SOURCE_DIR.rglob("*.*"))
-    found = {path.relative_to(SOURCE_DIR).as_posix() for path in paths}
-    for path in paths:
-        included = re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)
-        assert {n for n in included if not n.endswith("constants.h")} <= found
-    assert {"decode/decode.cu", "store/store.cu"} <= found
-
-
 def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:
     """An attention layer with the scales of an FP8 checkpoint loaded."""
     layer = torch.nn.Module()
@@ -203,13 +191,6 @@ def test_scales_of_fp8_checkpoints_are_dropped(name):
     assert layer._k_scale_float == layer._v_scale_float == 1
     for scale in ("q_scale", "k_scale", "v_scale", "prob_scale"):
         assert not hasattr(layer, scale)
-
-
-def selector_config(name: str, **changes) -> AttentionSelectorConfig:
-    config = AttentionSelectorConfig(
-        head_size=128, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
-    )
-    return config._replace(**changes)
 
 
 @all_presets
@@ -240,9 +221,45 @@ def load_selector(platform: str, **names: object):
     return scope["get_attn_backend_cls"]
 
 
+capabilities = pytest.mark.parametrize(
+    "capability",
+    [DeviceCapability(8, 0), DeviceCapability(9, 0), DeviceCapability(10, 0)],
+)
+
+
+def choose_on_cuda(capability: DeviceCapability, config: AttentionSelectorConfig):
+    """The valid backends, the reasons of the others, and the choice."""
+    device = cuda_platform(capability)
+    valid, invalid = device.get_valid_backends(capability, config, 32)
+    names = [candidate.backend.name for candidate in valid]
+    reasons = {backend.name: why for backend, (_, why) in invalid.items()}
+    return names, reasons, device.get_attn_backend_cls(None, config, 32)
+
+
 @all_presets
-@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu", "cpu"])
-def test_every_platform_asks_first(name, platform, monkeypatch):
+@capabilities
+def test_cuda_lists_have_turbo(name, capability):
+    names, _, path = choose_on_cuda(capability, selector_config(name))
+    assert names == ["TURBO"] and path == BACKEND_PATH
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "turboquant_4bit_nc"])
+@capabilities
+def test_cuda_lists_are_as_before(name, capability, monkeypatch):
+    def list_others(**arguments):
+        return [backend for backend in listed(**arguments) if backend.name != "TURBO"]
+
+    config = selector_config(name)
+    names, reasons, path = choose_on_cuda(capability, config)
+    assert names and reasons.pop("TURBO") == ["kv_cache_dtype not supported"]
+    listed = cuda_module()._get_backend_priorities
+    monkeypatch.setattr(cuda_module(), "_get_backend_priorities", list_others)
+    assert choose_on_cuda(capability, config) == (names, reasons, path)
+
+
+@all_presets
+@pytest.mark.parametrize("platform", ["rocm", "xpu", "cpu"])
+def test_other_platforms_ask_first(name, platform, monkeypatch):
     calls = []
 
     def record(*args):
@@ -267,8 +284,6 @@ def test_every_platform_asks_first(name, platform, monkeypatch):
 @pytest.mark.parametrize(
     "platform, name, expected",
     [
-        ("cuda", "fp8", None),
-        ("cuda", "turboquant_4bit_nc", None),
         ("rocm", "fp8", None),
         ("rocm", "turboquant_4bit_nc", None),
         ("xpu", "auto", AttentionBackendEnum.TRITON_ATTN),
@@ -306,3 +321,25 @@ def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
     else:
         selected = AttentionBackendEnum.TRITON_ATTN
         assert select(cls, selected, config, 32) == expected.get_path()
+
+
+@pytest.mark.parametrize("name", ["auto", *TURBO_PRESETS])
+def test_gemma4_forces_no_backend(name, tmp_path):
+    """Its own hook, on a description of two head sizes."""
+    config = make_vllm_config(
+        tmp_path,
+        name,
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        head_dim=256,
+        global_head_dim=512,
+    )
+    forced = config.attention_config.backend
+    if is_turbo_cache_dtype(name):
+        assert forced is None
+        # What else it is refused for is of its layers: see test_refusals.py.
+        assert select_on_cuda(name=name, head_size=512) == BACKEND_PATH
+    elif not is_fa_version_supported(4):
+        assert forced is AttentionBackendEnum.TRITON_ATTN

@@ -14,7 +14,6 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
@@ -45,7 +44,8 @@ DEVICE = torch.device(current_platform.device_type)
 ON_GPU = DEVICE.type != "cpu"
 
 BF16, FP16 = torch.bfloat16, torch.float16
-CACHE_LAYOUTS = TurboAttentionBackend.supported_kv_cache_layouts()
+# Those that the backend declares.
+CACHE_LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
 # 48 is no power of two; hybrid models have pages of hundreds of tokens.
 if ON_GPU:
     KERNEL_CASES = [(size, dtype) for size in HEAD_SIZES for dtype in (BF16, FP16)]
@@ -99,15 +99,15 @@ def random_bytes(*shape: int, below: int = 256, seed: int = 0) -> torch.Tensor:
 def cache_spec(
     layout: TurboFormat, num_kv_heads: int, block_size: int
 ) -> AttentionSpec:
-    """The spec vLLM sizes and views the cache by."""
-    spec = FullAttentionSpec(
+    """The spec vLLM sizes and views the cache by: the backend's."""
+    return FullAttentionSpec(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_size=layout.head_size,
         dtype=torch.uint8,
         kv_quant_mode=get_kv_quant_mode(layout.name),
+        state_content_bytes=layout.slot_size,
     )
-    return TurboAttentionBackend.customize_spec(spec)
 
 
 def layer_caches(

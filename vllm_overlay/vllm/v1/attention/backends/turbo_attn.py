@@ -36,12 +36,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reference, refusals
-from vllm.v1.attention.ops.turbo.format import (
-    HEAD_SIZES,
-    TILE_TOKENS,
-    TurboFormat,
-    is_turbo_cache_dtype,
-)
+from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan, find_extends
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill, prefill_limits
@@ -49,6 +44,7 @@ from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner, num_draft_slots
+from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
 from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -70,7 +66,8 @@ def get_turbo_backend_path(
     selector_config: "AttentionSelectorConfig",
     device_capability: "DeviceCapability | None",
 ) -> str:
-    """Class path of the backend of a turbo cache dtype.
+    """Class path of the backend of a turbo cache dtype, on platforms that have no list
+    of backends to choose from.
 
     Args:
         selected_backend: What the user asked for, if anything.
@@ -82,9 +79,8 @@ def get_turbo_backend_path(
             reason and the dtypes to use instead.
 
     """
-    reasons = TurboAttentionBackend.validate_configuration(
-        device_capability=device_capability,  # type: ignore[arg-type]
-        **selector_config._asdict(),
+    reasons = TurboAttentionBackend.unsupported_features(
+        device_capability=device_capability, **selector_config._asdict()
     )
     if current_platform.is_rocm():
         reasons.append(refusals.ROCM)
@@ -135,11 +131,12 @@ class TurboAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        return [MultipleOf(TILE_TOKENS)]
+        # Literals, here and below, are what the documentation's generator reads.
+        return [MultipleOf(16)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
+        return [64, 80, 96, 112, 128, 192, 256, 512]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | None) -> bool:
@@ -151,8 +148,25 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """As the base class, with the flags that help.
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As the base class; of a turbo dtype the last reason is the way out."""
+        reasons = cls.unsupported_features(
+            head_size, dtype, kv_cache_dtype, *args, **kwargs
+        )
+        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
+            reasons.append(refusals.way_out(kv_cache_dtype))
+        return reasons
+
+    @classmethod
+    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """What the base class finds in a configuration, with the flags that help.
 
         A sliding window alone is no reason: the implementation is told its length,
         and refuses one that binds.
@@ -374,6 +388,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             max((runner.shape for runner in runners), key=lambda x: x.num_heads),
             self.stored,
         )
+        log_turbo_cache(vllm_config)
 
     @property
     def max_extend_len(self) -> int:

@@ -75,6 +75,11 @@ REASONS = (
     XPU,
     "attention backend <name> (<dtype>'s pages are read by TURBO alone: drop "
     "--attention-backend, or pass TURBO if the model chose another)",
+    "kv_cache_dtype not supported (<dtype>'s pages are read by TURBO alone: drop "
+    "--attention-backend if given, or use --kv-cache-dtype fp8 or auto instead of "
+    "<dtype>)",
+    "kv_cache_dtype not supported (MLA: use --kv-cache-dtype fp8 or auto instead of "
+    "<dtype>)",
     "ALiBi",
     "logits soft cap",
     "KV sharing between layers",
@@ -92,6 +97,11 @@ REASONS = (
 )
 
 
+def way_out(cache_dtype: str | None) -> str:
+    """What follows the reasons for which a backend was not selected."""
+    return f"use --kv-cache-dtype fp8 or auto instead of {cache_dtype}"
+
+
 def refusal(cache_dtype: str | None, reasons: Iterable[str]) -> str:
     """The message for what a turbo cache dtype cannot serve."""
     return (
@@ -105,6 +115,16 @@ def backend_reason(cache_dtype: str | None, name: str) -> str:
     return (
         f"attention backend {name} ({cache_dtype}'s pages are read by TURBO alone: "
         "drop --attention-backend, or pass TURBO if the model chose another)"
+    )
+
+
+def other_backend_reason(cache_dtype: str | None, use_mla: bool) -> str:
+    """The reason of any other backend not to be selected."""
+    if use_mla:
+        return f"kv_cache_dtype not supported (MLA: {way_out(cache_dtype)})"
+    return (
+        f"kv_cache_dtype not supported ({cache_dtype}'s pages are read by TURBO alone: "
+        f"drop --attention-backend if given, or {way_out(cache_dtype)})"
     )
 
 

@@ -11,12 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
-from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheConfig,
-    get_kv_quant_mode,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
@@ -65,15 +60,11 @@ def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     )
 
 
-def describe_cache(
-    cache_dtype: str, impls: list["TurboAttentionImpl"], num_tokens: int
-) -> str:
+def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     """One line of what a cache stores and how it is served.
 
     Args:
-        cache_dtype: A turbo dtype.
-        impls: Of the layers that have it, on this rank.
-        num_tokens: What the cache holds.
+        impls: Of the layers on this rank that have a turbo dtype.
 
     """
     shapes = {(impl.num_kv_heads, impl.head_size): impl for impl in impls}
@@ -84,22 +75,18 @@ def describe_cache(
     workspace = max(impl.runner.workspace_bytes for impl in shapes.values())
     seen = "stored" if impls[0].runner.stored else "raw"
     return (
-        f"KV cache {cache_dtype}: {layers}, {unpacked / packed:.2f} times fewer than "
-        f"in bf16; {num_tokens:,} tokens; {workspace / 2**20:.1f} MiB of workspace; "
-        f"prefill attends to {seen} K and V."
+        f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
+        f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
+        f"attends to {seen} K and V."
     )
 
 
-def log_turbo_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Log ``describe_cache`` of an engine whose memory is profiled and allocated."""
+def log_turbo_cache(vllm_config: VllmConfig) -> None:
+    """Log ``describe_cache``, once, of an engine whose memory is profiled."""
     impls = [
         cast("TurboAttentionImpl", layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]
-    if not impls:
-        return
-    num_tokens, _ = get_kv_cache_capacity(vllm_config, kv_cache_config)
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    line = describe_cache(cache_dtype, impls, num_tokens)
-    logger.info_once("%s", line, scope="global")
+    if impls:
+        logger.info_once("%s", describe_cache(impls), scope="global")

@@ -2,12 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention over the turbo KV cache in plain PyTorch, for CPU tensors."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.reference.cache import load, store
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 
 def attention(
@@ -98,7 +102,7 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
-    step: StepPlan,
+    step: "StepPlan",
     scale: float,
     layout: TurboFormat,
     stored: bool,

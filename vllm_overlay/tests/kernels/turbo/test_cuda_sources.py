@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The sources of the CUDA kernels, which are compiled where they run."""
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import regex as re
+
+import vllm
+from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+
+
+def test_wheels_have_the_cuda_sources():
+    """In a checkout or sdist, ``setup.py`` says what goes into a wheel."""
+    package = Path(vllm.__file__).parent
+    setup = package.with_name("setup.py")
+    if not setup.is_file():
+        pytest.skip("vLLM is installed from a wheel")
+    (value,) = (
+        node.value
+        for node in ast.parse(setup.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "package_data"
+    )
+    patterns = ast.literal_eval(value)["vllm"]
+    sources = {
+        path.relative_to(package).as_posix()
+        for path in (package / "v1/attention/ops/turbo/cuda/csrc").rglob("*.*")
+    }
+    packaged = {name for name in sources for p in patterns if fnmatch(name, p)}
+    assert sources and packaged == sources
+
+
+def test_cuda_sources_are_all_here():
+    """Each file that a source includes, but the generated header, is there."""
+    paths = list(SOURCE_DIR.rglob("*.*"))
+    found = {path.relative_to(SOURCE_DIR).as_posix() for path in paths}
+    for path in paths:
+        included = re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)
+        assert {n for n in included if not n.endswith("constants.h")} <= found
+    assert "store/store.cu" in found
