@@ -72,12 +72,15 @@ __device__ __forceinline__ void rotate_single(
   uint32_t largest = __reduce_max_sync(~0u, largest_of_lane(x));
   has_nan = false;
   if (largest >= Input<kIsBf16>::kInfinityBits) {
+    largest = 0;
 #pragma unroll
     for (int m = 0; m < kProducts; ++m) {
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i) {
         x[m][i] = without_nan<kIsBf16>(x[m][i], has_nan);
+        largest = __vmaxu2(largest, x[m][i] & 0x7FFF7FFFu);
+      }
     }
-    largest = __reduce_max_sync(~0u, largest_of_lane(x));
+    largest = __reduce_max_sync(~0u, max(largest & 0xFFFFu, largest >> 16));
   }
   exponent = input_exponent<kIsBf16>(largest);
   float y[kLaneGroups][kSingleElements];
