@@ -341,7 +341,7 @@ def gpu(flashinfer, monkeypatch):
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
     """The package of the kernels that are chosen."""
     chosen = kernels.choose_kernels(choice, layout, 4)
-    functions = (chosen.store, chosen.decode_attention, chosen.num_kv_splits)
+    functions = (chosen.store, chosen.decode_attention, chosen.num_decode_splits)
     (package,) = {function.__module__.split(".")[-2] for function in functions}
     return package
 
