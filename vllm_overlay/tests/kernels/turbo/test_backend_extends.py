@@ -81,8 +81,8 @@ def test_batches(folder, requests, calls, path, mode, monkeypatch):
     batch = Batch.make(impl, requests)
     built = make_builder(config, impl).build(0, batch.common)
     assert [(e.num_requests, e.query_len) for e in built.extends] == calls
-    num_short = built.num_decodes + sum(count for count, _ in calls)
-    assert (built.prefill is None) == (num_short == len(requests))
+    num_packed = built.num_decodes + sum(count for count, _ in calls)
+    assert (built.prefill is None) == (num_packed == len(requests))
     batch.check(impl, batch.run(impl, built, path))
 
 

@@ -132,7 +132,7 @@ def test_two_prefills(folder, path):
             for x in (batch.query, batch.key, batch.value):
                 fill(x[first.stop :])
         metadata = make_builder(config, impl).build(0, batch.common)
-        assert metadata.prefill is not None and metadata.num_short_tokens == 0
+        assert metadata.prefill is not None and metadata.num_packed_tokens == 0
         outputs.append(batch.run(impl, metadata, path))
     assert outputs[0].isfinite().all() and outputs[1][first.stop :].isnan().all()
     assert torch.equal(outputs[1][first], outputs[0][first])

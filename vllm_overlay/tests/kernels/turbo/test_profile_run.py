@@ -156,6 +156,7 @@ def test_every_batch_of_decodes_and_extends(
     if num_drafts:
         with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
+    impl.runner.flash_attn = no_flash_attn
     monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     profile(impl)
