@@ -10,6 +10,7 @@ skipped guards nothing. Tests of the whole engine are not the series' own.
 """
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -18,8 +19,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -181,35 +186,78 @@ def check_out(folder: Path, entry: Entry) -> list[str]:
     return broken
 
 
-def check(folder: Path, entries: list[Entry], preload: list[str]) -> list[str]:
+def holds(folder: Path, commit: str, path: str) -> bool:
+    """Whether a commit has a file."""
+    command = ["git", "cat-file", "-e", f"{commit}:{path}"]
+    return not subprocess.run(command, cwd=folder, stderr=subprocess.DEVNULL).returncode
+
+
+def ready_guards(folder: Path, entries: list[Entry]) -> list[list[str]]:
+    """Returns the guards whose tests each entry is the first to have."""
+    waiting: list[str] = []
+    found = []
+    for entry in entries:
+        waiting += [name for name in entry.guards if name not in waiting]
+        ready = [n for n in waiting if holds(folder, entry.commit, n.split("::")[0])]
+        waiting = [name for name in waiting if name not in ready]
+        found.append(ready)
+    return found
+
+
+@contextlib.contextmanager
+def work_trees(folder: Path, count: int) -> Iterator[SimpleQueue[Path]]:
+    """Trees to check entries in, one at a time each: the checkout, and copies of it."""
+    trees: SimpleQueue[Path] = SimpleQueue()
+    trees.put(folder)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        for number in range(1, count):
+            tree = str(Path(scratch) / str(number))
+            git(folder, "worktree", "add", "--quiet", "--detach", tree)
+            stack.callback(git, folder, "worktree", "remove", "--force", tree)
+            trees.put(Path(tree))
+        yield trees
+
+
+def check_entry(
+    tree: Path, entry: Entry, guards: list[str], context: ForkServerContext
+) -> tuple[str, list[str]]:
+    """Checks an entry; returns what was done, and what is wrong."""
+    start = time.monotonic()
+    problems = check_out(tree, entry)
+    task = Task(tree, entry.modules, entry.tests, guards)
+    if not problems and (task.modules or task.tests or task.guards):
+        # A process of its own: what is imported cannot be taken back.
+        with tempfile.TemporaryDirectory() as scratch, context.Pool(1) as pool:
+            log = Path(scratch) / "log"
+            if not pool.apply(perform, (task, log)):
+                problems = log.read_text(errors="replace").splitlines()
+    said = (
+        f"{entry.subject}: {len(task.modules)} module(s), {len(task.tests)} test "
+        f"file(s), {len(guards)} guard(s): {'failed' if problems else 'passed'} in "
+        f"{time.monotonic() - start:.0f} s"
+    )
+    return said, problems
+
+
+def check(
+    folder: Path, entries: list[Entry], preload: list[str], jobs: int
+) -> list[str]:
     """Checks the entries; returns what fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    waiting: list[str] = []
     failed = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, entry in enumerate(entries, 1):
-            start = time.monotonic()
-            problems = check_out(folder, entry)
-            waiting += [name for name in entry.guards if name not in waiting]
-            ready = [n for n in waiting if (folder / n.split("::")[0]).is_file()]
-            waiting = [name for name in waiting if name not in ready]
-            task = Task(folder, entry.modules, entry.tests, ready)
-            if not problems and (task.modules or task.tests or task.guards):
-                log = Path(scratch) / str(number)
-                # A process of its own: what is imported cannot be taken back.
-                with context.Pool(1) as pool:
-                    if not pool.apply(perform, (task, log)):
-                        problems = log.read_text(errors="replace").splitlines()
-            print(
-                f"[{number}/{len(entries)}] {entry.subject}: {len(task.modules)} "
-                f"module(s), {len(task.tests)} test file(s), {len(ready)} guard(s): "
-                f"{'failed' if problems else 'passed'} in "
-                f"{time.monotonic() - start:.0f} s",
-                *problems,
-                sep="\n",
-                flush=True,
-            )
+    with work_trees(folder, jobs) as trees, ThreadPoolExecutor(jobs) as threads:
+
+        def run(entry: Entry, guards: list[str]) -> tuple[str, list[str]]:
+            tree = trees.get()
+            try:
+                return check_entry(tree, entry, guards, context)
+            finally:
+                trees.put(tree)
+
+        results = threads.map(run, entries, ready_guards(folder, entries))
+        for number, (entry, (said, problems)) in enumerate(zip(entries, results), 1):
+            print(f"[{number}/{len(entries)}] {said}", *problems, sep="\n", flush=True)
             failed += [entry.subject] if problems else []
     return failed
 
@@ -221,12 +269,15 @@ def main() -> int:
     parser.add_argument(
         "--preload", nargs="*", default=[], help="modules that every process needs"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="entries at a time (default: 2)"
+    )
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     folder = args.folder.resolve()
     entries = read_entries(folder, args.branch)
     try:
-        failed = check(folder, entries, args.preload)
+        failed = check(folder, entries, args.preload, args.jobs)
     finally:
         git(folder, "checkout", "--quiet", args.branch)
     for subject in failed:

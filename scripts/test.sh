@@ -25,7 +25,8 @@ lint() {
 }
 
 # The series applies to the pinned source without fuzz, and comes back byte for byte.
-# vLLM's own checks pass on its files, and each of its entries stands alone.
+# vLLM's own checks pass on its files, it steps to a release where lines have moved, and
+# each of its entries stands alone.
 series() {
   "$python" scripts/series.py index --check
   "$python" scripts/series.py sdist --git "$scratch/vllm"
@@ -33,6 +34,7 @@ series() {
   "$python" scripts/series.py import "$scratch/vllm"
   "$python" scripts/series.py export --check "$scratch/vllm"
   python ci/vllm_hooks.py "$scratch/vllm"
+  python ci/step.py "$scratch/vllm"
   python ci/entries.py "$scratch/vllm" --preload torch transformers triton
 }
 

@@ -138,7 +138,10 @@ def test_series_step(steps: Run) -> None:
     assert verbs[2][1:] == ["--base", source]
     assert verbs[3][1:] == [source]
     assert verbs[4][1:] == ["--check", source]
-    assert calls[-2] == f"python ci/vllm_hooks.py {source}"
+    assert calls[-3:-1] == [
+        f"python ci/vllm_hooks.py {source}",
+        f"python ci/step.py {source}",
+    ]
     assert calls[-1].startswith(f"python ci/entries.py {source} ")
 
 
@@ -147,6 +150,7 @@ def test_series_step(steps: Run) -> None:
     ["env.py", "pre-commit", "index", "sdist", "lint --base", "import", "export"]
     + [
         "ci/vllm_hooks.py",
+        "ci/step.py",
         "ci/entries.py",
         "tests/tooling",
         "verify.sh",

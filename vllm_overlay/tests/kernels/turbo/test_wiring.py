@@ -323,7 +323,7 @@ def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
         assert select(cls, selected, config, 32) == expected.get_path()
 
 
-@pytest.mark.parametrize("name", ["auto", *TURBO_PRESETS])
+@pytest.mark.parametrize("name", [*TURBO_PRESETS, "auto"])
 def test_gemma4_forces_no_backend(name, tmp_path):
     """Its own hook, on a description of two head sizes."""
     config = make_vllm_config(
