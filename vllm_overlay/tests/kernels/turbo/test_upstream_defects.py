@@ -20,7 +20,7 @@ from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker import workspace
 
-from .backend_utils import flash_attn_stand_in, make_vllm_config, with_drafts
+from .backend_utils import flash_attn_stand_in, make_vllm_config, set_path, with_drafts
 from .scene import NUM_HEADS, OURS, Scene, both, make_impl, unmended
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
@@ -139,8 +139,7 @@ def test_profile_run_takes_the_workspace(folder, workspaces, name):
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
     scene = Scene(config, [(1, 40)] * 4)
     if name == OURS and not ON_GPU:
-        scene.impl.runner.kernel_choice = "triton"
-        scene.impl._forward_torch = scene.impl._forward_kernels
+        set_path(scene.impl, "triton")
     profile(scene, 8)
     workspace.lock_workspace()
     builder = scene.make_builder()

@@ -72,7 +72,7 @@ def get_turbo_backend_path(
     Args:
         selected_backend: What the user asked for, if anything.
         selector_config: What the layer needs.
-        device_capability: Of the device; None on a CPU.
+        device_capability: The GPU's compute capability; None on a CPU.
 
     Raises:
         ValueError: If the dtype cannot serve the layer; the message names each

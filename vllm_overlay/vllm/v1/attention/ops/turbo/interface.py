@@ -151,7 +151,7 @@ class AttentionFn(Protocol):
         """Attend by splits of the sequences, and merge these.
 
         Args:
-            query: Of the call's T query tokens.
+            query: Rotated, of the call's T query tokens.
             kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
             layout: The cache's format.
             batch: The call's sequences.
@@ -219,7 +219,7 @@ class KernelSet(Protocol):
 
         Args:
             block_size: Tokens of a block. A runner may cut it into smaller ones.
-            head_size: Of query, key and value.
+            head_size: D, coordinates of a vector.
 
         """
 

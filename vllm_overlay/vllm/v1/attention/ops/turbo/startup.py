@@ -23,7 +23,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     """Check that TURBO serves a layer, of whatever class, that has a turbo dtype.
 
     Args:
-        name: Its name in the model.
+        name: The layer's, in the model.
         layer: Any layer whose ``kv_cache_dtype`` is a turbo one.
         vllm_config: The engine's configuration.
 

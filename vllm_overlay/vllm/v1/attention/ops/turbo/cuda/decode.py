@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
 
-As ``triton_decode``, but one persistent grid cuts the batch's tiles evenly among
-its warps, whatever the lengths. ``cuda_merge`` joins the partial results.
+As ``triton.decode``, but one persistent grid cuts the batch's tiles evenly among
+its warps, whatever the lengths. ``cuda.merge`` joins the partial results.
 """
 
 from collections.abc import Callable

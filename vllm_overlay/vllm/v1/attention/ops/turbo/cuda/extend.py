@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention of a few dozen query tokens to packed pages, as a CUDA kernel.
 
-It is for prefix hits and short continuations of long contexts. As ``cuda_decode``,
+It is for prefix hits and short continuations of long contexts. As ``cuda.decode``,
 with the same partial results, but what is read of a page is decoded once for up to 64
 queries of a KV head. Queries are used in fp16 as they are, and keys are decoded to
 fp16 exactly, so scores have no error but that of the products' fp32 sums.
@@ -126,7 +126,7 @@ def num_kv_splits(
 ) -> int:
     """Splits a sequence at most: room for partial results.
 
-    As ``cuda_decode.num_kv_splits``, with blocks in place of warps: the kernel itself
+    As ``cuda.decode.num_kv_splits``, with blocks in place of warps: the kernel itself
     decides on the ranges, by lengths, and a sequence that is alone is to have all
     blocks, unless the batch is so large that room for it would cost too much.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Merge of decode attention's splits as a CUDA kernel: see triton_merge."""
+"""Merge of decode attention's splits as a CUDA kernel: see ``triton.merge``."""
 
 from collections.abc import Callable
 from functools import cache
@@ -71,7 +71,7 @@ def merge_splits(
     ``batch``.
 
     Args:
-        partials: Of the batch's sequences.
+        partials: The splits' results, B * S * Q of them.
         batch: The sequences; its block table is not read.
         output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
         num_kv_heads: KV heads.

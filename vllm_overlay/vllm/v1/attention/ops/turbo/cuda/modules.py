@@ -43,7 +43,7 @@ def serving_modules(
     They may be called side by side, in threads.
 
     Args:
-        layout: The cache's format, without a ``cuda_decode.unsupported_reason``.
+        layout: The cache's format, without a ``cuda.decode.unsupported_reason``.
         num_queries_per_kv: Query heads a KV head.
         max_query_len: Query tokens of a sequence that is decoded, at most.
         max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.

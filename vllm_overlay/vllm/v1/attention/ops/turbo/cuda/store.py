@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Store as a CUDA kernel, built by FlashInfer's JIT: see triton_store."""
+"""Store as a CUDA kernel, built by FlashInfer's JIT: see ``triton.store``."""
 
 from collections.abc import Callable
 from functools import cache

@@ -67,7 +67,7 @@ def _folds(codebook: Codebook, limit: float) -> _Folds:
     """The coarsest table for scales up to ``_SHARED_SCALES`` apart and factors.
 
     Args:
-        codebook: Of a side.
+        codebook: K's or V's.
         limit: How far from 1 a factor may be.
 
     """
@@ -175,9 +175,9 @@ class SearchConstants(NamedTuple):
     Attributes:
         fold_rows: Rows of the tables of four-bit codes.
         key_fold_step: Magnitude of K, over the scale, to a row of them.
-        value_fold_step: Likewise of V.
+        value_fold_step: Magnitude of V, over the scale, to a row of them.
         key_trellis_guess: Windows of three-bit codes of K to a unit.
-        value_trellis_guess: Likewise of V.
+        value_trellis_guess: Windows of three-bit codes of V to a unit.
 
     """
 

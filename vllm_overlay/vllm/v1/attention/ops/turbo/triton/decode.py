@@ -3,7 +3,7 @@
 """Decode attention over packed pages: split-KV attention, then merge.
 
 One program serves all query heads of a KV head, so a page is read once; more query
-tokens take more programs. The attention runs in rotated space; ``triton_merge`` has
+tokens take more programs. The attention runs in rotated space; ``triton.merge`` has
 the way back. Softmax is in base 2.
 """
 

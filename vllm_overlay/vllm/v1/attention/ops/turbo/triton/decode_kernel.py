@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment, misc"
-"""The kernel of ``triton_decode``: attention of a part of a sequence."""
+"""The kernel of ``triton.decode``: attention of a part of a sequence."""
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton.codec import (

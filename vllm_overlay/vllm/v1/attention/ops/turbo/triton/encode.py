@@ -100,7 +100,7 @@ def _unbiasing_factor(
     square,  # [T] fp32, of the vectors
     CODEBOOK: tl.constexpr,
 ):
-    """See ``reference_codec._unbiased``: the factor, and what it leaves, fp32 [T]."""
+    """See ``reference.codec._unbiased``: the factor, and what it leaves, fp32 [T]."""
     factor = tl.full(square.shape, 1.0, tl.float32)
     best_factor = factor
     best_rest = tl.full(square.shape, float("inf"), tl.float32)
@@ -142,7 +142,7 @@ def _code_to_move(
 ):
     """The coordinate whose code is to move to the next level: int32 [T].
 
-    See ``reference_codec._unbiased``.
+    See ``reference.codec._unbiased``.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
     outwards = tl.where(rest > 0, 1, -1)[:, None]

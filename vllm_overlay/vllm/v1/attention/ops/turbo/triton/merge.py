@@ -211,7 +211,7 @@ def merge_splits(
     """Combine splits in rotated space into outputs.
 
     Args:
-        partials: Of the batch's sequences.
+        partials: The splits' results, B * S * Q of them.
         batch: The sequences; its block table is not read.
         output: (T, Hq, D), written; last axis contiguous.
         num_kv_heads: KV heads.

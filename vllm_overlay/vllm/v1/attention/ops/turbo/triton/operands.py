@@ -112,7 +112,7 @@ def _position(bits):
 
 @triton.jit
 def key_operands(
-    word,  # [N, C] int32, from ``triton_codec.load_units``
+    word,  # [N, C] int32, from ``triton.codec.load_units``
     scale,  # [N, C] fp16, in units of the key levels
     same_column,  # [1, C], from ``as_loaded``
     COEFFICIENTS: tl.constexpr,

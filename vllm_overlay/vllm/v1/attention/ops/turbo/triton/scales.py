@@ -110,7 +110,7 @@ def scales_in_reach(
     errors,  # of each candidate, fp32 [T, G]
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference_codec.scales_in_reach``: int32 [T, G]."""
+    """See ``reference.codec.scales_in_reach``: int32 [T, G]."""
     best_code = codes[0]
     best_error = errors[0]
     for i in tl.static_range(1, len(codes)):
@@ -222,7 +222,7 @@ def choose_scales(
     BLOCK_G: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference_codec.choose_scales``: int32 [T, G]."""
+    """See ``reference.codec.choose_scales``: int32 [T, G]."""
     COLUMNS: tl.constexpr = y[0].shape[1]
     largest = tl.abs(y[0])
     for i in tl.static_range(1, len(y)):

@@ -109,7 +109,7 @@ def _search(
 ):
     """The path of least error: bit e, of int32 [T, G], is b(e).
 
-    See ``reference_codec._trellis``.
+    See ``reference.codec._trellis``.
     """
     reciprocal = reciprocal_of(scale)
     cost = _initial_cost(scale)
@@ -190,7 +190,7 @@ def choose_trellis_scales(
     CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference_codec.choose_scales``: int32 [T, G]."""
+    """See ``reference.codec.choose_scales``: int32 [T, G]."""
     largest = _largest(y)
     codes = scale_candidates(largest)
     normaliser = normaliser_of(tl.max(largest, 1))[:, None]
@@ -215,7 +215,7 @@ def choose_path(
     """The path of each group, int32 [T, G], and the factor of each vector, [T, 1].
 
     Each vector is unbiased if the codebook has a gain: see
-    ``reference_codec._unbiased``.
+    ``reference.codec._unbiased``.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
     largest = tl.max(_largest(y), 1)
