@@ -144,6 +144,20 @@ def test_layer_with_other_bytes(tmp_path, platform, changes):
 
 
 @platforms
+def test_layer_that_says_no_dtype(tmp_path, platform):
+    """Its pages say it: those of a turbo mode have to be TURBO's."""
+    layers = [OwnAttention(FlashAttentionBackend, PACKED) for _ in range(2)]
+    for layer in layers:
+        del layer.kv_cache_dtype
+    layers[0].spec = replace(
+        PACKED, state_content_bytes=None, kv_quant_mode=KVQuantMode.NONE
+    )
+    config = add_layers(tmp_path, *layers)
+    with pytest.raises(ValueError, match=r"layer layers\.2\.attn of Llama"):
+        platform.update_block_size_for_backend(config)
+
+
+@platforms
 def test_other_layers_pass(tmp_path, platform):
     """One whose cache is of another dtype, and one that is TURBO's in all."""
     other = OwnAttention(FlashAttentionBackend, PACKED)

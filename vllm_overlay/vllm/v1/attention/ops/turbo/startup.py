@@ -24,7 +24,8 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
     Args:
         name: The layer's, in the model.
-        layer: Any layer whose ``kv_cache_dtype`` is a turbo one.
+        layer: Any layer whose ``kv_cache_dtype`` is a turbo one, or that has none. Of
+            the latter, one whose cache spec has no turbo mode is passed.
         vllm_config: The engine's configuration.
 
     Raises:
@@ -32,9 +33,13 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
             cache spec has not TURBO's bytes.
 
     """
-    cache_dtype = layer.kv_cache_dtype  # type: ignore[attr-defined]
-    backend = layer.get_attn_backend()
     spec = layer.get_kv_cache_spec(vllm_config)
+    cache_dtype = getattr(layer, "kv_cache_dtype", None)
+    if cache_dtype is None:
+        if not isinstance(spec, AttentionSpec) or not spec.kv_quant_mode.is_turbo:
+            return
+        cache_dtype = spec.kv_quant_mode.name.lower()
+    backend = layer.get_attn_backend()
     if (
         backend.supports_kv_cache_dtype(cache_dtype)
         and isinstance(getattr(layer, "impl", None), backend.get_impl_cls())
