@@ -63,7 +63,7 @@ def test_all_that_is_asked_for_is_listed(asked, group, max_query_len):
     longest = max_extend_len(group)
     loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE)
     for loader in loaders:
-        loader()
+        loader.load()
     listed = set(asked)
     assert len(asked) == len(listed), "one is listed twice"
     clear_caches()
@@ -96,7 +96,7 @@ def test_names_are_those_of_the_modules(asked, name, head_size):
     layout = TurboFormat.from_cache_dtype(name, head_size)
     loaders = serving_modules(layout, 1, 8, 48, DEVICE)
     for loader in loaders:
-        loader()
+        loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
     assert len(set(names)) == len(names) == 6
@@ -105,7 +105,7 @@ def test_names_are_those_of_the_modules(asked, name, head_size):
 def test_the_current_device_unless_another_is_named(asked, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     for loader in serving_modules(LAYOUT, 4, 1, 4):
-        loader()
+        loader.load()
     assert {device for _, device in asked} == {torch.device("cuda", 3)}
 
 
@@ -113,5 +113,5 @@ def test_each_device_has_modules_of_its_own(asked):
     """They may differ in their architecture."""
     for index in (0, 1):
         for loader in serving_modules(LAYOUT, 4, 1, 4, torch.device("cuda", index)):
-            loader()
+            loader.load()
     assert [device.index for _, device in asked] == [0] * 4 + [1] * 4

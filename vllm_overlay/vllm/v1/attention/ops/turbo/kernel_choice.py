@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -86,8 +86,9 @@ def cuda_build_error(
         )
         # The compiler takes a core for each.
         with ThreadPoolExecutor(len(loads)) as pool:
-            for result in [pool.submit(load) for load in loads]:
-                result.result()
+            futures: list[Future[object]] = [pool.submit(load.load) for load in loads]
+            for future in futures:
+                future.result()
     except RuntimeError as error:
         return str(error)
     except Exception as error:

@@ -3,7 +3,7 @@
 """What is checked and said of a turbo KV cache when an engine starts."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -34,7 +34,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
     """
     spec = layer.get_kv_cache_spec(vllm_config)
-    cache_dtype = getattr(layer, "kv_cache_dtype", None)
+    cache_dtype: Any = getattr(layer, "kv_cache_dtype", None)
     if cache_dtype is None:
         if not isinstance(spec, AttentionSpec) or not spec.kv_quant_mode.is_turbo:
             return

@@ -193,8 +193,14 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         ValueError: If CUDA's kernels are asked for and refused.
 
     """
-    key = (runner.shape, runner.layout, runner.stored, device)
-    key = (*key, runner.kernel_choice, runner.max_query_len)
+    key = (
+        runner.shape,
+        runner.layout,
+        runner.stored,
+        runner.kernel_choice,
+        runner.max_query_len,
+        device,
+    )
     if key in _warm:
         return
     before = runner.kernels

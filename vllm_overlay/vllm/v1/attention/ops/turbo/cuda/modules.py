@@ -16,19 +16,16 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 
 class ModuleLoader(NamedTuple):
-    """Builds, if need be, and loads a module when it is called.
+    """A module that serving may ask for.
 
     Attributes:
         name: The kernel and what it is an instance for, as the build's log has them.
-        load: Of the module, whose function it returns.
+        load: Builds, if need be, and loads the module; returns its function.
 
     """
 
     name: str
     load: Callable[[], Callable[..., None]]
-
-    def __call__(self) -> Callable[..., None]:
-        return self.load()
 
 
 def serving_modules(
