@@ -43,7 +43,7 @@ from scenarios import (
 KL_TOLERANCE = {"auto": 1e-6, "turbo": 1e-3}
 # Mean KL in nats between runs that see the same tokens quantised or raw; the
 # model's attention is sharp, and so its noise large.
-KL_BOUND = {"turbo4": 0.06, "k4v3": 0.12, "turbo3": 0.3}
+KL_BOUND = {"turbo4": 0.06, "turbo3": 0.3}
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,18 @@ class Case:
         return engines(self.dtype, self.prefill, self.runner)
 
 
-EQUAL = [Case("auto", "v1"), Case("auto", "v2")] + [
-    Case(dtype, runner, "stored") for dtype in TURBO_DTYPES for runner in ("v1", "v2")
+# A case takes a minute and more. The runners do not know the dtypes apart, whose bytes
+# the kernels' tests compare: on V2 one is asked.
+EQUAL = [
+    Case("auto", "v1"),
+    Case("auto", "v2"),
+    *(Case(dtype, "v1", "stored") for dtype in TURBO_DTYPES),
+    Case("turbo4", "v2", "stored"),
 ]
-BOUNDED = [Case(dtype, "v1", "raw") for dtype in TURBO_DTYPES] + [
-    Case("turbo4", "v2", "raw")
+BOUNDED = [
+    Case("turbo4", "v1", "raw"),
+    Case("turbo4", "v2", "raw"),
+    Case("turbo3", "v1", "raw"),
 ]
 
 

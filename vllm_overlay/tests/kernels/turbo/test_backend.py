@@ -190,7 +190,7 @@ def test_builder_interface(folder):
 
 @requires_triton
 @prefill_modes
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("num_drafts", [0, 2] if ON_GPU else [2])
 @kernel_paths
 def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkeypatch):
     """The workspace may not grow after the memory is profiled."""

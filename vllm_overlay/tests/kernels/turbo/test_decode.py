@@ -29,6 +29,8 @@ from .utils import (
     make_block_table,
     new_cache,
     num_blocks_for,
+    one_packing,
+    packings,
     random_pages,
     requires_triton,
     spread_pages,
@@ -75,14 +77,14 @@ def test_lengths(name, head_size, dtype):
     check_decode(layout, seq_lens, 48, dtype)
 
 
-@all_presets
+@one_packing
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 16])
 def test_query_heads_per_kv_head(name, group):
     layout = TurboFormat.from_cache_dtype(name, 64)
     check_decode(layout, [50], 16, FP16, group)
 
 
-@all_presets
+@packings
 @all_pages
 def test_strides_and_block_sizes(name, cache_layout, block_size):
     layout = TurboFormat.from_cache_dtype(name, 64)
@@ -90,7 +92,7 @@ def test_strides_and_block_sizes(name, cache_layout, block_size):
     check_decode(layout, seq_lens, block_size, cache_layout=cache_layout)
 
 
-@all_presets
+@one_packing
 @pytest.mark.parametrize("num_splits", [1, 3, 64])
 def test_splits(name, num_splits):
     """Scratch of splits without tokens is NaN and must not be read."""
@@ -99,7 +101,7 @@ def test_splits(name, num_splits):
     check_decode(layout, seq_lens, 32, FP16, num_splits=num_splits)
 
 
-@all_presets
+@one_packing
 @pytest.mark.parametrize("query_factor", [1e-3, 100.0, 1e4])
 def test_peaked_and_flat_softmax(name, query_factor):
     """Scores of hundreds: without the running maximum, exponentials overflow."""
@@ -132,7 +134,7 @@ def test_empty_and_padded_sequences(num_splits):
     assert torch.equal(fewer, output[:2])
 
 
-@all_presets
+@packings
 def test_recycled_bytes_do_not_leak(name):
     """What lies past a sequence's end in its last page changes no bit."""
     layout = TurboFormat.from_cache_dtype(name, 64)
@@ -165,7 +167,7 @@ def first_tokens(
     return cache, blocks[:, None].int(), keys, values
 
 
-@all_presets
+@packings
 @kernel_head_sizes
 def test_one_key_gives_its_value(name, head_size):
     """The softmax of one score is 1, so the output is the value as stored.
@@ -186,7 +188,7 @@ def test_one_key_gives_its_value(name, head_size):
     assert ((rotated - expected).abs() <= allowed).all()
 
 
-@all_presets
+@packings
 @kernel_head_sizes
 def test_one_hot_query_reads_the_key(name, head_size):
     """With one key and q a unit vector, the LSE is that coordinate of K."""

@@ -38,6 +38,7 @@ from .utils import (
     model_dtypes,
     new_cache,
     num_blocks_for,
+    packings,
     random_pages,
     requires_triton,
     slots_of,
@@ -287,7 +288,7 @@ PREFILLS = {
 
 
 @requires_triton
-@all_presets
+@packings
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
 @pytest.mark.parametrize("case", PREFILLS)
 def test_prefill(name, stored, case):

@@ -22,6 +22,7 @@ from .utils import (
     all_presets,
     gaussian,
     kernel_cases,
+    packings,
     requires_triton,
 )
 
@@ -36,7 +37,7 @@ def store(*args, **kwargs) -> None:
     triton_store.store(*args, **kwargs)
 
 
-@all_presets
+@packings
 @kernel_cases
 def test_bytes_equal_the_reference(name, head_size, dtype):
     layout = TurboFormat.from_cache_dtype(name, head_size)
