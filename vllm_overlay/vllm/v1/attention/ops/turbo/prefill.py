@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
     is_flash_attn_varlen_func_available,
@@ -31,11 +32,11 @@ from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
-    The version is the one vLLM picks on this GPU. For larger heads it is PyTorch's
-    memory-efficient attention. None if this vLLM has none for this GPU.
+    The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
+    is PyTorch's memory-efficient attention. None if there is none for this GPU.
     """
     if head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-        return efficient_attention
+        return efficient_attention if current_platform.is_cuda() else None
     if not is_flash_attn_varlen_func_available():
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
