@@ -164,7 +164,7 @@ def attend(
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
-    batch.num_splits(partials.lse.shape[0])
+    batch.num_splits(partials.lse.shape[0])  # checks that there is room
     num_queries = num_heads // num_kv_heads * batch.query_len
     load_kernel(layout, num_queries, kv_cache.device)(
         *query,

@@ -46,9 +46,9 @@ _BLOCKS_PER_SM = 2
 _MAX_PARTIALS = 4096
 
 
-def num_columns(num_rows: int) -> int:
+def num_columns(num_queries: int) -> int:
     """Queries at once, of so many a sequence and KV head."""
-    return next((n for n in COLUMNS if num_rows <= n), COLUMNS[-1])
+    return next((n for n in COLUMNS if num_queries <= n), COLUMNS[-1])
 
 
 def num_warps(layout: TurboFormat) -> int:
@@ -97,20 +97,20 @@ def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
 
 
 def load(
-    layout: TurboFormat, num_rows: int, device: torch.device
+    layout: TurboFormat, num_queries: int, device: torch.device
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
     Args:
         layout: The cache's format.
-        num_rows: Queries of a sequence and KV head: query heads, times tokens.
+        num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(layout, num_columns(num_rows), device)
+    return load_instance(layout, num_columns(num_queries), device)
 
 
 @cache
