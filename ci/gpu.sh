@@ -54,7 +54,8 @@ if [ "$*" != pictures ] && ! "$python" -c 'import vllm.v1.attention.ops.turbo'; 
 fi
 
 kernels() {
-  "$python" -m pytest -q -p no:cacheprovider "$@" \
+  # Of the processes of -n each would take all cores for references on the CPU.
+  OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider "$@" \
     vllm_overlay/tests/kernels/turbo >"$out/kernels.txt" 2>&1
   set -- $?
   tail -n 40 "$out/kernels.txt"
