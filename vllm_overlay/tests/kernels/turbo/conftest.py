@@ -44,3 +44,4 @@ def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.warm_up")
     if warm_up is not None and not ON_GPU:
         monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 16)
+        monkeypatch.setattr(warm_up, "_FLASH_ATTN_QUERIES", 16)

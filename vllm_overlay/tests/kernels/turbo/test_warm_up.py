@@ -70,10 +70,10 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
         set_path(impl, path)
     first, second = (profile(impl, monkeypatch) for impl in layers)
     has_extends = layers[0].runner.kernels.extend_attention is not None
-    lens = [1, 3, 3] + ([1, 1] if has_extends else [])
+    lens = [1, 1, 3, 3] + ([1, 1] if has_extends else [])
     assert [batch.decode_query_len for batch in first] == lens and second == []
     assert [batch.decode_start_loc is None for batch in first] == [
-        *(True, True, False),
+        *(True, True, True, False),
         *([True] * 2 if has_extends else []),
     ]
     for batch in first:
@@ -83,7 +83,26 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     assert extends == ([1, longest] if has_extends else [])
     other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))
     set_path(other, path)
-    assert len(profile(other, monkeypatch)) == (3 if has_extends else 1)
+    assert len(profile(other, monkeypatch)) == (4 if has_extends else 2)
+
+
+@requires_triton
+@prefill_modes
+@pytest.mark.parametrize("max_num_tokens", [512, 8192])
+def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypatch):
+    """FlashAttention splits no context then, and so launches another kernel."""
+    monkeypatch.setattr(module, "_FLASH_ATTN_QUERIES", 192)
+    config = make_vllm_config(
+        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=max_num_tokens
+    )
+    runner = make_impl(config).runner
+    runner.kernels = triton_kernels()
+    runner.num_sms = 132
+    step = module.steps(runner, BLOCK_SIZE, DEVICE)[1]
+    most = max(part.max_query_len for part in step.prefill.slices if part.cached)
+    # As many queries as there are, or as a slice of a step has.
+    slice_tokens = min(runner.prefill_limits.slice_tokens, max_num_tokens)
+    assert most >= min(132 * 192 // NUM_HEADS, slice_tokens)
 
 
 @requires_triton

@@ -36,6 +36,9 @@ _CONTEXT = 16
 _PREFILL_CONTEXT = 1024
 # Query tokens of a prefill request.
 _QUERY_LEN = 2
+# Queries that a block of FlashAttention takes, at most. With one such block for each
+# multiprocessor it splits no context, which is another kernel.
+_FLASH_ATTN_QUERIES = 192
 # Of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
 
@@ -47,6 +50,7 @@ def small_step(
     query_len: int,
     is_uniform: bool = True,
     extend_len: int = 0,
+    prefill_len: int = _QUERY_LEN,
 ) -> StepPlan:
     """Requests of each kind: a decode, an extend, and prefills, two of which have
     cached tokens: so many that they are dequantised in several pieces.
@@ -58,6 +62,7 @@ def small_step(
         query_len: Query tokens of the decode.
         is_uniform: Whether no request could have fewer.
         extend_len: Query tokens of the extend; 0: there is none.
+        prefill_len: Those of the first prefill.
 
     """
     extends = []
@@ -67,7 +72,7 @@ def small_step(
         query_lens.append(extend_len)
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)
-    query_lens += [_QUERY_LEN] * 3
+    query_lens += [prefill_len, _QUERY_LEN, _QUERY_LEN]
     contexts += [2 * _PREFILL_CONTEXT, _PREFILL_CONTEXT, 0]
     seq_lens = [q + context for q, context in zip(query_lens, contexts)]
     width = cdiv(max(seq_lens), block_size)
@@ -112,7 +117,8 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     """Steps that together launch every kernel of attention that serving does."""
     make = partial(small_step, runner, block_size, device)
     most = runner.max_query_len
-    found = [make(1)]
+    unsplit_len = cdiv(_FLASH_ATTN_QUERIES * runner.num_sms, runner.shape.num_heads)
+    found = [make(1), make(1, prefill_len=min(unsplit_len, runner.max_num_tokens))]
     if most > 1:
         # The Triton kernels are compiled for one query token, as many of each
         # sequence, or not.
