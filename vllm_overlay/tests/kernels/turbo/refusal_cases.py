@@ -86,9 +86,11 @@ def select_on_cuda(
     backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
 ) -> str:
     config = selector_config(name, **changes)
-    return cuda_platform(DeviceCapability(9, 0)).get_attn_backend_cls(
-        backend, config, 32
-    )
+    # Some backends read the engine's configuration.
+    with set_current_vllm_config(VllmConfig()):
+        return cuda_platform(DeviceCapability(9, 0)).get_attn_backend_cls(
+            backend, config, 32
+        )
 
 
 SELECTIONS = {

@@ -46,8 +46,11 @@ from .utils import all_presets
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Of a model with one layer, "layers.0.attn"."""
     folder: Path = tmp_path_factory.mktemp("model")
-    return make_vllm_config(folder)
+    config = make_vllm_config(folder)
+    make_layer(config)
+    return config
 
 
 def refused(feature: str, name: str = "turbo4"):

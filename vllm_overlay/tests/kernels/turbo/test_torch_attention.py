@@ -21,6 +21,7 @@ from .backend_utils import (
     make_impl,
     make_vllm_config,
     prefill_modes,
+    set_path,
     with_drafts,
 )
 from .utils import FP16, all_presets, gaussian
@@ -75,6 +76,8 @@ def test_batches(tmp_path: Path, name, mode):
     """Of decodes, drafts and chunks, token by token from the cache."""
     config = with_drafts(make_vllm_config(tmp_path, name, FP16, mode))
     impl = make_impl(config)
+    # Before the plan: others' kernels have extends.
+    set_path(impl, "torch")
     batch = Batch.make(impl, REQUESTS)
     metadata = make_builder(config, impl).build(0, batch.common)
     assert metadata.num_decodes == 3 and metadata.prefill is not None
