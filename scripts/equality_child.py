@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import Attention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
@@ -63,22 +65,29 @@ class Swap:
 
     @contextmanager
     def installed(self) -> Iterator["Swap"]:
-        builder = TurboAttentionBackend.get_builder_cls()
-        build = builder.build
+        build = TurboMetadataBuilder.build
 
-        def swapped(*args: Any, **kwargs: Any) -> Any:
-            metadata = build(*args, **kwargs)
-            if self.page is not None and metadata.num_decodes == 2:
-                table = metadata.block_table.clone()
-                table[:2, self.page] = table[:2, self.page].flip(0)
-                metadata.block_table = table
-            return metadata
+        def swapped(
+            builder: TurboMetadataBuilder,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> TurboMetadata:
+            common = common_attn_metadata
+            metadata = build(builder, common_prefix_len, common, fast_build)
+            if self.page is None or metadata.num_decodes != 2:
+                return metadata
+            table = common.block_table_tensor.clone()
+            table[:2, self.page] = table[:2, self.page].flip(0)
+            # Whatever the plan has taken from it, too.
+            common = replace(common, block_table_tensor=table)
+            return build(builder, common_prefix_len, common, fast_build)
 
-        builder.build = swapped  # type: ignore[method-assign]
+        TurboMetadataBuilder.build = swapped  # type: ignore[method-assign]
         try:
             yield self
         finally:
-            builder.build = build  # type: ignore[method-assign]
+            TurboMetadataBuilder.build = build  # type: ignore[method-assign]
 
 
 @contextmanager
