@@ -22,6 +22,9 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+# Of some KiB each.
+MAX_CONSTANTS = 4096
+
 
 def patch_language_once() -> None:
     """Lets the language stay as interpreted functions need it.
@@ -129,12 +132,54 @@ def look_for_overflow_if_told() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = sanitize_if_told
 
 
+def know_operands() -> None:
+    """Remembers of which types two operands stay as they are, and what tensors become
+    of numbers beside these types.
+
+    All of it depends on types alone, and on the number. Nobody writes to a constant.
+    """
+    check = TritonSemantic.binary_op_type_checking_impl
+    stay: set[tuple] = set()
+    constants: dict[tuple, Any] = {}
+
+    def check_unknown(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        options = (flags, *named.items())
+        is_left, is_right = (isinstance(x, core.tensor) for x in (lhs, rhs))
+        if is_left and is_right:
+            key = (lhs.type.name, rhs.type.name, options)
+            if key in stay:
+                return lhs, rhs
+            checked = check(self, lhs, rhs, *flags, **named)
+            if checked[0] is lhs and checked[1] is rhs:
+                stay.add(key)
+            return checked
+        if not is_left and not is_right:
+            return check(self, lhs, rhs, *flags, **named)
+        tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
+        # Zeros have a sign, and a NaN is never found again.
+        key = (tensor.type.name, number, repr(number), is_left, options)
+        if key in constants:
+            found = constants[key]
+            return (tensor, found) if is_left else (found, tensor)
+        checked = check(self, lhs, rhs, *flags, **named)
+        if checked[not is_left] is tensor and number == number:
+            if len(constants) == MAX_CONSTANTS:
+                constants.clear()
+            constant = checked[is_left]
+            constant.handle.data.flags.writeable = False
+            constants[key] = constant
+        return checked
+
+    TritonSemantic.binary_op_type_checking_impl = check_unknown
+
+
 @cache
 def quicken() -> None:
     """Changes Triton, in this process and once."""
     patch_language_once()
     share_shapes()
     know_dtypes()
+    know_operands()
     look_for_overflow_if_told()
 
 
