@@ -113,8 +113,9 @@ class Arm:
 def child_variables(folder: Path, on_cpu: bool) -> dict[str, str]:
     """Returns the variables of an engine's process, whose files go to `folder`."""
     return engine_variables(on_cpu) | {
-        # Engines that start side by side would compile into the same files.
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        # Engines that start side by side would compile into the same files; on a CPU
+        # nothing is compiled, and what vLLM found out of the model is found once.
+        "VLLM_CACHE_ROOT": str((folder.parent if on_cpu else folder) / "cache"),
         # Arrays of all distributions need not go from process to process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }

@@ -54,11 +54,14 @@ without_gpu() {
 
 kernels() {
   apply
+  set --
   if without_gpu; then
+    set -- -p vllm_turbo_cpu_standins.interpreter
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
   # The interpreter takes one core.
-  OMP_NUM_THREADS=1 python -m pytest -q -n logical vllm_overlay/tests/kernels/turbo
+  OMP_NUM_THREADS=1 python -m pytest -q "$@" -n logical --dist worksteal \
+    vllm_overlay/tests/kernels/turbo
 }
 
 # The paper, the lab and the small model: PyTorch on the CPU, with or without a GPU.

@@ -2,9 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """PyTorch stand-ins for the native CPU ops that vLLM's GPU wheel lacks."""
 
+import os
+
 
 def register() -> list[str]:
     """Registers the missing ops, if vLLM runs on its CPU platform.
+
+    Where Triton's interpreter runs the kernels, it is made quicker.
 
     vLLM calls this once in every process; a second call finds nothing missing.
 
@@ -18,6 +22,10 @@ def register() -> list[str]:
         return []
     from vllm_turbo_cpu_standins.registry import register_missing
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_turbo_cpu_standins.interpreter import quicken
+
+        quicken()
     # A native CPU build registers its ops on this import; look only after it.
     current_platform.import_kernels()
     return register_missing()

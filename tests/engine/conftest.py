@@ -33,4 +33,4 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def jobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     runs = Jobs(tmp_path_factory.mktemp("jobs"), model)
     yield runs
-    runs.pool.shutdown(cancel_futures=True)
+    runs.stop()

@@ -41,6 +41,17 @@ def test_unknown_dtype_lists_the_known(outcome: dict[str, Any]):
         assert f"'{dtype}'" in error
 
 
+def test_an_error_that_no_job_expects_is_raised(jobs: Jobs):
+    """With the log's last lines; the next job is none the worse."""
+    job = jobs.start("unexpected", "v1", {"model": Engine(model=NO_SUCH_MODEL)})
+    with pytest.raises(RuntimeError, match=f"(?s)status 1\n.*{NO_SUCH_MODEL}"):
+        job.result()
+    job = jobs.start(
+        "expected", "v1", {"model": Engine(model=NO_SUCH_MODEL, may_fail=True)}
+    )
+    assert NO_SUCH_MODEL in job.result()["model"]["error"]
+
+
 def test_missing_model_is_named(outcome: dict[str, Any]):
     assert NO_SUCH_MODEL in outcome["model"]["error"]
 

@@ -173,10 +173,12 @@ def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
     _, calls, _ = steps("kernels", "quality")
     kernels, quality = (call for call in calls if "-m pytest" in call)
     assert "TRITON_INTERPRET=1" in kernels and "VLLM_TARGET_DEVICE=cpu" in kernels
+    assert "-p vllm_turbo_cpu_standins.interpreter" in kernels
     assert "TRITON_INTERPRET" not in quality
     _, calls, said = steps("kernels", "engine", FAIL="import vllm_turbo_cpu_standins")
     (kernels,) = (call for call in calls if "-m pytest" in call)
     assert "TRITON_INTERPRET" not in kernels
+    assert "vllm_turbo_cpu_standins" not in kernels
     assert "left out: these tests are for the CPU platform" in said
 
 

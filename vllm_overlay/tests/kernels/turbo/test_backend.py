@@ -50,8 +50,8 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
-    all_presets,
     new_cache,
+    packings,
     requires_triton,
     slots_of,
 )
@@ -83,7 +83,7 @@ def test_batches(folder, requests, mode, path, monkeypatch):
 
 
 @requires_triton
-@all_presets
+@packings
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @all_paths
 def test_presets(folder, name, dtype, path):

@@ -314,16 +314,29 @@ def test_value_quadratic_is_the_levels(bits):
         assert level == pytest.approx(a * v + b * v * abs(v), rel=1e-12)
 
 
-@pytest.mark.skipif(ON_GPU, reason="runs on the CPU alone, where it is tested")
-def test_codebooks_are_the_fit():
-    """The constants come out of their fit again."""
-    x = gaussian_vectors(NUM_VECTORS)
-    assert fit_values(x) == fmt.VALUE_COEFFICIENTS
-    assert fit_keys(x) == (fmt.KEY_LEVELS, fmt.KEY_COEFFICIENTS)
+on_cpu_alone = pytest.mark.skipif(
+    ON_GPU, reason="runs on the CPU alone, where it is tested"
+)
+
+
+# The constants come out of their fit again; a test each, for they take long.
+@on_cpu_alone
+def test_value_levels_are_the_fit():
+    assert fit_values(gaussian_vectors(NUM_VECTORS)) == fmt.VALUE_COEFFICIENTS
+
+
+@on_cpu_alone
+def test_key_levels_are_the_fit():
+    found = fit_keys(gaussian_vectors(NUM_VECTORS))
+    assert found == (fmt.KEY_LEVELS, fmt.KEY_COEFFICIENTS)
+
+
+@on_cpu_alone
+@pytest.mark.parametrize("bits", KEY_CODEBOOKS)
+def test_key_gain_is_the_fit(bits):
     others = gaussian_vectors(NUM_VECTORS, seed=1)
-    for bits, codebook in KEY_CODEBOOKS.items():
-        found = quality(others, of_levels(bits, table_levels(fmt.KEY_LEVELS)))
-        assert 1 / found.slope == pytest.approx(codebook.gain, abs=2e-4)
+    found = quality(others, of_levels(bits, table_levels(fmt.KEY_LEVELS)))
+    assert 1 / found.slope == pytest.approx(KEY_CODEBOOKS[bits].gain, abs=2e-4)
 
 
 def test_documented_bytes():

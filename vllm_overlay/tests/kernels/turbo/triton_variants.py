@@ -57,6 +57,8 @@ def _binder(kernel: Any) -> Any:
 class RecordedVariants:
     """What the interpreter's launches would have had compiled.
 
+    The package's kernels do not run then: no launch depends on what others write.
+
     Attributes:
         found: The variants so far.
 
@@ -79,6 +81,7 @@ class RecordedVariants:
                 own = {k: v for k, v in kwargs.items() if k in names}
                 _, variant, _ = _binder(kernel)(*args, **own)
                 self.found.add((kernel.fn.__name__, f"{variant} {options}"))
+                return None
             return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
         monkeypatch.setattr(_interpreter.InterpretedFunction, "run", record)

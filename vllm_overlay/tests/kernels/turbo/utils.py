@@ -29,6 +29,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
+from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -358,6 +359,32 @@ def assert_by_2x_rule(
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
+def rotate_query(
+    query: torch.Tensor, kv_cache: torch.Tensor, layout: TurboFormat
+) -> RotatedQuery:
+    """Queries (B, Hq, D) as the store kernel makes them for a scale of 1 / sqrt(D).
+
+    By the kernel on a GPU. In the interpreter it takes longer than what is tested, for
+    it encodes K and V of tokens without a slot, too: there by its definition.
+    """
+    num_seqs, _, head_size = query.shape
+    scale = head_size**-0.5
+    if not ON_GPU:
+        rotated = reference.rotate(query)
+        unit = power_of_two(torch.frexp(rotated.abs().amax(-1)).exponent)
+        factor = scale * math.log2(math.e) * layout.key_codebook.gain
+        return RotatedQuery((rotated / unit[..., None]).half(), unit * factor)
+    from vllm.v1.attention.ops.turbo.triton.store import store
+
+    vectors = torch.full(query.shape, math.nan, dtype=FP16, device=DEVICE)
+    scales = torch.full(query.shape[:2], math.nan, device=DEVICE)
+    rotated_query = RotatedQuery(vectors, scales)
+    unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)
+    slots = torch.full((num_seqs,), -1, device=DEVICE)
+    store(kv_cache, slots, unused, unused, layout, query, rotated_query, scale)
+    return rotated_query
+
+
 def decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -374,25 +401,11 @@ def decode(
     last tokens, to be attended to as they are.
     """
     from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
-    from vllm.v1.attention.ops.turbo.triton.store import store
 
     num_seqs, num_heads, head_size = query.shape
-    unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)
     nan = torch.full((num_seqs * num_splits, num_heads, head_size), math.nan)
     partial = nan.to(DEVICE)
-    rotated_query = RotatedQuery(
-        partial[:num_seqs].half(), partial[:num_seqs, :, 0].clone()
-    )
-    store(
-        kv_cache,
-        torch.full((num_seqs,), -1, device=DEVICE),
-        unused,
-        unused,
-        layout,
-        query,
-        rotated_query,
-        head_size**-0.5,
-    )
+    rotated_query = rotate_query(query, kv_cache, layout)
     output = torch.full_like(query, math.nan, dtype=out_dtype)
     decode_attention(
         rotated_query,
