@@ -359,30 +359,16 @@ def assert_by_2x_rule(
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
-def rotate_query(
-    query: torch.Tensor, kv_cache: torch.Tensor, layout: TurboFormat
-) -> RotatedQuery:
-    """Queries (B, Hq, D) as the store kernel makes them for a scale of 1 / sqrt(D).
+def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
+    """Queries (B, Hq, D) as a store kernel makes them for a scale of 1 / sqrt(D).
 
-    By the kernel on a GPU. In the interpreter it takes longer than what is tested, for
-    it encodes K and V of tokens without a slot, too: there by its definition.
+    By its definition: Triton compiles or interprets a store for longer than what is
+    tested takes, and tests of the stores and of the backend have the kernels' own.
     """
-    num_seqs, _, head_size = query.shape
-    scale = head_size**-0.5
-    if not ON_GPU:
-        rotated = reference.rotate(query)
-        unit = power_of_two(torch.frexp(rotated.abs().amax(-1)).exponent)
-        factor = scale * math.log2(math.e) * layout.key_codebook.gain
-        return RotatedQuery((rotated / unit[..., None]).half(), unit * factor)
-    from vllm.v1.attention.ops.turbo.triton.store import store
-
-    vectors = torch.full(query.shape, math.nan, dtype=FP16, device=DEVICE)
-    scales = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    rotated_query = RotatedQuery(vectors, scales)
-    unused = query.new_zeros(num_seqs, kv_cache.shape[1], head_size)
-    slots = torch.full((num_seqs,), -1, device=DEVICE)
-    store(kv_cache, slots, unused, unused, layout, query, rotated_query, scale)
-    return rotated_query
+    rotated = reference.rotate(query)
+    unit = power_of_two(torch.frexp(rotated.abs().amax(-1)).exponent)
+    factor = query.shape[-1] ** -0.5 * math.log2(math.e) * layout.key_codebook.gain
+    return RotatedQuery((rotated / unit[..., None]).half(), unit * factor)
 
 
 def decode(
@@ -405,7 +391,7 @@ def decode(
     num_seqs, num_heads, head_size = query.shape
     nan = torch.full((num_seqs * num_splits, num_heads, head_size), math.nan)
     partial = nan.to(DEVICE)
-    rotated_query = rotate_query(query, kv_cache, layout)
+    rotated_query = rotate_query(query, layout)
     output = torch.full_like(query, math.nan, dtype=out_dtype)
     decode_attention(
         rotated_query,
