@@ -16,6 +16,9 @@ long prompt somewhere. Then, for a turbo dtype beside bf16,
 
 A context that bf16 has no room for has no row of bf16's to be held to.
 
+With --kernels a row names those that are launched after the first full step for the
+first time, which a driver loads then. What watches them takes memory itself.
+
 It prints one JSON object an arm and ends with status 1 if something is not so.
 """
 
@@ -24,6 +27,8 @@ import random
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +77,18 @@ def worker_memory(worker: Any) -> dict[str, int]:
     }
 
 
+@contextmanager
+def launched(names: set[str]) -> Iterator[None]:
+    """Adds the names of what runs on the GPU meanwhile."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield
+    events = profiler.events() or []
+    names |= {event.name for event in events if event.device_type == DeviceType.CUDA}
+
+
 def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """Returns a full batch: shares of the long prompt, and something after each."""
     rng = random.Random(args.seed)
@@ -93,6 +110,10 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
     if dtype == BASELINE and args.baseline_backend:
         options["attention_config"] = {"backend": args.baseline_backend}
     overrides = {"max_position_embeddings": max_model_len}
+    first, later = set[str](), set[str]()
+    watched = ExitStack()
+    if args.kernels:
+        watched.enter_context(launched(first))
     start = time.perf_counter()
     llm = LLM(
         str(args.model),
@@ -129,22 +150,28 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
     tokens = plain_tokens(vocab_size)
     generate([rng.choices(tokens, k=length) for _ in range(args.max_num_seqs)])
     seen["full_step"] = memory()
+    watched.close()
+    if args.kernels:
+        watched.enter_context(launched(later))
     start = time.perf_counter()
     long, *batch = prompts_of(args, vocab_size)
     generate([long])
     # The second time, all that is whole blocks hits.
     cached = [generate(batch) for _ in range(2)]
     seen["end"] = memory()
+    run_s = time.perf_counter() - start
+    watched.close()
     cache = config.cache_config
     emit(
         startup_s=startup_s,
-        run_s=time.perf_counter() - start,
+        run_s=run_s,
         cached_tokens=cached,
         memory=seen,
         blocks=cache.num_gpu_blocks,
         block_size=cache.block_size,
         tokens=cache.kv_cache_size_tokens,
         bytes_a_block=bytes_a_block(llm),
+        **({"new_kernels": sorted(later - first)} if args.kernels else {}),
     )
 
 
@@ -264,6 +291,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-cache-memory-bytes", type=int, help="of a CPU")
+    parser.add_argument("--kernels", action="store_true", help="name new ones of a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arm-timeout", type=float, default=200.0, help="seconds")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
@@ -273,8 +301,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
     args.on_cpu = not has_gpu()
+    if args.kernels and args.on_cpu:
+        parser.error("--kernels needs a GPU: leave it out")
     if args.child:
         dtype, max_model_len = args.child[0], int(args.child[1])
         args.longest = min(max_model_len - args.tokens, args.longest)

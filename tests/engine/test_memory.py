@@ -5,8 +5,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +178,26 @@ def test_a_small_run(model, tmp_path):
     plain, packed = map(json.loads, output.read_text().splitlines())
     assert packed["tokens"] > 3 * plain["tokens"]
     assert 0 < packed["cached_tokens"][0] < packed["cached_tokens"][1]
+
+
+def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch):
+    """Those of the GPU alone, once each."""
+    import torch
+    from torch.autograd import DeviceType
+
+    ran = [("gemm", "CUDA"), ("store", "CUDA"), ("gemm", "CUDA"), ("launch", "CPU")]
+
+    @contextmanager
+    def profile(activities: list[Any]) -> Iterator[Any]:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        events = [
+            SimpleNamespace(name=name, device_type=getattr(DeviceType, device))
+            for name, device in ran
+        ]
+        yield SimpleNamespace(events=lambda: events)
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    names = {"rotate"}
+    with memory.launched(names):
+        assert names == {"rotate"}
+    assert names == {"rotate", "gemm", "store"}
