@@ -11,7 +11,7 @@ import torch
 
 from vllm.triton_utils import tl
 
-from .utils import CAN_RUN_KERNELS, ON_GPU
+from .utils import CAN_RUN_KERNELS, DEVICE, ON_GPU
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,6 +35,18 @@ def round_to_nearest_bf16() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_float)
         yield
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """VLLM's workspace, as in the profile run: not locked."""
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    if not ON_GPU:
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    init_workspace_manager(DEVICE)
+    yield
+    reset_workspace_manager()
 
 
 @pytest.fixture(autouse=True)

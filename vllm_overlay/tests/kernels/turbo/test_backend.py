@@ -20,9 +20,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
-    init_workspace_manager,
     lock_workspace,
-    reset_workspace_manager,
 )
 
 from .backend_utils import (
@@ -192,6 +190,7 @@ def test_builder_interface(folder):
 @prefill_modes
 @pytest.mark.parametrize("num_drafts", [0, 2] if ON_GPU else [2])
 @kernel_paths
+@pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkeypatch):
     """The workspace may not grow after the memory is profiled."""
     set_scratch(monkeypatch, piece_tokens=48)
@@ -208,35 +207,30 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
     impl.runner.num_sms = 4  # for several splits a sequence, on a CPU too
     set_path(impl, path)
     builder = make_builder(config, impl)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(DEVICE)
-    try:
-        output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
-        assert impl.forward(None, output, output, output, None, None, output) is output
-        assert (output == 0).all()
-        (reserved,) = current_workspace_manager()._current_workspaces
-        assert reserved is not None
-        # A few parts, each of a multiple of 256 bytes.
-        monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-        assert 0 <= reserved.numel() - impl.runner.workspace_bytes < 4 * 256
-        lock_workspace()
-        for requests in (
-            [(1, 40)],
-            [(1, 40)] * 4,
-            [(48, 0)],
-            [(48, 100)],
-            [(1, 40), (1, 40), (23, 50), (23, 50)],
-            *([[(3, 40)] * 4, [(1, 9), (3, 40), (2, 9)]] if num_drafts else []),
-        ):
-            batch = Batch.make(impl, requests)
-            metadata = builder.build(0, batch.common)
-            batch.check(impl, batch.run(impl, metadata, path))
-    finally:
-        reset_workspace_manager()
+    output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
+    assert impl.forward(None, output, output, output, None, None, output) is output
+    assert (output == 0).all()
+    (reserved,) = current_workspace_manager()._current_workspaces
+    assert reserved is not None
+    # A few parts, each of a multiple of 256 bytes.
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert 0 <= reserved.numel() - impl.runner.workspace_bytes < 4 * 256
+    lock_workspace()
+    for requests in (
+        [(1, 40)],
+        [(1, 40)] * 4,
+        [(48, 0)],
+        [(48, 100)],
+        [(1, 40), (1, 40), (23, 50), (23, 50)],
+        *([[(3, 40)] * 4, [(1, 9), (3, 40), (2, 9)]] if num_drafts else []),
+    ):
+        batch = Batch.make(impl, requests)
+        metadata = builder.build(0, batch.common)
+        batch.check(impl, batch.run(impl, metadata, path))
 
 
 @requires_triton
+@pytest.mark.usefixtures("workspace")
 def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
     """They say how many partial results there are, and what is made for good."""
     set_scratch(monkeypatch, piece_tokens=8)
@@ -251,19 +245,13 @@ def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
     set_path(impl, "triton")
     impl.runner.kernels = TritonKernels(num_decode_splits=lambda *args: 64)
     builder = make_builder(config, impl)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(DEVICE)
-    try:
-        output = torch.empty(4, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-        impl.forward(None, output, output, output, None, None, output)
-        assert made == [(HEAD_SIZE, output.device)]
-        lock_workspace()
-        batch = Batch.make(impl, [(1, 40)] * 4)
-        metadata = builder.build(0, batch.common)
-        batch.check(impl, batch.run(impl, metadata, "triton"))
-    finally:
-        reset_workspace_manager()
+    output = torch.empty(4, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+    impl.forward(None, output, output, output, None, None, output)
+    assert made == [(HEAD_SIZE, output.device)]
+    lock_workspace()
+    batch = Batch.make(impl, [(1, 40)] * 4)
+    metadata = builder.build(0, batch.common)
+    batch.check(impl, batch.run(impl, metadata, "triton"))
 
 
 @requires_triton

@@ -19,9 +19,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     max_extend_len,
 )
 from vllm.v1.worker.workspace import (
-    init_workspace_manager,
     lock_workspace,
-    reset_workspace_manager,
 )
 
 from .backend_utils import (
@@ -106,6 +104,7 @@ def test_longest_extends():
 
 @requires_triton
 @pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_extends(folder, path, monkeypatch):
     config = make_vllm_config(
         folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=48
@@ -114,24 +113,18 @@ def test_profile_run_reserves_extends(folder, path, monkeypatch):
     impl.runner.num_sms = 4
     give_extends(impl, path)
     builder = make_builder(config, impl)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(DEVICE)
-    try:
-        output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
-        impl.forward(None, output, output, output, None, None, output)
-        lock_workspace()
-        for requests in (
-            [(32, 40)],
-            [(12, 40)] * 4,
-            [(1, 40), (2, 9), (3, 40), (40, 9)],
-        ):
-            batch = Batch.make(impl, requests)
-            built = builder.build(0, batch.common)
-            assert built.extends
-            batch.check(impl, batch.run(impl, built, path))
-    finally:
-        reset_workspace_manager()
+    output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
+    impl.forward(None, output, output, output, None, None, output)
+    lock_workspace()
+    for requests in (
+        [(32, 40)],
+        [(12, 40)] * 4,
+        [(1, 40), (2, 9), (3, 40), (40, 9)],
+    ):
+        batch = Batch.make(impl, requests)
+        built = builder.build(0, batch.common)
+        assert built.extends
+        batch.check(impl, batch.run(impl, built, path))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no kernels to choose")

@@ -17,9 +17,7 @@ from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import (
-    init_workspace_manager,
     lock_workspace,
-    reset_workspace_manager,
 )
 
 from . import backend_utils
@@ -37,7 +35,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
-from .utils import BF16, DEVICE, FP16, ON_GPU, requires_triton
+from .utils import BF16, DEVICE, FP16, requires_triton
 
 MIB = 2**20
 # Query heads, KV heads and head size of models without tensor parallelism.
@@ -117,6 +115,7 @@ def random_requests(
 @requires_triton
 @prefill_modes
 @pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypatch):
     """Of decodes, extends and prefills, cut into calls and slices."""
     set_scratch(monkeypatch, partials=48, slice_tokens=40, piece_tokens=64)
@@ -124,8 +123,6 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
         monkeypatch.setattr(triton_prefill, name, no_kernel)
     monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     config = make_vllm_config(folder, "turbo4", FP16, mode, 16, 256)
     if num_drafts:
         with_drafts(config, num_drafts)
@@ -148,20 +145,16 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     builder = make_builder(config, impl)
     generator = torch.Generator().manual_seed(0)
     num_slices = []
-    init_workspace_manager(DEVICE)
-    try:
-        x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-        impl.forward(None, x, x, x, None, None, x)
-        lock_workspace()
-        for _ in range(60):
-            batch = Batch.make(impl, random_requests(generator, num_drafts, 16, 256))
-            metadata = builder.build(0, batch.common)
-            calls.append(0)
-            batch.run(impl, metadata, "kernels")
-            plan = metadata.prefill
-            num_slices.append(0 if plan is None else len(plan.slices))
-    finally:
-        reset_workspace_manager()
+    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+    impl.forward(None, x, x, x, None, None, x)
+    lock_workspace()
+    for _ in range(60):
+        batch = Batch.make(impl, random_requests(generator, num_drafts, 16, 256))
+        metadata = builder.build(0, batch.common)
+        calls.append(0)
+        batch.run(impl, metadata, "kernels")
+        plan = metadata.prefill
+        num_slices.append(0 if plan is None else len(plan.slices))
     assert max(calls) > 2 and max(num_slices) > 2
 
 
@@ -169,13 +162,12 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
 @prefill_modes
 @kernel_paths
 @pytest.mark.parametrize("name", ["decodes", "mixed", "context of several pieces"])
+@pytest.mark.usefixtures("workspace")
 def test_sliced_batches(folder, name, mode, path, monkeypatch):
     """Two requests a call, 8 query tokens a slice; scratch is that of vLLM's manager,
     so what overlaps in it is written over.
     """
     set_scratch(monkeypatch, partials=8, slice_tokens=8, piece_tokens=64)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     impl.runner.num_sms = 4
@@ -184,11 +176,7 @@ def test_sliced_batches(folder, name, mode, path, monkeypatch):
     metadata = make_builder(config, impl).build(0, batch.common)
     if metadata.prefill is not None and path == "triton":
         assert len(metadata.prefill.slices) > 1
-    init_workspace_manager(DEVICE)
-    try:
-        batch.check(impl, batch.run(impl, metadata, path))
-    finally:
-        reset_workspace_manager()
+    batch.check(impl, batch.run(impl, metadata, path))
     if name == "decodes" and path == "triton":
         (plan,) = metadata.decode_plans.values()
         assert len(plan.calls) == 2

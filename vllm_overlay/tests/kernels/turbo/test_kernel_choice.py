@@ -16,7 +16,6 @@ from vllm.v1.attention.ops.turbo import warm_up
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.interface import CUDA
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
     HEAD_SIZE,
@@ -35,19 +34,15 @@ IN_FLIGHT = "an illegal memory access was encountered"
 
 
 @pytest.fixture
-def choice(monkeypatch):
+def choice(monkeypatch, workspace):
     """Nothing has been chosen in this process, and nothing is warm."""
     monkeypatch.setattr(kernels, "_chosen", [])
     monkeypatch.setattr(kernels, "_launch_refusal", None)
     monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda layout: None)
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(warm_up, "_warm", set())
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     kernels.share_kernels.cache_clear()
-    init_workspace_manager(DEVICE)
     yield
-    reset_workspace_manager()
     kernels.share_kernels.cache_clear()
 
 

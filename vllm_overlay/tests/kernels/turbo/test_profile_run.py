@@ -4,7 +4,6 @@
 batches that several layers with different numbers of query heads share.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,7 @@ from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
-    init_workspace_manager,
     lock_workspace,
-    reset_workspace_manager,
 )
 
 from . import backend_utils
@@ -52,7 +49,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
-from .utils import DEVICE, FP16, ON_GPU, cache_spec, requires_triton
+from .utils import DEVICE, FP16, cache_spec, requires_triton
 
 pytestmark = requires_triton
 
@@ -63,15 +60,6 @@ FEW, MANY = NUM_KV_HEADS, 8 * NUM_KV_HEADS
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture
-def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(DEVICE)
-    yield
-    reset_workspace_manager()
 
 
 def profile(*impls: TurboAttentionImpl) -> None:

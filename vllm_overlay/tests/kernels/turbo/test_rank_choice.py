@@ -15,7 +15,6 @@ from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import warm_up
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
     HEAD_SIZE,
@@ -56,7 +55,7 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
     """Nothing has been chosen in this process, and nothing is warm."""
     ranks = Ranks()
 
@@ -85,12 +84,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(warm_up, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_gather_object", ranks.gather)
     monkeypatch.setattr(torch.distributed, "get_global_rank", ranks.global_rank)
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     kernels.share_kernels.cache_clear()
-    init_workspace_manager(DEVICE)
     yield ranks
-    reset_workspace_manager()
     kernels.share_kernels.cache_clear()
 
 

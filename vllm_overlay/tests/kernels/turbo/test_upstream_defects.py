@@ -7,8 +7,6 @@ Where the series mends vLLM's own code, both dtypes pass. Elsewhere vLLM's fails
 strictly: the day it is mended, its mark has to go.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +16,7 @@ from vllm.v1.attention.backends import turboquant_attn
 from vllm.v1.attention.ops.turbo import prefill
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
-from vllm.v1.worker import workspace
+from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config, set_path, with_drafts
 from .scene import NUM_HEADS, OURS, Scene, both, make_impl, unmended
@@ -116,15 +114,6 @@ def test_drafts_in_a_replayed_graph(folder, flash_attn, name):
     scene.check(scene.run(captured))
 
 
-@pytest.fixture
-def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    workspace.init_workspace_manager(DEVICE)
-    yield
-    workspace.reset_workspace_manager()
-
-
 def profile(scene: Scene, num_tokens: int) -> None:
     """The forward pass by which vLLM profiles memory, before it makes builders."""
     shape = (num_tokens, NUM_HEADS, scene.head_size)
@@ -134,14 +123,14 @@ def profile(scene: Scene, num_tokens: int) -> None:
 
 @requires_triton
 @unmended(AssertionError)
-def test_profile_run_takes_the_workspace(folder, workspaces, name):
+def test_profile_run_takes_the_workspace(folder, workspace, name):
     """What a step needs and the profile run does not take may be missing later."""
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
     scene = Scene(config, [(1, 40)] * 4)
     if name == OURS and not ON_GPU:
         set_path(scene.impl, "triton")
     profile(scene, 8)
-    workspace.lock_workspace()
+    lock_workspace()
     builder = scene.make_builder()
     scene.store_contexts()
     scene.check(scene.run(builder.build(0, scene.metadata())))
@@ -180,7 +169,7 @@ def attend_to_nothing(q, k, v, out=None, return_softmax_lse=False, **arguments):
 
 @unmended(AssertionError)
 def test_chunk_allocates_nothing_of_its_contexts_size(
-    folder, workspaces, name, monkeypatch
+    folder, workspace, name, monkeypatch
 ):
     """Around the kernels, which do nothing here, and beside the workspace: no profile
     run can have taken a tensor as long as the context.

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The first run of a layer's kernels, in the profile run."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
 from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 from vllm.v1.attention.ops.turbo.warm_up import small_step
-from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -34,14 +32,9 @@ from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 
 @pytest.fixture
-def profiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def profiled(monkeypatch: pytest.MonkeyPatch, workspace: None) -> None:
     """VLLM's workspace as in the profile run, and nothing is warm."""
     monkeypatch.setattr(module, "_warm", set())
-    if not ON_GPU:
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(DEVICE)
-    yield
-    reset_workspace_manager()
 
 
 def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
