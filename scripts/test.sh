@@ -39,7 +39,7 @@ series() {
 }
 
 tooling() {
-  python -m pytest -q --import-mode=prepend tests/tooling
+  python -m pytest -q -n logical --import-mode=prepend tests/tooling
 }
 
 apply() {
@@ -67,7 +67,8 @@ kernels() {
 # The paper, the lab and the small model: PyTorch on the CPU, with or without a GPU.
 quality() {
   apply
-  CUDA_VISIBLE_DEVICES='' python -m pytest -q --durations=5 tests/quality
+  CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 python -m pytest -q -n logical \
+    --durations=5 tests/quality
 }
 
 engine() {
@@ -77,7 +78,8 @@ engine() {
   fi
   apply
   # The tests of a file share engines. Each engine takes one core, mostly.
-  python -m pytest -q -n logical --dist loadfile --durations=5 tests/engine
+  python -m pytest -q -n logical --dist loadfile --no-loadscope-reorder \
+    --durations=5 tests/engine
 }
 
 total=$(($# + 1)) number=1
