@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -462,45 +461,3 @@ def test_a_defect_is_noticed_in_an_engine(tmp_path):
     assert zeroed["unequal_requests"] == quiet_row["requests"]
     assert quiet_row["ran"]["block_size"] == BLOCK["cpu"]
     assert quiet_row["ran"]["turbo_prefill"] == "stored"
-
-
-def test_swapped_pages_are_planned(monkeypatch):
-    """The builder takes them, and whatever it plans from them."""
-    import torch
-    from equality_child import Swap
-
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
-
-    lens = torch.tensor([9, 9], dtype=torch.int32)
-    common = CommonAttentionMetadata(
-        query_start_loc=torch.arange(3, dtype=torch.int32),
-        query_start_loc_cpu=torch.arange(3, dtype=torch.int32),
-        seq_lens=lens,
-        num_reqs=2,
-        num_actual_tokens=2,
-        max_query_len=1,
-        max_seq_len=9,
-        block_table_tensor=torch.arange(6, dtype=torch.int32).view(2, 3),
-        slot_mapping=torch.zeros(2, dtype=torch.int64),
-    )
-    num_decodes = 2
-
-    def build(builder, common_prefix_len, common_attn_metadata, fast_build=False):
-        table = common_attn_metadata.block_table_tensor.tolist()
-        return SimpleNamespace(num_decodes=num_decodes, planned=table)
-
-    monkeypatch.setattr(TurboMetadataBuilder, "build", build)
-
-    def planned() -> list[list[int]]:
-        return TurboMetadataBuilder.build(None, 0, common_attn_metadata=common).planned
-
-    with Swap().installed() as swap:
-        assert planned() == [[0, 1, 2], [3, 4, 5]]
-        swap.page = 1
-        assert planned() == [[0, 4, 2], [3, 1, 5]]
-        num_decodes = 1
-        assert planned() == [[0, 1, 2], [3, 4, 5]]
-    assert common.block_table_tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
-    num_decodes = 2
-    assert planned() == [[0, 1, 2], [3, 4, 5]]

@@ -18,10 +18,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-from vllm.v1.worker.workspace import (
-    current_workspace_manager,
-    lock_workspace,
-)
+from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
 
 from .backend_utils import (
     BATCHES,

@@ -18,9 +18,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     find_extends,
     max_extend_len,
 )
-from vllm.v1.worker.workspace import (
-    lock_workspace,
-)
+from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import (
     BLOCK_SIZE,

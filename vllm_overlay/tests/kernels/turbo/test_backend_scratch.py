@@ -16,9 +16,7 @@ from vllm.v1.attention.ops.turbo import prefill
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
-from vllm.v1.worker.workspace import (
-    lock_workspace,
-)
+from vllm.v1.worker.workspace import lock_workspace
 
 from . import backend_utils
 from .backend_utils import (

@@ -29,6 +29,7 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
+    PACKINGS,
     assert_by_2x_rule,
     attention_of_rounded,
     fill_cache,
@@ -69,9 +70,7 @@ LAYOUTS = [
 ]
 # Triton's kernels have an instance for each; of k4v3 the halves are the others'.
 TRITON_LAYOUTS = [
-    layout
-    for layout in LAYOUTS
-    if layout.head_size == 64 and (ON_GPU or layout.name != "k4v3")
+    layout for layout in LAYOUTS if layout.head_size == 64 and layout.name in PACKINGS
 ]
 all_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]

@@ -27,10 +27,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import MAX_EXTEND_LEN, max_exte
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-from vllm.v1.worker.workspace import (
-    current_workspace_manager,
-    lock_workspace,
-)
+from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
 
 from . import backend_utils
 from .backend_utils import (

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 from .store_checks import (
     check_bytes,
@@ -21,6 +21,7 @@ from .utils import (
     FP16,
     KERNEL_CASES,
     ON_GPU,
+    PACKINGS,
     all_pages,
     all_presets,
     gaussian,
@@ -33,10 +34,9 @@ NUM_TOKENS = 200 if ON_GPU else 24
 # Triton compiles an instance for codes of three bits for a minute: of these, most head
 # sizes have one dtype.
 FP16_SIZES = (80, 112, 512)
-NAMES = TURBO_PRESETS if ON_GPU else ("turbo4", "turbo3")
 STORED = [
     (name, size, dtype)
-    for name in NAMES
+    for name in PACKINGS
     for size, dtype in KERNEL_CASES
     if name == "turbo4" or size == 128 or (dtype == FP16) == (size in FP16_SIZES)
 ]

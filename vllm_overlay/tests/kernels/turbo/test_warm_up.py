@@ -93,9 +93,10 @@ def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypat
     runner.num_sms = 132
     step = module.steps(runner, BLOCK_SIZE, DEVICE)[1]
     most = max(part.max_query_len for part in step.prefill.slices if part.cached)
-    # As many queries as there are, or as a slice of a step has.
-    slice_tokens = min(runner.prefill_limits.slice_tokens, max_num_tokens)
-    assert most >= min(132 * 192 // NUM_HEADS, slice_tokens)
+    wanted = 132 * 192 // NUM_HEADS
+    # A decode and two prefills of two tokens are beside it.
+    assert step.num_actual_tokens == min(wanted + 5, max_num_tokens)
+    assert most == min(wanted, max_num_tokens - 5, runner.prefill_limits.slice_tokens)
 
 
 @requires_triton

@@ -64,9 +64,8 @@ requires_triton = pytest.mark.skipif(
 all_presets = pytest.mark.parametrize("name", TURBO_PRESETS)
 # The interpreter takes seconds a case: of k4v3 each half is another preset's, and what
 # does not depend on how codes are packed is asked of one.
-packings = pytest.mark.parametrize(
-    "name", TURBO_PRESETS if ON_GPU else ["turbo4", "turbo3"]
-)
+PACKINGS = list(TURBO_PRESETS) if ON_GPU else ["turbo4", "turbo3"]
+packings = pytest.mark.parametrize("name", PACKINGS)
 one_packing = pytest.mark.parametrize("name", TURBO_PRESETS if ON_GPU else ["turbo4"])
 all_head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
 all_codebooks = pytest.mark.parametrize(

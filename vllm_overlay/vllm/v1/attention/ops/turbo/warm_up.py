@@ -118,7 +118,9 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     make = partial(small_step, runner, block_size, device)
     most = runner.max_query_len
     unsplit_len = cdiv(_FLASH_ATTN_QUERIES * runner.num_sms, runner.shape.num_heads)
-    found = [make(1), make(1, prefill_len=min(unsplit_len, runner.max_num_tokens))]
+    # Beside a decode and two more prefills: no step has more tokens.
+    longest = max(_QUERY_LEN, runner.max_num_tokens - 1 - 2 * _QUERY_LEN)
+    found = [make(1), make(1, prefill_len=min(unsplit_len, longest))]
     if most > 1:
         # The Triton kernels are compiled for one query token, as many of each
         # sequence, or not.
