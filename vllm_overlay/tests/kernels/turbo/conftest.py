@@ -51,9 +51,10 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes seconds for as much context as FlashAttention splits."""
+    """The interpreter takes seconds for as many tokens as FlashAttention splits."""
     # Whoever runs the backend has loaded it.
     warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.warm_up")
     if warm_up is not None and not ON_GPU:
         monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 16)
+        monkeypatch.setattr(warm_up, "_PREFILL_LENS", (2, 3))
         monkeypatch.setattr(warm_up, "_FLASH_ATTN_QUERIES", 16)

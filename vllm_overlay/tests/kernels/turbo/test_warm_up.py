@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The first run of a layer's kernels, in the profile run."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,11 +65,14 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
         set_path(impl, path)
     first, second = (profile(impl, monkeypatch) for impl in layers)
     has_extends = layers[0].runner.kernels.extend_attention is not None
-    lens = [1, 1, 3, 3] + ([1, 1] if has_extends else [])
+    num_extends = 2 if has_extends else 0
+    num_prefills = 3  # of lengths that a step of 128 tokens has room for
+    lens = [1] * num_prefills + [3, 3] + [1] * num_extends
     assert [batch.decode_query_len for batch in first] == lens and second == []
     assert [batch.decode_start_loc is None for batch in first] == [
-        *(True, True, True, False),
-        *([True] * 2 if has_extends else []),
+        *[True] * num_prefills,
+        *(True, False),
+        *[True] * num_extends,
     ]
     for batch in first:
         assert batch.num_decodes == 1 and len(batch.prefill.slices[0].cached) == 2
@@ -76,7 +81,7 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     assert extends == ([1, longest] if has_extends else [])
     other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))
     set_path(other, path)
-    assert len(profile(other, monkeypatch)) == (4 if has_extends else 2)
+    assert len(profile(other, monkeypatch)) == num_prefills + num_extends
 
 
 @requires_triton
@@ -91,7 +96,7 @@ def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypat
     runner = make_impl(config).runner
     runner.kernels = triton_kernels()
     runner.num_sms = 132
-    step = module.steps(runner, BLOCK_SIZE, DEVICE)[1]
+    step = module.steps(runner, BLOCK_SIZE, DEVICE)[-1]
     most = max(part.max_query_len for part in step.prefill.slices if part.cached)
     wanted = 132 * 192 // NUM_HEADS
     # A decode and two prefills of two tokens are beside it.
@@ -177,3 +182,44 @@ def test_serving_compiles_nothing(
         common = batch.common.replace(block_table_tensor=wide)
         batch.run(impl, builder.build(0, common), path)
     assert variants() - warm == set()
+
+
+def launched_flash_attention(run: Callable[[], None]) -> set[str]:
+    """FlashAttention's kernels that run on the GPU meanwhile."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as profiler:
+        run()
+        torch.accelerator.synchronize()
+    return {event.name for event in profiler.events() if "flash" in event.name.lower()}
+
+
+# What FlashAttention 3 splits and what it does not, of few queries and of many.
+LONG = {
+    "prefix hits": [(20, 1500), (100, 1500)],
+    "a short suffix": [(70, 1900)],
+    "few cached tokens": [(20, 40), (100, 40), (400, 300)],
+    "prompts": [(700, 0), (30, 0)],
+    "a prompt": [(1000, 0)],
+    "a chunk": [(1000, 1000)],
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="FlashAttention is called on GPUs alone")
+@prefill_modes
+@pytest.mark.parametrize("num_heads", [4, 32])
+def test_serving_loads_no_flash_attention(tmp_path: Path, profiled, mode, num_heads):
+    """A driver may take memory for it then, which is in no account."""
+    config = make_vllm_config(
+        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=8192
+    )
+    impl = make_impl(config, num_heads)
+    x = torch.empty(1, num_heads, HEAD_SIZE, device=DEVICE)
+    warm = launched_flash_attention(lambda: impl.forward(None, x, x, x, None, None, x))
+    assert warm
+    builder = make_builder(config, impl)
+    for name, requests in LONG.items():
+        batch = Batch.make(impl, requests)
+        metadata = builder.build(0, batch.common)
+        serve = partial(batch.run, impl, metadata, "CUDA")
+        assert launched_flash_attention(serve) <= warm, name

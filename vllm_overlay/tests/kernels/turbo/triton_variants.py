@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which variants of the Triton kernels have been compiled, or would have been."""
 
+import importlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ import torch
 
 from vllm.triton_utils import triton
 
-_interpreter = triton.runtime.interpreter
 PACKAGE = "vllm.v1.attention.ops.turbo"
 # A kernel's name, and what it is compiled for.
 Variant: TypeAlias = tuple[str, str]
@@ -66,15 +66,11 @@ class RecordedVariants:
 
     def __init__(self, monkeypatch) -> None:
         self.found: set[Variant] = set()
-        run = _interpreter.InterpretedFunction.run
+        # Loaded by whom it runs kernels for alone.
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        run = interpreter.InterpretedFunction.run
 
-        def record(
-            kernel: _interpreter.InterpretedFunction,
-            *args,
-            grid,
-            warmup,
-            **kwargs,
-        ):
+        def record(kernel: Any, *args, grid, warmup, **kwargs):
             if kernel.fn.__module__.startswith(PACKAGE):
                 names = inspect.signature(kernel.fn).parameters
                 options = {k: v for k, v in kwargs.items() if k not in names}
@@ -84,7 +80,7 @@ class RecordedVariants:
                 return None
             return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-        monkeypatch.setattr(_interpreter.InterpretedFunction, "run", record)
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
 
     def __call__(self) -> set[Variant]:
         return set(self.found)

@@ -32,12 +32,15 @@ from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16
-# Those of a prefill: so many that FlashAttention splits them among blocks.
+# Those of a prefill, at a time: so many that FlashAttention splits them among blocks.
 _PREFILL_CONTEXT = 1024
-# Query tokens of a prefill request.
+# Query tokens of a short prefill request.
 _QUERY_LEN = 2
+# Those of others. FlashAttention 3 has kernels for up to 64 queries a KV head and for
+# more, with a split and without; a prompt's own tokens are split from four tiles on.
+_PREFILL_LENS = (_QUERY_LEN, 65, 641)
 # Queries that a block of FlashAttention takes, at most. With one such block for each
-# multiprocessor it splits no context, which is another kernel.
+# multiprocessor it splits nothing.
 _FLASH_ATTN_QUERIES = 192
 # Of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
@@ -52,8 +55,8 @@ def small_step(
     extend_len: int = 0,
     prefill_len: int = _QUERY_LEN,
 ) -> StepPlan:
-    """Requests of each kind: a decode, an extend, and prefills, two of which have
-    cached tokens: so many that they are dequantised in several pieces.
+    """Requests of each kind: a decode, an extend, and prefills: with cached tokens that
+    are dequantised in several pieces, with a few, and with none.
 
     Args:
         runner: The layer's.
@@ -73,7 +76,7 @@ def small_step(
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)
     query_lens += [prefill_len, _QUERY_LEN, _QUERY_LEN]
-    contexts += [2 * _PREFILL_CONTEXT, _PREFILL_CONTEXT, 0]
+    contexts += [2 * _PREFILL_CONTEXT, _CONTEXT, 0]
     seq_lens = [q + context for q, context in zip(query_lens, contexts)]
     width = cdiv(max(seq_lens), block_size)
     table = torch.arange(len(seq_lens) * width, dtype=torch.int32, device=device)
@@ -120,7 +123,8 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     unsplit_len = cdiv(_FLASH_ATTN_QUERIES * runner.num_sms, runner.shape.num_heads)
     # Beside a decode and two more prefills: no step has more tokens.
     longest = max(_QUERY_LEN, runner.max_num_tokens - 1 - 2 * _QUERY_LEN)
-    found = [make(1), make(1, prefill_len=min(unsplit_len, longest))]
+    prefill_lens = {min(length, longest) for length in (*_PREFILL_LENS, unsplit_len)}
+    found = [make(1, prefill_len=length) for length in sorted(prefill_lens)]
     if most > 1:
         # The Triton kernels are compiled for one query token, as many of each
         # sequence, or not.
