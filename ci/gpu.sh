@@ -73,8 +73,10 @@ watch() {
   shift 3
   # An access past an allocation's end is to be in no other.
   [ "$tool" != memcheck ] || padding='--padding 4096'
+  # Each of the tools beside it takes one of the ports, of which ten are tried.
   # shellcheck disable=SC2086 # words are arguments
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" $padding \
+    --max-connections 100 --launch-timeout 0 \
     --target-processes application-only --error-exitcode 9 --print-limit 10 \
     "$python" ci/sanitize.py "$@" >"$log" 2>&1
   status=$?
