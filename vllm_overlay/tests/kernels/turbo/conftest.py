@@ -14,6 +14,14 @@ from vllm.triton_utils import tl
 from .utils import CAN_RUN_KERNELS, DEVICE, ON_GPU
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: Triton compiles a store of three bits for a minute
+    or more.
+    """
+    if ON_GPU:
+        items.sort(key=lambda item: "turbo3" not in item.name)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def round_to_nearest_bf16() -> Iterator[None]:
     """The interpreter cuts off what bf16 has no bits for: up to twice the error, and
