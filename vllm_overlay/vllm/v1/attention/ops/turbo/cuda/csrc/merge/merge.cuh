@@ -116,10 +116,11 @@ struct Newest {
 };
 
 // Let the LSEs of the block's rows come to shared memory, each once:
-// neighbouring rows' lie side by side.
+// neighbouring rows' lie side by side. Those of rows that the sequence does not
+// have, as nobody has written them, are -inf.
 __device__ __forceinline__ void load_lses(MergeShared& shared,
                                           const MergeParams& p, int seq,
-                                          int first_row) {
+                                          int first_row, int num_rows) {
   const int rows = kMergeWarps >> p.row_shift;
   const int row_bits = __ffs(rows) - 1;
   if (threadIdx.x < kMergeWarps)
@@ -133,7 +134,7 @@ __device__ __forceinline__ void load_lses(MergeShared& shared,
     if (split >= MAX_SPLITS) break;
     const int row = first_row + r;
     float lse = -INFINITY;
-    if (split < p.num_splits && row < p.num_queries) {
+    if (split < p.num_splits && row < num_rows) {
       lse = __ldcg(lses + split * p.num_queries + row);
     }
     shared.lse[r][split] = lse;
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     }
   }
   wait_for_previous_kernel();
-  load_lses(shared, p, seq, first_row);
+  load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
   __syncthreads();
 
   const float* lse = shared.lse[r];
