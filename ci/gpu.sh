@@ -11,6 +11,9 @@
 # EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS,
 # QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
+# kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
+# cores.
+#
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs store, decode (of drafts too, uniform and ragged),
 # extend (with 32 and with 64 columns) and merge under compute-sanitizer, and makes sure

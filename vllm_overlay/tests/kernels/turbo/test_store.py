@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 from .store_checks import (
     check_bytes,
@@ -71,7 +71,15 @@ def test_smallest_vectors(head_size):
     check_bytes(store, layout, key, value, torch.arange(32, device=DEVICE))
 
 
-@all_presets
+# Whatever the strides, one instance of each: under --dist loadgroup one process alone
+# compiles it.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"strides of {name}"))
+        for name in TURBO_PRESETS
+    ],
+)
 @all_pages
 def test_strides_of_the_cache(name, cache_layout, block_size):
     layout = TurboFormat.from_cache_dtype(name, 80)
