@@ -6,6 +6,9 @@ Without a GPU it holds vLLM's published wheel, the pinned packages of
 requirements/cpu.txt and our stand-ins for missing native ops (cpu_standins/).
 With one it holds vLLM and its own dependencies. Each step leaves a stamp of what it
 installed, so a second run does nothing.
+
+Without a GPU the pins are all that is needed, so that nothing has to be resolved: pip
+installs several at a time, and leaves their byte code to be compiled on all cores.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +34,12 @@ REQUIREMENTS = ROOT / "requirements"
 STANDINS = ROOT / "cpu_standins"
 STAMPS = ".turbo-env.json"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar=off")
+MAX_PIPS = 4
+# What cannot be compiled, as templates in Python's clothes, is no error.
+COMPILE = """
+import compileall, sys
+compileall.compile_dir(sys.prefix, maxlevels=99, quiet=2, workers=0)
+"""
 
 
 class EnvError(Exception):
@@ -115,7 +125,11 @@ class Environment:
                 )
             )
         titles = {"test": "test tools", "lint": "linters"}
-        return steps + [self.pinned(name, titles[name]) for name in tools]
+        steps += [self.pinned(name, titles[name]) for name in tools]
+        if self.device == "cpu":
+            key = digest(*(step.key for step in steps))
+            steps.append(Step("compiled", "byte code", key, self.compile))
+        return steps
 
     def pinned(self, name: str, title: str) -> Step:
         """Returns the step that installs requirements/<name>.txt."""
@@ -124,22 +138,48 @@ class Environment:
             name,
             f"{title} ({pins.relative_to(ROOT)})",
             digest(interpreter_key(), pins),
-            lambda: self.pip("install", "-r", str(pins)),
+            lambda: self.install_pins(pins),
         )
 
     def make_venv(self) -> None:
         self.call(sys.executable, "-m", "venv", str(self.folder))
+
+    def install_pins(self, pins: Path) -> None:
+        """Installs a requirements file, in parts side by side if it is all there is."""
+        if self.device == "gpu":
+            self.pip("install", "-r", str(pins))
+            return
+        lines = [x for x in pins.read_text().splitlines() if x and x[0] != "#"]
+        count = min(os.cpu_count() or 1, MAX_PIPS, len(lines))
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            ThreadPoolExecutor(count) as pool,
+        ):
+            runs = []
+            for i in range(count):
+                part = Path(scratch) / f"{pins.stem}-{i}.txt"
+                part.write_text("".join(f"{line}\n" for line in lines[i::count]))
+                runs.append(pool.submit(self.install_apart, "-r", str(part)))
+            for run in runs:
+                run.result()
+
+    def install_apart(self, *args: str) -> None:
+        """Installs what needs nothing else, and compiles nothing."""
+        self.pip("install", "--no-deps", "--no-compile", *args)
+
+    def compile(self) -> None:
+        self.call(str(self.python), "-c", COMPILE)
 
     def install_vllm(self, version: str, hashes: list[str]) -> None:
         """Installs the pinned wheel, and on a GPU machine its dependencies."""
         pin = f"vllm=={version}"
         with tempfile.TemporaryDirectory() as scratch:
             pins = Path(scratch) / "vllm.txt"
-            pins.write_text(" ".join([pin, *(f"--hash=sha256:{h}" for h in hashes)]))
-            self.pip(
-                "install", "--no-deps", "--only-binary=vllm", "--require-hashes",
-                "-r", str(pins),
-            )  # fmt: skip
+            line = " ".join([pin, *(f"--hash=sha256:{h}" for h in hashes)])
+            pins.write_text(f"{line}\n")
+            self.install_apart(
+                "--only-binary=vllm", "--require-hashes", "-r", str(pins)
+            )
         if self.device == "gpu":
             self.pip("install", pin)
 
@@ -148,10 +188,7 @@ class Environment:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / STANDINS.name
             shutil.copytree(STANDINS, copy)
-            self.pip(
-                "install", "--no-deps", "--no-build-isolation", "--force-reinstall",
-                str(copy),
-            )  # fmt: skip
+            self.install_apart("--no-build-isolation", "--force-reinstall", str(copy))
 
     def pip(self, *args: str) -> None:
         self.call(str(self.python), "-m", "pip", *args, *PIP_OPTIONS)

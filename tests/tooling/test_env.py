@@ -15,10 +15,10 @@ import trees
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = """#!/bin/sh
-# A Python that notes how it is called, and what the requirements file holds.
+# A Python that notes how it is called, and what requirements files hold.
 echo "$*" >>"{log}"
 for word; do
-  case $word in *vllm.txt) cat "$word" >>"{log}"; echo >>"{log}" ;; esac
+  case $word in *.txt) cat "$word" >>"{pins}" ;; esac
 done
 [ ! -e "{broken}" ] || exit 3
 """
@@ -35,6 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(env, "ROOT", root)
     monkeypatch.setattr(env, "REQUIREMENTS", root / "requirements")
     monkeypatch.setattr(env, "STANDINS", root / "cpu_standins")
+    monkeypatch.setattr(env.os, "cpu_count", lambda: 2)
     return root
 
 
@@ -45,19 +46,36 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     log = tmp_path / "calls"
     python = folder / "bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(STUB.format(log=log, broken=tmp_path / "broken"))
+    python.write_text(
+        STUB.format(log=log, broken=tmp_path / "broken", pins=tmp_path / "pins")
+    )
     python.chmod(0o755)
     # The environment itself is there.
     (folder / env.STAMPS).write_text(json.dumps({"venv": env.interpreter_key()}))
 
     def run(*args: str, status: int = 0) -> list[str]:
         log.write_text("")
+        (tmp_path / "pins").write_text("")
         argv = ["env.py", "--venv", str(folder), *args]
         monkeypatch.setattr(sys, "argv", argv)
         assert env.main() == status
-        return log.read_text().splitlines()
+        # Those of Python's own code have several lines.
+        return [x for x in log.read_text().splitlines() if x.startswith(("-m", "-c"))]
 
     return run
+
+
+@pytest.fixture
+def pins(tmp_path: Path) -> Callable[[], list[str]]:
+    """What the last run's requirements files held."""
+    return lambda: sorted((tmp_path / "pins").read_text().splitlines())
+
+
+def _listed(*names: str) -> list[str]:
+    """The pins of our own requirements files."""
+    texts = ((ROOT / f"requirements/{name}.txt").read_text() for name in names)
+    lines = [line for text in texts for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _pin() -> str:
@@ -71,40 +89,63 @@ def _pin() -> str:
     return f"vllm=={version} " + " ".join(f"--hash=sha256:{h}" for h in hashes)
 
 
-def test_cpu(project: Path, calls: Callable[..., list[str]]) -> None:
-    """The pins, the wheel without its dependencies and by its hashes, our stand-ins."""
-    pins, wheel, pin, standins, tools = calls("--device", "cpu", "--tools", "test")
-    assert f"install -r {project}/requirements/cpu.txt" in pins
-    for option in ("--no-deps", "--only-binary=vllm", "--require-hashes"):
+def test_cpu(
+    project: Path,
+    calls: Callable[..., list[str]],
+    pins: Callable[[], list[str]],
+) -> None:
+    """The pins and nothing else, in two parts; the wheel by its hashes, our stand-ins;
+    and all of it compiled, as pip would have.
+    """
+    *parts, wheel, standins, first, second, compiled = calls(
+        "--device", "cpu", "--tools", "test"
+    )
+    assert sorted(part.split("/")[-1].split()[0] for part in parts) == [
+        *("cpu-0.txt", "cpu-1.txt")
+    ]
+    for call in (*parts, wheel, standins, first, second):
+        assert "--no-deps" in call.split() and "--no-compile" in call.split()
+    for option in ("--only-binary=vllm", "--require-hashes"):
         assert option in wheel.split()
-    assert pin == _pin()
-    assert "--no-deps" in standins.split() and "cpu_standins" in standins
-    assert f"install -r {project}/requirements/test.txt" in tools
+    assert "cpu_standins" in standins
+    assert "test-" in first and "test-" in second
+    assert compiled.startswith("-c")
+    assert pins() == sorted([*_listed("cpu", "test"), _pin()])
 
 
-def test_gpu(project: Path, calls: Callable[..., list[str]]) -> None:
-    """The wheel by its hashes, and then what it asks for; nothing of ours."""
-    wheel, pin, dependencies = calls("--device", "gpu")
+def test_gpu(
+    project: Path,
+    calls: Callable[..., list[str]],
+    pins: Callable[[], list[str]],
+) -> None:
+    """The wheel by its hashes, and then what it and the tools ask for."""
+    wheel, dependencies, tools = calls("--device", "gpu", "--tools", "test")
     assert "--require-hashes" in wheel.split() and "--no-deps" in wheel.split()
-    assert pin == _pin()
-    assert f"install {pin.split()[0]}" in dependencies
-    assert "--no-deps" not in dependencies.split()
+    assert _pin() in pins()
+    assert f"install {_pin().split()[0]}" in dependencies
+    assert f"install -r {project}/requirements/test.txt" in tools
+    for call in (dependencies, tools):
+        assert "--no-deps" not in call.split()
 
 
 def test_what_is_installed_stays(
-    project: Path, calls: Callable[..., list[str]]
+    project: Path,
+    calls: Callable[..., list[str]],
+    pins: Callable[[], list[str]],
 ) -> None:
     """A second run does nothing; what has changed since is installed again."""
     args = ("--device", "cpu", "--tools", "lint")
-    assert len(calls(*args)) == 5
+    assert len(calls(*args)) == 7
     assert calls(*args) == []
     (project / "requirements/lint.txt").write_text("new==1\n")
-    (call,) = calls(*args)
-    assert call.endswith(" ".join(env.PIP_OPTIONS)) and "lint.txt" in call
+    call, compiled = calls(*args)
+    assert call.endswith(" ".join(env.PIP_OPTIONS)) and "lint-0.txt" in call
+    assert compiled.startswith("-c") and pins() == ["new==1"]
     upstream = project / "UPSTREAM.toml"
     old = _pin().rsplit(":", 1)[1]
     upstream.write_text(upstream.read_text().replace(old, "0" * 64))
-    _, pin = calls(*args)
+    assert len(calls(*args)) == 2
+    (pin,) = pins()
     assert pin.endswith(f"sha256:{'0' * 64}")
 
 
@@ -115,12 +156,12 @@ def test_failure_is_told_and_tried_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "broken").touch()
-    (call,) = calls("--device", "cpu", status=1)
+    failed = calls("--device", "cpu", status=1)
     log = tmp_path / "venv/log/env.log"
     assert f"failed; read {log}" in capsys.readouterr().err
-    assert call in log.read_text()
+    assert len(failed) == 2 and all(call in log.read_text() for call in failed)
     (tmp_path / "broken").unlink()
-    assert calls("--device", "cpu")[0] == call
+    assert "cpu-0.txt" in "".join(calls("--device", "cpu")[:2])
 
 
 def test_wheel_of_another_hash_is_refused(
