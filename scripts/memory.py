@@ -17,7 +17,8 @@ long prompt somewhere. Then, for a turbo dtype beside bf16,
 A context that bf16 has no room for has no row of bf16's to be held to.
 
 With --kernels a row names those that are launched after the first full step for the
-first time, which a driver loads then. What watches them takes memory itself.
+first time, which a driver loads then, and a turbo dtype may launch none then that bf16
+does not. What watches them takes memory itself.
 
 It prints one JSON object an arm and ends with status 1 if something is not so.
 """
@@ -270,6 +271,9 @@ def complaints(row: dict[str, Any], baseline: dict[str, Any] | None) -> list[str
     for text, (found, limit) in checks.items():
         if found > limit:
             wrong.append(f"{text}: {found:.1f} MiB, not {limit:.1f}")
+    if baseline is not None:
+        late = set(row.get("new_kernels", [])) - set(baseline.get("new_kernels", []))
+        wrong += [f"first launched after the first full step: {x}" for x in late]
     return wrong
 
 

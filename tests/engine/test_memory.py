@@ -113,6 +113,15 @@ def test_each_fault_is_named(row, baseline, path, change, said):
     assert any(said in text for text in complaints(row, baseline))
 
 
+def test_kernels_that_bf16_does_not_launch_late(row, baseline):
+    baseline["new_kernels"] = row["new_kernels"] = ["gemm"]
+    assert complaints(row, baseline) == []
+    row["new_kernels"] = ["flash", "gemm"]
+    assert complaints(row, baseline) == [
+        "first launched after the first full step: flash"
+    ]
+
+
 def test_the_start_up_line_is_read():
     text = (
         "INFO [startup.py:60] KV cache turbo4: 1088 bytes a token and layer (layers: "
