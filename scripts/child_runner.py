@@ -5,6 +5,7 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -31,8 +32,87 @@ LINES_BEFORE = 16
 MAX_ERRORS = 4
 # The line that ends a traceback, with what vLLM writes before it.
 ERROR = re.compile(r"(^|\] )[\w.]*(Error|Exception|Interrupt)(:|$)")
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
+# SIGABRT then prints where each thread is.
+CHILD_VARIABLES = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class ForkedChild:
+    """A process that a fork server has forked: of a Popen, what is needed here."""
+
+    def __init__(self, server: "ForkServer", pid: int) -> None:
+        self.server = server
+        self.pid = pid
+        self.status: int | None = None
+
+    def poll(self) -> None:
+        """Does nothing: the server waits for it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns its status.
+
+        Raises:
+            subprocess.TimeoutExpired: If it has not ended by then, in seconds.
+
+        """
+        if self.status is None:
+            if not self.server.has_answer(timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.status = self.server.answer()
+        return self.status
+
+
+class ForkServer:
+    """A process that has imported vLLM (fork_server.py), and forks one at a time.
+
+    It ends when this process does.
+    """
+
+    def __init__(self, variables: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, FORK_SERVER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=os.environ | CHILD_VARIABLES | dict(variables),
+                start_new_session=True,
+            )
+
+    def has_answer(self, timeout: float | None) -> bool:
+        return bool(select.select([self.process.stdout], [], [], timeout)[0])
+
+    def answer(self) -> int:
+        """Returns its next answer.
+
+        Raises:
+            RuntimeError: If the server has ended instead.
+
+        """
+        assert self.process.stdout is not None
+        # A byte at a time: nothing may be left where select does not see it.
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self.process.stdout.fileno(), 1)
+            if not byte:
+                raise RuntimeError(f"no fork server:\n{what_happened(self.log)}")
+            line += byte
+        return int(line)
+
+    def fork(self, argv: Sequence[str | Path], log: Path) -> ForkedChild:
+        """Runs a Python file, of which the server's last has ended."""
+        assert self.process.stdin is not None
+        request = {"argv": [str(word) for word in argv], "log": str(log)}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        return ForkedChild(self, self.answer())
+
+
 # Of all threads.
-running_now: set[subprocess.Popen] = set()
+running_now: set["subprocess.Popen | ForkedChild"] = set()
+# A thread's, by their variables.
+servers = threading.local()
 
 
 def raise_exit(number: int, _frame: object) -> None:
@@ -63,7 +143,9 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def signal_group(process: subprocess.Popen, number: int, patience_s: float) -> bool:
+def signal_group(
+    process: subprocess.Popen | ForkedChild, number: int, patience_s: float
+) -> bool:
     """Sends a signal to a process and all that it started; whether they end of it."""
     deadline = time.monotonic() + patience_s
     try:
@@ -77,7 +159,7 @@ def signal_group(process: subprocess.Popen, number: int, patience_s: float) -> b
     return False
 
 
-def stop_group(process: subprocess.Popen) -> None:
+def stop_group(process: subprocess.Popen | ForkedChild) -> None:
     """Ends a process and all that it started."""
     if not signal_group(process, signal.SIGTERM, STOP_TIMEOUT_S):
         signal_group(process, signal.SIGKILL, STOP_TIMEOUT_S)
@@ -121,6 +203,30 @@ def running(
 
 
 @contextmanager
+def forked(
+    argv: Sequence[str | Path], log: Path, variables: Mapping[str, str]
+) -> Iterator[ForkedChild]:
+    """As `running`, of a Python file that this thread's fork server runs.
+
+    Each set of variables has a server, which is started for its first file.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    key = frozenset(variables.items())
+    if key not in vars(servers).setdefault("by_variables", {}):
+        log_of_server = log.with_name(f"{log.name}.server")
+        servers.by_variables[key] = ForkServer(variables, log_of_server)
+    child = servers.by_variables[key].fork(argv, log)
+    running_now.add(child)
+    try:
+        yield child
+    finally:
+        with uninterrupted():
+            stop_group(child)
+            child.wait()
+        running_now.discard(child)
+
+
+@contextmanager
 def side_by_side(count: int) -> Iterator[ThreadPoolExecutor]:
     """Yields a pool of threads that run children, of which none outlives the block."""
     pool = ThreadPoolExecutor(count)
@@ -150,16 +256,28 @@ def run_child(
     log: Path,
     variables: Mapping[str, str],
     time_limit: float,
+    is_forked: bool = False,
 ) -> str | None:
     """Runs a command of Python's to its end, or for so many seconds.
+
+    Args:
+        command: Python, a file and its arguments.
+        log: Where its output goes.
+        variables: Added to the environment.
+        time_limit: Seconds.
+        is_forked: Whether this thread's fork server may run it: there is no GPU, and it
+            imports vLLM.
 
     Returns:
         What is wrong with its end, if anything.
 
     """
-    # SIGABRT then prints where each thread is.
-    variables = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **variables}
-    with running(command, log, variables) as process:
+    started = (
+        forked(command[1:], log, variables)
+        if is_forked
+        else running(command, log, CHILD_VARIABLES | dict(variables))
+    )
+    with started as process:
         try:
             status = process.wait(time_limit)
         except subprocess.TimeoutExpired:

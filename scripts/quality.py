@@ -175,6 +175,7 @@ class Lab:
             folder / "log",
             child_variables(folder, self.args.on_cpu),
             left,
+            is_forked=self.args.on_cpu,
         )
         if (folder / "result.json").exists():
             return None

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs engines described as JSON, each job in a process of its own.
+"""Runs engines described as JSON, one after the other.
 
-Usage: python engine_child.py. Triton's interpreter and much of vLLM's state belong to
-a process, so each configuration has one; the engines of one job follow each other
-within it. To import vLLM takes as long as several engines: it is done once, and for
-each line of input, an object with the paths `job`, `result` and `log`, a process is
-forked. Its id and, when it has ended, its status are the lines of output.
+Usage: python engine_child.py JOB RESULT. Triton's interpreter and much of vLLM's state
+belong to a process, so each configuration has one.
 """
 
 import gc
-import importlib
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,19 +24,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from equality_child import logprobs_of, zeroed_attention  # noqa: E402
-
-# What an engine imports when it starts.
-LATER = (
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.attention.backends.turbo_attn",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-)
 
 
 class StepRecorder:
@@ -209,36 +190,5 @@ def run_job(job_path: Path, result_path: Path) -> None:
     result_path.write_text(json.dumps(results))
 
 
-def lead_group(log: str) -> None:
-    """Makes this forked process the first of a group, with a log for its output."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-
-
-def main() -> None:
-    # What else is printed is not an answer.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for name in LATER:
-        importlib.import_module(name)
-    # An engine collects garbage eight times, and melts what was frozen. That takes as
-    # long as what it computes if it is all that was imported.
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
-    for line in sys.stdin:
-        paths = json.loads(line)
-        child = os.fork()
-        if not child:
-            lead_group(paths["log"])
-            run_job(Path(paths["job"]), Path(paths["result"]))
-            return
-        print(child, file=answers)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
-
-
 if __name__ == "__main__":
-    main()
+    run_job(*map(Path, sys.argv[1:]))

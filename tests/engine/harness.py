@@ -7,14 +7,12 @@ import http.client
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from vllm_turbo_cpu_standins.settings import (
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from child_runner import running, stop_group, what_happened  # noqa: E402
+from child_runner import run_child, running, what_happened  # noqa: E402
 from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
 
 CHILD = Path(__file__).with_name("engine_child.py")
@@ -90,10 +88,9 @@ BASE_ARGS: dict[str, Any] = {
 }
 
 
-def child_environment(runner: Runner) -> dict[str, str]:
-    """Returns the environment of an engine's process."""
+def child_variables(runner: Runner) -> dict[str, str]:
+    """Returns the variables of an engine's process."""
     return {
-        **os.environ,
         **engine_environment(runner),
         # Jobs run side by side, one a core.
         "OMP_NUM_THREADS": "1",
@@ -103,71 +100,15 @@ def child_environment(runner: Runner) -> dict[str, str]:
     }
 
 
-class Parent:
-    """A process that has imported vLLM, for one model runner, and forks others."""
-
-    def __init__(self, folder: Path, runner: Runner) -> None:
-        self.log = folder / f"{runner}-{threading.get_ident()}.log"
-        # In one process the scheduler can be watched, and starts are cheaper.
-        environment = child_environment(runner) | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # SIGABRT then prints where each thread is.
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, CHILD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                text=True,
-            )
-
-    def answer(self) -> int:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"no engines: {what_happened(self.log)}")
-        return int(line)
-
-    def run(self, job: Path, result: Path, log: Path) -> str | None:
-        """Runs a job in a process group that does not outlive it.
-
-        Returns:
-            What is wrong with its end, if anything.
-
-        """
-        assert self.process.stdin is not None
-        paths = {"job": str(job), "result": str(result), "log": str(log)}
-        print(json.dumps(paths), file=self.process.stdin, flush=True)
-        child = self.answer()
-        late = threading.Timer(TIMEOUT_S, os.killpg, (child, signal.SIGABRT))
-        late.start()
-        try:
-            status = self.answer()
-        finally:
-            late.cancel()
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        return f"status {status}" if status else None
-
-    def stop(self) -> None:
-        stop_group(self.process)
-        self.process.wait()
-
-
 def run_job(
-    folder: Path, model: Path, parent: Parent, engines: dict[str, Engine]
+    folder: Path, model: Path, runner: Runner, engines: dict[str, Engine]
 ) -> dict[str, Any]:
     """Runs engines one after the other in one new process.
 
     Args:
         folder: Where job, result and log are left.
         model: Model folder.
-        parent: What forks it.
+        runner: Model runner.
         engines: By name.
 
     Returns:
@@ -185,7 +126,10 @@ def run_job(
         for name, engine in engines.items()
     }
     job.write_text(json.dumps(entries))
-    wrong = parent.run(job, result, log)
+    # In one process the scheduler can be watched, and starts are cheaper.
+    variables = child_variables(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, CHILD, job, result]
+    wrong = run_child(command, log, variables, TIMEOUT_S, is_forked=True)
     if wrong:
         raise RuntimeError(f"engines failed: {wrong}\n{what_happened(log)}")
     return json.loads(result.read_text())
@@ -202,20 +146,8 @@ class Jobs:
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         self.pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // workers))
         self.results: dict[str, Future[dict[str, Any]]] = {}
-        self.parents: dict[tuple[int, Runner], Parent] = {}
-
-    def run(
-        self, name: str, runner: Runner, engines: dict[str, Engine]
-    ) -> dict[str, Any]:
-        """Runs a job by this thread's process for the model runner."""
-        key = (threading.get_ident(), runner)
-        if key not in self.parents:
-            self.parents[key] = Parent(self.folder, runner)
-        return run_job(self.folder / name, self.model, self.parents[key], engines)
 
     def stop(self) -> None:
-        for parent in list(self.parents.values()):
-            parent.stop()
         self.pool.shutdown(cancel_futures=True)
 
     def start(
@@ -223,7 +155,9 @@ class Jobs:
     ) -> Future[dict[str, Any]]:
         """Starts a job unless it was, and returns what will be `run_job`'s result."""
         if name not in self.results:
-            self.results[name] = self.pool.submit(self.run, name, runner, engines)
+            self.results[name] = self.pool.submit(
+                run_job, self.folder / name, self.model, runner, engines
+            )
         return self.results[name]
 
 
@@ -246,7 +180,7 @@ def serving(
     port, log = free_port(), folder / "server.log"
     command = [Path(sys.executable).with_name("vllm"), "serve", model, *SERVE_ARGS]
     command += [*args, "--host", "127.0.0.1", "--port", str(port)]
-    with running(command, log, child_environment(runner)) as process:
+    with running(command, log, child_variables(runner)) as process:
         server = Server(process, port, log)
         server.wait_until_up()
         yield server

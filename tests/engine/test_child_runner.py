@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import TIMEOUT_S
+from vllm_turbo_cpu_standins.settings import engine_environment
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -174,6 +175,38 @@ def test_a_parent_that_is_told_to_end_takes_its_children_along(tmp_path: Path):
             os.kill(number, signal.SIGKILL)
     # Nor has the third one begun.
     assert not (tmp_path / "log-2").exists()
+
+
+def test_a_forked_child_is_as_another(tmp_path: Path):
+    """With vLLM imported before, arguments and a log of its own; one that hangs is
+    ended with all it started, and the next is none the worse.
+    """
+    program, log = tmp_path / "program.py", tmp_path / "folder" / "log"
+    program.write_text(
+        "import faulthandler, os, sys, time\n"
+        "assert 'vllm.v1.worker.cpu_worker' in sys.modules and __name__ == '__main__'\n"
+        "print(os.environ['OWN'], *sys.argv, os.getpgrp() == os.getpid())\n"
+        "open(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
+        "if sys.argv[2] == 'hang':\n"
+        "    os.fork() or faulthandler.disable()\n"
+        "    time.sleep(10_000)\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+
+    def run(word: str, time_limit: float = TIMEOUT_S) -> str | None:
+        command = [sys.executable, program, tmp_path, word]
+        variables = engine_environment("v1") | {"OWN": "mine"}
+        return run_child(command, log, variables, time_limit, is_forked=True)
+
+    assert run("0") is None
+    assert log.read_text() == f"mine {program} {tmp_path} 0 True\n"
+    assert run("3") == "status 3"
+    assert run("hang", 5) == "no end after 5 s"
+    assert f'File "{program}", line 7 in <module>' in log.read_text()
+    wait_for(tmp_path, 0)
+    assert run("0") is None
+    # All by one server.
+    assert len(list(log.parent.glob("*.server"))) == 1
 
 
 def test_a_log_is_shown_from_its_first_error(tmp_path: Path):

@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a user's mistake says."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TIMEOUT_S, Engine, Jobs, child_environment
+from harness import TIMEOUT_S, Engine, Jobs, child_variables
 from scenarios import TURBO_DTYPES
 
 NO_SUCH_MODEL = "/no/such/model"
@@ -67,7 +68,7 @@ def test_command_line_refuses_an_unknown_dtype(model: Path):
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     outcome = subprocess.run(
         [*command, "--kv-cache-dtype", "turbo5"],
-        env=child_environment("v1"),
+        env=os.environ | child_variables("v1"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
