@@ -35,6 +35,7 @@ STANDINS = ROOT / "cpu_standins"
 STAMPS = ".turbo-env.json"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar=off")
 MAX_PIPS = 4
+COMPILED = "compiled"
 # What cannot be compiled, as templates in Python's clothes, is no error.
 COMPILE = """
 import compileall, sys
@@ -125,11 +126,7 @@ class Environment:
                 )
             )
         titles = {"test": "test tools", "lint": "linters"}
-        steps += [self.pinned(name, titles[name]) for name in tools]
-        if self.device == "cpu":
-            key = digest(*(step.key for step in steps))
-            steps.append(Step("compiled", "byte code", key, self.compile))
-        return steps
+        return steps + [self.pinned(name, titles[name]) for name in tools]
 
     def pinned(self, name: str, title: str) -> Step:
         """Returns the step that installs requirements/<name>.txt."""
@@ -213,18 +210,29 @@ class Environment:
     def update(self, tools: list[str]) -> None:
         """Runs the steps whose stamp is missing or stale."""
         steps = self.steps(tools)
+        count = len(steps) + (self.device == "cpu")
         for number, step in enumerate(steps, 1):
-            line = f"env [{number}/{len(steps)}] {step.title}"
+            self.run_step(f"env [{number}/{count}]", step)
+        if self.device == "cpu":
+            # Of all that is there, by whomever it was asked for.
             stamps = self.stamps()
-            if stamps.get(step.name) == step.key:
-                print(f"{line}: up to date", flush=True)
-                continue
-            print(f"{line} ...", flush=True)
-            start = time.monotonic()
-            step.run()
-            stamps[step.name] = step.key
-            (self.folder / STAMPS).write_text(json.dumps(stamps, indent=1) + "\n")
-            print(f"{line}: {time.monotonic() - start:.0f} s", flush=True)
+            stamps.pop(COMPILED, None)
+            key = digest(json.dumps(stamps, sort_keys=True))
+            step = Step(COMPILED, "byte code", key, self.compile)
+            self.run_step(f"env [{count}/{count}]", step)
+
+    def run_step(self, number: str, step: Step) -> None:
+        line = f"{number} {step.title}"
+        stamps = self.stamps()
+        if stamps.get(step.name) == step.key:
+            print(f"{line}: up to date", flush=True)
+            return
+        print(f"{line} ...", flush=True)
+        start = time.monotonic()
+        step.run()
+        stamps[step.name] = step.key
+        (self.folder / STAMPS).write_text(json.dumps(stamps, indent=1) + "\n")
+        print(f"{line}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:

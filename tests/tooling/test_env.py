@@ -137,6 +137,8 @@ def test_what_is_installed_stays(
     args = ("--device", "cpu", "--tools", "lint")
     assert len(calls(*args)) == 7
     assert calls(*args) == []
+    # Nor does one that asks for less.
+    assert calls("--device", "cpu") == []
     (project / "requirements/lint.txt").write_text("new==1\n")
     call, compiled = calls(*args)
     assert call.endswith(" ".join(env.PIP_OPTIONS)) and "lint-0.txt" in call
