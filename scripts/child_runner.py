@@ -208,14 +208,17 @@ def forked(
 ) -> Iterator[ForkedChild]:
     """As `running`, of a Python file that this thread's fork server runs.
 
-    Each set of variables has a server, which is started for its first file.
+    Each set of variables has a server, which is started for its first file, and again
+    if it has ended.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     key = frozenset(variables.items())
-    if key not in vars(servers).setdefault("by_variables", {}):
+    by_variables = vars(servers).setdefault("by_variables", {})
+    server = by_variables.get(key)
+    if server is None or server.process.poll() is not None:
         log_of_server = log.with_name(f"{log.name}.server")
-        servers.by_variables[key] = ForkServer(variables, log_of_server)
-    child = servers.by_variables[key].fork(argv, log)
+        server = by_variables[key] = ForkServer(variables, log_of_server)
+    child = server.fork(argv, log)
     running_now.add(child)
     try:
         yield child

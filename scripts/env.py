@@ -152,13 +152,11 @@ class Environment:
             tempfile.TemporaryDirectory() as scratch,
             ThreadPoolExecutor(count) as pool,
         ):
-            runs = []
-            for i in range(count):
-                part = Path(scratch) / f"{pins.stem}-{i}.txt"
+            parts = [Path(scratch) / f"{pins.stem}-{i}.txt" for i in range(count)]
+            for i, part in enumerate(parts):
                 part.write_text("".join(f"{line}\n" for line in lines[i::count]))
-                runs.append(pool.submit(self.install_apart, "-r", str(part)))
-            for run in runs:
-                run.result()
+            # Raises what one of them does.
+            list(pool.map(lambda part: self.install_apart("-r", str(part)), parts))
 
     def install_apart(self, *args: str) -> None:
         """Installs what needs nothing else, and compiles nothing."""

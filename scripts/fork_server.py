@@ -36,9 +36,8 @@ MODULES = (
 )
 
 
-def lead_group(log: str) -> None:
-    """Makes this forked process the first of a group, with a log for its output."""
-    os.setsid()
+def begin_child(log: str) -> None:
+    """Gives this forked process a log for its output, and no input."""
     # In the background it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -62,8 +61,10 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         child = os.fork()
+        # By both, for either may be the first to need the group.
+        os.setpgid(child, child)
         if not child:
-            lead_group(request["log"])
+            begin_child(request["log"])
             sys.argv = request["argv"]
             sys.path[0] = str(Path(sys.argv[0]).parent)
             runpy.run_path(sys.argv[0], run_name="__main__")

@@ -273,7 +273,9 @@ def complaints(row: dict[str, Any], baseline: dict[str, Any] | None) -> list[str
             wrong.append(f"{text}: {found:.1f} MiB, not {limit:.1f}")
     if baseline is not None:
         late = set(row.get("new_kernels", [])) - set(baseline.get("new_kernels", []))
-        wrong += [f"first launched after the first full step: {x}" for x in late]
+        wrong += [
+            f"first launched after the first full step: {x}" for x in sorted(late)
+        ]
     return wrong
 
 

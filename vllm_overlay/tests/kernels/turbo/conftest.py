@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     or more.
     """
     if ON_GPU:
-        items.sort(key=lambda item: "turbo3" not in item.name)
+        longest_first = ("turbo3", "k4v3")
+        items.sort(key=lambda item: [name not in item.name for name in longest_first])
 
 
 @pytest.fixture(autouse=True, scope="session")
