@@ -71,6 +71,7 @@ DEFECTS = {
 }
 BARRIER = "  __syncthreads();\n"
 SEGMENT = "extend/segment.cuh"
+NEXT_SEGMENT = "  if (threadIdx.x == 0) shared.segment = own_segment;\n"
 # By the tool that has to find it, and what is wrong: a change to the sources, or None
 # where ci/sanitize.py gives the kernels wrong inputs.
 SANITIZER_DEFECTS = {
@@ -83,10 +84,14 @@ SANITIZER_DEFECTS = {
     "racecheck-team": Defect(
         "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
     ),
-    # Blocks that do so, and whose warps read weights before these are written.
+    # Blocks that note whose the next columns are while some write the last results.
     "racecheck-segment": Defect(
-        SEGMENT, "__syncthreads();  // what the segment before", "//"
+        SEGMENT,
+        NEXT_SEGMENT,
+        "  note_queries(shared, p, own_segment, p.first_query(own_segment.seq));\n"
+        + NEXT_SEGMENT,
     ),
+    # Warps that read weights before these are written.
     "racecheck-weights": Defect(
         SEGMENT,
         "                tile == segment.first_tile);\n  " + BARRIER,

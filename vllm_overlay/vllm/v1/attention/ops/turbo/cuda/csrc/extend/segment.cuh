@@ -294,7 +294,8 @@ __device__ __forceinline__ void attend_segment(
   constexpr int kAhead = kStages - 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* tiles = shared.tiles[0][0];
-  __syncthreads();  // what the segment before this one had there has been read
+  // All threads are past the last barrier of the segment before this one, after
+  // which only its columns' rows and factors are read: the next guards those.
   if (threadIdx.x == 0) shared.segment = own_segment;
   __syncthreads();
   const Segment& segment = shared.segment;
