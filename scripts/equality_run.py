@@ -167,6 +167,17 @@ def used_kernels(log: Path) -> set[str]:
     return set(re.findall(r"KV cache \w+: .*head size: \d+; (\w+)", text))
 
 
+def kernel_reasons(log: Path) -> list[str]:
+    """Returns whose kernels each process took and why, without repetition.
+
+    What a process that fell back warned of is the cause, and comes first.
+    """
+    text = log.read_text(errors="replace")
+    said = re.findall(r"Turbo KV cache: (\w+ kernels, because .*)", text)
+    said += re.findall(r"head size: \d+; (\w+ kernels, because .*?)\)", text)
+    return list(dict.fromkeys(said))
+
+
 def unlike_asked(
     asked: dict[str, Any], ran: dict[str, Any], kernels: set[str], on_cpu: bool
 ) -> dict[str, Any]:
@@ -246,8 +257,11 @@ def run_mode(
         result: dict[str, Any] = dict(arrays)
     result["ran"] = json.loads(result["ran"].item())
     kernels = used_kernels(log)
+    unlike = unlike_asked(options, result["ran"], kernels, args.on_cpu)
+    if "kernels" in unlike:
+        unlike["kernels"] = kernel_reasons(log)
     return result | {
         "room": room(options, model),
         "built": built_kernels(log),
-        "unlike_asked": unlike_asked(options, result["ran"], kernels, args.on_cpu),
+        "unlike_asked": unlike,
     }

@@ -36,6 +36,7 @@ from equality_run import (  # noqa: E402
     built_kernels,
     child_environment,
     engine_args,
+    kernel_reasons,
     room,
     unlike_asked,
     used_kernels,
@@ -340,6 +341,12 @@ def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     log.write_text("\n".join([*lines, lines[0], start + "triton), 3.76 times fewer"]))
     assert built_kernels(log) == BUILT | {"store turbo4_128": 2}
     assert used_kernels(log) == {"Triton"}
+    chosen = "Triton kernels, because turbo_kernel is triton"
+    assert kernel_reasons(log) == [chosen]
+    warned = "Triton kernels, because they cannot be loaded (IndexError: 1)."
+    with log.open("a") as file:
+        file.write(f"\nWARNING [kernel_choice.py:1] Turbo KV cache: {warned}")
+    assert kernel_reasons(log) == [warned, chosen]
 
 
 @pytest.mark.parametrize("mode", MODES)
