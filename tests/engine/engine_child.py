@@ -7,6 +7,7 @@ belong to a process, so each configuration has one.
 """
 
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,16 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
+from vllm.v1.attention.ops.turbo import key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from equality_child import logprobs_of, zeroed_attention  # noqa: E402
+
+# Of a call whose engine loads other weights: prompts are prefilled, and some tokens
+# generated.
+RELOADING_STEP = 6
 
 
 class StepRecorder:
@@ -89,6 +95,17 @@ def nan_embedding(token: int) -> Iterator[None]:
         VocabParallelEmbedding.forward = forward
 
 
+@contextmanager
+def without_key_offset() -> Iterator[None]:
+    """Lets layers store K with the bias that the model adds to it."""
+    set_key_offsets = key_bias.set_key_offsets
+    key_bias.set_key_offsets = lambda model: None
+    try:
+        yield
+    finally:
+        key_bias.set_key_offsets = set_key_offsets
+
+
 def summarise(output: RequestOutput) -> dict[str, Any]:
     """Returns a request's tokens, and the log-probabilities of all at each."""
     completion = output.outputs[0]
@@ -97,6 +114,41 @@ def summarise(output: RequestOutput) -> dict[str, Any]:
         "logprobs": logprobs_of(output),
         "num_cached_tokens": output.num_cached_tokens,
     }
+
+
+def remake_key_offsets(worker: Any) -> None:
+    """Has each layer take another offset off K, that of the bias it has now."""
+    model = worker.model_runner.get_model()
+    for layer, _ in key_bias.turbo_layers(model):
+        delattr(layer, key_offset.BUFFER)
+    key_bias.set_key_offsets(model)
+
+
+@contextmanager
+def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
+    """Lets the engine load another model's weights before a step, counted from 0.
+
+    Args:
+        llm: The engine, in this process.
+        model: A model folder.
+        step: The step.
+        remade: Whether what is taken off K follows the weights: a defect.
+
+    """
+    schedule, steps = Scheduler.schedule, itertools.count()
+
+    def watched_schedule(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == step:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+            if remade:
+                llm.collective_rpc(remake_key_offsets)
+        return schedule(scheduler, *args, **kwargs)
+
+    Scheduler.schedule = watched_schedule
+    try:
+        yield
+    finally:
+        Scheduler.schedule = schedule
 
 
 def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +164,10 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": tokens} for tokens in call["prompts"]]
     batches = [[prompt] for prompt in prompts] if call["one_by_one"] else [prompts]
     outputs = []
-    with StepRecorder().watching() as recorder:
+    with StepRecorder().watching() as recorder, ExitStack() as stack:
+        if call["reloaded"] is not None:
+            arguments = (call["reloaded"], RELOADING_STEP, call["remade_key_offset"])
+            stack.enter_context(reloading(llm, *arguments))
         for batch in batches:
             outputs += llm.generate(batch, params, use_tqdm=False)
     return {
@@ -186,6 +241,8 @@ def run_job(job_path: Path, result_path: Path) -> None:
                 stack.enter_context(zeroed_attention())
             if engine["nan_token"] is not None:
                 stack.enter_context(nan_embedding(engine["nan_token"]))
+            if engine["without_key_offset"]:
+                stack.enter_context(without_key_offset())
             results[name] = run_engine(engine)
     result_path.write_text(json.dumps(results))
 

@@ -44,12 +44,16 @@ class Call:
         prompts: Token ids of each prompt.
         max_tokens: Tokens to generate for each.
         one_by_one: Whether each prompt is a generate() of its own.
+        reloaded: A model folder whose weights are loaded in mid-request.
+        remade_key_offset: Whether what is taken off K follows them: a defect.
 
     """
 
     prompts: list[list[int]]
     max_tokens: int = 16
     one_by_one: bool = False
+    reloaded: str | None = None
+    remade_key_offset: bool = False
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Engine:
         model: Model folder, if not the job's.
         may_fail: Whether an error at the start is a result.
         nan_token: A token whose embedding is NaN.
+        without_key_offset: Whether K is stored with its bias.
 
     """
 
@@ -72,6 +77,7 @@ class Engine:
     model: str | None = None
     may_fail: bool = False
     nan_token: int | None = None
+    without_key_offset: bool = False
 
 
 BASE_ARGS: dict[str, Any] = {

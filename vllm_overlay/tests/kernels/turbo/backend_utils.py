@@ -267,8 +267,10 @@ class Batch:
         """Compare each request to attention over what it is to see.
 
         CUDA's decode attention takes q in int8 by design, so its target is attention
-        from q rounded so.
+        from q rounded so. An offset that is taken off cached keys is taken off the
+        others: a softmax does not see it, and what is compared to has no large scores.
         """
+        offset = impl.runner.key_offset
         chosen = impl.runner.kernels
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
@@ -283,7 +285,8 @@ class Batch:
             table = self.common.block_table_tensor[row]
             key, value = load_context(self.cache, table, length, impl.runner.layout)
             if raw:
-                key = torch.cat([key, self.key[part].float()])
+                own = self.key[part].float()
+                key = torch.cat([key, own if offset is None else own - offset])
                 value = torch.cat([value, self.value[part].float()])
             query, target = self.query[part], None
             if row < num_rounded:
@@ -313,7 +316,10 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
     elif ON_GPU:
         try:
             runner.chosen_kernels = share_kernels(
-                path, runner.layout, runner.shape.num_queries_per_kv
+                path,
+                runner.layout,
+                runner.shape.num_queries_per_kv,
+                has_key_offset=runner.key_offset is not None,
             )
         except ValueError as error:
             pytest.skip(str(error))

@@ -67,9 +67,11 @@ def instances(capability: int) -> dict[str, CudaModule]:
     modules = {}
     for size in cuda_decode.SUPPORTED_HEAD_SIZES:
         modules[f"merge {size}"] = cuda_merge.module(size)
+        modules[f"merge {size} offset"] = cuda_merge.module(size, True)
         for name in TURBO_PRESETS:
             layout = TurboFormat.from_cache_dtype(name, size)
             modules[f"store {name} {size}"] = cuda_store.module(layout)
+            modules[f"store {name} {size} offset"] = cuda_store.module(layout, True)
             for width, paired in (("paired", True), ("full", False)):
                 decode = cuda_decode.module(layout, paired, shared_bytes)
                 modules[f"decode {name} {size} {width}"] = decode

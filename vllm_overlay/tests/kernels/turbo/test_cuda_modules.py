@@ -47,10 +47,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     clear_caches()
 
 
-def served(layout: TurboFormat, group: int, query_lens: range, extend_lens: range):
-    """Ask as the entry points of the kernels do, of all batches."""
-    cuda_store.load(layout, DEVICE)
-    cuda_merge.load(layout.head_size, DEVICE)
+def served(
+    layout: TurboFormat,
+    group: int,
+    query_lens: range,
+    extend_lens: range,
+    has_key_offset: bool,
+):
+    """Ask as the entry points of the kernels do, of all batches, with newest tokens and
+    without.
+    """
+    cuda_store.load(layout, DEVICE, has_key_offset)
+    for with_offset in (has_key_offset, False):
+        cuda_merge.load(layout.head_size, DEVICE, with_offset)
     for query_len in query_lens:
         cuda_decode.load(layout, group * query_len, DEVICE)
     for query_len in extend_lens:
@@ -59,16 +68,20 @@ def served(layout: TurboFormat, group: int, query_lens: range, extend_lens: rang
 
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
 @pytest.mark.parametrize("group", [*range(1, 17), 32])
-def test_all_that_is_asked_for_is_listed(asked, group, max_query_len):
+@pytest.mark.parametrize("has_key_offset", [False, True])
+def test_all_that_is_asked_for_is_listed(asked, group, max_query_len, has_key_offset):
     longest = max_extend_len(group)
-    loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE)
+    loaders = serving_modules(
+        LAYOUT, group, max_query_len, longest, DEVICE, has_key_offset
+    )
     for loader in loaders:
         loader.load()
     listed = set(asked)
     assert len(asked) == len(listed), "one is listed twice"
     clear_caches()
     asked.clear()
-    served(LAYOUT, group, range(1, max_query_len + 1), range(1, longest + 1))
+    query_lens, extend_lens = range(1, max_query_len + 1), range(1, longest + 1)
+    served(LAYOUT, group, query_lens, extend_lens, has_key_offset)
     assert set(asked) == listed
 
 
@@ -91,15 +104,16 @@ def test_no_extends(asked):
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)
 @pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
-def test_names_are_those_of_the_modules(asked, name, head_size):
+@pytest.mark.parametrize("has_key_offset", [False, True])
+def test_names_are_those_of_the_modules(asked, name, head_size, has_key_offset):
     """And tell all modules of a kernel apart: builds are counted by them."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    loaders = serving_modules(layout, 1, 8, 48, DEVICE)
+    loaders = serving_modules(layout, 1, 8, 48, DEVICE, has_key_offset)
     for loader in loaders:
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 6 + has_key_offset
 
 
 def test_the_current_device_unless_another_is_named(asked, monkeypatch):

@@ -10,6 +10,7 @@ better codes. ``python -m tests.kernels.turbo.test_golden`` writes the file.
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,53 @@ def pseudo_random(count: int) -> torch.Tensor:
     return torch.arange(count) * 2654435761 % 2**32
 
 
-def stored(layout: TurboFormat, tokens: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A page of two tiles and two heads, with given vectors at all or some tokens."""
-    x = pseudo_random(2 * NUM_TOKENS * 2 * layout.head_size).double() / 2**31 - 1
-    x = x.view(2, NUM_TOKENS, 2, layout.head_size)
+def vectors(head_size: int) -> torch.Tensor:
+    """Keys and values of two heads, (2, T, H, D) bf16."""
+    x = pseudo_random(2 * NUM_TOKENS * 2 * head_size).double() / 2**31 - 1
+    x = x.view(2, NUM_TOKENS, 2, head_size)
     exponents = torch.arange(NUM_TOKENS) % 9 - 4
-    x = (x * 2.0 ** exponents[:, None, None]).bfloat16()
-    cache = torch.zeros(1, 2, 2 * fmt.TILE_TOKENS, layout.slot_size, dtype=torch.uint8)
+    return (x * 2.0 ** exponents[:, None, None]).bfloat16()
+
+
+def long_offset(head_size: int) -> torch.Tensor:
+    """An offset of K, (H, D) fp32, whose every eighth coordinate is up to 256."""
+    x = (pseudo_random(7 * 2 * head_size)[::7] / 2**31 - 1).view(2, head_size)
+    x[:, torch.arange(head_size) % 8 == 0] *= 256
+    return x.float()
+
+
+def empty_page(layout: TurboFormat) -> torch.Tensor:
+    """Of two tiles and two heads."""
+    return torch.zeros(1, 2, 2 * fmt.TILE_TOKENS, layout.slot_size, dtype=torch.uint8)
+
+
+def stored(layout: TurboFormat, tokens: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A page with given vectors at all or some tokens."""
+    x = vectors(layout.head_size)
+    cache = empty_page(layout)
     slots = torch.arange(NUM_TOKENS)
     if tokens is not None:
         slots[[n for n in range(NUM_TOKENS) if n not in tokens]] = -1
     reference.store(cache, slots, x[0], x[1], layout)
     return cache
+
+
+def stored_with_offset(
+    layout: TurboFormat, store: Callable[..., None], device: torch.device
+) -> torch.Tensor:
+    """A page of keys with a bias, as ``store`` writes it less that bias."""
+    offset = long_offset(layout.head_size)
+    key, value = vectors(layout.head_size)
+    cache = empty_page(layout).to(device)
+    store(
+        cache,
+        torch.arange(NUM_TOKENS, device=device),
+        (key.float() + offset).bfloat16().to(device),
+        value.to(device),
+        layout,
+        key_offset=offset.to(device),
+    )
+    return cache.cpu()
 
 
 def read(layout: TurboFormat) -> torch.Tensor:
@@ -62,13 +98,16 @@ def digest(x: torch.Tensor) -> str:
 def golden(name: str, head_size: int) -> dict[str, str]:
     """What the file has of a layout.
 
-    The digest of a page; the digest of the coordinates that are read from given bytes;
-    and, in hexadecimal, the bytes of two tokens of the first head without the zeros.
+    The digests of a page, of one that was stored with an offset of K, and of the
+    coordinates that are read from given bytes; and, in hexadecimal, the bytes of two
+    tokens of the first head without the zeros.
     """
     layout = TurboFormat.from_cache_dtype(name, head_size)
     some = stored(layout, TOKENS)[0, 0].flatten()
+    cpu = torch.device("cpu")
     return {
         "page": digest(stored(layout)),
+        "page with K offset": digest(stored_with_offset(layout, reference.store, cpu)),
         "read": digest(read(layout)),
         "tokens": bytes(some[some != 0].tolist()).hex(),
     }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The bias of K is found whatever the model calls its projection, and of this rank's
-heads; long ones are warned of.
+heads. An offset is made of it; long ones that cannot have one are warned of.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,17 @@ from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.ops.turbo import key_bias
+from vllm.v1.attention.ops.turbo import key_bias, key_offset
+from vllm.v1.attention.ops.turbo.key_offset import mean_rotated
 
 from .backend_utils import make_vllm_config
 from .utils import BF16
@@ -169,6 +178,105 @@ def test_long_biases_are_warned_of(config, monkeypatch):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(advice)
     assert arguments.kv_cache_dtype_skip_layers == ["7", indices[0], indices[2]]
+
+
+class MarlinFP8Kernel:
+    """Stands for vLLM's: what tells it is its class's name."""
+
+
+def set_offsets(*modules: SelfAttention) -> list[torch.Tensor | None]:
+    key_bias.set_key_offsets(nn.ModuleList(modules))
+    return [module.attn.impl.runner.key_offset for module in modules]
+
+
+def make_rotary(config: VllmConfig) -> nn.Module:
+    return get_rope(
+        HEAD_SIZE,
+        max_position=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        dtype=BF16,
+    )
+
+
+def test_layers_with_a_bias_have_an_offset(config):
+    """But if a norm follows it, and if there is none or nothing of it."""
+    modules = [make_module(config) for _ in range(4)]
+    modules.append(make_module(config, bias=False))
+    for module in modules[:3]:
+        load_biases(module.qkv_proj)
+    modules[1].rotary_emb = make_rotary(config)
+    with set_default_torch_dtype(BF16):
+        modules[2].k_norm = RMSNorm(HEAD_SIZE)
+    found_bias(modules[3]).zero_()
+    unrotated, rotated, *others = set_offsets(*modules)
+    bias = found_bias(modules[0]).float()
+    assert torch.equal(unrotated, bias)
+    assert torch.equal(rotated, mean_rotated(bias, modules[1].rotary_emb))
+    assert not torch.equal(rotated, bias)
+    assert others == [None, None, None]
+
+
+def test_a_long_bias_with_an_offset_is_not_warned_of(config, monkeypatch):
+    module = make_module(config)
+    set_norm(module, 600)
+    set_offsets(module)
+    assert not warnings_of(nn.ModuleList([module]), monkeypatch)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ranks_have_their_heads_of_one_table(config, monkeypatch, num_ranks):
+    whole = make_module(config)
+    whole.rotary_emb = make_rotary(config)
+    load_biases(whole.qkv_proj)
+    (table,) = set_offsets(whole)
+    found = []
+    for rank in range(num_ranks):
+        with monkeypatch.context() as patch:
+            for place in (linear, parameter):
+                for name, value in (("rank", rank), ("world_size", num_ranks)):
+                    function = f"get_tensor_model_parallel_{name}"
+                    patch.setattr(place, function, lambda value=value: value)
+            module = make_module(config)
+            module.rotary_emb = make_rotary(config)
+            load_biases(module.qkv_proj)
+            found += set_offsets(module)
+    replicas = max(num_ranks // KV_HEADS, 1)
+    assert torch.equal(torch.cat(found), table.repeat_interleave(replicas, 0))
+
+
+def test_weights_that_are_loaded_again_leave_the_offset(config):
+    """Pages that were stored with it live on. What reloading does to a layer's tensors
+    and sleeping to its buffers leaves the one that kernels read.
+    """
+    module = make_module(config)
+    load_biases(module.qkv_proj)
+    record_metadata_for_reloading(module)
+    (offset,) = set_offsets(module)
+    before = offset.clone()
+    initialize_layerwise_reload(module)
+    finalize_layerwise_reload(module, config.model_config)
+    module.qkv_proj.bias.data *= 3
+    assert set_offsets(module)[0] is offset
+    assert torch.equal(offset, before)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    offset.fill_(torch.nan)
+    for name, buffer in module.named_buffers():
+        buffer.data.copy_(buffers[name])
+    assert torch.equal(offset, before)
+    # Checkpoints have none of it.
+    assert not any(key_offset.BUFFER in name for name in module.state_dict())
+
+
+@pytest.mark.parametrize("when", ["loading", "cached"])
+def test_a_bias_in_an_order_of_marlins_is_none_to_take_off(config, monkeypatch, when):
+    module = make_module(config)
+    set_norm(module, 600)
+    module.qkv_proj.quant_method.kernel = MarlinFP8Kernel()
+    if when == "loading":
+        module.qkv_proj._already_called_process_weights_after_loading = True
+    with weights_already_processed() if when == "cached" else nullcontext():
+        assert set_offsets(module) == [None]
+        assert warnings_of(nn.ModuleList([module]), monkeypatch)
 
 
 def test_short_biases_and_other_dtypes_are_not(config, monkeypatch):

@@ -52,6 +52,7 @@ def store(
     rotated_query: torch.Tensor,
     query_scale: torch.Tensor,
     factor: float,
+    key_offset: torch.Tensor | None,
     *tuning: int,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import store as triton_store
@@ -66,6 +67,7 @@ def store(
         query,
         RotatedQuery(rotated_query, query_scale),
         scale,
+        key_offset,
     )
 
 
@@ -111,6 +113,7 @@ def merge(
     num_kv_heads: int,
     with_newest: bool,
     factor: float,
+    key_offset: torch.Tensor | None,
     query_start_loc: torch.Tensor | None,
     num_seqs: int,
     query_len: int,
@@ -118,7 +121,7 @@ def merge(
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
-    newest = NewestTokens(query, key, value, factor / LOG2_E)
+    newest = NewestTokens(query, key, value, factor / LOG2_E, key_offset)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
         Partials(partial_output, partial_lse),

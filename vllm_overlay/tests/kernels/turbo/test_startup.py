@@ -4,8 +4,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import regex as re
 import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,6 +22,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import startup
 from vllm.v1.attention.ops.turbo.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
@@ -70,6 +73,39 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     most = max(impl.runner.workspace_bytes for impl in (small, large)) / 2**20
     assert f"in bf16; {most:.1f} MiB of workspace" in line
     assert most == pytest.approx(large.runner.workspace_bytes / 2**20) and most > 64
+
+
+def test_layers_with_an_offset_of_k_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    assert "offset" not in describe_cache(impls)
+    for impl in impls[1:]:
+        impl.runner.key_offset = torch.ones(2, 128)
+    line = describe_cache(impls)
+    assert re.search(r"raw K and V; K offset: 2 of 3 layers \([0-9a-f]{8}\)\.$", line)
+
+
+class Ranks(NamedTuple):
+    """Of a tensor parallel group, this one."""
+
+    is_first_rank: bool
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_of_ranks_with_the_same_layers_says_so(
+    is_first, monkeypatch, tmp_path
+):
+    """Of each stage of a pipeline and of each data parallel rank."""
+    config = add_layers(tmp_path)
+    lines = []
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(startup, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(startup, "get_tp_group", lambda: Ranks(is_first))
+    monkeypatch.setattr(
+        startup.logger, "info_once", lambda *line, scope: lines.append((line, scope))
+    )
+    startup.log_turbo_cache(config)
+    assert [scope for _, scope in lines] == ["process"] * is_first
 
 
 @requires_triton

@@ -322,6 +322,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 self.runner.layout,
                 self.runner.stored,
                 output,
+                self.runner.key_offset,
             )
         return output
 
@@ -336,7 +337,14 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         """Store K and V only: for callers that update the cache by themselves."""
         kernels = self.runner.kernels
         store = reference.store if kernels is None else kernels.store
-        store(kv_cache, slot_mapping, key, value, self.runner.layout)
+        store(
+            kv_cache,
+            slot_mapping,
+            key,
+            value,
+            self.runner.layout,
+            key_offset=self.runner.key_offset,
+        )
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):

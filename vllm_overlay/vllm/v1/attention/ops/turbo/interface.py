@@ -96,6 +96,8 @@ class NewestTokens(NamedTuple):
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
+        key_offset: (H, D) fp32, contiguous: what was taken off the cached keys, and is
+            missing in their scores; None if nothing was.
 
     """
 
@@ -103,6 +105,7 @@ class NewestTokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
+    key_offset: torch.Tensor | None = None
 
 
 class StoreFn(Protocol):
@@ -118,6 +121,7 @@ class StoreFn(Protocol):
         query: torch.Tensor | None = None,
         rotated_query: RotatedQuery | None = None,
         scale: float = 1.0,
+        key_offset: torch.Tensor | None = None,
     ) -> None:
         """Store T tokens, and rotate Tq queries.
 
@@ -131,6 +135,8 @@ class StoreFn(Protocol):
             rotated_query: Of Tq queries, written; may share memory with what becomes
                 the output.
             scale: Softmax scale, which goes into ``rotated_query.scale``.
+            key_offset: (H, D) fp32, contiguous: what is taken off K first; None to
+                take nothing (see ``key_offset``).
 
         """
 

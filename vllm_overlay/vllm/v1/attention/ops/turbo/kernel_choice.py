@@ -66,7 +66,10 @@ def _log_traceback() -> None:
 
 @cache
 def cuda_build_error(
-    layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
+    layout: TurboFormat,
+    num_queries_per_kv: int,
+    query_len: int = 1,
+    has_key_offset: bool = False,
 ) -> str | None:
     """Build and load the CUDA kernels, side by side; why that failed, if it did.
 
@@ -76,13 +79,18 @@ def cuda_build_error(
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
+        has_key_offset: Whether an offset is taken off K.
 
     """
     try:
         from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 
         loads = serving_modules(
-            layout, num_queries_per_kv, query_len, max_extend_len(num_queries_per_kv)
+            layout,
+            num_queries_per_kv,
+            query_len,
+            max_extend_len(num_queries_per_kv),
+            has_key_offset=has_key_offset,
         )
         # The compiler takes a core for each.
         with ThreadPoolExecutor(len(loads)) as pool:
@@ -107,7 +115,11 @@ def cuda_refusal(reason: str) -> str:
 
 
 def choose_kernels(
-    choice: str, layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
+    choice: str,
+    layout: TurboFormat,
+    num_queries_per_kv: int,
+    query_len: int = 1,
+    has_key_offset: bool = False,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -116,6 +128,7 @@ def choose_kernels(
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
+        has_key_offset: Whether an offset is taken off K.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -125,9 +138,9 @@ def choose_kernels(
     if choice == "triton":
         return triton_kernels(asked_for)
     unsupported = cuda_unsupported_reason(layout) or _launch_refusal
-    error = (
-        None if unsupported else cuda_build_error(layout, num_queries_per_kv, query_len)
-    )
+    error = None
+    if not unsupported:
+        error = cuda_build_error(layout, num_queries_per_kv, query_len, has_key_offset)
     reason = unsupported or error
     if reason is None:
         return cuda_kernels("they could be built" if choice == "auto" else asked_for)
@@ -142,11 +155,15 @@ def choose_kernels(
 
 @cache
 def share_kernels(
-    choice: str, layout: TurboFormat, num_queries_per_kv: int, query_len: int = 1
+    choice: str,
+    layout: TurboFormat,
+    num_queries_per_kv: int,
+    query_len: int = 1,
+    has_key_offset: bool = False,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
-        choose_kernels(choice, layout, num_queries_per_kv, query_len)
+        choose_kernels(choice, layout, num_queries_per_kv, query_len, has_key_offset)
     )
     _chosen.append(chosen)
     return chosen

@@ -18,6 +18,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.utils import is_weights_pre_processed
+from vllm.v1.attention.ops.turbo import key_offset
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 
 logger = init_logger(__name__)
@@ -39,6 +41,25 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
                 yield layer, parent
 
 
+def _find_key_projection(
+    layer: Attention, parent: nn.Module
+) -> tuple[LinearBase, torch.Tensor] | None:
+    """What adds a bias to K, and the bias: see ``find_key_bias``."""
+    for name, module in parent.named_children():
+        linear = getattr(module, "base_layer", module)  # below a LoRA
+        bias = getattr(linear, "bias", None)
+        if bias is None:
+            continue
+        if isinstance(linear, QKVParallelLinear):
+            start = linear.num_heads * linear.head_size
+            bias = bias[start : start + linear.num_kv_heads * linear.head_size]
+        elif not (isinstance(linear, LinearBase) and name == "k_proj"):
+            continue
+        if bias.numel() == layer.num_kv_heads * layer.head_size:
+            return linear, bias.detach().view(layer.num_kv_heads, layer.head_size)
+    return None
+
+
 def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
     """The bias that a model adds to K, of this rank's KV heads.
 
@@ -54,31 +75,31 @@ def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
         (num_kv_heads, head_size), a view of the parameter; None if there is none.
 
     """
-    for name, module in parent.named_children():
-        linear = getattr(module, "base_layer", module)  # below a LoRA
-        bias = getattr(linear, "bias", None)
-        if bias is None:
-            continue
-        if isinstance(linear, QKVParallelLinear):
-            start = linear.num_heads * linear.head_size
-            bias = bias[start : start + linear.num_kv_heads * linear.head_size]
-        elif not (isinstance(linear, LinearBase) and name == "k_proj"):
-            continue
-        if bias.numel() == layer.num_kv_heads * layer.head_size:
-            return bias.detach().view(layer.num_kv_heads, layer.head_size)
-    return None
+    found = _find_key_projection(layer, parent)
+    return found and found[1]
+
+
+def _is_permuted(linear: LinearBase) -> bool:
+    """Whether Marlin has the bias in its own order: of weights that are quantised while
+    they are loaded, or come out of a cache as they are used.
+    """
+    is_processed = is_weights_pre_processed() or getattr(
+        linear, "_already_called_process_weights_after_loading", False
+    )
+    kernels = vars(linear.quant_method or nn.Module()).values()
+    return is_processed and any("Marlin" in type(each).__name__ for each in kernels)
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:
     """The longest bias of K of a KV head, of any rank, by layer name.
 
-    Layers that have none, or normalise K after it, are left out.
+    Layers that have none, normalise K after it or take an offset off are left out.
     """
     norms = {}
     for layer, parent in turbo_layers(model):
         bias = find_key_bias(layer, parent)
-        normalised = any(name in KEY_NORMS for name, _ in parent.named_children())
-        if bias is not None and not normalised:
+        has_offset = hasattr(layer, key_offset.BUFFER)
+        if bias is not None and not is_normalised(parent) and not has_offset:
             norms[layer.layer_name] = bias.float().norm(dim=-1).max().item()
     group = get_tp_group()
     if norms and group.world_size > 1:
@@ -88,6 +109,37 @@ def key_bias_norms(model: nn.Module) -> dict[str, float]:
         )
         norms = dict(zip(norms, longest.tolist()))
     return norms
+
+
+def is_normalised(parent: nn.Module) -> bool:
+    """Whether a module normalises K after its bias: no offset is known before then."""
+    return any(name in KEY_NORMS for name, _ in parent.named_children())
+
+
+def set_key_offsets(model: nn.Module) -> None:
+    """Have layers that add a bias to K take an offset off it: see ``key_offset``.
+
+    The offset is made once. It stays if weights are loaded again: pages that were
+    stored with it live on, and any offset is exact.
+
+    Args:
+        model: A model with its checkpoint's weights, not processed yet.
+
+    """
+    for layer, parent in turbo_layers(model):
+        if hasattr(layer, key_offset.BUFFER) or is_normalised(parent):
+            continue
+        found = _find_key_projection(layer, parent)
+        if found is None or _is_permuted(found[0]):
+            continue
+        bias = found[1]
+        if not bias.any():
+            continue
+        offset = key_offset.mean_rotated(bias, key_offset.find_rotary(parent))
+        layer.register_buffer(
+            key_offset.BUFFER, offset.to(bias.device), persistent=False
+        )
+        layer.impl.runner.key_offset = getattr(layer, key_offset.BUFFER)
 
 
 def warn_of_key_biases(model: nn.Module) -> None:
@@ -119,3 +171,15 @@ def warn_of_key_biases(model: nn.Module) -> None:
         " ".join([*skipped, *layers]),
         scope="process",
     )
+
+
+def prepare_key_biases(model: nn.Module) -> None:
+    """Take an offset off K in layers that add a bias to it, and warn of those that
+    cannot have one.
+
+    Args:
+        model: A model with its checkpoint's weights, not processed yet.
+
+    """
+    set_key_offsets(model)
+    warn_of_key_biases(model)

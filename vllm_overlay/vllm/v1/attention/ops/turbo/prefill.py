@@ -153,6 +153,7 @@ def prefill_attention(
     scratch: PrefillScratch | None,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
+    key_offset: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the prefill requests, whose tokens are stored.
 
@@ -167,9 +168,13 @@ def prefill_attention(
         scratch: Scratch for ``plan.max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
         flash_attn: FlashAttention's varlen function, version bound.
+        key_offset: (H, D) fp32, taken off the cached keys; None if nothing was.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        add_offset_scores,
+        isolate_broken_values,
+    )
 
     for part in plan.slices:
         queries, result = query[part.tokens], output[part.tokens]
@@ -215,4 +220,6 @@ def prefill_attention(
             return_softmax_lse=True,
         )
         if lse is not None:
+            if key_offset is not None:
+                add_offset_scores(lse, queries, key_offset, scale)
             merge_attn_states(result, result, lse, target, raw_lse)

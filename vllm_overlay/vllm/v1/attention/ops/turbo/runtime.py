@@ -78,6 +78,8 @@ class TurboRunner:
         prefill_limits: What bounds the scratch of a prefill.
         flash_attn: FlashAttention's varlen function, or what serves as it; None on a
             CPU.
+        key_offset: (H, D) fp32, taken off K before it is stored; None for nothing. It
+            is set when weights have been loaded, once.
 
     """
 
@@ -101,6 +103,7 @@ class TurboRunner:
         )
         self.cache_config = vllm_config.cache_config
         self.prefill_limits = prefill_limits(shape, self.stored)
+        self.key_offset: torch.Tensor | None = None
         self.num_sms = 1
         self.flash_attn = None
         if not current_platform.is_cpu():
@@ -118,6 +121,7 @@ class TurboRunner:
             self.layout,
             self.shape.num_queries_per_kv,
             self.max_query_len,
+            self.key_offset is not None,
         )
 
     @property
@@ -201,6 +205,7 @@ class TurboRunner:
             PrefillScratch(*scratch) if scratch else None,
             output[rows],
             self.flash_attn,
+            self.key_offset,
         )
 
     def _store_and_decode(
@@ -232,13 +237,18 @@ class TurboRunner:
             query[: plan.num_tokens],
             RotatedQuery(rotated, scratch.query_scale),
             self.scale,
+            self.key_offset,
         )
         for call in plan.calls:
             tokens, count = call.tokens, call.num_partials
             newest = None
             if not self.stored:
                 newest = NewestTokens(
-                    query[tokens], key[tokens], value[tokens], self.scale
+                    query[tokens],
+                    key[tokens],
+                    value[tokens],
+                    self.scale,
+                    self.key_offset,
                 )
             attention = kernels.decode_attention
             if call.is_extend:

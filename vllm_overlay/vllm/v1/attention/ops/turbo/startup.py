@@ -6,10 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo import key_offset, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
@@ -79,19 +80,33 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in shapes.values())
     seen = "stored" if impls[0].runner.stored else "raw"
+    offsets = [impl.runner.key_offset for impl in impls]
+    tables = [table for table in offsets if table is not None]
+    offset = f"; K offset: {len(tables)} of {len(impls)} layers" if tables else ""
+    if tables:
+        offset += f" ({key_offset.digest(offsets)})"
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} K and V."
+        f"attends to {seen} K and V{offset}."
     )
 
 
+def _is_first_of_its_layers() -> bool:
+    """Whether this is the first of the ranks that share their layers and requests."""
+    return not model_parallel_is_initialized() or get_tp_group().is_first_rank
+
+
 def log_turbo_cache(vllm_config: VllmConfig) -> None:
-    """Log ``describe_cache``, once, of an engine whose memory is profiled."""
+    """Log ``describe_cache``, once, of an engine whose memory is profiled.
+
+    Each stage of a pipeline has layers of its own, and each data parallel rank may run
+    other kernels: all of them say it.
+    """
     impls = [
         cast("TurboAttentionImpl", layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]
-    if impls:
-        logger.info_once("%s", describe_cache(impls), scope="global")
+    if impls and _is_first_of_its_layers():
+        logger.info_once("%s", describe_cache(impls), scope="process")

@@ -156,6 +156,7 @@ def _run_store(
             query.view(torch.float16), torch.empty(0, shape.num_heads, device=device)
         ),
         runner.scale,
+        runner.key_offset,
     )
 
 
@@ -210,6 +211,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.layout,
         runner.stored,
         runner.kernel_choice,
+        runner.key_offset is not None,
         runner.max_query_len,
         device,
     )

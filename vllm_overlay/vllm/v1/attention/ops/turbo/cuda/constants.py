@@ -143,15 +143,24 @@ def _header(*parts: _Constants) -> str:
     return "\n".join(lines) + "\n"
 
 
-def head_size_header(head_size: int) -> str:
-    """The constants of the merge: what follows from the head size."""
-    return _header(_of_head_size(head_size))
+def _of_offset(has_key_offset: bool) -> _Constants:
+    return {"KEY_OFFSET": int(has_key_offset)}
 
 
-def layout_header(layout: TurboFormat) -> str:
-    """The constants of the other kernels: those of the head size and of a layout."""
+def head_size_header(head_size: int, has_key_offset: bool = False) -> str:
+    """The constants of the merge: what follows from the head size, and whether cached
+    keys have an offset.
+    """
+    return _header(_of_head_size(head_size), _of_offset(has_key_offset))
+
+
+def layout_header(layout: TurboFormat, has_key_offset: bool = False) -> str:
+    """The constants of the other kernels: those of the head size and of a layout, and
+    whether an offset is taken off K.
+    """
     return _header(
         _of_head_size(layout.head_size),
+        _of_offset(has_key_offset),
         _of_pages(layout),
         _of_decoding(layout),
         _of_encoding(layout),

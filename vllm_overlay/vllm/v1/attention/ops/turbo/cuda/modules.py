@@ -34,6 +34,7 @@ def serving_modules(
     max_query_len: int,
     max_extend_len: int,
     device: torch.device | None = None,
+    has_key_offset: bool = False,
 ) -> list[ModuleLoader]:
     """All modules that a layer's batches may ask for, each once.
 
@@ -45,17 +46,22 @@ def serving_modules(
         max_query_len: Query tokens of a sequence that is decoded, at most.
         max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.
         device: The GPU; None for the current one.
+        has_key_offset: Whether an offset is taken off K.
 
     """
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
     head_size = layout.head_size
     loads: dict[str, Callable[[], Callable[..., None]]] = {
-        f"store {cuda_store.instance(layout)}": partial(
-            cuda_store.load, layout, device
-        ),
-        f"merge {head_size}": partial(cuda_merge.load, head_size, device),
+        f"store {cuda_store.instance(layout, has_key_offset)}": partial(
+            cuda_store.load, layout, device, has_key_offset
+        )
     }
+    # Without newest tokens nothing has to know of an offset.
+    for with_offset in {False, has_key_offset}:
+        loads[f"merge {cuda_merge.instance(head_size, with_offset)}"] = partial(
+            cuda_merge.load, head_size, device, with_offset
+        )
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
         loads[f"decode {cuda_decode.instance(layout, paired)}"] = partial(

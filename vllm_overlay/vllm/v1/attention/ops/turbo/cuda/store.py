@@ -55,31 +55,33 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
     return sorted({1, *(limit + 1 for limit in limits)})
 
 
-def instance(layout: TurboFormat) -> str:
+def instance(layout: TurboFormat, has_key_offset: bool = False) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.head_size}"
+    return f"{layout.name}_{layout.head_size}{'_offset' if has_key_offset else ''}"
 
 
-def module(layout: TurboFormat) -> CudaModule:
-    """What is built."""
+def module(layout: TurboFormat, has_key_offset: bool = False) -> CudaModule:
+    """What is built, for models with an offset of K or without."""
     return CudaModule(
         "store",
-        instance(layout),
-        layout_header(layout),
+        instance(layout, has_key_offset),
+        layout_header(layout, has_key_offset),
         # The bytes are exact: no multiply-add may be fused.
         ("-fmad=false",),
     )
 
 
 @cache
-def load(layout: TurboFormat, device: torch.device) -> Callable[..., None]:
+def load(
+    layout: TurboFormat, device: torch.device, has_key_offset: bool = False
+) -> Callable[..., None]:
     """Build, if need be, and load the kernel of a layout.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return build_and_load(module(layout), device)
+    return build_and_load(module(layout, has_key_offset), device)
 
 
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -115,6 +117,7 @@ def store(
     query: torch.Tensor | None = None,
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
+    key_offset: torch.Tensor | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
@@ -134,7 +137,7 @@ def store(
     if tuning is None:
         tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
     device = kv_cache.device
-    load(layout, device)(
+    load(layout, device, key_offset is not None)(
         kv_cache,
         slot_mapping,
         key,
@@ -143,5 +146,6 @@ def store(
         query,
         *(rotated_query or (None, None)),
         scale * LOG2_E * layout.key_codebook.gain,
+        key_offset,
         *tuning,
     )

@@ -60,6 +60,7 @@ def paged_attention(
     scale: float,
     layout: TurboFormat,
     output: torch.Tensor,
+    key_offset: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -75,6 +76,7 @@ def paged_attention(
         scale: Softmax scale.
         layout: The cache's format.
         output: (T, Hq, D), written.
+        key_offset: (H, D) fp32, taken off the cached keys; None if nothing was.
 
     """
     block_size = kv_cache.shape[2]
@@ -89,6 +91,8 @@ def paged_attention(
             slots = slots[: seq_len - (end - begin)]
         keys, values = load(kv_cache, slots, layout)
         keys = inverse_rotate(keys) * layout.key_codebook.gain
+        if key_offset is not None:
+            keys = keys + key_offset
         values = inverse_rotate(values)
         if key is not None and value is not None:
             keys = torch.cat([keys, key[begin:end].float()])
@@ -107,6 +111,7 @@ def forward(
     layout: TurboFormat,
     stored: bool,
     output: torch.Tensor,
+    key_offset: torch.Tensor | None = None,
 ) -> None:
     """Store a step's tokens, then attend: what kernels do elsewhere.
 
@@ -120,9 +125,10 @@ def forward(
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.
         output: (>= T, Hq, D), of which T rows are written.
+        key_offset: (H, D) fp32, taken off the cached keys; None for nothing.
 
     """
-    store(kv_cache, step.slot_mapping, key, value, layout)
+    store(kv_cache, step.slot_mapping, key, value, layout, key_offset)
     start_loc = step.decode_start_loc
     if start_loc is None:
         start_loc = torch.arange(0, step.num_decode_tokens + 1, step.decode_query_len)
@@ -156,4 +162,5 @@ def forward(
             scale,
             layout,
             output[rows],
+            key_offset,
         )

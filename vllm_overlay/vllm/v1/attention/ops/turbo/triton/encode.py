@@ -304,12 +304,15 @@ def encode_vectors(
     BLOCK_D: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
+    offset_ptr=None,  # [D] fp32, taken off first
 ):
     """Rotate and quantise vectors of one side into their tiles."""
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     BLOCK_G: tl.constexpr = BLOCK_U // 2
-    integers, _, unit_size = load_integers(x_ptr, token_mask, HEAD_SIZE, BLOCK_D)
+    integers, _, unit_size = load_integers(
+        x_ptr, token_mask, HEAD_SIZE, BLOCK_D, False, offset_ptr
+    )
     factor = (unit_size * inverse_sqrt_d)[:, None]
     column = tl.arange(0, FOLD * BLOCK_U)
     unit = unit_of_column(column % BLOCK_U, NUM_UNITS, BLOCK_G, NUM_GROUPS)

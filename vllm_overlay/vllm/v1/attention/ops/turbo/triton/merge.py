@@ -58,6 +58,7 @@ def _merge_kernel(
     value_ptr,  # [T, H, D]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
+    offset_ptr,  # [H, D] fp32, missing in the splits' scores, or None
     num_rows,
     num_splits,
     max_query_len,
@@ -110,8 +111,8 @@ def _merge_kernel(
     p_lse = partial_lse_ptr + first_partial[:, None] + (s * split_rows)[None, :]
     mask = row_mask[:, None] & (s < num_splits)[None, :]
     lse = tl.load(p_lse, mask=mask, other=float("-inf"))  # [R, S]
-    largest = tl.max(lse, 1)
     d = tl.arange(0, BLOCK_D)
+    shift = tl.zeros([BLOCK_R], tl.float32)  # of all splits' scores
     if WITH_NEWEST:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=row_mask, other=0)
         head = row % NUM_HEADS
@@ -121,6 +122,13 @@ def _merge_kernel(
         query_row = token * stride_query_token + head * stride_query_head
         p_query = query_ptr + query_row[:, None] + d[None, :]
         query = tl.load(p_query, mask=newest_mask, other=0.0).to(tl.float32)
+        if offset_ptr is not None:
+            p_offset = offset_ptr + (kv_head * HEAD_SIZE)[:, None] + d[None, :]
+            offset = tl.load(p_offset, mask=newest_mask, other=0.0)
+            shift = score_factor * tl.sum(query * offset, 1)
+    lse += shift[:, None]
+    largest = tl.max(lse, 1)
+    if WITH_NEWEST:
         # Tokens of the sequence's that do not exist.
         num_missing = query_len - seq_len
         for other in range(max_query_len):
@@ -184,6 +192,7 @@ def _merge_kernel(
             some_lse = tl.load(
                 partial_lse_ptr + partial_row, mask=some_mask, other=float("-inf")
             )
+            some_lse += shift[:, None]
             weight = tl.exp2(some_lse - largest[:, None]) * normaliser[:, None]
             # Splits without tokens were not written.
             written = (weight > 0)[:, :, None] & inside[None, None, :]
@@ -225,7 +234,7 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale = newest
+    query, key, value, scale, key_offset = newest
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     num_rows = batch.num_query_slots * num_heads
     block_r = 16
@@ -240,6 +249,7 @@ def merge_splits(
         value,
         batch.seq_lens,
         batch.seq_lens if batch.query_start_loc is None else batch.query_start_loc,
+        key_offset,
         num_rows,
         num_splits,
         batch.query_len,

@@ -102,6 +102,72 @@ def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) ->
     )
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_offset_scores_kernel(
+    lse_ptr,  # [Hq, T] fp32
+    query_ptr,  # [T, Hq, D]
+    offset_ptr,  # [H, D] fp32
+    num_tokens,
+    scale,
+    stride_lse_head,
+    stride_query_token,
+    stride_query_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (i, h): tokens [i * BLOCK_T, ...) of query head h."""
+    head = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    inside = token < num_tokens
+    row = token.to(tl.int64) * stride_query_token + head * stride_query_head
+    mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
+    query = tl.load(query_ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
+    p_offset = offset_ptr + head // GROUP * HEAD_SIZE + d
+    offset = tl.load(p_offset, mask=d < HEAD_SIZE, other=0.0)
+    score = scale * tl.sum(query.to(tl.float32) * offset[None, :], 1)
+    p_lse = lse_ptr + head.to(tl.int64) * stride_lse_head + token
+    lse = tl.load(p_lse, mask=inside, other=0.0)
+    tl.store(p_lse, lse + score, mask=inside)
+
+
+def add_offset_scores(
+    lse: torch.Tensor, query: torch.Tensor, key_offset: torch.Tensor, scale: float
+) -> None:
+    """Add to the LSE of cached keys what was taken off these, and so off each score.
+
+    Args:
+        lse: (Hq, T) fp32 natural log-sum-exp, last axis contiguous; changed.
+        query: (T, Hq, D), not rotated, last axis contiguous.
+        key_offset: (H, D) fp32, contiguous.
+        scale: Softmax scale.
+
+    """
+    num_tokens, num_heads, head_size = query.shape
+    assert lse.shape == (num_heads, num_tokens) and lse.stride(1) == 1
+    assert query.stride(2) == 1 and key_offset.is_contiguous()
+    if num_tokens == 0:
+        return
+    block_t = 16
+    _add_offset_scores_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+        lse,
+        query,
+        key_offset,
+        num_tokens,
+        scale,
+        lse.stride(0),
+        query.stride(0),
+        query.stride(1),
+        GROUP=num_heads // key_offset.shape[0],
+        HEAD_SIZE=head_size,
+        BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=4,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _isolate_kernel(
     key_ptr,  # [T, H, D]

@@ -20,8 +20,10 @@ def load_integers(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEEP_NAN: tl.constexpr = False,
+    offset_ptr=None,  # [D] fp32
 ):
-    """Load vectors in block fixed point (see ``reference.rotate``).
+    """Load vectors, less an offset if there is one, in block fixed point (see
+    ``reference.rotate``).
 
     Returns:
         Integers, fp16 [T, D]; what rounding took from them, in 1/2048, fp16
@@ -32,7 +34,12 @@ def load_integers(
     """
     d = tl.arange(0, BLOCK_D)
     mask = token_mask[:, None] & (d < HEAD_SIZE)[None, :]
-    x = tl.load(x_ptr[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr[:, None] + d[None, :], mask=mask, other=0.0)
+    if offset_ptr is not None:
+        offset = tl.load(offset_ptr + d, mask=d < HEAD_SIZE, other=0.0)
+        difference = x.to(tl.float32) - offset[None, :]
+        x = tl.where(mask, difference, 0.0).to(x.dtype)
+    x = x.to(tl.float32)
     num_nan = tl.sum((x != x).to(tl.int32), 1)
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -_FP32_MAX), _FP32_MAX)

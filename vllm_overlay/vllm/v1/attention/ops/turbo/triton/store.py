@@ -104,6 +104,7 @@ def _store_kernel(
     rotated_query_ptr,  # [B, Hq, D] fp16
     query_scale_ptr,  # [B, Hq] fp32
     scratch_ptr,  # [T, 2 * H, D] fp32, or None
+    offset_ptr,  # [H, D] fp32, taken off K first, or None
     num_tokens,
     num_queries,
     query_factor,
@@ -175,6 +176,10 @@ def _store_kernel(
             TRELLIS_FOLD: tl.constexpr = FOLD
         if head < NUM_KV_HEADS:
             x_ptr = key_ptr + t * stride_key_token + kv_head * stride_key_head
+            if offset_ptr is None:
+                own_offset_ptr = offset_ptr
+            else:
+                own_offset_ptr = offset_ptr + kv_head * HEAD_SIZE
             encode_vectors(
                 x_ptr,
                 tile_ptr,
@@ -192,6 +197,7 @@ def _store_kernel(
                 BLOCK_D,
                 BLOCK_U,
                 FOLD if KEY_BITS == 4 else TRELLIS_FOLD,
+                own_offset_ptr,
             )
         else:
             x_ptr = value_ptr + t * stride_value_token + kv_head * stride_value_head
@@ -224,6 +230,7 @@ def store(
     query: torch.Tensor | None = None,
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
+    key_offset: torch.Tensor | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
@@ -239,6 +246,7 @@ def store(
         rotated_query: Of the B queries, written: each vector divided by a power of
             two, and a factor that holds ``scale``, log2(e) and the keys' gain.
         scale: Softmax scale.
+        key_offset: (H, D) fp32, contiguous, taken off K first; None to take nothing.
         tuning: Launch parameters; None to choose by the number of tokens.
 
     """
@@ -253,6 +261,8 @@ def store(
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
+    if key_offset is not None:
+        assert key_offset.shape == key.shape[1:] and key_offset.is_contiguous()
     if num_tokens == 0:
         return
     block_d = triton.next_power_of_2(head_size)
@@ -272,6 +282,7 @@ def store(
         rotation_matrix(head_size, kv_cache.device),
         *(rotated_query or (None, None)),
         scratch,
+        key_offset,
         num_tokens,
         num_queries,
         scale * LOG2_E * layout.key_codebook.gain,

@@ -4,6 +4,7 @@
 // Numbers and their bits: what the compiler has no name for, or does not find.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -16,6 +17,10 @@ constexpr float kMagic = 12582912.0f;
 constexpr int kMagicBits = 0x4B400000;
 
 __device__ __forceinline__ uint32_t as_bits(__half2 x) {
+  return *reinterpret_cast<uint32_t*>(&x);
+}
+
+__device__ __forceinline__ uint32_t as_bits(__nv_bfloat162 x) {
   return *reinterpret_cast<uint32_t*>(&x);
 }
 

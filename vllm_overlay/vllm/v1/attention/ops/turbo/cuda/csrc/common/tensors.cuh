@@ -140,6 +140,25 @@ inline const int* starts_of(const Optional<TensorView>& query_start_loc,
   return ints_of("query_start_loc", query_start_loc.value(), num_seqs + 1);
 }
 
+// [H, D] fp32, for a module that was compiled for it, and for no other.
+inline const float* key_offset_of(const Optional<TensorView>& key_offset,
+                                  int64_t num_kv_heads, int64_t head_size,
+                                  bool is_wanted, DLDevice device) {
+  TVM_FFI_CHECK(key_offset.has_value() == is_wanted, ValueError)
+      << "key_offset: the module is " << (is_wanted ? "" : "not ")
+      << "compiled for it";
+  if (!is_wanted) return nullptr;
+  const TensorView& x = key_offset.value();
+  check_device(device, x);
+  check_dtype("key_offset", x, kFloat32);
+  check_axes("key_offset", x, 2);
+  check_size("key_offset", x, 0, num_kv_heads);
+  check_size("key_offset", x, 1, head_size);
+  check_contiguous("key_offset", x);
+  check_address("key_offset", x, 16);
+  return static_cast<const float*>(x.data_ptr());
+}
+
 // Splits of each query that there is room for.
 inline int check_partials(const TensorView& partial,
                           const TensorView& partial_lse, int64_t num_heads,

@@ -20,6 +20,7 @@ struct StoreParams {
   __half2* rotated_query;       // [B, Hq, D / 2]
   float* query_scale;           // [B, Hq]
   const uint4* tables;          // Tables
+  const float* key_offset;      // [H, D], taken off K, with KEY_OFFSET
   int64_t stride_key_token;
   int64_t stride_key_head;
   int64_t stride_value_token;
@@ -100,6 +101,15 @@ __device__ __forceinline__ const uint16_t* vector_of(const KernelParams& params,
                       head * params.stride_key_head
                 : params.value + token * params.stride_value_token +
                       head * params.stride_value_head;
+}
+
+// The offset of a pair's key; null for values, and if there is none.
+__device__ __forceinline__ const float* offset_of(const KernelParams& params,
+                                                  bool is_key, int pair) {
+  if (KEY_OFFSET == 0 || !is_key) return nullptr;
+  int head;
+  params.by_kv_heads.divide(pair, head);
+  return params.key_offset + head * HEAD_SIZE;
 }
 
 __device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,

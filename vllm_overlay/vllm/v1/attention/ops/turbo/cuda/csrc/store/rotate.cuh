@@ -53,6 +53,23 @@ struct Input {
   }
 };
 
+// Four numbers less those of an offset, each rounded once to fp32 and once
+// back.
+template <bool kIsBf16>
+__device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
+  const float4 m = __ldg(reinterpret_cast<const float4*>(offset));
+  const auto less = [](uint32_t pair, float low, float high) {
+    const float a = __fsub_rn(Input<kIsBf16>::low(pair), low);
+    const float b = __fsub_rn(Input<kIsBf16>::high(pair), high);
+    if constexpr (kIsBf16) {
+      return as_bits(__floats2bfloat162_rn(a, b));
+    } else {
+      return as_bits(__floats2half2_rn(a, b));
+    }
+  };
+  return make_uint2(less(x.x, m.x, m.y), less(x.y, m.z, m.w));
+}
+
 // Largest of the magnitudes' bits, of a lane.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t
@@ -125,11 +142,13 @@ __device__ __forceinline__ int input_exponent(uint32_t largest) {
 // Load this lane's part of a column as fp16 integers.
 //
 // row: the vector, or null for zeros.
+// offset: what is taken off first, or null.
 // exponent: of the vector's largest magnitude; integers are in units of
 //   2**(exponent - ROTATION_EXPONENT).
 // has_nan: whether this lane saw a NaN, which counts as zero.
 template <bool kIsBf16>
 __device__ __forceinline__ void load_integers(const uint16_t* row,
+                                              const float* offset,
                                               uint32_t (&x)[kInBlocks][2],
                                               int& exponent, bool& has_nan) {
   const int lane = threadIdx.x % 32;
@@ -137,9 +156,11 @@ __device__ __forceinline__ void load_integers(const uint16_t* row,
 #pragma unroll
   for (int i = 0; i < kInBlocks; ++i) {
     uint2 pairs = make_uint2(0, 0);
+    const int place = i * (kMmaRows / kColumnVectors) + first;
     if (row != nullptr) {
-      pairs = __ldg(reinterpret_cast<const uint2*>(
-          row + i * (kMmaRows / kColumnVectors) + first));
+      pairs = __ldg(reinterpret_cast<const uint2*>(row + place));
+      if (KEY_OFFSET != 0 && offset != nullptr)
+        pairs = without_offset<kIsBf16>(pairs, offset + place);
     }
     x[i][0] = pairs.x;
     x[i][1] = pairs.y;

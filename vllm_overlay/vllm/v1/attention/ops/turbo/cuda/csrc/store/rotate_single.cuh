@@ -36,10 +36,13 @@ struct SingleInput {
   uint2 sign[kProducts];
 };
 
+// offset: what is taken off first, or null.
 // matrix: of rotation_fragments for singles; signs follow the product's
 // operand.
+template <bool kIsBf16>
 __device__ __forceinline__ SingleInput
-load_single(const uint16_t* row, const uint4* __restrict__ matrix) {
+load_single(const uint16_t* row, const float* offset,
+            const uint4* __restrict__ matrix) {
   const int lane = threadIdx.x % 32;
   const int part = lane % kSingleParts;
   const int column = lane / kSingleParts;
@@ -55,7 +58,9 @@ load_single(const uint16_t* row, const uint4* __restrict__ matrix) {
         4 * NUM_GROUPS * (column % 2) +
         (kLaneGroups == 4 ? m % 2 * 2 * kWarpColumns : 0) +
         (kLaneGroups == 1 ? 0 : m / (kLaneGroups / 2)) * HEAD_SIZE / 2;
-    const uint2 pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    uint2 pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    if (KEY_OFFSET != 0 && offset != nullptr)
+      pairs = without_offset<kIsBf16>(pairs, offset + first);
     result.x[m][0] = pairs.x;
     result.x[m][1] = pairs.y;
     result.sign[m] = __ldg(signs + first / 4);

@@ -44,9 +44,9 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   SingleInput input = {};
   if (!is_query) slot = static_cast<int>(__ldg(params.slot_mapping + token));
   if (!is_query || is_row) {
-    input = load_single(
+    input = load_single<kIsBf16>(
         is_query ? query_of(params, row) : vector_of(params, is_key, pair),
-        params.single_matrix);
+        offset_of(params, is_key, pair), params.single_matrix);
   }
   load_tables(params, tables);
 

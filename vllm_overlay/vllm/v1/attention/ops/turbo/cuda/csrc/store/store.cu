@@ -79,8 +79,8 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView value, TensorView kv_matrix, TensorView single_matrix,
            TensorView query_matrix, TensorView tables,
            Optional<TensorView> query, Optional<TensorView> rotated_query,
-           Optional<TensorView> query_scale, double query_factor, int64_t parts,
-           int64_t threads) {
+           Optional<TensorView> query_scale, double query_factor,
+           Optional<TensorView> key_offset, int64_t parts, int64_t threads) {
   turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
   turbo::check_axes("slot_mapping", slot_mapping, 1);
@@ -111,6 +111,8 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   const DLDevice device = kv_cache.device();
   turbo::check_device(device, slot_mapping, key, value, kv_matrix,
                       single_matrix, query_matrix, tables);
+  p.key_offset = turbo::key_offset_of(key_offset, num_kv_heads, HEAD_SIZE,
+                                      KEY_OFFSET, device);
   if (query.has_value()) {
     add_query(p, query.value(), rotated_query.value(), query_scale.value(),
               is_bf16);

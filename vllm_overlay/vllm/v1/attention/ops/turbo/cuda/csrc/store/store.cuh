@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
     uint32_t integers[kInBlocks][2];
     bool has_nan;
     load_integers<kIsBf16>(
-        is_loaded ? vector_of(params, is_key, loaded) : nullptr, integers,
-        exponent, has_nan);
+        is_loaded ? vector_of(params, is_key, loaded) : nullptr,
+        offset_of(params, is_key, loaded), integers, exponent, has_nan);
     rotate(integers, params.kv_matrix, y);
   }
   const Place place(params, slot, head);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void rotate_queries(const KernelParams& params,
   uint32_t integers[kInBlocks][2];
   int exponent;
   bool has_nan;
-  load_integers<kIsBf16>(query, integers, exponent, has_nan);
+  load_integers<kIsBf16>(query, nullptr, integers, exponent, has_nan);
   float y[kQueryBlocks][4];
   rotate(integers, params.query_matrix, y);
 
