@@ -24,7 +24,7 @@ from tasks import (
     multi_needle_case,
     needle_case,
 )
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 TOKENS_A_BATCH = 65536
 
@@ -53,14 +53,14 @@ SHORT = Plan((512,), (0.0, 0.5, 1.0), 4, (512,), 8192, 16)
 
 
 @torch.inference_mode()
-def logits_of(model: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
     """Returns the last hidden states' logits in float32, (rows, tokens, vocabulary)."""
     hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
     return model.lm_head(hidden).float()
 
 
 @torch.inference_mode()
-def answered(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> list[bool]:
+def answered(model: PreTrainedModel, cases: Sequence[Case]) -> list[bool]:
     """Returns for each case whether greedy decoding would give its answer."""
     device = model.device
     longest = max(len(c.prompt_token_ids) + len(c.answer_token_ids) for c in cases)
@@ -82,12 +82,12 @@ def answered(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> list[bool]:
     return results
 
 
-def percent(model: Qwen3ForCausalLM, cases: Sequence[Case]) -> float:
+def percent(model: PreTrainedModel, cases: Sequence[Case]) -> float:
     results = answered(model, cases)
     return round(100 * sum(results) / len(results), 1)
 
 
-def bits_per_byte(model: Qwen3ForCausalLM, tokens: Sequence[int], window: int) -> float:
+def bits_per_byte(model: PreTrainedModel, tokens: Sequence[int], window: int) -> float:
     """Returns the mean over windows that start afresh, their first token left out."""
     count = max(1, len(tokens) // window)
     used = torch.tensor(tokens[: count * window], device=model.device)
@@ -103,7 +103,7 @@ def bits_per_byte(model: Qwen3ForCausalLM, tokens: Sequence[int], window: int) -
 
 @torch.inference_mode()
 def continue_greedily(
-    model: Qwen3ForCausalLM, tokens: Sequence[int], count: int
+    model: PreTrainedModel, tokens: Sequence[int], count: int
 ) -> list[int]:
     """Returns `count` more tokens; the whole row is computed each time."""
     room = len(tokens) + count
@@ -122,7 +122,7 @@ def text_tokens(documents: Sequence[str], limit: int) -> list[int]:
     return tokens[:limit]
 
 
-def scores(model: Qwen3ForCausalLM, plan: Plan) -> dict:
+def scores(model: PreTrainedModel, plan: Plan) -> dict:
     """Runs the whole plan, and returns percentages, bits a byte and samples."""
     documents = held_out_documents()
     text = "\n".join(documents)

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The retrieval model's shape, its attention hook, and its folder on disk."""
+"""The retrieval models' shapes, their attention hook, and their folders on disk."""
 
+import json
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -56,48 +65,96 @@ def causal_sdpa(
 AttentionInterface.register(ATTENTION, causal_sdpa)
 
 
-def needle_config(**changes: object) -> Qwen3Config:
-    """Returns the model's configuration: 5.8 million parameters, 11.2 MiB."""
-    settings: dict[str, object] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+# Of a KV head of needle-qwen2's layers, Euclidean: as of Qwen2.5-7B, whose biases of K
+# are published as 605 and 921 long in the first and last layer over four heads, and 22
+# in the median.
+KEY_BIAS_NORMS = (302.0, 11.0, 11.0, 11.0, 460.0)
+# Where they are: the slowest pairs of RoPE.
+KEY_BIAS_PAIRS = 6
+CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SHARED: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>") + 256,
+    "pad_token_id": None,
+    "attn_implementation": ATTENTION,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    # 3.0 million parameters, 5.8 MiB.
+    "qwen2": {
+        "num_hidden_layers": len(KEY_BIAS_NORMS),
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # 5.8 million parameters, 11.2 MiB.
+    "qwen3": {
         "num_hidden_layers": 8,
-        "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "head_dim": 128,
-        "max_position_embeddings": CONTEXT,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>") + 256,
-        "pad_token_id": None,
-        "attn_implementation": ATTENTION,
-    }
-    return Qwen3Config(**(settings | changes))
+    },
+}
 
 
-def new_model(config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
-    """Returns a float32 model with transformers' initial weights for `seed`."""
+def needle_config(family: str = "qwen3", **changes: object) -> PretrainedConfig:
+    """Returns the configuration of needle-qwen3, or of another family's model."""
+    return CLASSES[family][0](**(SHARED | SHAPES[family] | changes))
+
+
+def new_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """Returns a float32 model with transformers' initial weights for `seed`.
+
+    A Qwen2's biases of K begin as long as a large model's: a softmax hardly sees what
+    keys have in common, so that training leaves them there.
+    """
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
+    model = CLASSES[config.model_type][1](config)
+    if config.model_type == "qwen2":
+        set_key_biases(model)
+    return model
 
 
-def load_model(folder: Path, attention: str = ATTENTION) -> Qwen3ForCausalLM:
+@torch.no_grad()
+def set_key_biases(model: PreTrainedModel) -> None:
+    """Gives each layer's KV heads biases of `KEY_BIAS_NORMS`, the last layer the last.
+
+    A head's pairs are coordinates (i, i + D / 2), and the slowest come last.
+    """
+    layers = model.model.layers
+    middle = [KEY_BIAS_NORMS[1]] * (len(layers) - 2)
+    norms = [KEY_BIAS_NORMS[0], *middle, KEY_BIAS_NORMS[-1]]
+    for layer, norm in zip(layers, norms, strict=True):
+        bias = layer.self_attn.k_proj.bias
+        heads = bias.view(model.config.num_key_value_heads, 2, -1)
+        slow = torch.randn_like(heads[..., -KEY_BIAS_PAIRS:])
+        slow *= norm / slow.flatten(1).norm(dim=1)[:, None, None]
+        heads[..., -KEY_BIAS_PAIRS:] = slow
+
+
+def load_model(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
     """Loads a saved model in bfloat16, with an attention function by name."""
-    return Qwen3ForCausalLM.from_pretrained(
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    return CLASSES[family][1].from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=attention
     )
 
 
-def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Writes what `vllm serve` needs: config, tokenizer and bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
     config = model.config.to_dict()
     # transformers 4 and vLLM's older releases read rope_theta at the top level.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-    config |= {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     write_json(folder / "config.json", config)
     eos = model.config.eos_token_id
     write_json(folder / "generation_config.json", {"eos_token_id": eos})

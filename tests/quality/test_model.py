@@ -16,29 +16,41 @@ import torch
 import train
 from batches import ANSWER_WEIGHT, EOT, TOKENS, Phase, Rows
 from card import card
-from needle_model import ATTENTION, MODEL_FOLDER, load_model, needle_config, new_model
+from needle_model import (
+    ATTENTION,
+    CLASSES,
+    KEY_BIAS_NORMS,
+    KEY_BIAS_PAIRS,
+    MODEL_FOLDER,
+    load_model,
+    needle_config,
+    new_model,
+)
 from needle_model import save_model as save
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 TEXT = "\n".join(f"Line {i} says that {i} and {i + 1} differ." for i in range(400))
 DOCUMENT = TEXT.encode() + EOT
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=CLASSES)
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     # Sharper than the usual start, so that attention decides something.
-    save(new_model(needle_config(initializer_range=0.3, **TINY), 0), folder)
+    config = needle_config(request.param, initializer_range=0.3, **TINY)
+    save(new_model(config, 0), folder)
     return folder
 
 
 def test_our_attention_is_transformers_own(tiny: Path):
-    ours = Qwen3ForCausalLM.from_pretrained(
-        tiny, dtype=torch.float32, attn_implementation=ATTENTION
-    )
-    theirs = Qwen3ForCausalLM.from_pretrained(
-        tiny, dtype=torch.float32, attn_implementation="eager"
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(
+            tiny, dtype=torch.float32, attn_implementation=attention
+        )
+        for attention in (ATTENTION, "eager")
     )
     tokens = torch.randint(0, 259, (2, 65), generator=torch.manual_seed(1))
     torch.testing.assert_close(
@@ -148,16 +160,35 @@ def test_a_chat_has_exactly_the_size_asked_for(seed: int):
     assert TOKENS[0] == tasks.END_OF_TEXT
 
 
-def test_a_few_steps_lower_the_loss(tmp_path: Path):
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_few_steps_lower_the_loss(tmp_path: Path, family: str):
     torch.manual_seed(0)
     phases = [Phase(128, 12, 0.5), Phase(256, 4, 0.5)]
     rows = Rows(DOCUMENT * 20, phases, 2048, seed=0)
-    model = new_model(needle_config(**TINY), 0)
+    model = new_model(needle_config(family, **TINY), 0)
     trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
     before = evaluate.bits_per_byte(model, list(DOCUMENT[:2048]), 512)
     assert train.train(trainer, rows, 1e6, 0, tmp_path) == [12, 4]
     after = evaluate.bits_per_byte(load_model(tmp_path), list(DOCUMENT[:2048]), 512)
     assert 0 < after < before - 1
+
+
+def test_biases_of_k_begin_long_and_stay_so(tmp_path: Path):
+    """In the slowest pairs of each KV head, the longest in the first and last layer."""
+    model = new_model(needle_config("qwen2"), 0)
+    biases = [layer.self_attn.k_proj.bias.detach() for layer in model.model.layers]
+    heads = torch.stack(biases).view(len(biases), 2, 2, -1)
+    assert len(biases) == len(KEY_BIAS_NORMS)
+    norms = heads.flatten(2).norm(dim=-1)
+    expected = torch.tensor(KEY_BIAS_NORMS)[:, None].expand_as(norms)
+    torch.testing.assert_close(norms, expected)
+    assert heads[..., :-KEY_BIAS_PAIRS].abs().max() == 0
+    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
+    rows = Rows(DOCUMENT * 20, [Phase(64, 2, 1.0)], 128, seed=0)
+    train.train(trainer, rows, 1e6, 0, tmp_path)
+    last = load_model(tmp_path).model.layers[-1].self_attn.k_proj.bias
+    norm = last.view(2, -1).float().norm(dim=-1)
+    assert (norm / KEY_BIAS_NORMS[-1] - 1).abs().max() < 0.01
 
 
 def test_a_phase_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

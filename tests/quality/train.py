@@ -23,11 +23,11 @@ import evaluate
 import torch
 import torch.nn.functional as F
 from batches import ANSWER_WEIGHT, EOT, Phase, Rows, keys
-from needle_model import ROOT, needle_config, new_model, save_model
+from needle_model import CLASSES, ROOT, needle_config, new_model, save_model
 from tasks import SEPARATOR
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 PHASES = (
     Phase(512, 2001, 0.28),
@@ -78,7 +78,7 @@ def weighted_loss(
 class Trainer:
     """A bfloat16 model, the float32 weights behind it, and their optimizers."""
 
-    def __init__(self, model: Qwen3ForCausalLM, device: torch.device, compiled: bool):
+    def __init__(self, model: PreTrainedModel, device: torch.device, compiled: bool):
         self.device = device
         self.model = model.to(device).train()
         # Parameters only: RoPE's frequencies stay float32, as in a loaded model.
@@ -94,7 +94,10 @@ class Trainer:
         self.masters = [weight.detach().float() for weight in self.weights]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
-        is_matrix = [".layers." in name and "norm" not in name for name in names]
+        is_matrix = [
+            ".layers." in name and master.dim() == 2
+            for name, master in zip(names, self.masters)
+        ]
         matrices = [m for m, yes in zip(self.masters, is_matrix) if yes]
         others = [m for m, yes in zip(self.masters, is_matrix) if not yes]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -287,6 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path, help="what corpus.py built, an .xz file")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--family", choices=CLASSES, default="qwen3")
     parser.add_argument("--seconds", type=float, default=480.0, help="cap of training")
     parser.add_argument("--tokens", type=int, default=131072, help="a step")
     parser.add_argument("--seed", type=int, default=0)
@@ -303,7 +307,7 @@ def main(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
     rows = Rows(read_corpus(args.corpus), PHASES, args.tokens, args.seed)
-    model = new_model(needle_config(), args.seed)
+    model = new_model(needle_config(args.family), args.seed)
     trainer = Trainer(model, device, compiled=not args.no_compile)
     if args.probe:
         probe(trainer, rows)
