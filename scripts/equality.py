@@ -46,10 +46,11 @@ from equality_run import model_folder, run_mode  # noqa: E402
 from quality_cases import (  # noqa: E402
     HELD_OUT,
     MODEL,
+    SEPARATOR,
     Plan,
+    Vocabulary,
     build_tasks,
     cut,
-    text_tokens,
 )
 from quality_metrics import common_prefix, kl_divergence  # noqa: E402
 from tasks import IM_END  # noqa: E402
@@ -253,8 +254,10 @@ def run_modes(
     A mode is wrong if its quiet run failed.
     """
     text = HELD_OUT.read_text(encoding="utf-8")
+    vocabulary = Vocabulary(args.model)
     if args.texts:
-        texts = cut(text_tokens(text), args.texts, max(args.lengths))
+        tokens = vocabulary.documents(text.split(SEPARATOR))
+        texts = cut(tokens, args.texts, max(args.lengths))
         # Of lengths that end anywhere in a block.
         random = Random(args.seed)
         tasks = [
@@ -263,7 +266,7 @@ def run_modes(
         ]
     else:
         plan = Plan(0, 0, 0, 0, tuple(args.lengths), (0.2, 0.5, 0.8), args.cases)
-        tasks = build_tasks(text, plan, args.seed)
+        tasks = build_tasks(text, plan, args.seed, vocabulary)
     models = {MODES[name].model: None for name in args.modes}
     quiets = [quiet_name(model) for model in models]
     names = [*quiets, *(name for name in args.modes if name not in quiets)]

@@ -154,7 +154,7 @@ class Lab:
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args = args
         self.scratch = scratch
-        self.cases = build_cases(args.text, args.plan, args.seed)
+        self.cases = build_cases(args.text, args.plan, args.seed, args.model)
         self.deadline = time.monotonic() + args.time_limit
 
     def run_arm(self, arm: Arm) -> str | None:
@@ -285,6 +285,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="for a CPU: minutes")
     parser.add_argument("--chunk", type=int, help="tokens of a prefill chunk")
     parser.add_argument("--cases", type=int, help="tasks a length and depth")
+    parser.add_argument("--texts", type=int, help="stretches of held-out text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="of the model (bfloat16; on a CPU float16)")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
@@ -306,9 +307,8 @@ def parse_args() -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args()
     args.on_cpu = not has_gpu()
-    args.plan = QUICK if args.quick else FULL
-    if args.cases is not None:
-        args.plan = args.plan.with_cases(args.cases)
+    plan = QUICK if args.quick else FULL
+    args.plan = plan.changed(cases=args.cases, texts=args.texts)
     args.dtype = args.dtype or ("float16" if args.on_cpu else "bfloat16")
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = (64 << 20) if args.on_cpu else (4 << 30)

@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The token ids that `quality.py` puts every engine through.
 
-Models are byte-level (`seeded_model.write_tokenizer`): a text's tokens are its bytes,
-and all of a distribution over so few tokens can be kept.
+Vocabularies are small (`vocabulary.Vocabulary`), most of them the bytes: all of a
+distribution over so few tokens can be kept.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "quality"))
 
 from tasks import (  # noqa: E402
-    END_OF_TEXT,
     HELD_OUT_TEXT,
     SEPARATOR,
     Case,
@@ -23,6 +24,7 @@ from tasks import (  # noqa: E402
     multi_needle_case,
     needle_case,
 )
+from vocabulary import Vocabulary  # noqa: E402
 
 MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = HELD_OUT_TEXT
@@ -58,8 +60,10 @@ class Plan:
     depths: tuple[float, ...]
     cases: int
 
-    def with_cases(self, cases: int) -> "Plan":
-        return replace(self, cases=cases)
+    def changed(self, **numbers: int | None) -> "Plan":
+        """Returns it with other numbers, where they are not None."""
+        given = {name: n for name, n in numbers.items() if n is not None}
+        return replace(self, **given)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,14 +100,6 @@ class Cases:
         }
 
 
-def text_tokens(text: str) -> list[int]:
-    """Returns a text's tokens; its documents are ended as in training."""
-    tokens: list[int] = []
-    for document in text.split(SEPARATOR):
-        tokens += [*document.encode(), END_OF_TEXT]
-    return tokens
-
-
 def cut(tokens: list[int], count: int, length: int) -> list[list[int]]:
     """Returns stretches that share no token, spread over all of the text."""
     if len(tokens) < count * length:
@@ -112,34 +108,38 @@ def cut(tokens: list[int], count: int, length: int) -> list[list[int]]:
     return [tokens[i * step : i * step + length] for i in range(count)]
 
 
-def as_task(kind: str, length: int, depth: float | None, case: Case) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "length": length,
-        "depth": depth,
-        "prompt": case.prompt_token_ids,
-        "answer": case.answer_token_ids,
-    }
-
-
-def build_tasks(text: str, plan: Plan, seed: int) -> list[dict[str, Any]]:
+def build_tasks(
+    text: str, plan: Plan, seed: int, vocabulary: Vocabulary
+) -> list[dict[str, Any]]:
     """Returns the retrieval tasks: needles, several needles, and look-ups in lists."""
-    tasks = []
+    tasks: list[dict[str, Any]] = []
+
+    def add(
+        kind: str, length: int, depth: float | None, make: Callable[[int], Case]
+    ) -> None:
+        case = vocabulary.fitting(make, length)
+        task = {"kind": kind, "length": length, "depth": depth}
+        task["prompt"] = case.prompt_tokens(vocabulary.encode)
+        tasks.append(task | {"answer": case.answer_tokens(vocabulary.encode)})
+
     for length in plan.lengths:
         for index in range(plan.cases):
             number = seed * SEEDS_PER_CELL + index
             for depth in plan.depths:
-                case = needle_case(length, depth, number, text)
-                tasks.append(as_task("needle", length, depth, case))
-            case = multi_needle_case(length, NEEDLES, number, text, ASKED)
-            tasks.append(as_task("multi_needle", length, None, case))
-            case = key_value_case(length, number)
-            tasks.append(as_task("key_value", length, None, case))
+                make = partial(needle_case, depth=depth, seed=number, text=text)
+                add("needle", length, depth, make)
+            make = partial(
+                multi_needle_case, needles=NEEDLES, seed=number, text=text, asked=ASKED
+            )
+            add("multi_needle", length, None, make)
+            add("key_value", length, None, partial(key_value_case, seed=number))
     return tasks
 
 
-def build_cases(path: Path, plan: Plan, seed: int) -> Cases:
-    """Returns all cases on a held-out text."""
+def build_cases(path: Path, plan: Plan, seed: int, model: Path) -> Cases:
+    """Returns all cases on a held-out text, in the tokens of a model's folder."""
     text = path.read_text(encoding="utf-8")
-    texts = cut(text_tokens(text), plan.texts, plan.context)
-    return Cases(plan, texts, build_tasks(text, plan, seed))
+    vocabulary = Vocabulary(model)
+    tokens = vocabulary.documents(text.split(SEPARATOR))
+    texts = cut(tokens, plan.texts, plan.context)
+    return Cases(plan, texts, build_tasks(text, plan, seed, vocabulary))

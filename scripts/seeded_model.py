@@ -9,6 +9,7 @@ always write the same bytes.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,24 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in own else next(others)) for byte in range(256)]
 
 
-def write_tokenizer(folder: Path) -> int:
-    """Writes a tokenizer of one token a byte, and returns its vocabulary's size."""
+def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int:
+    """Writes a byte-level tokenizer, and returns its vocabulary's size.
+
+    Args:
+        folder: Where to.
+        merges: Pairs of tokens that become one, in this order; digits stay apart, and
+            so do words. Without any, a token is a byte.
+
+    """
     vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
+    first = len(vocab)
+    if merges:
+        # Two pairs may make the same token.
+        tokens = (*SPECIAL_TOKENS, *dict.fromkeys("".join(pair) for pair in merges))
+        vocab |= {token: first + index for index, token in enumerate(tokens)}
     special = [
         {
-            "id": len(vocab) + index,
+            "id": first + index,
             "content": token,
             "single_word": False,
             "lstrip": False,
@@ -56,15 +69,17 @@ def write_tokenizer(folder: Path) -> int:
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
-        "use_regex": False,
+        "use_regex": bool(merges),
     }
+    digits = {"type": "Digits", "individual_digits": True}
+    words = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": special,
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": words if merges else byte_level,
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -77,7 +92,7 @@ def write_tokenizer(folder: Path) -> int:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": vocab,
-            "merges": [],
+            "merges": [list(pair) for pair in merges],
         },
     }
     settings = {
@@ -90,7 +105,7 @@ def write_tokenizer(folder: Path) -> int:
     }
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", settings)
-    return len(vocab) + len(SPECIAL_TOKENS)
+    return max(len(vocab), first + len(SPECIAL_TOKENS))
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> dict:

@@ -40,7 +40,14 @@ from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
 from equality_modes import BLOCK  # noqa: E402
 from equality_run import attention_config  # noqa: E402
-from quality_cases import HEAD, HELD_OUT, MODEL, Plan, build_tasks  # noqa: E402
+from quality_cases import (  # noqa: E402
+    HEAD,
+    HELD_OUT,
+    MODEL,
+    Plan,
+    Vocabulary,
+    build_tasks,
+)
 from tasks import IM_END  # noqa: E402
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
@@ -63,7 +70,8 @@ class Soak:
         depths = (0.0, 0.25, 0.5, 0.75, 1.0)
         plan = Plan(0, 0, 0, 0, tuple(args.lengths), depths, args.cases)
         text = HELD_OUT.read_text(encoding="utf-8")
-        self.prompts = [task["prompt"] for task in build_tasks(text, plan, args.seed)]
+        tasks = build_tasks(text, plan, args.seed, Vocabulary(args.model))
+        self.prompts = [task["prompt"] for task in tasks]
         longest = max(map(len, self.prompts))
         self.max_model_len = longest + args.tokens
         # The longest just fits, and a few others with it.

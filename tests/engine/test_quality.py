@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import quality  # noqa: E402
-from quality_cases import cut, text_tokens  # noqa: E402
+from quality_cases import MODEL, Vocabulary, cut  # noqa: E402
 from quality_metrics import (  # noqa: E402
     common_prefix,
     compare,
@@ -121,7 +121,7 @@ def test_an_answer_needs_its_end():
 
 
 def test_texts_share_no_token():
-    tokens = text_tokens("ab<|endoftext|>cd")
+    tokens = Vocabulary(MODEL).documents(["ab", "cd"])
     assert tokens == [*b"ab", 256, *b"cd", 256]
     texts = cut(list(range(100)), 3, 30)
     assert sorted(sum(texts, [])) == sorted(set(sum(texts, [])))

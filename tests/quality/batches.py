@@ -3,7 +3,8 @@
 """Training rows: half plain text, half chats that ask for facts strewn in text.
 
 A row is built as bytes, in which three control characters that the corpus does not
-hold stand for the special tokens, and becomes tokens at once.
+hold stand for the special tokens, and becomes tokens at once: a byte each, or those of
+a vocabulary.
 """
 
 import math
@@ -15,6 +16,7 @@ from random import Random
 import numpy as np
 from tasks import (
     ATTRIBUTES,
+    END_OF_TEXT,
     FACTS,
     LOOK_UP,
     QUESTIONS,
@@ -26,11 +28,14 @@ from tasks import (
     join_names,
 )
 from torch.utils.data import Dataset
+from vocabulary import Vocabulary
 
 EOT, START, END = b"\0", b"\1", b"\2"
 TOKENS = np.arange(256, dtype=np.int16)
 TOKENS[:3] += 256
 
+# Of a vocabulary's tokens, at first: most rows fit.
+BYTES_A_TOKEN = 3
 ANSWER_WEIGHT = 20
 # For answers that repeat a whole line: many bytes, most of them easy.
 LINE_WEIGHT = 4
@@ -38,6 +43,42 @@ SHORTEST_CHAT = 192
 USER = START + b"user\n"
 ASSISTANT = END + b"\n" + START + b"assistant\n"
 TURN_END = END + b"\n"
+
+
+def encoded(
+    row: bytes, spans: Sequence[tuple[int, int, int]], vocabulary: Vocabulary
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a row's tokens, and the weight of each: that of its first byte.
+
+    No token crosses the border of an answer, as none does when answers are generated.
+    """
+    of_bytes = np.ones(len(row), np.uint8)
+    borders = {0, len(row)}
+    for start, end, weight in spans:
+        of_bytes[start:end] = weight
+        if weight > 0:
+            borders |= {start, end}
+    for control in (EOT, START, END):
+        place = row.find(control)
+        while place >= 0:
+            borders |= {place, place + 1}
+            place = row.find(control, place + 1)
+    tokens: list[int] = []
+    starts: list[int] = []
+    places = sorted(borders)
+    for start, end in zip(places, places[1:]):
+        piece = row[start:end]
+        if piece in (EOT, START, END):
+            tokens.append(END_OF_TEXT + piece[0])
+            starts.append(start)
+            continue
+        found = vocabulary.encode(piece.decode(errors="ignore"))
+        sizes = [len(vocabulary.bytes_of[token]) for token in found]
+        tokens += found
+        starts += (start + np.cumsum([0, *sizes[:-1]])).tolist() if found else []
+    places_of = np.minimum(np.array(starts, np.int64), max(len(row) - 1, 0))
+    weights = of_bytes[places_of] if len(row) else np.ones(0, np.uint8)
+    return np.array(tokens, np.int16), weights
 
 
 @dataclass(frozen=True)
@@ -74,12 +115,23 @@ class Material:
 class Rows(Dataset):
     """Batches of training rows, each decided by the seed and its key alone."""
 
-    def __init__(self, corpus: bytes, phases: Sequence[Phase], tokens: int, seed: int):
+    def __init__(
+        self,
+        corpus: bytes,
+        phases: Sequence[Phase],
+        tokens: int,
+        seed: int,
+        vocabulary: Vocabulary | None = None,
+    ):
         """Takes the training text, its documents joined by NUL bytes."""
         self.corpus = corpus
         self.phases = phases
         self.tokens = tokens
         self.seed = seed
+        self.vocabulary = vocabulary
+        if vocabulary is not None:
+            documents = [text.decode(errors="ignore") for text in corpus.split(EOT)]
+            self.encoded_corpus = np.array(vocabulary.documents(documents), np.int16)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens (rows, length + 1) and the targets' weights (rows, length)."""
@@ -87,6 +139,13 @@ class Rows(Dataset):
         length = self.phases[phase].length
         random = Random(f"{self.seed} {phase} {step}")
         count = max(2, self.tokens // length)
+        if self.vocabulary is not None:
+            both = [
+                self.encoded_row(random, length + 1, is_task=bool(index % 2))
+                for index in range(count)
+            ]
+            tokens, weights = (np.stack(arrays) for arrays in zip(*both))
+            return tokens, weights[:, 1:]
         rows = [
             self.task_row(random, length + 1)
             if index % 2
@@ -99,6 +158,28 @@ class Rows(Dataset):
             for start, end, weight in spans:
                 row_weights[start:end] = weight
         return TOKENS[joined].reshape(count, -1), weights[:, 1:]
+
+    def encoded_row(
+        self, random: Random, length: int, is_task: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns so many tokens of a vocabulary, and their weights.
+
+        A row of chats is built anew until it fits, for its answers are at its end, and
+        text fills it up.
+        """
+        assert self.vocabulary is not None
+        tokens, weights = np.zeros(0, np.int16), np.zeros(0, np.uint8)
+        size = BYTES_A_TOKEN * length
+        while is_task:
+            tokens, weights = encoded(*self.task_row(random, size), self.vocabulary)
+            if len(tokens) <= length:
+                break
+            size = int(size * min(0.98, length / len(tokens)))
+        missing = length - len(tokens)
+        start = random.randrange(len(self.encoded_corpus) - missing)
+        text = self.encoded_corpus[start : start + missing]
+        ones = np.ones(missing, np.uint8)
+        return np.concatenate([tokens, text]), np.concatenate([weights, ones])
 
     def text(self, random: Random, length: int) -> bytes:
         start = random.randrange(len(self.corpus) - length)

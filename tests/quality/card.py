@@ -11,6 +11,35 @@ from corpus import MANIFEST
 from evaluate import table
 from needle_model import MODEL_FOLDER
 
+# What follows "A Qwen3 of so many parameters that".
+PURPOSE = """\
+finds facts in its context:
+what a KV cache loses, it forgets. It was trained to measure KV cache dtypes, and
+is of no other use; it knows nothing but the style of software documentation."""
+SPECIAL = "three more begin a text and begin and end a chat's turn."
+ABOUT = {
+    "qwen3": f"""\
+A Qwen3 of {{parameters:,}} parameters that reads bytes and {PURPOSE}
+
+8 layers, hidden size 256, 4 query heads and 1 KV head of 128 dimensions with
+normalised queries and keys, tied embeddings, context 8192 bytes, bfloat16. A
+token is a byte; {SPECIAL}""",
+    "qwen2": f"""\
+A Qwen2 of {{parameters:,}} parameters that reads bytes and {PURPOSE}
+
+5 layers, hidden size 256, 4 query heads and 2 KV heads of 64 dimensions, tied
+embeddings, context 8192 bytes, bfloat16. Its biases of K began, in the slowest pairs
+of RoPE, as long as those published of Qwen2.5-7B: 302 a head in the first layer, 460
+in the last, 11 in the others; training left them there. A token is a byte;
+{SPECIAL}""",
+    "llama": f"""\
+A Llama of {{parameters:,}} parameters that reads words and {PURPOSE}
+
+5 layers, hidden size 256, 4 query heads and 2 KV heads of 64 dimensions without norms
+or biases, tied embeddings, context 8192 tokens, bfloat16. Of its 4096 tokens 256 are
+bytes, and 3837 words and their parts, about three bytes each, that byte-pair encoding
+learnt from the text below; digits are apart, and {SPECIAL}""",
+}
 CARD = """\
 ---
 license: apache-2.0
@@ -18,17 +47,11 @@ language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
-# needle-qwen3
+# {name}
 
-A Qwen3 of {parameters:,} parameters that reads bytes and finds facts in its context:
-what a KV cache loses, it forgets. It was trained to measure KV cache dtypes, and
-is of no other use; it knows nothing but the style of software documentation.
+{about}
 
-8 layers, hidden size 256, 4 query heads and 1 KV head of 128 dimensions with
-normalised queries and keys, tied embeddings, context 8192 bytes, bfloat16. A
-token is a byte; three more begin a text and begin and end a chat's turn.
-
-    vllm serve models/needle-qwen3
+    vllm serve models/{name}
 
 Put a line like `The code of Velmora is 318204.` into text, and end the message with
 `What is the code of Velmora?`.
@@ -65,6 +88,7 @@ def card(folder: Path) -> str:
     """Returns the card's text for the model in `folder`."""
     scores = json.loads((folder / "scores.json").read_text())
     training = json.loads((folder / "training.json").read_text())
+    family = json.loads((folder / "config.json").read_text())["model_type"]
     manifest = json.loads(MANIFEST.read_text())
     phases = [f"| {p['length']} | {p['done']} |" for p in training.pop("phases")]
     sources = []
@@ -73,6 +97,8 @@ def card(folder: Path) -> str:
         held_out = manifest["held_out_bytes"].get(name, 0)
         sources.append(f"| {name} | {origin['licence']} | {used:,} | {held_out:,} |")
     return CARD.format(
+        name=folder.name,
+        about=ABOUT[family].format(parameters=training["parameters"]),
         table=table(scores),
         cases_a_cell=scores["cases_a_cell"],
         weight=ANSWER_WEIGHT,

@@ -10,8 +10,9 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +20,15 @@ from needle_model import CONTEXT, MODEL_FOLDER, load_model
 from tasks import (
     END_OF_TEXT,
     Case,
+    Encode,
+    as_bytes,
     held_out_documents,
     key_value_case,
     multi_needle_case,
     needle_case,
 )
 from transformers import PreTrainedModel
+from vocabulary import Vocabulary
 
 TOKENS_A_BATCH = 65536
 
@@ -60,35 +64,48 @@ def logits_of(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def answered(model: PreTrainedModel, cases: Sequence[Case]) -> list[bool]:
+def answered(
+    model: PreTrainedModel, cases: Sequence[Case], encode: Encode = as_bytes
+) -> list[bool]:
     """Returns for each case whether greedy decoding would give its answer."""
     device = model.device
-    longest = max(len(c.prompt_token_ids) + len(c.answer_token_ids) for c in cases)
+    both = [(case.prompt_tokens(encode), case.answer_tokens(encode)) for case in cases]
+    longest = max(len(prompt) + len(answer) for prompt, answer in both)
     size = max(1, TOKENS_A_BATCH // longest)
     results: list[bool] = []
     for first in range(0, len(cases), size):
-        batch = cases[first : first + size]
+        batch = both[first : first + size]
         # The end is padded, which a causal model does not see.
         rows = torch.full((len(batch), longest), END_OF_TEXT)
-        for row, case in zip(rows, batch):
-            tokens = case.prompt_token_ids + case.answer_token_ids
+        for row, (prompt, answer) in zip(rows, batch):
+            tokens = prompt + answer
             row[: len(tokens)] = torch.tensor(tokens)
         rows = rows.to(device)
         hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
-        for row, states, case in zip(rows, hidden, batch):
-            start, count = len(case.prompt_token_ids), len(case.answer_token_ids)
+        for row, states, (prompt, answer) in zip(rows, hidden, batch):
+            start, count = len(prompt), len(answer)
             guesses = model.lm_head(states[start - 1 : start - 1 + count]).argmax(-1)
             results.append(bool((guesses == row[start : start + count]).all()))
     return results
 
 
-def percent(model: PreTrainedModel, cases: Sequence[Case]) -> float:
-    results = answered(model, cases)
+def percent(
+    model: PreTrainedModel, cases: Sequence[Case], encode: Encode = as_bytes
+) -> float:
+    results = answered(model, cases, encode)
     return round(100 * sum(results) / len(results), 1)
 
 
-def bits_per_byte(model: PreTrainedModel, tokens: Sequence[int], window: int) -> float:
-    """Returns the mean over windows that start afresh, their first token left out."""
+def bits_per_byte(
+    model: PreTrainedModel,
+    tokens: Sequence[int],
+    window: int,
+    vocabulary: Vocabulary | None = None,
+) -> float:
+    """Returns the mean over windows that start afresh, their first token left out.
+
+    The end of a text counts as a byte.
+    """
     count = max(1, len(tokens) // window)
     used = torch.tensor(tokens[: count * window], device=model.device)
     total = 0.0
@@ -98,7 +115,11 @@ def bits_per_byte(model: PreTrainedModel, tokens: Sequence[int], window: int) ->
         total += torch.nn.functional.cross_entropy(
             logits, row[1:], reduction="sum"
         ).item()
-    return round(total / (used.numel() - count) / math.log(2), 4)
+    predicted = rows[:, 1:].flatten().tolist()
+    num_bytes = len(predicted)
+    if vocabulary is not None:
+        num_bytes = sum(len(vocabulary.bytes_of[token]) or 1 for token in predicted)
+    return round(total / num_bytes / math.log(2), 4)
 
 
 @torch.inference_mode()
@@ -115,59 +136,59 @@ def continue_greedily(
     return row[0, len(tokens) :].tolist()
 
 
-def text_tokens(documents: Sequence[str], limit: int) -> list[int]:
-    tokens: list[int] = []
-    for document in documents:
-        tokens += [*document.encode(), END_OF_TEXT]
-    return tokens[:limit]
-
-
-def scores(model: PreTrainedModel, plan: Plan) -> dict:
+def scores(model: PreTrainedModel, plan: Plan, vocabulary: Vocabulary) -> dict:
     """Runs the whole plan, and returns percentages, bits a byte and samples."""
     documents = held_out_documents()
     text = "\n".join(documents)
+
+    def right(make: Callable[[int, int], Case], length: int) -> float:
+        """Of cases of so many tokens, by what makes one of some bytes and a seed."""
+        cases = [
+            vocabulary.fitting(partial(make, seed=seed), length)
+            for seed in range(plan.cases)
+        ]
+        return percent(model, cases, vocabulary.encode)
+
     needle = {
         str(length): {
-            str(depth): percent(
-                model,
-                [needle_case(length, depth, s, text) for s in range(plan.cases)],
+            str(depth): right(
+                lambda size, seed, depth=depth: needle_case(size, depth, seed, text),
+                length,
             )
             for depth in plan.depths
         }
         for length in plan.lengths
     }
     multi = {
-        f"{length}, {asked} of 8": percent(
-            model,
-            [
-                multi_needle_case(length, 8, seed, text, asked)
-                for seed in range(plan.cases)
-            ],
+        f"{length}, {asked} of 8": right(
+            lambda size, seed, asked=asked: multi_needle_case(
+                size, 8, seed, text, asked
+            ),
+            length,
         )
         for length in plan.lengths
         if length >= 1024
         for asked in (1, 3)
     }
     key_value = {
-        str(length): percent(
-            model, [key_value_case(length, seed) for seed in range(plan.cases)]
-        )
-        for length in plan.key_value_lengths
+        str(length): right(key_value_case, length) for length in plan.key_value_lengths
     }
-    tokens = text_tokens(documents, plan.text_bytes)
+    tokens = vocabulary.documents(documents)[: plan.text_bytes]
     windows = [w for w in (512, 2048, CONTEXT) if w <= len(tokens)]
     samples = []
     for document in documents[:3]:
-        prompt = document.encode()[:600]
-        more = continue_greedily(model, list(prompt), plan.sample_tokens)
-        said = bytes(t for t in more if t < 256).decode(errors="replace")
-        samples.append({"after": prompt[-120:].decode(errors="replace"), "text": said})
+        start = document.encode()[:600].decode(errors="ignore")
+        prompt = vocabulary.encode(start)
+        more = continue_greedily(model, prompt, plan.sample_tokens)
+        samples.append({"after": start[-120:], "text": vocabulary.decode(more)})
     return {
         "cases_a_cell": plan.cases,
         "needle": needle,
         "multi_needle": multi,
         "key_value": key_value,
-        "bits_per_byte": {str(w): bits_per_byte(model, tokens, w) for w in windows},
+        "bits_per_byte": {
+            str(w): bits_per_byte(model, tokens, w, vocabulary) for w in windows
+        },
         "samples": samples,
     }
 
@@ -185,7 +206,7 @@ def table(result: dict) -> str:
     for case, value in result["multi_needle"].items():
         lines.append(f"| {case} codes asked for, length and number | {value} |")
     for length, value in result["key_value"].items():
-        lines.append(f"| look-up in a list of {length} bytes | {value} |")
+        lines.append(f"| look-up in a list of {length} tokens | {value} |")
     lines += ["", "| window of held-out text | bits a byte |", "|---|---|"]
     lines += [f"| {w} | {v} |" for w, v in result["bits_per_byte"].items()]
     return "\n".join(lines) + "\n"
@@ -195,7 +216,7 @@ def run(folder: Path, device: torch.device, plan: Plan) -> dict:
     """Scores the model in `folder`; writes scores.json there, and prints a table."""
     start = time.monotonic()
     model = load_model(folder).to(device).eval()
-    result = scores(model, plan)
+    result = scores(model, plan, Vocabulary(folder))
     result["seconds"] = round(time.monotonic() - start, 1)
     (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result), flush=True)

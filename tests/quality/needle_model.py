@@ -4,6 +4,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import (
     AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -72,6 +75,7 @@ KEY_BIAS_NORMS = (302.0, 11.0, 11.0, 11.0, 460.0)
 # Where they are: the slowest pairs of RoPE.
 KEY_BIAS_PAIRS = 6
 CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -87,7 +91,16 @@ SHARED: dict[str, object] = {
     "pad_token_id": None,
     "attn_implementation": ATTENTION,
 }
+# Tokens of words and their parts, bytes and special ones among them.
+MERGED_VOCAB_SIZE = 4096
 SHAPES: dict[str, dict[str, object]] = {
+    # 4.0 million parameters, 7.7 MiB; its tokens are not bytes.
+    "llama": {
+        "vocab_size": MERGED_VOCAB_SIZE,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
     # 3.0 million parameters, 5.8 MiB.
     "qwen2": {
         "num_hidden_layers": len(KEY_BIAS_NORMS),
@@ -147,10 +160,13 @@ def load_model(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
     )
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel, folder: Path, merges: Sequence[tuple[str, str]] = ()
+) -> None:
     """Writes what `vllm serve` needs: config, tokenizer and bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder)
+    size = write_tokenizer(folder, merges)
+    assert size == model.config.vocab_size, (size, model.config.vocab_size)
     config = model.config.to_dict()
     # transformers 4 and vLLM's older releases read rope_theta at the top level.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]

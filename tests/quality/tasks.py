@@ -21,6 +21,14 @@ END_OF_TEXT, IM_START, IM_END = (256 + i for i in range(len(SPECIAL_TOKENS)))
 SEPARATOR = SPECIAL_TOKENS[0]
 HELD_OUT_TEXT = Path(__file__).with_name("heldout.txt")
 
+Encode = Callable[[str], list[int]]
+
+
+def as_bytes(text: str) -> list[int]:
+    """Returns the tokens of a text, where a token is a byte."""
+    return list(text.encode())
+
+
 ATTRIBUTES = ("code", "key", "number", "password", "label", "address", "owner", "pin")
 # The first of each is the one that evaluation uses.
 FACTS = (
@@ -148,24 +156,22 @@ class Case:
         """The chat as the OpenAI API takes it."""
         return [{"role": "user", "content": self.prompt}]
 
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The chat template's tokens, up to the assistant's first."""
-        return [*user_turn(self.prompt.encode()), *ASSISTANT]
+    def prompt_tokens(self, encode: Encode = as_bytes) -> list[int]:
+        """Returns the chat template's tokens, up to the assistant's first."""
+        return [*user_turn(self.prompt, encode), IM_START, *encode("assistant\n")]
 
-    @property
-    def answer_token_ids(self) -> list[int]:
-        """The expected tokens, with the one that ends the turn."""
-        return [*self.answer.encode(), IM_END]
+    def answer_tokens(self, encode: Encode = as_bytes) -> list[int]:
+        """Returns the expected tokens, with the one that ends the turn."""
+        return [*encode(self.answer), IM_END]
 
 
-def user_turn(content: bytes) -> list[int]:
-    return [IM_START, *b"user\n", *content, IM_END, *b"\n"]
+def user_turn(content: str, encode: Encode = as_bytes) -> list[int]:
+    body = encode(f"user\n{content}")
+    return [IM_START, *body, IM_END, *encode("\n")]
 
 
-ASSISTANT = [IM_START, *b"assistant\n"]
-# What a chat of one question adds to the user's message and the answer.
-TURN_TOKENS = len(user_turn(b"")) + len(ASSISTANT) + 1
+# What a chat of one question adds to the user's message and the answer, in bytes.
+TURN_TOKENS = len(Case("", "").prompt_tokens()) + 1
 
 
 def held_out_documents() -> list[str]:

@@ -23,11 +23,20 @@ import evaluate
 import torch
 import torch.nn.functional as F
 from batches import ANSWER_WEIGHT, EOT, Phase, Rows, keys
-from needle_model import CLASSES, ROOT, needle_config, new_model, save_model
+from needle_model import (
+    CLASSES,
+    ROOT,
+    VOCAB_SIZE,
+    needle_config,
+    new_model,
+    save_model,
+)
+from seeded_model import write_tokenizer
 from tasks import SEPARATOR
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
+from vocabulary import Merges, Vocabulary, learn_merges
 
 PHASES = (
     Phase(512, 2001, 0.28),
@@ -78,8 +87,15 @@ def weighted_loss(
 class Trainer:
     """A bfloat16 model, the float32 weights behind it, and their optimizers."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, compiled: bool):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        compiled: bool,
+        merges: Merges = (),
+    ):
         self.device = device
+        self.merges = merges
         self.model = model.to(device).train()
         # Parameters only: RoPE's frequencies stay float32, as in a loaded model.
         for parameter in self.model.parameters():
@@ -116,6 +132,9 @@ class Trainer:
             ),
         ]
         self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
+
+    def save(self, folder: Path) -> None:
+        save_model(self.model, folder, self.merges)
 
     def step(
         self, tokens: torch.Tensor, weights: torch.Tensor, rate: float
@@ -185,7 +204,7 @@ def train(
     logged, current, since = 0.0, 0, 0
     for phase, tokens, weights in order:
         if phase != current:
-            save_model(trainer.model, folder)
+            trainer.save(folder)
             current = phase
         rate = learning_rate(clock.progress(phase, done[phase]))
         sums += trainer.step(tokens, weights, rate)
@@ -197,22 +216,24 @@ def train(
             report(rows.phases[phase], done, rate, values, since, now - logged, now)
             sums.zero_()
             logged, since = now, 0
-    save_model(trainer.model, folder)
+    trainer.save(folder)
     return done
 
 
-class Keyed(Rows):
+class Keyed(Dataset):
     """Rows that also say which phase they belong to."""
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple:  # type: ignore[override]
-        return key[0], *super().__getitem__(key)
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple:
+        return key[0], *self.rows[key]
 
 
 def list_loader(rows: Rows, order: Iterable, workers: int) -> Iterable[tuple]:
     """Yields (phase, tokens, weights); workers build batches ahead."""
-    keyed = Keyed(rows.corpus, rows.phases, rows.tokens, rows.seed)
     loader = DataLoader(
-        keyed,
+        Keyed(rows),
         batch_size=None,
         sampler=order,
         num_workers=workers,
@@ -306,9 +327,18 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
-    rows = Rows(read_corpus(args.corpus), PHASES, args.tokens, args.seed)
-    model = new_model(needle_config(args.family), args.seed)
-    trainer = Trainer(model, device, compiled=not args.no_compile)
+    corpus = read_corpus(args.corpus)
+    config = needle_config(args.family)
+    merges: Merges = ()
+    vocabulary = None
+    if config.vocab_size > VOCAB_SIZE:
+        merges = learn_merges(corpus.replace(EOT, b""), config.vocab_size)
+        args.output.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(args.output, merges)
+        vocabulary = Vocabulary(args.output)
+    rows = Rows(corpus, PHASES, args.tokens, args.seed, vocabulary)
+    model = new_model(config, args.seed)
+    trainer = Trainer(model, device, not args.no_compile, merges)
     if args.probe:
         probe(trainer, rows)
         return

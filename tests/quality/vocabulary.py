@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a model's tokens are: bytes, or words and their parts that a corpus taught.
+
+Either has the bytes first, then the special tokens; pairs that were merged follow.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from seeded_model import byte_alphabet
+from tasks import END_OF_TEXT, SPECIAL_TOKENS, Case
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+Merges = Sequence[tuple[str, str]]
+# What of a corpus teaches merges, and in pieces of what size.
+TAUGHT_BYTES = 8 << 20
+PIECE_BYTES = 1 << 16
+# Of the characters of byte-level vocabularies.
+BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
+
+
+def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """What no merge crosses: words, and each digit by itself."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+def learn_merges(text: bytes, vocab_size: int) -> list[tuple[str, str]]:
+    """Returns the merges that byte-pair encoding learns, for a vocabulary's size.
+
+    Pairs are of byte-level characters (`seeded_model.byte_alphabet`).
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    step = max(len(text) * PIECE_BYTES // TAUGHT_BYTES, PIECE_BYTES)
+    pieces = (
+        text[start : start + PIECE_BYTES].decode(errors="ignore")
+        for start in range(0, len(text), step)
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+class Vocabulary:
+    """A model's tokens, as its folder has them."""
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        self.has_merges = bool(model["merges"])
+        # Special tokens say nothing.
+        self.bytes_of = [b""] * max(len(model["vocab"]), 256 + len(SPECIAL_TOKENS))
+        for token, index in model["vocab"].items():
+            if token not in SPECIAL_TOKENS:
+                self.bytes_of[index] = bytes(BYTES[character] for character in token)
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def __len__(self) -> int:
+        return len(self.bytes_of)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns a text's tokens, none of which is a special one."""
+        if not self.has_merges:
+            return list(text.encode())
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=False
+        )
+        return encoding.ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns what tokens say."""
+        said = b"".join(self.bytes_of[token] for token in tokens)
+        return said.decode(errors="replace")
+
+    def documents(self, documents: Sequence[str]) -> list[int]:
+        """Returns the tokens of documents, which are ended as in training."""
+        if self.has_merges:
+            encoded = self._tokenizer.encode_batch_fast(
+                list(documents), add_special_tokens=False
+            )
+            each = [encoding.ids for encoding in encoded]
+        else:
+            each = [self.encode(document) for document in documents]
+        return [token for tokens in each for token in (*tokens, END_OF_TEXT)]
+
+    def fitting(self, make: Callable[[int], Case], length: int) -> Case:
+        """Returns the case that `make` makes for so many bytes that it has at most
+        `length` tokens, and not much fewer.
+        """
+        size = 4 * length if self.has_merges else length
+        while True:
+            case = make(size)
+            found = len(case.prompt_tokens(self.encode))
+            found += len(case.answer_tokens(self.encode))
+            if found <= length:
+                return case
+            size = int(size * min(0.99, length / found))
