@@ -38,13 +38,14 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in own else next(others)) for byte in range(256)]
 
 
-def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int:
-    """Writes a byte-level tokenizer, and returns its vocabulary's size.
+def tokenizer_content(
+    merges: Sequence[tuple[str, str]], of_words: bool
+) -> dict[str, Any]:
+    """Returns the content of tokenizer.json, byte-level.
 
     Args:
-        folder: Where to.
-        merges: Pairs of tokens that become one, in this order; digits stay apart, and
-            so do words. Without any, a token is a byte.
+        merges: Pairs of tokens that become one, in this order.
+        of_words: Whether no merge crosses the border of a word or a digit.
 
     """
     vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
@@ -69,17 +70,17 @@ def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
-        "use_regex": bool(merges),
+        "use_regex": of_words,
     }
     digits = {"type": "Digits", "individual_digits": True}
     words = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
-    tokenizer: dict[str, Any] = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": special,
         "normalizer": None,
-        "pre_tokenizer": words if merges else byte_level,
+        "pre_tokenizer": words if of_words else byte_level,
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -95,6 +96,18 @@ def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int
             "merges": [list(pair) for pair in merges],
         },
     }
+
+
+def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int:
+    """Writes a byte-level tokenizer, and returns its vocabulary's size.
+
+    Args:
+        folder: Where to.
+        merges: Pairs of tokens that become one, in this order, within words; digits
+            stay apart. Without any, a token is a byte.
+
+    """
+    tokenizer = tokenizer_content(merges, of_words=bool(merges))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -105,7 +118,8 @@ def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int
     }
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", settings)
-    return max(len(vocab), first + len(SPECIAL_TOKENS))
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    return len(special | set(tokenizer["model"]["vocab"].values()))
 
 
 def model_config(args: argparse.Namespace, vocab_size: int) -> dict:

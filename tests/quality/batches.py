@@ -8,6 +8,7 @@ a vocabulary.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from torch.utils.data import Dataset
 from vocabulary import Vocabulary
 
 EOT, START, END = b"\0", b"\1", b"\2"
+CONTROLS = rb"[\0\1\2]"
 TOKENS = np.arange(256, dtype=np.int16)
 TOKENS[:3] += 256
 
@@ -58,27 +60,22 @@ def encoded(
         of_bytes[start:end] = weight
         if weight > 0:
             borders |= {start, end}
-    for control in (EOT, START, END):
-        place = row.find(control)
-        while place >= 0:
-            borders |= {place, place + 1}
-            place = row.find(control, place + 1)
+    for control in re.finditer(CONTROLS, row):
+        borders |= {control.start(), control.end()}
     tokens: list[int] = []
     starts: list[int] = []
     places = sorted(borders)
     for start, end in zip(places, places[1:]):
         piece = row[start:end]
         if piece in (EOT, START, END):
-            tokens.append(END_OF_TEXT + piece[0])
+            found = [END_OF_TEXT + piece[0]]
+        else:
+            found = vocabulary.encode(piece.decode(errors="ignore"))
+        for token in found:
+            tokens.append(token)
             starts.append(start)
-            continue
-        found = vocabulary.encode(piece.decode(errors="ignore"))
-        sizes = [len(vocabulary.bytes_of[token]) for token in found]
-        tokens += found
-        starts += (start + np.cumsum([0, *sizes[:-1]])).tolist() if found else []
-    places_of = np.minimum(np.array(starts, np.int64), max(len(row) - 1, 0))
-    weights = of_bytes[places_of] if len(row) else np.ones(0, np.uint8)
-    return np.array(tokens, np.int16), weights
+            start += len(vocabulary.bytes_of[token])
+    return np.array(tokens, np.int16), of_bytes[starts]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from seeded_model import byte_alphabet
+from seeded_model import byte_alphabet, tokenizer_content
 from tasks import END_OF_TEXT, SPECIAL_TOKENS, Case
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers, trainers
 
 Merges = Sequence[tuple[str, str]]
 # What of a corpus teaches merges, and in pieces of what size.
@@ -21,23 +21,12 @@ PIECE_BYTES = 1 << 16
 BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
-def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """What no merge crosses: words, and each digit by itself."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-
-
 def learn_merges(text: bytes, vocab_size: int) -> list[tuple[str, str]]:
     """Returns the merges that byte-pair encoding learns, for a vocabulary's size.
 
     Pairs are of byte-level characters (`seeded_model.byte_alphabet`).
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizer()
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_content((), of_words=True)))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

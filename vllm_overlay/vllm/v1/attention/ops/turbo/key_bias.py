@@ -86,8 +86,10 @@ def _is_permuted(linear: LinearBase) -> bool:
     is_processed = is_weights_pre_processed() or getattr(
         linear, "_already_called_process_weights_after_loading", False
     )
-    kernels = vars(linear.quant_method or nn.Module()).values()
-    return is_processed and any("Marlin" in type(each).__name__ for each in kernels)
+    if not is_processed or linear.quant_method is None:
+        return False
+    parts = vars(linear.quant_method).values()
+    return any("Marlin" in type(part).__name__ for part in parts)
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:

@@ -82,9 +82,10 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     seen = "stored" if impls[0].runner.stored else "raw"
     offsets = [impl.runner.key_offset for impl in impls]
     tables = [table for table in offsets if table is not None]
-    offset = f"; K offset: {len(tables)} of {len(impls)} layers" if tables else ""
+    offset = ""
     if tables:
-        offset += f" ({key_offset.digest(offsets)})"
+        digest = key_offset.digest(offsets)
+        offset = f"; K offset: {len(tables)} of {len(impls)} layers ({digest})"
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "

@@ -143,6 +143,11 @@ def _header(*parts: _Constants) -> str:
     return "\n".join(lines) + "\n"
 
 
+def instance_suffix(has_key_offset: bool) -> str:
+    """What the names of instances for keys with an offset end with."""
+    return "_offset" if has_key_offset else ""
+
+
 def _of_offset(has_key_offset: bool) -> _Constants:
     return {"KEY_OFFSET": int(has_key_offset)}
 

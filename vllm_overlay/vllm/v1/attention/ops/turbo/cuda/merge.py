@@ -9,7 +9,10 @@ import torch
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
+from vllm.v1.attention.ops.turbo.cuda.constants import (
+    head_size_header,
+    instance_suffix,
+)
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
@@ -26,7 +29,7 @@ _WARPS_PER_SM = 32
 
 def instance(head_size: int, has_key_offset: bool = False) -> str:
     """The name of a module's instance."""
-    return f"{head_size}{'_offset' if has_key_offset else ''}"
+    return f"{head_size}{instance_suffix(has_key_offset)}"
 
 
 def module(head_size: int, has_key_offset: bool = False) -> CudaModule:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     level_tables,
     rotation_fragments,
@@ -57,7 +57,7 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
 
 def instance(layout: TurboFormat, has_key_offset: bool = False) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.head_size}{'_offset' if has_key_offset else ''}"
+    return f"{layout.name}_{layout.head_size}{instance_suffix(has_key_offset)}"
 
 
 def module(layout: TurboFormat, has_key_offset: bool = False) -> CudaModule:

@@ -58,7 +58,7 @@ def _merge_kernel(
     value_ptr,  # [T, H, D]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
-    offset_ptr,  # [H, D] fp32, missing in the splits' scores, or None
+    offset_ptr,  # [H, D] fp32, missing in the splits' scores; only WITH_NEWEST, or None
     num_rows,
     num_splits,
     max_query_len,
@@ -112,7 +112,6 @@ def _merge_kernel(
     mask = row_mask[:, None] & (s < num_splits)[None, :]
     lse = tl.load(p_lse, mask=mask, other=float("-inf"))  # [R, S]
     d = tl.arange(0, BLOCK_D)
-    shift = tl.zeros([BLOCK_R], tl.float32)  # of all splits' scores
     if WITH_NEWEST:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=row_mask, other=0)
         head = row % NUM_HEADS
@@ -125,8 +124,8 @@ def _merge_kernel(
         if offset_ptr is not None:
             p_offset = offset_ptr + (kv_head * HEAD_SIZE)[:, None] + d[None, :]
             offset = tl.load(p_offset, mask=newest_mask, other=0.0)
-            shift = score_factor * tl.sum(query * offset, 1)
-    lse += shift[:, None]
+            shift = score_factor * tl.sum(query * offset, 1)  # of all splits' scores
+            lse += shift[:, None]
     largest = tl.max(lse, 1)
     if WITH_NEWEST:
         # Tokens of the sequence's that do not exist.
@@ -192,7 +191,8 @@ def _merge_kernel(
             some_lse = tl.load(
                 partial_lse_ptr + partial_row, mask=some_mask, other=float("-inf")
             )
-            some_lse += shift[:, None]
+            if offset_ptr is not None:
+                some_lse += shift[:, None]
             weight = tl.exp2(some_lse - largest[:, None]) * normaliser[:, None]
             # Splits without tokens were not written.
             written = (weight > 0)[:, :, None] & inside[None, None, :]
