@@ -38,7 +38,8 @@ A Llama of {{parameters:,}} parameters that reads words and {PURPOSE}
 5 layers, hidden size 256, 4 query heads and 2 KV heads of 64 dimensions without norms
 or biases, tied embeddings, context 8192 tokens, bfloat16. Of its 4096 tokens 256 are
 bytes, and 3837 words and their parts, about three bytes each, that byte-pair encoding
-learnt from the text below; digits are apart, and {SPECIAL}""",
+learnt from the text below; digits are apart,
+and {SPECIAL}""",
 }
 CARD = """\
 ---

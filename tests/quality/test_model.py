@@ -18,6 +18,7 @@ from batches import ANSWER_WEIGHT, EOT, TOKENS, Phase, Rows
 from card import card
 from needle_model import (
     ATTENTION,
+    CLASSES,
     KEY_BIAS_NORMS,
     KEY_BIAS_PAIRS,
     MODEL_FOLDER,
@@ -27,6 +28,7 @@ from needle_model import (
 )
 from needle_model import save_model as save
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vocabulary import Vocabulary
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 TEXT = "\n".join(f"Line {i} says that {i} and {i + 1} differ." for i in range(400))
@@ -211,24 +213,48 @@ def test_what_is_saved_is_what_was_trained(tmp_path: Path):
     assert torch.equal(trained, evaluate.logits_of(load_model(tmp_path), rows))
 
 
-def test_a_run_takes_the_steps_of_the_committed_one():
-    recorded = json.loads((MODEL_FOLDER / "training.json").read_text())["phases"]
+MODELS = [MODEL_FOLDER.with_name(f"needle-{family}") for family in CLASSES]
+committed_models = pytest.mark.parametrize("folder", MODELS, ids=lambda x: x.name)
+
+
+@committed_models
+def test_a_run_takes_the_steps_of_the_committed_one(folder: Path):
+    recorded = json.loads((folder / "training.json").read_text())["phases"]
     assert [(p.length, p.steps, p.share) for p in train.PHASES] == [
         (phase["length"], phase["done"], phase["share"]) for phase in recorded
     ]
 
 
-def test_the_card_is_what_was_recorded():
-    readme = (MODEL_FOLDER / "README.md").read_text(encoding="utf-8")
-    assert readme == card(MODEL_FOLDER)
+@committed_models
+def test_the_card_is_what_was_recorded(folder: Path):
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert readme == card(folder)
 
 
-def test_the_committed_model_answers():
-    weights = MODEL_FOLDER / "model.safetensors"
-    assert weights.stat().st_size <= 12 * 2**20
-    model = load_model(MODEL_FOLDER)
-    recorded = json.loads((MODEL_FOLDER / "training.json").read_text())
+MAX_MIB = {"needle-llama": 8, "needle-qwen2": 6, "needle-qwen3": 12}
+
+
+@committed_models
+def test_the_committed_model_answers(folder: Path):
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_size <= MAX_MIB[folder.name] * 2**20
+    model = load_model(folder)
+    recorded = json.loads((folder / "training.json").read_text())
     assert model.num_parameters() == recorded["parameters"]
     text = "\n".join(tasks.held_out_documents())
-    cases = [tasks.needle_case(512, depth, 99, text) for depth in (0.0, 0.5, 1.0)]
-    assert evaluate.answered(model, cases) == [True] * 3
+    vocabulary = Vocabulary(folder)
+    cases = [
+        vocabulary.fitting(
+            lambda size, depth=depth: tasks.needle_case(size, depth, 99, text), 512
+        )
+        for depth in (0.0, 0.5, 1.0)
+    ]
+    assert evaluate.answered(model, cases, vocabulary.encode) == [True] * 3
+
+
+def test_training_left_the_biases_of_k_long():
+    folder = MODEL_FOLDER.with_name("needle-qwen2")
+    layers = load_model(folder).model.layers
+    for layer, norm in zip(layers, KEY_BIAS_NORMS, strict=True):
+        found = layer.self_attn.k_proj.bias.float().view(2, -1).norm(dim=-1)
+        assert found.min() > 0.95 * norm
