@@ -16,6 +16,9 @@ long prompt somewhere. Then, for a turbo dtype beside bf16,
 
 A context that bf16 has no room for has no row of bf16's to be held to.
 
+A row names the steps after which the driver held more beside what PyTorch has reserved:
+it does so in granules, where a kernel is loaded that has not been launched before.
+
 With --kernels a row names those that are launched after the first full step for the
 first time, which a driver loads then, and a turbo dtype may launch none then that bf16
 does not. What watches them takes memory itself.
@@ -76,6 +79,51 @@ def worker_memory(worker: Any) -> dict[str, int]:
         "activations": int(worker.peak_activation_memory),
         "for_cache": int(worker.available_kv_cache_memory_bytes),
     }
+
+
+def watch_steps(worker: Any) -> None:
+    """Has a worker note the steps after which the driver holds more than before."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+
+    def held() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    execute = worker.execute_model
+    before: dict[str, Any] = {"held": held(), "step": {}, "number": 0}
+    worker.grown_after = grown = []
+
+    def note() -> None:
+        now = held()
+        if now > before["held"]:
+            grown.append(before["step"] | {"mib": (now - before["held"]) / MIB})
+        before["held"] = now
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        note()
+        tokens = scheduled.num_scheduled_tokens
+        before["number"] += 1
+        before["step"] = {
+            "step": before["number"],
+            "requests": len(tokens),
+            "tokens": sum(tokens.values()),
+            "longest": max(tokens.values(), default=0),
+        }
+        return execute(scheduled, *args, **kwargs)
+
+    worker.execute_model = execute_model
+    worker.note_step = note
+
+
+def steps_seen(worker: Any) -> list[dict[str, Any]]:
+    """Returns the steps that a worker has noted; none on a CPU."""
+    if not hasattr(worker, "note_step"):
+        return []
+    worker.note_step()
+    return worker.grown_after
 
 
 @contextmanager
@@ -145,6 +193,7 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
         return sum(output.num_cached_tokens or 0 for output in outputs)
 
     rng = random.Random(args.seed + 1)
+    llm.collective_rpc(watch_steps)
     seen = {"start": memory()}
     # One step of all tokens and then one of all sequences.
     length = args.max_num_batched_tokens // args.max_num_seqs
@@ -168,6 +217,7 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
         run_s=run_s,
         cached_tokens=cached,
         memory=seen,
+        driver_grew_after=llm.collective_rpc(steps_seen)[0],
         blocks=cache.num_gpu_blocks,
         block_size=cache.block_size,
         tokens=cache.kv_cache_size_tokens,
