@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
+OFFSETS = "test_cuda_offset.py::test_offsets"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest.
@@ -63,6 +64,29 @@ DEFECTS = {
         "num_tokens < kStepTokens,",
         HIDDEN,
         "extend",
+    ),
+    # Results so far are compared to scores that lack another offset.
+    "decode-offset": Defect(
+        "decode/segment.cuh",
+        "shift(acc, {before.x - after.x, before.y - after.y});",
+        "",
+        OFFSETS,
+        "not extend",
+    ),
+    "extend-offset": Defect(
+        "extend/segment.cuh",
+        "shared.missing[column] - score;",
+        "0.0f;",
+        OFFSETS,
+        "extend",
+    ),
+    # Tokens have the offset of others of their sequence.
+    "store-offset": Defect(
+        "store/params.cuh",
+        "__ldg(params.query_start_loc + seq + 1);",
+        "__ldg(params.query_start_loc + seq);",
+        "test_cuda_offset.py::test_store",
+        "turbo4",
     ),
     # What the kernel before has not written yet is read.
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),

@@ -7,8 +7,9 @@
 
 Steps are as the backend has them: store of a prompt and of new tokens, decode of one
 token and of drafts, uniform and ragged, extend with few and with many queries, merge.
-Each tensor is an allocation of its own size, and scratch is not initialised. With
---defect something is wrong that the tool that begins its name must find.
+Each tensor is an allocation of its own size, and scratch is not initialised. Some
+layouts are run once more with an offset of K. With --defect something is wrong that
+the tool that begins its name must find.
 """
 
 import argparse
@@ -27,8 +28,11 @@ from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    OFFSET_SEGMENT,
     DecodeBatch,
+    KeyOffset,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -73,14 +77,17 @@ def short_sequences(query_len: int) -> list[tuple[int, int]]:
     return [(query_len, query_len + i % 40) for i in range(3 * NUM_SMS)]
 
 
-def batches() -> dict[str, Batch]:
-    """What is run of each layout, by name."""
+def batches(has_offset: bool) -> dict[str, Batch]:
+    """What is run of each layout, by name; with an offset over several segments."""
     decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
     ragged = [(1, 1), (3, 17), (0, 0), (2, 33), (1, 0), (4, 300), (4, 700)]
     # Of four query heads a KV head these are up to 32 queries, and more than 64.
     few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
     many = [(20, 20), (1, 17), (0, 0), (33, 161), (16, 700)]
     one = [(1, length) for length in (1, 17, 0, 33, 700, 2048)]
+    if has_offset:
+        for lens, query_len in ((one, 1), (ragged, 3), (few, 8), (many, 20)):
+            lens.append((query_len, 2 * OFFSET_SEGMENT + 3))
     return {
         "one token": Batch(decode, one, (1, 3, served_splits(6))),
         "drafts": Batch(decode, [(3, n) for n in (3, 17, 2, 33, 700)], (1, 3)),
@@ -108,12 +115,12 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).to(torch.bfloat16).to(DEVICE)
 
 
-def build(cases: list[tuple[TurboFormat, int]]) -> None:
+def build(cases: list[tuple[TurboFormat, int, bool]]) -> None:
     """Build all modules, at once: the compiler is another process."""
     jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
-        for layout, group in cases:
-            for loader in serving_modules(layout, group, 4, 33, DEVICE):
+        for layout, group, has_offset in cases:
+            for loader in serving_modules(layout, group, 4, 33, DEVICE, has_offset):
                 jobs.append(pool.submit(loader.load))
     for job in jobs:
         job.result()
@@ -163,7 +170,9 @@ def filled_cache(
     return cache
 
 
-def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> None:
+def run(
+    layout: TurboFormat, group: int, has_offset: bool, batch: Batch, defect: str | None
+) -> None:
     """Store, then attend with several numbers of splits, to newest tokens too."""
     size, num_heads = layout.head_size, group * NUM_KV_HEADS
     seq_lens = [length for _, length in batch.lens]
@@ -183,6 +192,12 @@ def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> No
     sequences = DecodeBatch(
         num_seqs, device_table, device_lens, batch.query_len, device_starts
     )
+    key_offset = offset = None
+    if has_offset:
+        # Of two segments, and so of what lies beyond them, too.
+        table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
+        key_offset = KeyOffset(table, device_lens, starts.int().to(DEVICE))
+        offset = OffsetScores(query, table, size**-0.5)
     for num_splits in batch.splits:
         for newest in (None, NewestTokens(query, key, value, size**-0.5)):
             rotated = RotatedQuery(
@@ -204,8 +219,11 @@ def run(layout: TurboFormat, group: int, batch: Batch, defect: str | None) -> No
                 query,
                 rotated,
                 size**-0.5,
+                key_offset,
             )
-            batch.attend(rotated, cache, layout, sequences, partials, output, newest)
+            batch.attend(
+                rotated, cache, layout, sequences, partials, output, newest, offset
+            )
             result = output.cpu()
             if defect is None:
                 check(batch, starts, result)
@@ -238,13 +256,18 @@ def main() -> None:
     if args.all and not args.defect:
         sizes = cuda_decode.SUPPORTED_HEAD_SIZES
         chosen = [(n, d, g) for n in TURBO_PRESETS for d in sizes for g in (4, 8)]
-    cases = [(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in chosen]
+    cases = [(TurboFormat.from_cache_dtype(n, d), g, False) for n, d, g in chosen]
+    if not args.defect:
+        cases += [(TurboFormat.from_cache_dtype(n, d), g, True) for n, d, g in SOME]
     build(cases)
-    for layout, group in cases:
-        for name, batch in batches().items():
+    for layout, group, has_offset in cases:
+        for name, batch in batches(has_offset).items():
             if name in WATCHED.get(args.defect, [name]):
-                run(layout, group, batch, args.defect)
-        print(f"{layout.name} {layout.head_size}, {group} queries a head", flush=True)
+                run(layout, group, has_offset, batch, args.defect)
+        end = ", with an offset of K" if has_offset else ""
+        print(
+            f"{layout.name} {layout.head_size}, {group} queries a head{end}", flush=True
+        )
 
 
 if __name__ == "__main__":

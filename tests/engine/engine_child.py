@@ -20,7 +20,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
-from vllm.v1.attention.ops.turbo import key_bias, key_offset
+from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -104,6 +104,17 @@ def without_key_offset() -> Iterator[None]:
         yield
     finally:
         key_bias.set_key_offsets = set_key_offsets
+
+
+@contextmanager
+def short_offset_segments(size: int) -> Iterator[None]:
+    """Lets so many tokens share an offset of K."""
+    served = interface.OFFSET_SEGMENT
+    interface.OFFSET_SEGMENT = size
+    try:
+        yield
+    finally:
+        interface.OFFSET_SEGMENT = served
 
 
 def summarise(output: RequestOutput) -> dict[str, Any]:
@@ -241,6 +252,8 @@ def run_job(job_path: Path, result_path: Path) -> None:
                 stack.enter_context(zeroed_attention())
             if engine["nan_token"] is not None:
                 stack.enter_context(nan_embedding(engine["nan_token"]))
+            if engine["offset_segment"] is not None:
+                stack.enter_context(short_offset_segments(engine["offset_segment"]))
             if engine["without_key_offset"]:
                 stack.enter_context(without_key_offset())
             results[name] = run_engine(engine)

@@ -68,6 +68,7 @@ class Engine:
         may_fail: Whether an error at the start is a result.
         nan_token: A token whose embedding is NaN.
         without_key_offset: Whether K is stored with its bias.
+        offset_segment: Tokens that share an offset of K, if not as many as are served.
 
     """
 
@@ -78,6 +79,7 @@ class Engine:
     may_fail: bool = False
     nan_token: int | None = None
     without_key_offset: bool = False
+    offset_segment: int | None = None
 
 
 BASE_ARGS: dict[str, Any] = {

@@ -15,10 +15,11 @@ arms in turn. One JSON object a line, for each arm and part:
   the cache, where it has room for them; its bytes are those read and written.
 
 The turbo arms run the kernels that would be served, CUDA's where they can be had; the
-``_triton`` arms always run Triton's. bf16 and fp8 are FlashAttention 3; ``_flashinfer``
-is XQA, which vLLM's FlashInfer backend takes on Hopper if it can reach NVIDIA's server,
-and ``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a
-row with its error.
+``_triton`` arms always run Triton's, and ``_offset`` arms take an offset off K, as for
+models that add a bias to it. bf16 and fp8 are FlashAttention 3; ``_flashinfer`` is XQA,
+which vLLM's FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
+``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
+with its error.
 """
 
 import argparse
@@ -62,6 +63,10 @@ ARMS: dict[str, Callable[..., Arm]] = {
     **{dtype: partial(TurboArm, cache_dtype=dtype) for dtype in TURBO_DTYPES},
     **{
         f"{dtype}_triton": partial(TurboArm, cache_dtype=dtype, kernels="triton")
+        for dtype in TURBO_DTYPES
+    },
+    **{
+        f"{dtype}_offset": partial(TurboArm, cache_dtype=dtype, has_key_offset=True)
         for dtype in TURBO_DTYPES
     },
 }  # fmt: skip

@@ -164,6 +164,8 @@ class TurboArm(Arm):
         variant: Block of tokens, warps, stages and registers of Triton's kernel, and
             splits a sequence (0: as served); None: as served.
         cache: Of another arm, to be shared.
+        has_key_offset: Whether an offset is taken off K: what the cache holds is then
+            what is left of the keys.
 
     """
 
@@ -174,10 +176,17 @@ class TurboArm(Arm):
         kernels: str = "auto",
         variant: tuple[int, int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
+        has_key_offset: bool = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
-        from vllm.v1.attention.ops.turbo.interface import Partials, RotatedQuery
+        from vllm.v1.attention.ops.turbo.interface import (
+            OFFSET_SEGMENT,
+            KeyOffset,
+            OffsetScores,
+            Partials,
+            RotatedQuery,
+        )
         from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
 
         super().__init__(batch)
@@ -191,7 +200,19 @@ class TurboArm(Arm):
         )  # fmt: skip
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
-        self.kernels = choose_kernels(kernels, self.layout, group)
+        self.kernels = choose_kernels(
+            kernels, self.layout, group, has_key_offset=has_key_offset
+        )
+        self.offsets = self.scores = self.step_offset = None
+        # By the number of tokens, of one sequence: a graph cannot make them.
+        self.chunk_offsets: dict[int, KeyOffset] = {}
+        if has_key_offset:
+            num_offsets = -(-batch.max_seq_len // OFFSET_SEGMENT)
+            heads_and_size = (shape.num_kv_heads, shape.head_size)
+            self.offsets = torch.randn(num_offsets, *heads_and_size, device=device)
+            self.scores = OffsetScores(batch.query, self.offsets, self.scale)
+            starts = batch.query_start_loc()
+            self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
         self.attend = self.kernels.decode_attention
         self.query_len = 1
         self.options: dict[str, Any] = {}
@@ -218,7 +239,21 @@ class TurboArm(Arm):
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self.kernels.store(self.cache, slots, key, value, self.layout)
+        from vllm.v1.attention.ops.turbo.interface import KeyOffset
+
+        num_tokens = len(slots)
+        if self.offsets is not None and num_tokens not in self.chunk_offsets:
+            bounds = torch.tensor([0, num_tokens], dtype=torch.int32).to(slots.device)
+            offset = KeyOffset(self.offsets, bounds[1:], bounds)
+            self.chunk_offsets[num_tokens] = offset
+        self.kernels.store(
+            self.cache,
+            slots,
+            key,
+            value,
+            self.layout,
+            key_offset=self.chunk_offsets.get(num_tokens),
+        )
 
     def store(self) -> None:
         batch = self.batch
@@ -231,6 +266,7 @@ class TurboArm(Arm):
             batch.query,
             self.rotated_query,
             self.scale,
+            self.step_offset,
         )
 
     def attention(self) -> None:
@@ -250,6 +286,7 @@ class TurboArm(Arm):
             self.partials,
             batch.output,
             NewestTokens(batch.query, batch.key, batch.value, self.scale),
+            self.scores,
             **self.options,
         )
 
@@ -257,11 +294,15 @@ class TurboArm(Arm):
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm.v1.attention.ops.turbo import reference
+        from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
 
         pages = self.cache.cpu()
         rotated = reference.load(pages, slots.cpu(), self.layout)
         held_key, held_value = map(reference.inverse_rotate, rotated)
         held_key *= self.layout.key_codebook.gain
+        if self.offsets is not None:
+            segments = torch.arange(len(slots)) // OFFSET_SEGMENT
+            held_key += self.offsets.cpu()[segments]
         held_key[-1], held_value[-1] = key[-1].cpu(), value[-1].cpu()
         return held_key, held_value
 

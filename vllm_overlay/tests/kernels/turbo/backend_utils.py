@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.kernel_choice import share_kernels, triton_kernels
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
@@ -267,8 +267,8 @@ class Batch:
         """Compare each request to attention over what it is to see.
 
         CUDA's decode attention takes q in int8 by design, so its target is attention
-        from q rounded so. An offset that is taken off cached keys is taken off the
-        others: a softmax does not see it, and what is compared to has no large scores.
+        from q rounded so. The offset of the first segment is taken off all keys: a
+        softmax does not see it, and what is compared to has no large scores.
         """
         offset = impl.runner.key_offset
         chosen = impl.runner.kernels
@@ -284,9 +284,12 @@ class Batch:
             length = context if raw else context + num_queries
             table = self.common.block_table_tensor[row]
             key, value = load_context(self.cache, table, length, impl.runner.layout)
+            if offset is not None:
+                segments = torch.arange(length) // interface.OFFSET_SEGMENT
+                key += (offset - offset[0])[segments.clamp(max=len(offset) - 1)]
             if raw:
                 own = self.key[part].float()
-                key = torch.cat([key, own if offset is None else own - offset])
+                key = torch.cat([key, own if offset is None else own - offset[0]])
                 value = torch.cat([value, self.value[part].float()])
             query, target = self.query[part], None
             if row < num_rounded:

@@ -11,6 +11,7 @@ record what was found, copy the output there.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -67,17 +68,16 @@ def instances(capability: int) -> dict[str, CudaModule]:
     modules = {}
     for size in cuda_decode.SUPPORTED_HEAD_SIZES:
         modules[f"merge {size}"] = cuda_merge.module(size)
-        modules[f"merge {size} offset"] = cuda_merge.module(size, True)
-        for name in TURBO_PRESETS:
+        for name, offset in itertools.product(TURBO_PRESETS, (False, True)):
             layout = TurboFormat.from_cache_dtype(name, size)
-            modules[f"store {name} {size}"] = cuda_store.module(layout)
-            modules[f"store {name} {size} offset"] = cuda_store.module(layout, True)
+            end = " offset" if offset else ""
+            modules[f"store {name} {size}{end}"] = cuda_store.module(layout, offset)
             for width, paired in (("paired", True), ("full", False)):
-                decode = cuda_decode.module(layout, paired, shared_bytes)
-                modules[f"decode {name} {size} {width}"] = decode
+                decode = cuda_decode.module(layout, paired, shared_bytes, offset)
+                modules[f"decode {name} {size} {width}{end}"] = decode
             for columns in cuda_extend.COLUMNS:
-                extend = cuda_extend.module(layout, columns, shared_bytes)
-                modules[f"extend {name} {size} {columns}"] = extend
+                extend = cuda_extend.module(layout, columns, shared_bytes, offset)
+                modules[f"extend {name} {size} {columns}{end}"] = extend
     return modules
 
 

@@ -129,7 +129,7 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     impl.runner.flash_attn = no_flash_attn
     calls: list[int] = [0]  # of the profile run's first batch of all kinds
 
-    def attend(query, kv_cache, layout, batch, partials, output, newest=None) -> None:
+    def attend(query, kv_cache, layout, batch, partials, output, *_) -> None:
         num_partials = partials.lse.shape[0]
         assert num_partials <= 48
         batch.check(output.shape[0])

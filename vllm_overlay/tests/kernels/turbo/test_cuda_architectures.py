@@ -33,8 +33,10 @@ SUBSET = [
     ("decode turbo4 128 paired", 80),
     ("decode turbo3 64 full", 120),
     ("decode k4v3 256 full", 89),
+    ("decode turbo4 128 full offset", 90),
     ("extend turbo4 128 64", 90),
     ("extend turbo3 256 64", 120),
+    ("extend turbo4 128 64 offset", 86),
     ("store turbo4 128", 80),
     ("merge 128", 90),
 ]

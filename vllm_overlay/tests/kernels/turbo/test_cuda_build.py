@@ -443,8 +443,8 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
-    expected = [(LAYOUT, device, False), (128, device, False)]
-    expected += [(LAYOUT, variant, device) for variant in (True, 32, 64)]
+    expected: list[tuple] = [(LAYOUT, device, False), (128, device)]
+    expected += [(LAYOUT, variant, device, False) for variant in (True, 32, 64)]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}

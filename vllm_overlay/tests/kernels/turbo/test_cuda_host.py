@@ -40,6 +40,10 @@ int64_t partials(TensorView partial, TensorView lse, int64_t num_heads,
   return check_partials(partial, lse, num_heads, HEAD_SIZE, num_seqs, query_len);
 }
 void device(TensorView x) { check_device(x.device(), x); }
+void offset(Optional<TensorView> x, bool is_wanted, TensorView like) {
+  int num_offsets;
+  key_offset_of(x, 2, HEAD_SIZE, is_wanted, like.device(), num_offsets);
+}
 // How often the number of a device was worked out, of so many calls.
 int64_t worked_out(int64_t device, int64_t calls) {
   NumberByDevice known;
@@ -54,6 +58,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(vectors, vectors);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(ints, ints);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(partials, partials);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device, device);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset, offset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(worked_out, worked_out);
 """
 # Of cudaError_t.
@@ -270,3 +275,12 @@ def test_partial_results(host):
 def test_tensors_of_a_cpu_are_not_taken(host):
     with pytest.raises(ValueError, match="NVIDIA GPU"):
         host("device")(torch.zeros(1))
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_an_offset_is_for_modules_that_were_compiled_for_it(host, is_wanted):
+    table = torch.zeros(3, 2, LAYOUT.head_size)
+    host("offset")(None, False, table)
+    words = "" if is_wanted else "not "
+    with pytest.raises(ValueError, match=f"module is {words}compiled for it"):
+        host("offset")(None if is_wanted else table, is_wanted, table)

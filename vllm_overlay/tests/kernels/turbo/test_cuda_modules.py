@@ -58,12 +58,11 @@ def served(
     without.
     """
     cuda_store.load(layout, DEVICE, has_key_offset)
-    for with_offset in (has_key_offset, False):
-        cuda_merge.load(layout.head_size, DEVICE, with_offset)
+    cuda_merge.load(layout.head_size, DEVICE)
     for query_len in query_lens:
-        cuda_decode.load(layout, group * query_len, DEVICE)
+        cuda_decode.load(layout, group * query_len, DEVICE, has_key_offset)
     for query_len in extend_lens:
-        cuda_extend.load(layout, group * query_len, DEVICE)
+        cuda_extend.load(layout, group * query_len, DEVICE, has_key_offset)
 
 
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
@@ -113,7 +112,17 @@ def test_names_are_those_of_the_modules(asked, name, head_size, has_key_offset):
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
-    assert len(set(names)) == len(names) == 6 + has_key_offset
+    assert len(set(names)) == len(names) == 6
+
+
+def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
+    """So models without one are served by the same code as before."""
+    names = [
+        {x.name for x in serving_modules(LAYOUT, 1, 8, 48, DEVICE, has_key_offset)}
+        for has_key_offset in (False, True)
+    ]
+    assert names[0] & names[1] == {"merge 128"}
+    assert names[1] - names[0] == {f"{x}_offset" for x in names[0] - names[1]}
 
 
 def test_the_current_device_unless_another_is_named(asked, monkeypatch):

@@ -18,6 +18,7 @@ from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -136,7 +137,11 @@ class Batch:
             qkv[start : start + max(query_len - length, 0)] = math.nan
 
     def decode(
-        self, kernel: str, with_newest: bool, num_splits: int = 8
+        self,
+        kernel: str,
+        with_newest: bool,
+        num_splits: int = 8,
+        offset: OffsetScores | None = None,
     ) -> torch.Tensor:
         """(T, Hq, D); scratch and output are NaN before."""
         num_partials = len(self.seq_lens) * self.query_len * num_splits
@@ -162,6 +167,7 @@ class Batch:
             Partials(partial, partial[:, :, 0].contiguous()),
             output,
             newest if with_newest else None,
+            offset,
         )
         return output
 

@@ -115,11 +115,16 @@ class Cut(NamedTuple):
     aligned: bool
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "offset"])
+def has_key_offset(request) -> bool:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
+def program(tmp_path_factory, has_key_offset) -> Path:
     folder = tmp_path_factory.mktemp("partition")
     (folder / "cuda_fp16.h").write_text(SHIM)
-    (folder / HEADER_NAME).write_text(layout_header(LAYOUT))
+    (folder / HEADER_NAME).write_text(layout_header(LAYOUT, has_key_offset))
     (folder / "main.cpp").write_text(PROGRAM)
     assert COMPILER is not None
     command: list[str | Path] = [COMPILER, "-std=c++17", "-O1", "-pthread"]
@@ -142,10 +147,15 @@ def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
     return [Cut(a, b, c, bool(d)) for a, b, c, d in rows]
 
 
-def check(case: Case, cut: Cut) -> None:
-    """Ranges hold every tile, of no pass more than there are splits."""
+def check(case: Case, cut: Cut, has_key_offset: bool) -> None:
+    """Ranges hold every tile, of no pass more than there are splits. With an offset of
+    K they begin at even tiles of a sequence, for both of a pair are to have the same.
+    """
     assert cut.team_size in (1, 4) and case.num_warps % cut.team_size == 0
     tiles = [-(-length // TILE_TOKENS) for length in case.seq_lens]
+    if has_key_offset:
+        tiles = [tile + tile % 2 for tile in tiles]
+        assert cut.range % 2 == 0 or not any(tiles)
     counted = [n for n in tiles for _ in range(case.num_passes)]
     if cut.range == 0:
         assert not any(tiles) and cut.num_ranges == 0
@@ -163,15 +173,15 @@ def check(case: Case, cut: Cut) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("num_seqs", [1, 2, 31, 32, 33, 300])
-def test_sequences_without_cached_tokens(program, num_splits, num_seqs):
+def test_sequences_without_cached_tokens(program, has_key_offset, num_splits, num_seqs):
     """Prompts of one token and padding have no tiles, and no range."""
     case = Case(8, 1584, num_splits, [0] * num_seqs)
     (cut,) = cut_all(program, [case])
     assert cut.num_ranges == 0
-    check(case, cut)
+    check(case, cut, has_key_offset)
 
 
-def test_random_batches(program):
+def test_random_batches(program, has_key_offset):
     generator = random.Random(0)
     cases = []
     for _ in range(600):
@@ -185,6 +195,6 @@ def test_random_batches(program):
         cases.append(Case(num_passes, num_warps, num_splits, lengths))
     cuts = cut_all(program, cases)
     for case, cut in zip(cases, cuts):
-        check(case, cut)
+        check(case, cut, has_key_offset)
     assert {cut.team_size for cut in cuts} == {1, 4}
     assert {cut.aligned for cut in cuts} == {False, True}

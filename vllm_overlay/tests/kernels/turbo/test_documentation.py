@@ -120,6 +120,13 @@ def other_backend_reasons() -> Iterator[str]:
         yield from (reason for reason in reasons if "kv_cache_dtype" in reason)
 
 
+def update_alone(config: VllmConfig) -> None:
+    """A layer with an offset of K stores tokens that are not the step's."""
+    impl = make_impl(config)
+    impl.runner.key_offset = torch.ones(1, 1, 64)
+    impl.do_kv_cache_update(None, *[torch.zeros(1, 1, 64)] * 4)
+
+
 def test_the_list_of_reasons_is_complete(config, monkeypatch):
     """``REASONS``, from which the documentation's table is checked, has all that is
     refused in any case here, and nothing else.
@@ -140,6 +147,7 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
         partial(make_builder, transfer_config(config, True), make_spec()),
         partial(forward, output_scale=torch.ones(())),
         partial(check_layer, "layers.1.attn", own_layer, config),
+        partial(update_alone, config),
     ]
     reasons = [reason for call in calls for reason in reasons_of(call)]
     for platform in ("is_rocm", "is_xpu"):

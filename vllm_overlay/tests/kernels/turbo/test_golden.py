@@ -19,6 +19,7 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 
 from .utils import all_head_sizes, all_presets
 
@@ -71,13 +72,14 @@ def stored_with_offset(
     offset = long_offset(layout.head_size)
     key, value = vectors(layout.head_size)
     cache = empty_page(layout).to(device)
+    bounds = torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device=device)
     store(
         cache,
         torch.arange(NUM_TOKENS, device=device),
         (key.float() + offset).bfloat16().to(device),
         value.to(device),
         layout,
-        key_offset=offset.to(device),
+        key_offset=KeyOffset(offset[None].to(device), bounds[1:], bounds),
     )
     return cache.cpu()
 

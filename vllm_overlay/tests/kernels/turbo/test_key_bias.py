@@ -33,7 +33,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.turbo import key_bias, key_offset
-from vllm.v1.attention.ops.turbo.key_offset import mean_rotated
+from vllm.v1.attention.ops.turbo.key_offset import mean_rotary, mean_rotated
 
 from .backend_utils import make_vllm_config
 from .utils import BF16
@@ -210,9 +210,10 @@ def test_layers_with_a_bias_have_an_offset(config):
     found_bias(modules[3]).zero_()
     unrotated, rotated, *others = set_offsets(*modules)
     bias = found_bias(modules[0]).float()
-    assert torch.equal(unrotated, bias)
-    assert torch.equal(rotated, mean_rotated(bias, modules[1].rotary_emb))
-    assert not torch.equal(rotated, bias)
+    assert torch.equal(unrotated, bias[None])
+    rotary = mean_rotary(modules[1].rotary_emb)
+    assert torch.equal(rotated, mean_rotated(bias, rotary))
+    assert not torch.equal(rotated[0], bias)
     assert others == [None, None, None]
 
 
@@ -241,7 +242,7 @@ def test_ranks_have_their_heads_of_one_table(config, monkeypatch, num_ranks):
             load_biases(module.qkv_proj)
             found += set_offsets(module)
     replicas = max(num_ranks // KV_HEADS, 1)
-    assert torch.equal(torch.cat(found), table.repeat_interleave(replicas, 0))
+    assert torch.equal(torch.cat(found, 1), table.repeat_interleave(replicas, 1))
 
 
 def test_weights_that_are_loaded_again_leave_the_offset(config):

@@ -11,11 +11,18 @@ import torch
 from torch import nn
 
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.v1.attention.ops.turbo import key_offset
+from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
-from vllm.v1.attention.ops.turbo.key_offset import digest, find_rotary, mean_rotated
+from vllm.v1.attention.ops.turbo.key_offset import (
+    digest,
+    find_rotary,
+    mean_rotary,
+    mean_rotated,
+)
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
 
 from .backend_utils import (
     BATCHES,
@@ -35,54 +42,89 @@ from .backend_utils import (
 from .test_golden import FILE as GOLDEN
 from .test_golden import digest as digest_of_bytes
 from .test_golden import stored_with_offset
-from .utils import BF16, DEVICE, FP16, all_presets, gaussian, requires_triton
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    all_presets,
+    gaussian,
+    requires_triton,
+)
+
+# Kernels natively are compiled for the segments that are served.
+SEGMENT = interface.OFFSET_SEGMENT if ON_GPU else 64
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
 
 
 def long_offset() -> torch.Tensor:
-    """A norm of some 400 a head, in few coordinates, other ones of each head."""
+    """(G, H, D): a norm of some 400 a head, in few coordinates, other ones of each
+    head, and of each segment one of some 20 beside it.
+    """
     offset = torch.zeros(NUM_KV_HEADS, HEAD_SIZE)
     for head in range(NUM_KV_HEADS):
         offset[head, 5 + head :: 17] = torch.tensor([200.3, -150.7, 250.1, 199.9])[
             : len(offset[head, 5 + head :: 17])
         ]
-    return offset.to(DEVICE)
+    own = 20 / math.sqrt(HEAD_SIZE) * gaussian(9, NUM_KV_HEADS, HEAD_SIZE, seed=5)
+    return offset.to(DEVICE) + own
 
 
 def batch_with_offset(impl, requests: list[tuple[int, int]]) -> Batch:
     """Whose keys have the layer's offset; of what is cached it was taken off."""
     batch = Batch.make(impl, requests)
-    batch.key += impl.runner.key_offset.to(batch.key.dtype)
+    places = [context + i for queries, context in requests for i in range(queries)]
+    table = impl.runner.key_offset
+    segments = (torch.tensor(places) // SEGMENT).clamp(max=len(table) - 1)
+    batch.key[: len(places)] += table[segments].to(batch.key.dtype)
     return batch
 
 
-CASES = ["mixed", "prefix hits", "context of several pieces"]
+# Requests at borders of segments, in all segments and beyond the table.
+BORDERS = {
+    "decodes at borders": [
+        (1, SEGMENT - 1), (1, SEGMENT), (1, 10 * SEGMENT + 5), (1, 0), (1, 2 * SEGMENT)
+    ],
+    "prefills at borders": [
+        (1, SEGMENT + 9), (40, SEGMENT - 20), (50, 0), (33, 2 * SEGMENT + 1)
+    ],
+    "a chunk of three segments": [(2, SEGMENT), (SEGMENT + 20, SEGMENT - 10)],
+}  # fmt: skip
+CASES = {name: BATCHES[name] for name in ("mixed", "prefix hits")} | BORDERS
 
 
 @requires_triton
 @prefill_modes
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [BF16])
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_batches(tmp_path: Path, case, mode, dtype, path, monkeypatch):
-    set_scratch(monkeypatch, piece_tokens=128)
+    # So few splits that some have tokens of several segments.
+    set_scratch(monkeypatch, partials=4, piece_tokens=2 * SEGMENT)
     config = make_vllm_config(tmp_path, "turbo4", dtype, mode)
     impl = make_impl(config)
     impl.runner.key_offset = long_offset()
     set_path(impl, path)
-    batch = batch_with_offset(impl, BATCHES[case])
+    batch = batch_with_offset(impl, CASES[case])
     metadata = make_builder(config, impl).build(0, batch.common)
     batch.check(impl, batch.run(impl, metadata, path))
 
 
 @requires_triton
+@prefill_modes
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
-def test_drafts(tmp_path: Path, path):
-    """Of mixed lengths, the last with a request that has no cached tokens."""
-    config = with_drafts(make_vllm_config(tmp_path, "turbo4", BF16), 2)
+def test_drafts(tmp_path: Path, mode, path):
+    """Of mixed lengths, at a border, the last with a request without cached tokens."""
+    config = with_drafts(make_vllm_config(tmp_path, "turbo4", BF16, mode), 2)
     impl = make_impl(config)
     impl.runner.key_offset = long_offset()
     set_path(impl, path)
-    batch = batch_with_offset(impl, [(3, 31), (1, 70), (2, 95), (3, 0)])
+    requests = [(3, 31), (1, 2 * SEGMENT - 1), (2, 95), (3, SEGMENT - 1), (3, 0)]
+    batch = batch_with_offset(impl, requests)
     metadata = make_builder(config, impl).build(0, batch.common)
     batch.check(impl, batch.run(impl, metadata, path))
 
@@ -98,21 +140,75 @@ def test_paths_store_the_same_bytes(tmp_path: Path, dtype, path):
     set_path(impl, path)
     caches = []
     for each in ("torch", path):
-        batch = batch_with_offset(impl, BATCHES["mixed"])
+        batch = batch_with_offset(impl, BORDERS["prefills at borders"])
         metadata = make_builder(config, impl).build(0, batch.common)
         batch.run(impl, metadata, each)
         caches.append(batch.cache)
     assert torch.equal(caches[0], caches[1])
-    updated = batch_with_offset(impl, BATCHES["mixed"])
-    num_tokens = updated.common.num_actual_tokens
-    impl.do_kv_cache_update(
-        None,
-        updated.key,
-        updated.value,
-        updated.cache,
-        updated.common.slot_mapping[:num_tokens],
-    )
-    assert torch.equal(updated.cache, caches[0])
+
+
+@requires_triton
+def test_a_cache_that_is_updated_alone_has_the_same_bytes(tmp_path: Path):
+    """By the step's places; of other tokens nobody knows theirs."""
+    config = make_vllm_config(tmp_path, "turbo4")
+    impl = make_impl(config)
+    impl.runner.key_offset = long_offset()
+    set_path(impl, KERNELS[0])
+    requests = BORDERS["prefills at borders"]
+    batch, updated = (batch_with_offset(impl, requests) for _ in range(2))
+    metadata = make_builder(config, impl).build(0, batch.common)
+    batch.run(impl, metadata, KERNELS[0])
+    layer = config.compilation_config.static_forward_context["layers.0.attn"]
+
+    def update(slot_mapping: torch.Tensor) -> None:
+        with set_forward_context({layer.layer_name: metadata}, config):
+            impl.do_kv_cache_update(
+                layer, updated.key, updated.value, updated.cache, slot_mapping
+            )
+
+    with pytest.raises(NotImplementedError, match="beside the forward pass"):
+        update(metadata.slot_mapping.clone())
+    update(metadata.slot_mapping)
+    assert torch.equal(updated.cache, batch.cache)
+
+
+def test_each_token_has_its_segments_offset():
+    """With requests that have no tokens, and with padding."""
+    table = torch.arange(3.0).view(3, 1, 1)
+    # Of sequences 0, 2, 3 and 5: the other two have no tokens.
+    starts = torch.tensor([0, 2, 2, 5, 6, 6, 9], dtype=torch.int32)
+    ends = [SEGMENT + 1, 7, 3, 5 * SEGMENT, 1, 2 * SEGMENT + 1]
+    offset = interface.KeyOffset(table, torch.tensor(ends, dtype=torch.int32), starts)
+    found = reference.offset_segments(offset, 11)
+    assert found.tolist()[:9] == [0, 1, 0, 0, 0, 2, 1, 1, 2]
+    assert found.min() >= 0 and found.max() < 3
+
+
+def test_requests_are_cut_where_segments_end():
+    starts = torch.tensor([0, 10, 10 + SEGMENT, 10 + 3 * SEGMENT], dtype=torch.int32)
+    lens = torch.tensor([SEGMENT, SEGMENT + 1, 3 * SEGMENT - 1], dtype=torch.int32)
+    cut = planning.cut_at_segments(starts, lens)
+    assert [x.tolist() for x in cut] == [
+        [0, 10, 9 + SEGMENT, 10 + SEGMENT, 11 + SEGMENT, 11 + 2 * SEGMENT]
+        + [10 + 3 * SEGMENT],
+        [SEGMENT, SEGMENT, SEGMENT + 1, SEGMENT, 2 * SEGMENT, 3 * SEGMENT - 1],
+        [0, 1, 1, 2, 2, 2],
+    ]
+
+
+@pytest.mark.parametrize("piece_tokens", [SEGMENT // 4, SEGMENT, 8 * SEGMENT])
+def test_a_piece_has_tokens_of_one_segment(piece_tokens):
+    lens = torch.tensor([0, 2 * SEGMENT + 3, 0], dtype=torch.int32)
+    if piece_tokens == 8 * SEGMENT:
+        lens = torch.tensor([0, 2 * SEGMENT + 3, 7, SEGMENT], dtype=torch.int32)
+    seen = [[] for _ in lens]
+    for starts, cu_lens in planning.plan_context(lens, piece_tokens, True):
+        assert cu_lens[-1] <= piece_tokens
+        for tokens, first, length in zip(seen, starts.tolist(), cu_lens.diff()):
+            tokens += range(first, first + int(length))
+            if length:
+                assert first // SEGMENT == (first + int(length) - 1) // SEGMENT
+    assert seen == [list(range(length)) for length in lens]
 
 
 @requires_triton
@@ -164,25 +260,28 @@ def make_rope(tmp_path: Path, name: str, dtype: torch.dtype = torch.float32):
         )
 
 
-def mean_of_keys(rope: nn.Module, bias: torch.Tensor, count: int) -> torch.Tensor:
+def mean_of_keys(rope: nn.Module, bias: torch.Tensor, segment: int) -> torch.Tensor:
     """By RoPE itself, a position at a time, in fp32."""
     total = torch.zeros_like(bias, dtype=torch.float64)
-    for position in range(0, count):
+    for position in range(segment * SEGMENT, (segment + 1) * SEGMENT):
         key = bias.flatten()[None].clone()
         positions = torch.tensor([position])
         total += rope.forward_native(positions, key.clone(), key)[1].view_as(bias)
-    return (total / count).float()
+    return (total / SEGMENT).float()
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_the_offset_is_the_mean_of_the_rotated_bias(tmp_path: Path, name, monkeypatch):
-    monkeypatch.setattr(key_offset, "NUM_POSITIONS", 1500)
+def test_the_offset_is_the_mean_of_the_rotated_bias(tmp_path: Path, name):
     bias = 30 * gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).cpu()
-    found = mean_rotated(bias, make_rope(tmp_path, name))
-    expected = mean_of_keys(make_rope(tmp_path, name), bias, 1500)
-    assert (found - expected).abs().max() < 1e-4 * bias.abs().max()
+    rope = make_rope(tmp_path, name)
+    found = mean_rotated(bias, mean_rotary(rope))
+    assert len(found) == -(-rope.cos_sin_cache.shape[0] // SEGMENT)
+    for segment in (0, 1, 7):
+        expected = mean_of_keys(make_rope(tmp_path, name), bias, segment)
+        assert (found[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
     # Fast pairs come round, slow ones hardly move.
-    assert not torch.allclose(found, bias, atol=1.0)
+    assert not torch.allclose(found[0], bias, atol=1.0)
+    assert not torch.allclose(found[0], found[7], atol=1.0)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -190,7 +289,7 @@ def test_the_offset_does_not_depend_on_the_dtype(tmp_path: Path, name):
     bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
     ropes = [make_rope(tmp_path, name, dtype) for dtype in (torch.float32, BF16)]
     tables = [rope.cos_sin_cache.clone() for rope in ropes]
-    first, second = (mean_rotated(bias, rope) for rope in ropes)
+    first, second = (mean_rotated(bias, mean_rotary(rope)) for rope in ropes)
     assert torch.equal(first, second)
     # Nor have the model's own become others.
     for rope, table in zip(ropes, tables):
@@ -200,21 +299,26 @@ def test_the_offset_does_not_depend_on_the_dtype(tmp_path: Path, name):
 
 def test_without_a_rotation_the_offset_is_the_bias():
     bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
-    assert torch.equal(mean_rotated(bias, None), bias.float().cpu())
+    assert torch.equal(mean_rotated(bias, None), bias.float().cpu()[None])
     assert find_rotary(nn.Sequential(nn.Linear(2, 2))) is None
 
 
 @requires_triton
 @pytest.mark.parametrize("scale", [0.125, math.pi])
 def test_scores_of_the_offset_join_the_lse(scale):
+    """Of each request, its piece's segment."""
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
 
-    query = gaussian(2, 37, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]
-    offset = 100 * gaussian(3, HEAD_SIZE, seed=2)
-    lse = gaussian(6, 37, seed=3)
-    expected = query.double() * offset.double().repeat_interleave(2, 0)
+    query = gaussian(2, 77, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]
+    table = 100 * gaussian(2, 3, HEAD_SIZE, seed=2)
+    lse = gaussian(6, 77, seed=3)
+    ends = torch.tensor([0, 37, 37, 40, 77], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([SEGMENT - 1, 0, 0, 5 * SEGMENT], dtype=torch.int32)
+    segments = torch.tensor([0] * 40 + [1] * 37)
+    expected = query.double() * table[segments].double().repeat_interleave(2, 1)
     expected = lse + scale * expected.sum(-1).T
-    add_offset_scores(lse, query, offset, scale)
+    offset = interface.OffsetScores(query, table, scale)
+    add_offset_scores(lse, offset, ends, 37, starts.to(DEVICE))
     assert (lse - expected).abs().max() < 1e-5 * expected.abs().max()
 
 

@@ -20,7 +20,9 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
+    KeyOffset,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -53,6 +55,8 @@ def store(
     query_scale: torch.Tensor,
     factor: float,
     key_offset: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
     *tuning: int,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import store as triton_store
@@ -67,7 +71,9 @@ def store(
         query,
         RotatedQuery(rotated_query, query_scale),
         scale,
-        key_offset,
+        None
+        if key_offset is None
+        else KeyOffset(key_offset, seq_lens, query_start_loc),
     )
 
 
@@ -84,6 +90,9 @@ def attend(
     num_seqs: int,
     query_len: int,
     with_newest: bool,
+    query: torch.Tensor,
+    key_offset: torch.Tensor | None,
+    factor: float,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
@@ -99,6 +108,9 @@ def attend(
             Partials(partial_output, partial_lse),
             rotated_query,
             newest if with_newest else None,
+            None
+            if key_offset is None
+            else OffsetScores(query, key_offset, factor / LOG2_E),
         )
 
 
@@ -113,7 +125,6 @@ def merge(
     num_kv_heads: int,
     with_newest: bool,
     factor: float,
-    key_offset: torch.Tensor | None,
     query_start_loc: torch.Tensor | None,
     num_seqs: int,
     query_len: int,
@@ -121,7 +132,7 @@ def merge(
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
-    newest = NewestTokens(query, key, value, factor / LOG2_E, key_offset)
+    newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
         Partials(partial_output, partial_lse),

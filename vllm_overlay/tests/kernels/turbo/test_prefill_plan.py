@@ -92,15 +92,16 @@ def test_limits():
         prefill_limits(LayerShape(32, 8, 128, BF16), stored) for stored in (False, True)
     ]
     slice_tokens = ROW_BYTES // (32 * 128 * 2)
-    assert of_llama == [(slice_tokens, PIECE_BYTES // (2 * 8 * 128 * 2), None)] * 2
+    piece_tokens = PIECE_BYTES // (2 * 8 * 128 * 2)
+    assert of_llama == [PrefillLimits(slice_tokens, piece_tokens)] * 2
     piece_tokens = PIECE_BYTES // (2 * 32 * 128 * 2)
     of_mha = [
         prefill_limits(LayerShape(32, 32, 128, BF16), stored)
         for stored in (False, True)
     ]
     assert of_mha == [
-        (slice_tokens, piece_tokens, None),
-        (piece_tokens, piece_tokens, None),
+        PrefillLimits(slice_tokens, piece_tokens),
+        PrefillLimits(piece_tokens, piece_tokens),
     ]
 
 

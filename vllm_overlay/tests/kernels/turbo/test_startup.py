@@ -80,7 +80,7 @@ def test_layers_with_an_offset_of_k_are_counted(monkeypatch, tmp_path):
     impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
     assert "offset" not in describe_cache(impls)
     for impl in impls[1:]:
-        impl.runner.key_offset = torch.ones(2, 128)
+        impl.runner.key_offset = torch.ones(1, 2, 128)
     line = describe_cache(impls)
     assert re.search(r"raw K and V; K offset: 2 of 3 layers \([0-9a-f]{8}\)\.$", line)
 

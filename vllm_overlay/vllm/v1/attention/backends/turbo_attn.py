@@ -18,6 +18,7 @@ from vllm.config import (
     get_layers_from_vllm_config,
 )
 from vllm.config.cache import CacheDType
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -334,7 +335,28 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store K and V only: for callers that update the cache by themselves."""
+        """Store K and V only: for callers that update the cache by themselves.
+
+        Raises:
+            NotImplementedError: If an offset is taken off K, and the tokens are not
+                those of the forward pass, whose places in their sequences are known.
+
+        """
+        offset = None
+        if self.runner.key_offset is not None:
+            step = None
+            if is_forward_context_available():
+                step = get_forward_context().attn_metadata
+            if isinstance(step, dict):
+                step = step.get(layer.layer_name)
+            if (
+                not isinstance(step, TurboMetadata)
+                or slot_mapping.data_ptr() != step.slot_mapping.data_ptr()
+            ):
+                raise NotImplementedError(
+                    refusals.refusal(self.kv_cache_dtype, [refusals.FOREIGN_TOKENS])
+                )
+            offset = step.key_offset(self.runner.key_offset)
         kernels = self.runner.kernels
         store = reference.store if kernels is None else kernels.store
         store(
@@ -343,7 +365,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             key,
             value,
             self.runner.layout,
-            key_offset=self.runner.key_offset,
+            key_offset=offset,
         )
 
 
@@ -395,6 +417,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self.prefill_limits = prefill_limits(
             max((runner.shape for runner in runners), key=lambda x: x.num_heads),
             self.stored,
+            any(runner.key_offset is not None for runner in runners),
         )
         log_turbo_cache(vllm_config)
 
@@ -449,6 +472,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             slot_mapping=common.slot_mapping[: common.num_actual_tokens],
             seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc,
             block_table=common.block_table_tensor,
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,

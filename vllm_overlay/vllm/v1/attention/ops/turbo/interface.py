@@ -15,6 +15,8 @@ CUDA, TRITON = "CUDA", "Triton"
 LOG2_E = 1.4426950408889634
 # Splits a sequence is cut into at most; sizes the partial results.
 MAX_KV_SPLITS = 64
+# Tokens of a sequence that share an offset of K: see ``key_offset``.
+OFFSET_SEGMENT = 2048
 
 
 class DecodeBatch(NamedTuple):
@@ -96,8 +98,6 @@ class NewestTokens(NamedTuple):
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
-        key_offset: (H, D) fp32, contiguous: what was taken off the cached keys, and is
-            missing in their scores; None if nothing was.
 
     """
 
@@ -105,7 +105,38 @@ class NewestTokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
-    key_offset: torch.Tensor | None = None
+
+
+class KeyOffset(NamedTuple):
+    """What the store takes off K, by a token's place in its sequence.
+
+    Attributes:
+        table: (G, H, D) fp32, contiguous: of the tokens from g * ``OFFSET_SEGMENT`` on;
+            the last also of all that follow.
+        seq_lens: (R,) int32 lengths of the step's sequences, query tokens included.
+        query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
+            Tokens past the last are padding.
+
+    """
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+
+class OffsetScores(NamedTuple):
+    """What the scores of cached keys get back: q.m.
+
+    Attributes:
+        query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous.
+        table: (G, H, D) fp32, contiguous: see ``KeyOffset``.
+        scale: Softmax scale.
+
+    """
+
+    query: torch.Tensor
+    table: torch.Tensor
+    scale: float
 
 
 class StoreFn(Protocol):
@@ -121,7 +152,7 @@ class StoreFn(Protocol):
         query: torch.Tensor | None = None,
         rotated_query: RotatedQuery | None = None,
         scale: float = 1.0,
-        key_offset: torch.Tensor | None = None,
+        key_offset: KeyOffset | None = None,
     ) -> None:
         """Store T tokens, and rotate Tq queries.
 
@@ -135,8 +166,7 @@ class StoreFn(Protocol):
             rotated_query: Of Tq queries, written; may share memory with what becomes
                 the output.
             scale: Softmax scale, which goes into ``rotated_query.scale``.
-            key_offset: (H, D) fp32, contiguous: what is taken off K first; None to
-                take nothing (see ``key_offset``).
+            key_offset: What is taken off K first; None to take nothing.
 
         """
 
@@ -153,6 +183,7 @@ class AttentionFn(Protocol):
         partials: Partials,
         output: torch.Tensor,
         newest: NewestTokens | None = None,
+        offset: OffsetScores | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -166,6 +197,8 @@ class AttentionFn(Protocol):
             output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
             newest: The query tokens, to be attended to in place of what the cache holds
                 of them; None to read them from the cache.
+            offset: What was taken off the cached keys, and is missing in their scores;
+                None if nothing was.
 
         """
 

@@ -18,6 +18,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import key_offset
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
@@ -128,6 +129,7 @@ def set_key_offsets(model: nn.Module) -> None:
         model: A model with its checkpoint's weights, not processed yet.
 
     """
+    means: dict[nn.Module | None, RotaryEmbeddingBase | None] = {None: None}
     for layer, parent in turbo_layers(model):
         if hasattr(layer, key_offset.BUFFER) or is_normalised(parent):
             continue
@@ -137,7 +139,10 @@ def set_key_offsets(model: nn.Module) -> None:
         bias = found[1]
         if not bias.any():
             continue
-        offset = key_offset.mean_rotated(bias, key_offset.find_rotary(parent))
+        rotary = key_offset.find_rotary(parent)
+        if rotary is not None and rotary not in means:
+            means[rotary] = key_offset.mean_rotary(rotary)
+        offset = key_offset.mean_rotated(bias, means[rotary])
         layer.register_buffer(
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )

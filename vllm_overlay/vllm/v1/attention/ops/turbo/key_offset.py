@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The offset that is taken off K before it is stored, of models that add a bias to it.
 
-For any vector m, q.k = q.(k - m) + q.m. What is stored is k - m, and whoever compares
-the scores of cached keys with those of others adds q.m to the former; among themselves
-nothing has to be added, for a softmax does not see what all scores have in common. So
-m decides on quality alone. It is the mean of the rotated bias over a context's first
-positions: a bias lies in coordinates that turn slowly, so that most of it is in the
-mean, and the codes are left to what differs between keys.
+For any vector m, q.k = q.(k - m) + q.m. What is stored is k - m, and the scores of
+cached keys get q.m back, in fp32 and of the query as it is. So m decides on quality
+alone, and may be another for each token. It is the mean of the rotated bias over
+segments of a sequence: a bias lies in coordinates that turn slowly, so that most of it
+is in the mean, and the codes are left to what differs between keys.
 
 m follows from the checkpoint's bias, from RoPE and from ``VERSION``: not from lengths,
 ranks, dtypes or devices. Equal checkpoints make equal bytes.
@@ -21,13 +20,10 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.v1.attention.ops.turbo import interface
 
 # Of the rule below: another changes the bytes of models with a bias.
-VERSION = 1
-# Positions that the mean is taken over.
-NUM_POSITIONS = 2048
-# Of these, how many are rotated at a time.
-_CHUNK = 1024
+VERSION = 2
 # The buffer of an attention layer. Sleeping engines keep buffers, and no other tensor.
 BUFFER = "turbo_key_offset"
 
@@ -38,48 +34,46 @@ def find_rotary(parent: nn.Module) -> RotaryEmbeddingBase | None:
     return next(found, None)
 
 
-def _exact_copy(rotary: RotaryEmbeddingBase) -> RotaryEmbeddingBase:
-    """A copy on the CPU whose cosines and sines are not rounded to the model's dtype.
+def mean_rotary(rotary: RotaryEmbeddingBase) -> RotaryEmbeddingBase:
+    """A copy on the CPU whose position g rotates as segment g does on average.
 
-    The layer's own would change its cache for another dtype.
+    Its cosines and sines are means over the segment's positions; a rotation is linear
+    in them. They are made anew, in fp32: the layer's own are rounded to the model's
+    dtype, and calling it with another would change them.
     """
-    exact = copy.deepcopy(rotary).cpu()
+    means = copy.deepcopy(rotary).cpu()
     with torch.device("cpu"):
         try:
-            table = exact._compute_cos_sin_cache()
+            table = means._compute_cos_sin_cache()
         except TypeError:  # of a class that has several
-            table = exact.cos_sin_cache
-    exact.cos_sin_cache = table.float()
-    return exact
+            table = means.cos_sin_cache
+    segments = table.double().split(interface.OFFSET_SEGMENT)
+    means.cos_sin_cache = torch.stack([x.mean(0) for x in segments]).float()
+    return means
 
 
 @torch.no_grad()
 def mean_rotated(
     bias: torch.Tensor, rotary: RotaryEmbeddingBase | None
 ) -> torch.Tensor:
-    """The mean of a rotated bias over the first positions.
+    """The mean of a rotated bias over each segment of the positions.
 
     Args:
         bias: (H, D), of any dtype, on any device.
-        rotary: How K is rotated; None if it is not.
+        rotary: How K is rotated, from ``mean_rotary``; None if it is not.
 
     Returns:
-        (H, D) fp32 on the CPU.
+        (G, H, D) fp32 on the CPU: of as many segments as RoPE has positions for.
 
     """
     bias = bias.detach().to("cpu", torch.float32)
     if rotary is None:
-        return bias.clone()
-    exact = _exact_copy(rotary)
-    num_positions = min(NUM_POSITIONS, exact.cos_sin_cache.shape[0])
-    total = torch.zeros(bias.shape, dtype=torch.float64)
-    for first in range(0, num_positions, _CHUNK):
-        positions = torch.arange(first, min(first + _CHUNK, num_positions))
-        key = bias.flatten().repeat(len(positions), 1)
-        _, rotated = exact.forward_native(positions, key.clone(), key)
-        assert rotated is not None
-        total += rotated.view(-1, *bias.shape).double().sum(0)
-    return (total / num_positions).float()
+        return bias[None].clone()
+    segments = torch.arange(rotary.cos_sin_cache.shape[0])
+    key = bias.flatten().repeat(len(segments), 1)
+    _, rotated = rotary.forward_native(segments, key.clone(), key)
+    assert rotated is not None
+    return rotated.view(-1, *bias.shape).contiguous()
 
 
 def digest(offsets: Iterable[torch.Tensor | None]) -> str:
@@ -87,8 +81,8 @@ def digest(offsets: Iterable[torch.Tensor | None]) -> str:
     that say the same.
 
     Args:
-        offsets: (H, D) fp32 of this rank's layers, in their order; None where keys are
-            stored as they are.
+        offsets: (G, H, D) fp32 of this rank's layers, in their order; None where keys
+            are stored as they are.
 
     """
     found = hashlib.sha256(f"K offset {VERSION}".encode())

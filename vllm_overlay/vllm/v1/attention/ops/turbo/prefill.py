@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.fa_utils import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import OffsetScores
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     CachedRequests,
@@ -56,11 +57,15 @@ def _attend_to_requests(
     scratch: PrefillScratch,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
+    offset: OffsetScores | None,
 ) -> torch.Tensor:
     """Attention to all pieces of some requests, in rotated space, into ``output``;
     returns its LSE.
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        add_offset_scores,
+        gather_context,
+    )
 
     lse = None
     for piece in requests.pieces:
@@ -91,6 +96,14 @@ def _attend_to_requests(
             causal=piece is requests.own,
             return_softmax_lse=True,
         )
+        if offset is not None:
+            add_offset_scores(
+                piece_lse,
+                offset,
+                requests.query_start_loc,
+                requests.max_query_len,
+                piece.starts,
+            )
         if lse is None:
             lse = piece_lse
         else:
@@ -111,6 +124,7 @@ def _attend_to_cache(
     scratch: PrefillScratch,
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
+    key_offset: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention to all that a slice reads of the cache, into ``output``; returns its
     LSE.
@@ -119,8 +133,12 @@ def _attend_to_cache(
 
     rotated_query = scratch.query[: query.shape[0]]
     rotate_rows(query, rotated_query)
-    lses = [
-        _attend_to_requests(
+    lses = []
+    for requests in cached:
+        offset = None
+        if key_offset is not None:
+            offset = OffsetScores(query[requests.tokens], key_offset, scale)
+        lse = _attend_to_requests(
             rotated_query[requests.tokens],
             kv_cache,
             requests,
@@ -129,9 +147,9 @@ def _attend_to_cache(
             scratch,
             output[requests.tokens],
             flash_attn,
+            offset,
         )
-        for requests in cached
-    ]
+        lses.append(lse)
     rotate_rows(output, output, inverse=True)
     lse = lses[0]
     if len(cached) > 1:
@@ -168,13 +186,11 @@ def prefill_attention(
         scratch: Scratch for ``plan.max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
         flash_attn: FlashAttention's varlen function, version bound.
-        key_offset: (H, D) fp32, taken off the cached keys; None if nothing was.
+        key_offset: (G, H, D) fp32, taken off the cached keys (see ``OffsetScores``);
+            None if nothing was.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import (
-        add_offset_scores,
-        isolate_broken_values,
-    )
+    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
 
     for part in plan.slices:
         queries, result = query[part.tokens], output[part.tokens]
@@ -190,6 +206,7 @@ def prefill_attention(
                 scratch,
                 result,
                 flash_attn,
+                key_offset,
             )
         if part.raw is None:
             continue
@@ -220,6 +237,4 @@ def prefill_attention(
             return_softmax_lse=True,
         )
         if lse is not None:
-            if key_offset is not None:
-                add_offset_scores(lse, queries, key_offset, scale)
             merge_attn_states(result, result, lse, target, raw_lse)

@@ -51,6 +51,7 @@ PERMUTED_TRANSFER = "enable_permute_local_kv"
 ROCM = "ROCm"
 XPU = "XPU"
 FUSED_OUTPUT = "fused output quantization"
+FOREIGN_TOKENS = "a cache update beside the forward pass, with an offset of K"
 
 # All that a refusal may name; <...> stands for what varies. The documentation says what
 # to do about each.
@@ -94,6 +95,7 @@ REASONS = (
     NO_FLASH_ATTN,
     PERMUTED_TRANSFER,
     FUSED_OUTPUT,
+    FOREIGN_TOKENS,
 )
 
 

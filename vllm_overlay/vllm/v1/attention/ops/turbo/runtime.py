@@ -14,6 +14,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -78,8 +79,8 @@ class TurboRunner:
         prefill_limits: What bounds the scratch of a prefill.
         flash_attn: FlashAttention's varlen function, or what serves as it; None on a
             CPU.
-        key_offset: (H, D) fp32, taken off K before it is stored; None for nothing. It
-            is set when weights have been loaded, once.
+        key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
+            sequence; None for nothing. It is set when weights have been loaded, once.
 
     """
 
@@ -237,19 +238,17 @@ class TurboRunner:
             query[: plan.num_tokens],
             RotatedQuery(rotated, scratch.query_scale),
             self.scale,
-            self.key_offset,
+            step.key_offset(self.key_offset),
         )
         for call in plan.calls:
             tokens, count = call.tokens, call.num_partials
-            newest = None
+            newest = offset = None
             if not self.stored:
                 newest = NewestTokens(
-                    query[tokens],
-                    key[tokens],
-                    value[tokens],
-                    self.scale,
-                    self.key_offset,
+                    query[tokens], key[tokens], value[tokens], self.scale
                 )
+            if self.key_offset is not None:
+                offset = OffsetScores(query[tokens], self.key_offset, self.scale)
             attention = kernels.decode_attention
             if call.is_extend:
                 assert kernels.extend_attention is not None
@@ -262,6 +261,7 @@ class TurboRunner:
                 Partials(scratch.partial[:count], scratch.partial_lse[:count]),
                 output[tokens],
                 newest,
+                offset,
             )
 
     def _largest_scratch(self) -> list[TensorSpecs]:

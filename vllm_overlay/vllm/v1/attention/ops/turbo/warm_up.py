@@ -19,7 +19,11 @@ from vllm.distributed.parallel_state import (
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
-from vllm.v1.attention.ops.turbo.interface import KernelSet, RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import (
+    KernelSet,
+    KeyOffset,
+    RotatedQuery,
+)
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     cuda_refusal,
     fall_back_to_triton,
@@ -96,13 +100,17 @@ def small_step(
         lengths[first_prefill:],
         table[first_prefill:],
         runner.stored,
-        limits._replace(piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT)),
+        limits._replace(
+            piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
+            has_key_offset=runner.key_offset is not None,
+        ),
         device,
     )
     step = StepPlan(
         num_actual_tokens=len(slots),
         slot_mapping=torch.tensor(slots, device=device),
         seq_lens=lengths.to(device),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
         block_table=table,
         num_decodes=1,
         num_decode_tokens=query_len,
@@ -145,6 +153,10 @@ def _run_store(
     query = torch.zeros(
         0, shape.num_heads, shape.head_size, dtype=shape.dtype, device=device
     )
+    offset = None
+    if runner.key_offset is not None:
+        bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        offset = KeyOffset(runner.key_offset, bounds[1:], bounds)
     kernels.store(
         kv_cache,
         torch.full((num_tokens,), -1, device=device),
@@ -156,7 +168,7 @@ def _run_store(
             query.view(torch.float16), torch.empty(0, shape.num_heads, device=device)
         ),
         runner.scale,
-        runner.key_offset,
+        offset,
     )
 
 

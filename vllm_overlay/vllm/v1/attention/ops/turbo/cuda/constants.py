@@ -11,7 +11,11 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import TurboFormat, fp32
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, half2_bits
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    OFFSET_SEGMENT,
+    half2_bits,
+)
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
@@ -149,14 +153,12 @@ def instance_suffix(has_key_offset: bool) -> str:
 
 
 def _of_offset(has_key_offset: bool) -> _Constants:
-    return {"KEY_OFFSET": int(has_key_offset)}
+    return {"KEY_OFFSET": int(has_key_offset), "OFFSET_SEGMENT": OFFSET_SEGMENT}
 
 
-def head_size_header(head_size: int, has_key_offset: bool = False) -> str:
-    """The constants of the merge: what follows from the head size, and whether cached
-    keys have an offset.
-    """
-    return _header(_of_head_size(head_size), _of_offset(has_key_offset))
+def head_size_header(head_size: int) -> str:
+    """The constants of the merge: what follows from the head size."""
+    return _header(_of_head_size(head_size))
 
 
 def layout_header(layout: TurboFormat, has_key_offset: bool = False) -> str:

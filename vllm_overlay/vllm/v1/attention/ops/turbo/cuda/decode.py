@@ -16,13 +16,15 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     build_and_load,
     shared_memory,
 )
-from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
     MAX_KV_SPLITS,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -70,13 +72,20 @@ def is_paired(num_queries: int) -> bool:
     return num_queries <= MAX_PAIRED_QUERIES
 
 
-def instance(layout: TurboFormat, paired: bool) -> str:
+def instance(layout: TurboFormat, paired: bool, has_key_offset: bool = False) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.head_size}{'_paired' if paired else ''}"
+    suffix = ("_paired" if paired else "") + instance_suffix(has_key_offset)
+    return f"{layout.name}_{layout.head_size}{suffix}"
 
 
-def module(layout: TurboFormat, paired: bool, shared_bytes: int) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory.
+def module(
+    layout: TurboFormat,
+    paired: bool,
+    shared_bytes: int,
+    has_key_offset: bool = False,
+) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory, and for cached
+    keys with an offset or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -88,14 +97,17 @@ def module(layout: TurboFormat, paired: bool, shared_bytes: int) -> CudaModule:
     warps = num_warps(layout, paired, shared_bytes)
     return CudaModule(
         "decode",
-        instance(layout, paired),
-        layout_header(layout),
+        instance(layout, paired, has_key_offset),
+        layout_header(layout, has_key_offset),
         (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
     )
 
 
 def load(
-    layout: TurboFormat, num_queries: int, device: torch.device
+    layout: TurboFormat,
+    num_queries: int,
+    device: torch.device,
+    has_key_offset: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -103,20 +115,25 @@ def load(
         layout: The cache's format.
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
+        has_key_offset: Whether an offset was taken off cached keys.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(layout, is_paired(num_queries), device)
+    return load_instance(layout, is_paired(num_queries), device, has_key_offset)
 
 
 @cache
 def load_instance(
-    layout: TurboFormat, paired: bool, device: torch.device
+    layout: TurboFormat,
+    paired: bool,
+    device: torch.device,
+    has_key_offset: bool = False,
 ) -> Callable[..., None]:
     """As ``load``, of one of the two modules of a layout."""
-    return build_and_load(module(layout, paired, shared_memory(device)), device)
+    shared_bytes = shared_memory(device)
+    return build_and_load(module(layout, paired, shared_bytes, has_key_offset), device)
 
 
 def num_kv_splits(
@@ -145,7 +162,7 @@ def num_kv_splits(
 
 
 def attend(
-    load_kernel: Callable[[TurboFormat, int, torch.device], Callable[..., None]],
+    load_kernel: Callable[[TurboFormat, int, torch.device, bool], Callable[..., None]],
     query: RotatedQuery,
     kv_cache: torch.Tensor,
     layout: TurboFormat,
@@ -153,11 +170,13 @@ def attend(
     partials: Partials,
     output: torch.Tensor,
     newest: NewestTokens | None,
+    offset: OffsetScores | None,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
     ``load_kernel`` gives the kernel of a layout, number of queries of a sequence and KV
-    head, and device. The other arguments are ``AttentionFn``'s.
+    head, device, and whether there is an offset. The other arguments are
+    ``AttentionFn``'s.
     """
     num_tokens, num_heads, _ = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
@@ -166,7 +185,8 @@ def attend(
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
     num_queries = num_heads // num_kv_heads * batch.query_len
-    load_kernel(layout, num_queries, kv_cache.device)(
+    original_query, table, scale = offset or (None, None, 0.0)
+    load_kernel(layout, num_queries, kv_cache.device, offset is not None)(
         *query,
         kv_cache,
         batch.block_table,
@@ -176,6 +196,9 @@ def attend(
         batch.num_seqs,
         batch.query_len,
         newest is not None,
+        original_query,
+        table,
+        scale * LOG2_E,
     )
     merge_splits(partials, batch, output, num_kv_heads, newest)
 
@@ -188,6 +211,7 @@ def decode_attention(
     partials: Partials,
     output: torch.Tensor,
     newest: NewestTokens | None = None,
+    offset: OffsetScores | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -199,4 +223,4 @@ def decode_attention(
             their functions raise.
 
     """
-    attend(load, query, kv_cache, layout, batch, partials, output, newest)
+    attend(load, query, kv_cache, layout, batch, partials, output, newest, offset)

@@ -20,12 +20,13 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     build_and_load,
     shared_memory,
 )
-from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
 )
@@ -36,8 +37,8 @@ COLUMNS = (32, 64)
 _STEP_TILES = 8
 # Stages of tiles, where shared memory has room: one is copied while one is read.
 _MAX_STAGES = 2
-# What a column takes beside queries and weights, and a warp's part of it.
-_COLUMN_BYTES = 24
+# What a column takes beside queries and weights, at most, and a warp's part of it.
+_COLUMN_BYTES = 28
 _WARP_COLUMN_BYTES = 4
 _ALIGNMENT = 128
 # Blocks a multiprocessor that work is divided among, and the splits of all query
@@ -67,13 +68,20 @@ def num_stages(layout: TurboFormat, columns: int, shared_bytes: int) -> int:
     return min(_MAX_STAGES, fitting)
 
 
-def instance(layout: TurboFormat, columns: int) -> str:
+def instance(layout: TurboFormat, columns: int, has_key_offset: bool = False) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.head_size}_c{columns}"
+    suffix = instance_suffix(has_key_offset)
+    return f"{layout.name}_{layout.head_size}_c{columns}{suffix}"
 
 
-def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory.
+def module(
+    layout: TurboFormat,
+    columns: int,
+    shared_bytes: int,
+    has_key_offset: bool = False,
+) -> CudaModule:
+    """What is built, for GPUs whose blocks have so much shared memory, and for cached
+    keys with an offset or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -90,14 +98,17 @@ def module(layout: TurboFormat, columns: int, shared_bytes: int) -> CudaModule:
     }
     return CudaModule(
         "extend",
-        instance(layout, columns),
-        layout_header(layout),
+        instance(layout, columns, has_key_offset),
+        layout_header(layout, has_key_offset),
         tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
     )
 
 
 def load(
-    layout: TurboFormat, num_queries: int, device: torch.device
+    layout: TurboFormat,
+    num_queries: int,
+    device: torch.device,
+    has_key_offset: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -105,20 +116,25 @@ def load(
         layout: The cache's format.
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
+        has_key_offset: Whether an offset was taken off cached keys.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(layout, num_columns(num_queries), device)
+    return load_instance(layout, num_columns(num_queries), device, has_key_offset)
 
 
 @cache
 def load_instance(
-    layout: TurboFormat, columns: int, device: torch.device
+    layout: TurboFormat,
+    columns: int,
+    device: torch.device,
+    has_key_offset: bool = False,
 ) -> Callable[..., None]:
     """As ``load``, of one of the modules of a layout."""
-    return build_and_load(module(layout, columns, shared_memory(device)), device)
+    shared_bytes = shared_memory(device)
+    return build_and_load(module(layout, columns, shared_bytes, has_key_offset), device)
 
 
 def num_kv_splits(
@@ -153,6 +169,7 @@ def extend_attention(
     partials: Partials,
     output: torch.Tensor,
     newest: NewestTokens | None = None,
+    offset: OffsetScores | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -164,4 +181,6 @@ def extend_attention(
             function raises.
 
     """
-    cuda_decode.attend(load, query, kv_cache, layout, batch, partials, output, newest)
+    cuda_decode.attend(
+        load, query, kv_cache, layout, batch, partials, output, newest, offset
+    )

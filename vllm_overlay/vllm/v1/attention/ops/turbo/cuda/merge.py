@@ -9,10 +9,7 @@ import torch
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import (
-    head_size_header,
-    instance_suffix,
-)
+from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
@@ -27,32 +24,21 @@ _BLOCK_WARPS = 8
 _WARPS_PER_SM = 32
 
 
-def instance(head_size: int, has_key_offset: bool = False) -> str:
-    """The name of a module's instance."""
-    return f"{head_size}{instance_suffix(has_key_offset)}"
-
-
-def module(head_size: int, has_key_offset: bool = False) -> CudaModule:
-    """What is built, for cached keys with an offset or without."""
+def module(head_size: int) -> CudaModule:
+    """What is built."""
     assert head_size in SUPPORTED_HEAD_SIZES, head_size
-    return CudaModule(
-        "merge",
-        instance(head_size, has_key_offset),
-        head_size_header(head_size, has_key_offset),
-    )
+    return CudaModule("merge", str(head_size), head_size_header(head_size))
 
 
 @cache
-def load(
-    head_size: int, device: torch.device, has_key_offset: bool = False
-) -> Callable[..., None]:
+def load(head_size: int, device: torch.device) -> Callable[..., None]:
     """Build, if need be, and load the kernel of a head size.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return build_and_load(module(head_size, has_key_offset), device)
+    return build_and_load(module(head_size), device)
 
 
 def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
@@ -107,13 +93,13 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale, key_offset = newest
+    query, key, value, scale = newest
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
         num_warps = warps_a_row(num_rows, num_splits, num_sms)
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
-    load(head_size, output.device, key_offset is not None)(
+    load(head_size, output.device)(
         *partials,
         batch.seq_lens,
         output,
@@ -123,7 +109,6 @@ def merge_splits(
         num_kv_heads,
         with_newest,
         scale * LOG2_E,
-        key_offset,
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,

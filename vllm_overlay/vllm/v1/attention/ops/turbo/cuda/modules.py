@@ -55,21 +55,19 @@ def serving_modules(
     loads: dict[str, Callable[[], Callable[..., None]]] = {
         f"store {cuda_store.instance(layout, has_key_offset)}": partial(
             cuda_store.load, layout, device, has_key_offset
-        )
+        ),
+        f"merge {head_size}": partial(cuda_merge.load, head_size, device),
     }
-    # Without newest tokens nothing has to know of an offset.
-    for with_offset in {False, has_key_offset}:
-        loads[f"merge {cuda_merge.instance(head_size, with_offset)}"] = partial(
-            cuda_merge.load, head_size, device, with_offset
-        )
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
-        loads[f"decode {cuda_decode.instance(layout, paired)}"] = partial(
-            cuda_decode.load_instance, layout, paired, device
+        instance = cuda_decode.instance(layout, paired, has_key_offset)
+        loads[f"decode {instance}"] = partial(
+            cuda_decode.load_instance, layout, paired, device, has_key_offset
         )
     for query_len in range(1, max_extend_len + 1):
         columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
-        loads[f"extend {cuda_extend.instance(layout, columns)}"] = partial(
-            cuda_extend.load_instance, layout, columns, device
+        instance = cuda_extend.instance(layout, columns, has_key_offset)
+        loads[f"extend {instance}"] = partial(
+            cuda_extend.load_instance, layout, columns, device, has_key_offset
         )
     return [ModuleLoader(name, load) for name, load in loads.items()]

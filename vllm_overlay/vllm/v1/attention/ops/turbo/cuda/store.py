@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     single_fragments,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, KeyOffset, RotatedQuery
 
 
 class StoreTuning(NamedTuple):
@@ -117,7 +117,7 @@ def store(
     query: torch.Tensor | None = None,
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
-    key_offset: torch.Tensor | None = None,
+    key_offset: KeyOffset | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
@@ -146,6 +146,6 @@ def store(
         query,
         *(rotated_query or (None, None)),
         scale * LOG2_E * layout.key_codebook.gain,
-        key_offset,
+        *(key_offset or (None, None, None)),
         *tuning,
     )

@@ -9,6 +9,7 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 # Dequantised K and V of one piece, together.
@@ -30,20 +31,27 @@ class PrefillLimits(NamedTuple):
         piece_tokens: Tokens that are dequantised at a time.
         raw_tokens: Query tokens of a slice that reads nothing from the cache; None:
             as many as there are.
+        has_key_offset: Whether an offset was taken off the keys of some layer. Then a
+            request's tokens in a piece are of one segment, as their scores lack the
+            same.
 
     """
 
     slice_tokens: int
     piece_tokens: int
     raw_tokens: int | None = None
+    has_key_offset: bool = False
 
 
-def prefill_limits(shape: LayerShape, stored: bool) -> PrefillLimits:
+def prefill_limits(
+    shape: LayerShape, stored: bool, has_key_offset: bool = False
+) -> PrefillLimits:
     """Tokens that ROW_BYTES and PIECE_BYTES hold, at least one.
 
     Args:
         shape: The layer's; of layers that share a plan, that with most query heads.
         stored: Whether a slice's own tokens are read from the cache: as one piece.
+        has_key_offset: Whether an offset was taken off the keys of some layer.
 
     """
     head_bytes = shape.head_size * shape.dtype.itemsize
@@ -51,9 +59,10 @@ def prefill_limits(shape: LayerShape, stored: bool) -> PrefillLimits:
     piece_tokens = max(1, PIECE_BYTES // (2 * shape.num_kv_heads * head_bytes))
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
-    if shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE:
-        return PrefillLimits(slice_tokens, piece_tokens)
-    return PrefillLimits(min(slice_tokens, _RAW_TOKENS), piece_tokens, _RAW_TOKENS)
+    raw_tokens = None
+    if shape.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        slice_tokens, raw_tokens = min(slice_tokens, _RAW_TOKENS), _RAW_TOKENS
+    return PrefillLimits(slice_tokens, piece_tokens, raw_tokens, has_key_offset)
 
 
 class RawTokens(NamedTuple):
@@ -170,31 +179,84 @@ class PrefillPlan:
         return max(lengths, default=0)
 
 
+def _plan_piece(
+    starts: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``plan_context`` returns of a piece that has these positions, (R,) each."""
+    cu_lens = torch.zeros(len(starts) + 1, dtype=torch.int32)
+    torch.cumsum(ends - starts, 0, out=cu_lens[1:])
+    return starts.to(torch.int32), cu_lens
+
+
 def plan_context(
-    context_lens: torch.Tensor, tokens_per_piece: int
+    context_lens: torch.Tensor, tokens_per_piece: int, has_key_offset: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut the requests' contexts, laid end to end, into pieces.
+
+    With an offset of K a piece has tokens of the same segment of each request instead;
+    then all contexts of several requests have room in one piece.
 
     Args:
         context_lens: (R,) int32 on the host.
         tokens_per_piece: Tokens a piece, in total over the requests.
+        has_key_offset: Whether an offset was taken off the keys of some layer.
 
     Returns:
         For each piece, on the host: first position of each request's part,
         (R,) int32, and cumulative lengths, (R + 1,) int32.
 
     """
+    if has_key_offset:
+        size, longest = interface.OFFSET_SEGMENT, int(context_lens.max())
+        cuts = []
+        for segment in range(0, longest, size):
+            cuts += range(segment, min(segment + size, longest), tokens_per_piece)
+        cuts.append(longest)
+        return [
+            _plan_piece(context_lens.clamp(max=first), context_lens.clamp(max=last))
+            for first, last in zip(cuts, cuts[1:])
+        ]
     begins = context_lens.cumsum(0) - context_lens
     total = int(context_lens.sum())
     pieces = []
     for first in range(0, total, tokens_per_piece):
         starts = torch.minimum((first - begins).clamp(min=0), context_lens)
         ends = (first + tokens_per_piece - begins).clamp(min=0)
-        lens = torch.minimum(ends, context_lens) - starts
-        cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32)
-        torch.cumsum(lens, 0, out=cu_lens[1:])
-        pieces.append((starts.to(torch.int32), cu_lens))
+        pieces.append(_plan_piece(starts, torch.minimum(ends, context_lens)))
     return pieces
+
+
+def cut_at_segments(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut requests where their query tokens come to the next segment.
+
+    What is cut off is a request with the tokens before it as context, as if prompts
+    came in chunks: for tokens that are read from the cache it makes no difference.
+
+    Args:
+        query_start_loc: (R + 1,) int32 on the host, from zero.
+        seq_lens: (R,) int32 on the host.
+
+    Returns:
+        On the host, of the C requests there are then: ``query_start_loc``, (C + 1,)
+        int32, ``seq_lens``, (C,) int32, and which of the R each was, (C,) int64.
+
+    """
+    size = interface.OFFSET_SEGMENT
+    starts, lens, rows = [0], [], []
+    bounds = query_start_loc.tolist()
+    for row, (end, seq_len) in enumerate(zip(bounds[1:], seq_lens.tolist())):
+        first = seq_len - (end - bounds[row])
+        cuts = [*range((first // size + 1) * size, seq_len, size), seq_len]
+        starts += [end - (seq_len - cut) for cut in cuts]
+        lens += cuts
+        rows += [row] * len(cuts)
+    return (
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.tensor(rows),
+    )
 
 
 def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
@@ -266,7 +328,7 @@ def _plan_requests(
     context_lens: torch.Tensor,
     block_table: torch.Tensor,
     stored: bool,
-    piece_tokens: int,
+    limits: PrefillLimits,
     query_start_loc: torch.Tensor | None,
     device: torch.device,
 ) -> CachedRequests:
@@ -278,7 +340,7 @@ def _plan_requests(
         context_lens: (R,) int32 on the host.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        piece_tokens: Tokens that are dequantised at a time.
+        limits: What bounds the layers' scratch.
         query_start_loc: ``starts`` on the device, if that begins at zero.
         device: Where the kernels run.
 
@@ -299,7 +361,9 @@ def _plan_requests(
             int(cu_lens.diff().max()),
             int(cu_lens[-1]),
         )
-        for firsts, cu_lens in plan_context(context_lens, piece_tokens)
+        for firsts, cu_lens in plan_context(
+            context_lens, limits.piece_tokens, limits.has_key_offset
+        )
     ]
     return CachedRequests(
         tokens, query_start_loc, max_query_len, block_table, own, context
@@ -312,7 +376,7 @@ def _plan_slice(
     context_lens: torch.Tensor,
     block_table: torch.Tensor,
     stored: bool,
-    piece_tokens: int,
+    limits: PrefillLimits,
     device: torch.device,
 ) -> PrefillSlice:
     """One of the slices of ``plan_prefill``.
@@ -323,7 +387,7 @@ def _plan_slice(
         context_lens: (R,) int32 on the host, without query tokens.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        piece_tokens: Tokens that are dequantised at a time.
+        limits: What bounds the layers' scratch.
         device: Where the kernels run.
 
     """
@@ -342,7 +406,7 @@ def _plan_slice(
         )
     ranges = []
     if stored or context_lens.any():
-        ranges = batch_requests(context_lens.tolist(), piece_tokens)
+        ranges = batch_requests(context_lens.tolist(), limits.piece_tokens)
     return PrefillSlice(
         tokens,
         query_start_loc,
@@ -354,7 +418,7 @@ def _plan_slice(
                 context_lens[first:last],
                 block_table[first:last],
                 stored,
-                piece_tokens,
+                limits,
                 query_start_loc if len(ranges) == 1 else None,
                 device,
             )
@@ -382,6 +446,11 @@ def plan_prefill(
         device: Where the kernels run.
 
     """
+    if stored and limits.has_key_offset:
+        query_start_loc_cpu, seq_lens_cpu, rows = cut_at_segments(
+            query_start_loc_cpu, seq_lens_cpu
+        )
+        block_table = block_table.index_select(0, async_tensor_h2d(rows, device))
     query_lens = query_start_loc_cpu.diff()
     context_lens = seq_lens_cpu - query_lens
     runs = [(0, len(query_lens))]
@@ -401,7 +470,7 @@ def plan_prefill(
                 context_lens[first:last][part],
                 block_table[first:last][part],
                 stored,
-                limits.piece_tokens,
+                limits,
                 device,
             )
             for tokens, part in plan_slices(starts, max_tokens)

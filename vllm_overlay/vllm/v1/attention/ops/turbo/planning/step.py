@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,
@@ -24,6 +25,7 @@ class StepPlan:
         num_actual_tokens: T, without padding.
         slot_mapping: (T,) int64 slots of the query tokens, -1 for none.
         seq_lens: (R,) int32 lengths on the device, query tokens included.
+        query_start_loc: (R + 1,) int32 on the device, where requests' tokens begin.
         block_table: (R, max_blocks) int32 on the device.
         num_decodes: Decode requests; with CUDA graphs, padded.
         num_decode_tokens: Query tokens of these, padded likewise.
@@ -42,6 +44,7 @@ class StepPlan:
     num_actual_tokens: int
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
     block_table: torch.Tensor
     num_decodes: int
     num_decode_tokens: int
@@ -58,6 +61,13 @@ class StepPlan:
     def num_packed_tokens(self) -> int:
         """Query tokens of decodes and extends: those before the prefills'."""
         return self.num_decode_tokens + sum(span.num_tokens for span in self.extends)
+
+    def key_offset(self, table: torch.Tensor | None) -> KeyOffset | None:
+        """What is taken off the step's keys, of a layer's table; None for nothing."""
+        if table is None:
+            return None
+        num_requests = self.query_start_loc.shape[0] - 1
+        return KeyOffset(table, self.seq_lens[:num_requests], self.query_start_loc)
 
     def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
         """Make the ``decode_plans``."""

@@ -3,7 +3,12 @@
 """The turbo KV cache in PyTorch: what CPUs run, and what the kernels are held to."""
 
 from vllm.v1.attention.ops.turbo.reference.attention import attention, forward
-from vllm.v1.attention.ops.turbo.reference.cache import load, store, tile_addresses
+from vllm.v1.attention.ops.turbo.reference.cache import (
+    load,
+    offset_segments,
+    store,
+    tile_addresses,
+)
 from vllm.v1.attention.ops.turbo.reference.rotation import (
     inverse_rotate,
     rotate,
@@ -15,6 +20,7 @@ __all__ = [
     "forward",
     "inverse_rotate",
     "load",
+    "offset_segments",
     "rotate",
     "round_query",
     "store",

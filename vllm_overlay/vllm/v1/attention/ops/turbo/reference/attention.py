@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.reference.cache import load, store
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
@@ -76,7 +77,8 @@ def paged_attention(
         scale: Softmax scale.
         layout: The cache's format.
         output: (T, Hq, D), written.
-        key_offset: (H, D) fp32, taken off the cached keys; None if nothing was.
+        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
+            nothing was.
 
     """
     block_size = kv_cache.shape[2]
@@ -92,7 +94,8 @@ def paged_attention(
         keys, values = load(kv_cache, slots, layout)
         keys = inverse_rotate(keys) * layout.key_codebook.gain
         if key_offset is not None:
-            keys = keys + key_offset
+            segments = positions[: len(slots)] // interface.OFFSET_SEGMENT
+            keys = keys + key_offset[segments.clamp(max=key_offset.shape[0] - 1)]
         values = inverse_rotate(values)
         if key is not None and value is not None:
             keys = torch.cat([keys, key[begin:end].float()])
@@ -125,10 +128,12 @@ def forward(
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.
         output: (>= T, Hq, D), of which T rows are written.
-        key_offset: (H, D) fp32, taken off the cached keys; None for nothing.
+        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None for
+            nothing.
 
     """
-    store(kv_cache, step.slot_mapping, key, value, layout, key_offset)
+    offset = step.key_offset(key_offset)
+    store(kv_cache, step.slot_mapping, key, value, layout, offset)
     start_loc = step.decode_start_loc
     if start_loc is None:
         start_loc = torch.arange(0, step.num_decode_tokens + 1, step.decode_query_len)

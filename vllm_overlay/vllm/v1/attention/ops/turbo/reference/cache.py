@@ -12,7 +12,9 @@ from functools import cache
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
     pack_scales,
@@ -93,7 +95,7 @@ def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
 
     Args:
         key: (T, H, D), any floating dtype.
-        key_offset: (H, D) fp32.
+        key_offset: (T, H, D) or (H, D) fp32.
 
     Returns:
         (T, H, D) of the keys' dtype.
@@ -102,13 +104,23 @@ def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
     return (key.float() - key_offset).to(key.dtype)
 
 
+def offset_segments(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
+    """Which segment's offset each of a call's tokens has, (T,) int64."""
+    starts = offset.query_start_loc
+    tokens = torch.arange(num_tokens, device=starts.device)
+    rows = torch.searchsorted(starts, tokens, right=True, out_int32=True) - 1
+    rows = rows.clamp(0, starts.shape[0] - 2)
+    places = offset.seq_lens[rows] - (starts[rows + 1] - tokens)
+    return (places // interface.OFFSET_SEGMENT).clamp(0, offset.table.shape[0] - 1)
+
+
 def store(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: TurboFormat,
-    key_offset: torch.Tensor | None = None,
+    key_offset: KeyOffset | None = None,
 ) -> None:
     """Quantise tokens and write them to their slots.
 
@@ -118,11 +130,12 @@ def store(
         key: (T', H, D), T' >= T.
         value: (T', H, D).
         layout: The cache's format.
-        key_offset: (H, D) fp32, taken off K first; None to take nothing.
+        key_offset: What is taken off K first; None to take nothing.
 
     """
     if key_offset is not None:
-        key = without_offset(key, key_offset)
+        segments = offset_segments(key_offset, slot_mapping.shape[0])
+        key = without_offset(key[: len(segments)], key_offset.table[segments])
     region = _region(kv_cache)
     block_size = kv_cache.shape[2]
     num_tokens = slot_mapping.shape[0]

@@ -13,11 +13,14 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
     MAX_KV_SPLITS,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
     RotatedQuery,
     check_pages,
@@ -90,6 +93,7 @@ def decode_attention(
     partials: Partials,
     output: torch.Tensor,
     newest: NewestTokens | None = None,
+    offset: OffsetScores | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -103,6 +107,7 @@ def decode_attention(
         output: (T, Hq, D), written; last axis contiguous.
         newest: The query tokens, to be attended to in place of what the cache holds of
             them; None to read them from the cache.
+        offset: What was taken off the cached keys; None if nothing was.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -124,6 +129,15 @@ def decode_attention(
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
+    raw_query = table = None
+    num_segments = stride_raw_token = stride_raw_head = 0
+    offset_factor = 0.0
+    if offset is not None:
+        raw_query, table, scale = offset
+        assert table.is_contiguous() and raw_query.stride(2) == 1
+        assert table.shape[1:] == (num_kv_heads, head_size), table.shape
+        num_segments, offset_factor = table.shape[0], scale * LOG2_E
+        stride_raw_token, stride_raw_head = raw_query.stride()[:2]
     decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * parts)](
         query.vectors,
         query.scale,
@@ -133,6 +147,12 @@ def decode_attention(
         batch.seq_lens if start_loc is None else start_loc,
         partials.output,
         partials.lse,
+        raw_query,
+        table,
+        num_segments,
+        offset_factor,
+        stride_raw_token,
+        stride_raw_head,
         num_splits,
         batch.query_len,
         kv_cache.stride(0),
@@ -144,11 +164,13 @@ def decode_attention(
         **layout_constants(layout),
         BLOCK_H=block_h,
         BLOCK_N=tuning.block_n,
+        BLOCK_D=triton.next_power_of_2(head_size),
         NUM_STAGES=tuning.num_stages,
         STEP_IN_BLOCK=block_size % tuning.block_n == 0,
         MULTIPLE=batch.query_len > 1,
         UNIFORM=start_loc is None,
         WITH_NEWEST=newest is not None,
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         num_warps=tuning.num_warps,
         **options,
     )

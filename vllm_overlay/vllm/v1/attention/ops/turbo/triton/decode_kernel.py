@@ -64,6 +64,24 @@ def _scores(
 
 
 @triton.jit
+def _offset_scores(
+    p_query,  # [H] of vectors that are not rotated
+    offset_ptr,  # [D] fp32
+    mask,  # [H]
+    factor,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What scores of a segment's keys lack, in base 2, fp32 [H]."""
+    d = tl.arange(0, BLOCK_D)
+    inside = d < HEAD_SIZE
+    offset = tl.load(offset_ptr + d, mask=inside, other=0.0)
+    query_mask = mask[:, None] & inside[None, :]
+    query = tl.load(p_query[:, None] + d[None, :], mask=query_mask, other=0.0)
+    return factor * tl.sum(query.to(tl.float32) * offset[None, :], 1)
+
+
+@triton.jit
 def _add_values(
     accumulator,  # NUM_STEPS of [C, H] fp32
     weights,  # [N, H] fp16
@@ -113,10 +131,12 @@ def _add_values(
         "block_shift",
         "block_multiplier",
         "stride_block_table",
+        "num_segments",
     ],
     # A call begins with any of the batch's requests.
     do_not_specialize_on_alignment=[
         "query_scale_ptr",
+        "raw_query_ptr",
         "block_table_ptr",
         "seq_lens_ptr",
         "query_start_loc_ptr",
@@ -131,6 +151,12 @@ def decode_kernel(
     query_start_loc_ptr,  # [B + 1]
     partial_ptr,  # [B, S, Q, Hq, D] fp32
     partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
+    raw_query_ptr,  # [T, Hq, D], not rotated, with an offset
+    offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
+    num_segments,
+    offset_factor,
+    stride_raw_token,
+    stride_raw_head,
     num_splits,
     max_query_len,
     stride_cache_block: tl.int64,
@@ -155,11 +181,13 @@ def decode_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     STEP_IN_BLOCK: tl.constexpr,
     MULTIPLE: tl.constexpr,
     UNIFORM: tl.constexpr,
     WITH_NEWEST: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
 ):
     """Program (b, h, s): split s // P of sequence b, KV head h.
 
@@ -211,6 +239,11 @@ def decode_kernel(
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     # Of each place in a block, joined behind the loop.
     running_sum = tl.zeros([BLOCK_N // 2, BLOCK_H], tl.float32)
+    if offset_ptr is not None:
+        raw_row = (first_token + query_token).to(tl.int64) * stride_raw_token
+        raw_row += (kv_head * GROUP + h % GROUP) * stride_raw_head
+        # Of the segment's scores; the running maximum is without it.
+        missing = tl.zeros([BLOCK_H], tl.float32)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
 
@@ -236,6 +269,21 @@ def decode_kernel(
         page_ptr = cache_ptr + block.to(tl.int64) * stride_cache_block
         tile_ptr = page_ptr + tile * TILE_BYTES
         pair = token // 2
+        # Nested, for the second is no constant.
+        if offset_ptr is not None:  # noqa: SIM102
+            if (start == first) | (start % OFFSET_SEGMENT == 0):
+                segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
+                p_offset = offset_ptr + (segment * NUM_KV_HEADS + kv_head) * HEAD_SIZE
+                now = _offset_scores(
+                    raw_query_ptr + raw_row,
+                    p_offset,
+                    head_mask,
+                    offset_factor,
+                    HEAD_SIZE,
+                    BLOCK_D,
+                )
+                running_max += missing - now
+                missing = now
 
         scores = ()
         for i in tl.static_range(2):
@@ -306,6 +354,8 @@ def decode_kernel(
             )
 
     total = tl.sum(running_sum, 0)
+    if offset_ptr is not None:
+        running_max += missing
     tl.store(p_lse, running_max + tl.log2(total), mask=head_mask)
     p_partial = partial_ptr + (partial_row * HEAD_SIZE)[None, :]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):

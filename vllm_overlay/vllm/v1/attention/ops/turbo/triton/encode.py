@@ -304,7 +304,7 @@ def encode_vectors(
     BLOCK_D: tl.constexpr,
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
-    offset_ptr=None,  # [D] fp32, taken off first
+    offset_ptr=None,  # [T] pointers to fp32 vectors, taken off first
 ):
     """Rotate and quantise vectors of one side into their tiles."""
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8

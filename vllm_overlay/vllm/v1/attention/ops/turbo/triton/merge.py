@@ -58,7 +58,6 @@ def _merge_kernel(
     value_ptr,  # [T, H, D]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
-    offset_ptr,  # [H, D] fp32, missing in the splits' scores; only WITH_NEWEST, or None
     num_rows,
     num_splits,
     max_query_len,
@@ -121,11 +120,6 @@ def _merge_kernel(
         query_row = token * stride_query_token + head * stride_query_head
         p_query = query_ptr + query_row[:, None] + d[None, :]
         query = tl.load(p_query, mask=newest_mask, other=0.0).to(tl.float32)
-        if offset_ptr is not None:
-            p_offset = offset_ptr + (kv_head * HEAD_SIZE)[:, None] + d[None, :]
-            offset = tl.load(p_offset, mask=newest_mask, other=0.0)
-            shift = score_factor * tl.sum(query * offset, 1)  # of all splits' scores
-            lse += shift[:, None]
     largest = tl.max(lse, 1)
     if WITH_NEWEST:
         # Tokens of the sequence's that do not exist.
@@ -191,8 +185,6 @@ def _merge_kernel(
             some_lse = tl.load(
                 partial_lse_ptr + partial_row, mask=some_mask, other=float("-inf")
             )
-            if offset_ptr is not None:
-                some_lse += shift[:, None]
             weight = tl.exp2(some_lse - largest[:, None]) * normaliser[:, None]
             # Splits without tokens were not written.
             written = (weight > 0)[:, :, None] & inside[None, None, :]
@@ -234,7 +226,7 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale, key_offset = newest
+    query, key, value, scale = newest
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     num_rows = batch.num_query_slots * num_heads
     block_r = 16
@@ -249,7 +241,6 @@ def merge_splits(
         value,
         batch.seq_lens,
         batch.seq_lens if batch.query_start_loc is None else batch.query_start_loc,
-        key_offset,
         num_rows,
         num_splits,
         batch.query_len,

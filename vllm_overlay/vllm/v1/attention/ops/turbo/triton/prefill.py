@@ -7,8 +7,9 @@ broken in one sequence from the others.
 import torch
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import check_pages
+from vllm.v1.attention.ops.turbo.interface import OffsetScores, check_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.codec import (
     TILE,
@@ -102,30 +103,40 @@ def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) ->
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_segments"])
 def _add_offset_scores_kernel(
     lse_ptr,  # [Hq, T] fp32
     query_ptr,  # [T, Hq, D]
-    offset_ptr,  # [H, D] fp32
-    num_tokens,
+    offset_ptr,  # [G, H, D] fp32
+    query_start_loc_ptr,  # [R + 1]
+    starts_ptr,  # [R]
+    num_segments,
     scale,
     stride_lse_head,
     stride_query_token,
     stride_query_head,
     GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (i, h): tokens [i * BLOCK_T, ...) of query head h."""
-    head = tl.program_id(1)
+    """Program (i, r, h): tokens [i * BLOCK_T, ...) of request r, query head h."""
+    request = tl.program_id(1)
+    head = tl.program_id(2)
+    begin = tl.load(query_start_loc_ptr + request)
+    length = tl.load(query_start_loc_ptr + request + 1) - begin
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = token < length
+    token += begin
     d = tl.arange(0, BLOCK_D)
-    inside = token < num_tokens
     row = token.to(tl.int64) * stride_query_token + head * stride_query_head
     mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
     query = tl.load(query_ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
-    p_offset = offset_ptr + head // GROUP * HEAD_SIZE + d
+    segment = tl.load(starts_ptr + request) // OFFSET_SEGMENT
+    segment = tl.minimum(segment, num_segments - 1)
+    p_offset = offset_ptr + (segment * NUM_KV_HEADS + head // GROUP) * HEAD_SIZE + d
     offset = tl.load(p_offset, mask=d < HEAD_SIZE, other=0.0)
     score = scale * tl.sum(query.to(tl.float32) * offset[None, :], 1)
     p_lse = lse_ptr + head.to(tl.int64) * stride_lse_head + token
@@ -134,34 +145,45 @@ def _add_offset_scores_kernel(
 
 
 def add_offset_scores(
-    lse: torch.Tensor, query: torch.Tensor, key_offset: torch.Tensor, scale: float
+    lse: torch.Tensor,
+    offset: OffsetScores,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    starts: torch.Tensor,
 ) -> None:
     """Add to the LSE of cached keys what was taken off these, and so off each score.
 
     Args:
         lse: (Hq, T) fp32 natural log-sum-exp, last axis contiguous; changed.
-        query: (T, Hq, D), not rotated, last axis contiguous.
-        key_offset: (H, D) fp32, contiguous.
-        scale: Softmax scale.
+        offset: What was taken off the keys.
+        query_start_loc: (R + 1,) int32, where requests' tokens begin.
+        max_query_len: Most query tokens of a request.
+        starts: (R,) int32, position in its request of the first of each one's keys,
+            which are all of one segment.
 
     """
+    query, table, scale = offset
     num_tokens, num_heads, head_size = query.shape
+    num_segments, num_kv_heads = table.shape[:2]
     assert lse.shape == (num_heads, num_tokens) and lse.stride(1) == 1
-    assert query.stride(2) == 1 and key_offset.is_contiguous()
-    if num_tokens == 0:
-        return
-    block_t = 16
-    _add_offset_scores_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+    assert query.stride(2) == 1 and table.is_contiguous()
+    block_t = 32
+    grid = (triton.cdiv(max_query_len, block_t), starts.shape[0], num_heads)
+    _add_offset_scores_kernel[grid](
         lse,
         query,
-        key_offset,
-        num_tokens,
+        table,
+        query_start_loc,
+        starts,
+        num_segments,
         scale,
         lse.stride(0),
         query.stride(0),
         query.stride(1),
-        GROUP=num_heads // key_offset.shape[0],
+        GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_T=block_t,
         BLOCK_D=triton.next_power_of_2(head_size),
         num_warps=4,

@@ -20,7 +20,7 @@ def load_integers(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEEP_NAN: tl.constexpr = False,
-    offset_ptr=None,  # [D] fp32
+    offset_ptr=None,  # [T] pointers to fp32 vectors
 ):
     """Load vectors, less an offset if there is one, in block fixed point (see
     ``reference.rotate``).
@@ -36,8 +36,8 @@ def load_integers(
     mask = token_mask[:, None] & (d < HEAD_SIZE)[None, :]
     x = tl.load(x_ptr[:, None] + d[None, :], mask=mask, other=0.0)
     if offset_ptr is not None:
-        offset = tl.load(offset_ptr + d, mask=d < HEAD_SIZE, other=0.0)
-        difference = x.to(tl.float32) - offset[None, :]
+        offset = tl.load(offset_ptr[:, None] + d[None, :], mask=mask, other=0.0)
+        difference = x.to(tl.float32) - offset
         x = tl.where(mask, difference, 0.0).to(x.dtype)
     x = x.to(tl.float32)
     num_nan = tl.sum((x != x).to(tl.int32), 1)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
+    KeyOffset,
     RotatedQuery,
     check_pages,
 )
@@ -93,7 +95,41 @@ def _rotate_query(
         tl.store(p_rotated, rotated, mask=mask[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_queries"])
+@triton.jit
+def _offset_segment(
+    seq_lens_ptr,  # [R]
+    query_start_loc_ptr,  # [R + 1]
+    t,  # [T]
+    num_seqs,
+    num_steps,
+    num_segments,
+    OFFSET_SEGMENT: tl.constexpr,
+):
+    """Which segment's offset tokens have, [T]: by a search for their sequence."""
+    first = tl.zeros_like(t)
+    last = first + num_seqs
+    for _ in range(num_steps):
+        middle = (first + last) // 2
+        begins = tl.load(query_start_loc_ptr + middle) <= t
+        first = tl.where(begins, middle, first)
+        last = tl.where(begins, last, middle)
+    first = tl.minimum(first, num_seqs - 1)
+    behind = tl.load(query_start_loc_ptr + first + 1) - t
+    place = tl.load(seq_lens_ptr + first) - behind
+    # Padding may lie anywhere.
+    place = tl.maximum(place, 0)
+    return tl.minimum(place // OFFSET_SEGMENT, num_segments - 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_queries",
+        "num_seqs",
+        "num_steps",
+        "num_segments",
+    ]
+)
 def _store_kernel(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -104,7 +140,12 @@ def _store_kernel(
     rotated_query_ptr,  # [B, Hq, D] fp16
     query_scale_ptr,  # [B, Hq] fp32
     scratch_ptr,  # [T, 2 * H, D] fp32, or None
-    offset_ptr,  # [H, D] fp32, taken off K first, or None
+    offset_ptr,  # [G, H, D] fp32, taken off K first, or None
+    seq_lens_ptr,  # [R], with an offset
+    query_start_loc_ptr,  # [R + 1], with an offset
+    num_seqs,
+    num_steps,
+    num_segments,
     num_tokens,
     num_queries,
     query_factor,
@@ -123,6 +164,7 @@ def _store_kernel(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
     VALUE_CODES_OFFSET: tl.constexpr,
     KEY_SCALES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
@@ -179,7 +221,17 @@ def _store_kernel(
             if offset_ptr is None:
                 own_offset_ptr = offset_ptr
             else:
-                own_offset_ptr = offset_ptr + kv_head * HEAD_SIZE
+                segment = _offset_segment(
+                    seq_lens_ptr,
+                    query_start_loc_ptr,
+                    t,
+                    num_seqs,
+                    num_steps,
+                    num_segments,
+                    OFFSET_SEGMENT,
+                )
+                row = segment * NUM_KV_HEADS + kv_head
+                own_offset_ptr = offset_ptr + row * HEAD_SIZE
             encode_vectors(
                 x_ptr,
                 tile_ptr,
@@ -230,7 +282,7 @@ def store(
     query: torch.Tensor | None = None,
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
-    key_offset: torch.Tensor | None = None,
+    key_offset: KeyOffset | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
@@ -246,7 +298,7 @@ def store(
         rotated_query: Of the B queries, written: each vector divided by a power of
             two, and a factor that holds ``scale``, log2(e) and the keys' gain.
         scale: Softmax scale.
-        key_offset: (H, D) fp32, contiguous, taken off K first; None to take nothing.
+        key_offset: What is taken off K first; None to take nothing.
         tuning: Launch parameters; None to choose by the number of tokens.
 
     """
@@ -261,8 +313,13 @@ def store(
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
+    table = seq_lens = query_start_loc = None
+    num_seqs = num_segments = 0
     if key_offset is not None:
-        assert key_offset.shape == key.shape[1:] and key_offset.is_contiguous()
+        table, seq_lens, query_start_loc = key_offset
+        assert table.shape[1:] == key.shape[1:] and table.is_contiguous()
+        num_segments, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
+        assert seq_lens.shape[0] == num_seqs > 0, (seq_lens.shape, num_seqs)
     if num_tokens == 0:
         return
     block_d = triton.next_power_of_2(head_size)
@@ -282,7 +339,12 @@ def store(
         rotation_matrix(head_size, kv_cache.device),
         *(rotated_query or (None, None)),
         scratch,
-        key_offset,
+        table,
+        seq_lens,
+        query_start_loc,
+        num_seqs,
+        num_seqs.bit_length(),
+        num_segments,
         num_tokens,
         num_queries,
         scale * LOG2_E * layout.key_codebook.gain,
@@ -301,6 +363,7 @@ def store(
         KEY_BITS=layout.key_bits,
         VALUE_BITS=layout.value_bits,
         SCALE_WORDS=tuple(layout.scale_words),
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         VALUE_CODES_OFFSET=layout.value_codes_offset,
         KEY_SCALES_OFFSET=layout.key_scales_offset,
         VALUE_SCALES_OFFSET=layout.value_scales_offset,

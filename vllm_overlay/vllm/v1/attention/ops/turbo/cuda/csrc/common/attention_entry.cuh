@@ -39,7 +39,7 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   const DLDevice device = kv_cache.device();
   check_device(device, query, query_scale, block_table, seq_lens, partial,
                partial_lse);
-  AttentionParams p;
+  AttentionParams p = {};
   p.query = static_cast<const __half*>(query.data_ptr());
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
@@ -63,6 +63,31 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   return p;
 }
 
+// original_query: as the model has it, [T, Hq, D].
+inline void add_offset(AttentionParams& p, const TensorView& query,
+                       const TensorView& kv_cache,
+                       const Optional<TensorView>& original_query,
+                       const Optional<TensorView>& key_offset,
+                       double offset_factor) {
+  const DLDevice device = kv_cache.device();
+  p.key_offset = key_offset_of(key_offset, kv_cache.size(1), HEAD_SIZE,
+                               KEY_OFFSET, device, p.num_offsets);
+  if (p.key_offset == nullptr) return;
+  TVM_FFI_CHECK(original_query.has_value(), ValueError)
+      << "original_query: missing, though there is a key_offset";
+  const TensorView& x = original_query.value();
+  check_device(device, x);
+  p.is_bf16 = x.dtype() == kBFloat16;
+  if (!p.is_bf16) check_dtype("original_query", x, kFloat16);
+  check_vectors("original_query", x, HEAD_SIZE);
+  check_size("original_query", x, 0, query.size(0));
+  check_size("original_query", x, 1, query.size(1));
+  p.original_query = x.data_ptr();
+  p.stride_original_token = x.stride(0);
+  p.stride_original_head = x.stride(1);
+  p.offset_factor = static_cast<float>(offset_factor);
+}
+
 // Check the tensors and launch a kernel.
 //
 // Instance: has the kernel, its threads a block and bytes of shared memory, and
@@ -73,10 +98,13 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView seq_lens, TensorView partial,
                      TensorView partial_lse,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
-                     int64_t query_len, bool with_newest) {
-  const AttentionParams p =
+                     int64_t query_len, bool with_newest,
+                     Optional<TensorView> original_query,
+                     Optional<TensorView> key_offset, double offset_factor) {
+  AttentionParams p =
       params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
                 partial_lse, query_start_loc, num_seqs, query_len, with_newest);
+  add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   launch(Instance::kKernel, Instance::num_blocks(device.device_id),

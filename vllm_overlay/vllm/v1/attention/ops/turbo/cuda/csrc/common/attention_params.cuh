@@ -32,6 +32,14 @@ struct AttentionParams {
   int query_len;    // Q, most query tokens of a sequence: its last
   int with_newest;  // whether query tokens' K and V are left out
   int most_hidden;  // of the others, those that the first query does not see
+  // With KEY_OFFSET: what the scores of cached keys get back.
+  const float* key_offset;     // [G, H, D]
+  const void* original_query;  // [T, Hq, D], not rotated
+  int64_t stride_original_token;
+  int64_t stride_original_head;
+  int num_offsets;      // G
+  int is_bf16;          // whether the original query is, or fp16
+  float offset_factor;  // of a score, for base-2 softmax
 
   // Of a sequence, at most.
   __device__ __forceinline__ int num_queries() const {

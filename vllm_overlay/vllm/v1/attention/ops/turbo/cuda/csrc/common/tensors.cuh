@@ -140,10 +140,14 @@ inline const int* starts_of(const Optional<TensorView>& query_start_loc,
   return ints_of("query_start_loc", query_start_loc.value(), num_seqs + 1);
 }
 
-// [H, D] fp32, for a module that was compiled for it, and for no other.
+// [G, H, D] fp32, for a module that was compiled for it, and for no other.
+//
+// num_offsets: G.
 inline const float* key_offset_of(const Optional<TensorView>& key_offset,
                                   int64_t num_kv_heads, int64_t head_size,
-                                  bool is_wanted, DLDevice device) {
+                                  bool is_wanted, DLDevice device,
+                                  int& num_offsets) {
+  num_offsets = 0;
   TVM_FFI_CHECK(key_offset.has_value() == is_wanted, ValueError)
       << "key_offset: the module is " << (is_wanted ? "" : "not ")
       << "compiled for it";
@@ -151,11 +155,14 @@ inline const float* key_offset_of(const Optional<TensorView>& key_offset,
   const TensorView& x = key_offset.value();
   check_device(device, x);
   check_dtype("key_offset", x, kFloat32);
-  check_axes("key_offset", x, 2);
-  check_size("key_offset", x, 0, num_kv_heads);
-  check_size("key_offset", x, 1, head_size);
+  check_axes("key_offset", x, 3);
+  check_size("key_offset", x, 1, num_kv_heads);
+  check_size("key_offset", x, 2, head_size);
   check_contiguous("key_offset", x);
   check_address("key_offset", x, 16);
+  num_offsets = to_int("key_offset", x.size(0));
+  TVM_FFI_CHECK(num_offsets > 0, ValueError)
+      << "key_offset: " << num_offsets << " along axis 0, not 1 or more";
   return static_cast<const float*>(x.data_ptr());
 }
 

@@ -11,6 +11,12 @@ namespace turbo {
 // Warps that may work on a segment together, as one could.
 constexpr int kTeamWarps = 4;
 
+// A warp takes two tiles at once, which are to have one offset of K: ranges and
+// passes then begin at even tiles.
+__device__ __forceinline__ int whole_pairs(int tiles) {
+  return KEY_OFFSET != 0 ? (tiles + 1) & ~1 : tiles;
+}
+
 // How the tiles of all sequences and passes, in that order, are cut into ranges
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
 // lengths. If there are more, a team has several.
@@ -24,7 +30,7 @@ struct Partition {
 
   // The tiles that a pass over `tiles` counts as.
   __device__ __forceinline__ int counted(int tiles) const {
-    return aligned ? (tiles + range - 1) / range * range : tiles;
+    return aligned ? (tiles + range - 1) / range * range : whole_pairs(tiles);
   }
 };
 
@@ -56,8 +62,8 @@ __device__ __noinline__ Partition partition(const AttentionParams& p,
                                             int lane) {
   int total = 0, longest = 0, num_filled = 0;
   for_each_length(p, lane, [&](int tiles) {
-    total += tiles;
-    longest = max(longest, tiles);
+    total += whole_pairs(tiles);
+    longest = max(longest, whole_pairs(tiles));
     num_filled += tiles > 0;
   });
   total = __reduce_add_sync(~0u, total) * num_passes;
@@ -65,18 +71,19 @@ __device__ __noinline__ Partition partition(const AttentionParams& p,
   longest = max(__reduce_max_sync(~0u, longest), 1);
   Partition result;
   result.team_size = 1;
-  result.range = (total + num_warps - 1) / num_warps;
+  result.range = whole_pairs((total + num_warps - 1) / num_warps);
   if (p.num_splits == 1) {
     num_filled = __reduce_add_sync(~0u, num_filled) * num_passes;
     return {kTeamWarps, longest, num_filled, true};
   }
   // A range may begin inside a pass, so a pass may need one more split.
-  const int least = (longest + p.num_splits - 2) / (p.num_splits - 1);
+  const int least =
+      whole_pairs((longest + p.num_splits - 2) / (p.num_splits - 1));
   int num_teams = num_warps;
   if (result.range < least) {
     result.team_size = kTeamWarps;
     num_teams /= kTeamWarps;
-    result.range = max((total + num_teams - 1) / num_teams, 1);
+    result.range = max(whole_pairs((total + num_teams - 1) / num_teams), 1);
   }
   const int splits = min(max(longest / result.range, 1), p.num_splits);
   const int range = max(((longest + splits - 1) / splits + 1) & ~1, 2);

@@ -5,6 +5,7 @@
 // the partial result.
 #pragma once
 
+#include "common/offset.cuh"
 #include "common/segment.cuh"
 #include "decode/keys.cuh"
 #include "decode/partition.cuh"
@@ -42,6 +43,8 @@ struct alignas(128) DecodeShared {
   float sum[kWarps][kColumns];
   int rows[kWarps][kColumns];    // the columns' queries of the sequence, or -1
   int hidden[kWarps][kColumns];  // tokens of the segment that they do not see
+  // What the scores that the references are of lack.
+  float missing[KEY_OFFSET ? kWarps : 1][kColumns];
 };
 
 // Note which queries a segment's columns are.
@@ -61,8 +64,33 @@ __device__ __forceinline__ void note_columns(
         max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
     const int hidden = p.with_newest ? 0 : query_len - 1 - token;
     shared.hidden[warp][lane] = max(hidden - after, 0);
+    if constexpr (KEY_OFFSET != 0) shared.missing[warp][lane] = 0.0f;
   }
   __syncwarp();
+}
+
+// Make the references those of scores that lack so much less.
+__device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
+  // A column that has seen no token keeps none, also if its query is NaN.
+  if (acc.reference[0] != kNoReference) acc.reference[0] += less.x;
+  if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
+}
+
+// Have a warp go on to tiles with another offset of K.
+template <bool kPaired, int kWarps, int kStages>
+__device__ __forceinline__ void change_offset(
+    DecodeShared<kPaired, kWarps, kStages>& shared, DecodeAccumulator& acc,
+    const AttentionParams& p, const Segment& segment, int offset, int lane) {
+  const int warp = threadIdx.x / 32;
+  const float score = offset_score(p, segment.seq, segment.kv_head, offset,
+                                   shared.rows[warp][lane / 4], lane);
+  auto* missing = reinterpret_cast<float2*>(shared.missing[warp]);
+  const float2 before = missing[lane % 4];
+  __syncwarp();
+  if (lane % 4 == 0) shared.missing[warp][lane / 4] = score;
+  __syncwarp();
+  const float2 after = missing[lane % 4];
+  shift(acc, {before.x - after.x, before.y - after.y});
 }
 
 // Join the team's results and write them.
@@ -73,6 +101,8 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   __syncwarp();  // the warp's tiles have been read
+  if constexpr (KEY_OFFSET != 0)
+    shift(acc, reinterpret_cast<const float2*>(shared.missing[warp])[t]);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = 2 * t + c;
@@ -204,6 +234,12 @@ __device__ __forceinline__ void attend_segment(
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
   for (int i = 0; i < copies.count; ++i) {
+    if constexpr (KEY_OFFSET != 0) {
+      const int tile = copies.first + i * copies.stride;
+      const int key_offset = offset_of_tile(p, tile);
+      if (i == 0 || key_offset != offset_of_tile(p, tile - copies.stride))
+        change_offset(shared, acc, p, segment, key_offset, lane);
+    }
     wait_copies<kStages - 1>();
     __syncwarp();
     if (num_tokens < 2 * TILE_TOKENS)

@@ -9,6 +9,7 @@
 // own and adds the values of all tiles. So a code is decoded once a block.
 #pragma once
 
+#include "common/offset.cuh"
 #include "common/segment.cuh"
 #include "extend/keys.cuh"
 #include "extend/values.cuh"
@@ -51,6 +52,8 @@ struct alignas(128) ExtendShared {
   // Here, to leave registers to the scores.
   Segment segment;
   Ranges ranges;
+  // What the scores that the references are of lack.
+  float missing[KEY_OFFSET ? kBlockColumns : 1];
 };
 
 // A lane's columns 2 * t and 2 * t + 1 of each tile of columns.
@@ -101,6 +104,31 @@ __device__ __forceinline__ void note_queries(
       reinterpret_cast<float*>(&shared.references[thread / 2]) + thread % 2;
   reference[0] = inside ? p.query_scale[first_query + row] : 0.0f;
   reference[2] = 0.0f;
+}
+
+// Have a block go on to tiles with another offset of K, or begin with such.
+template <int kBlockColumns, int kWarps, int kStages>
+__device__ __forceinline__ void change_offset(
+    ExtendShared<kBlockColumns, kWarps, kStages>& shared,
+    const AttentionParams& p, const Segment& segment, int offset,
+    bool is_first) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int n = warp; n < kBlockColumns / kColumns; n += kWarps) {
+    const int column = kColumns * n + lane / 4;
+    // Of a token that the sequence does not have the query may be NaN.
+    const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
+    const float score =
+        offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
+    if (lane % 4 == 0) {
+      if (!is_first) {
+        reinterpret_cast<float*>(
+            &shared.references[column / 2])[2 + column % 2] +=
+            shared.missing[column] - score;
+      }
+      shared.missing[column] = score;
+    }
+  }
 }
 
 // Raise the references to the largest scores. The first time they may fall.
@@ -242,8 +270,9 @@ __device__ void write_columns(
     reinterpret_cast<float*>(&shared.raises[column / 2])[column % 2] =
         1.0f / total;
     if (const int row = shared.rows[column]; row >= 0) {
-      const float reference = reinterpret_cast<const float*>(
+      float reference = reinterpret_cast<const float*>(
           &shared.references[column / 2])[2 + column % 2];
+      if constexpr (KEY_OFFSET != 0) reference += shared.missing[column];
       float* lse = p.partial_lse + first_row + row;
       *lse = reference + log2f(total);
       if (segment.ends) {
@@ -320,6 +349,15 @@ __device__ __forceinline__ void attend_segment(
 #pragma unroll 1
   for (int tile = segment.first_tile; tile < segment.last_tile;
        tile += kStepTiles, ++step) {
+    if constexpr (KEY_OFFSET != 0) {
+      static_assert(kOffsetTiles % kStepTiles == 0);
+      const bool is_first = tile == segment.first_tile;
+      const int key_offset = offset_of_tile(p, tile);
+      // The barrier after this comes before references are read, and that
+      // before it after they were.
+      if (is_first || key_offset != offset_of_tile(p, tile - kStepTiles))
+        change_offset(shared, p, segment, key_offset, is_first);
+    }
     if constexpr (kAhead == 0) {
       __syncthreads();  // the step before this one has been attended to
       copies.issue(step, 0);

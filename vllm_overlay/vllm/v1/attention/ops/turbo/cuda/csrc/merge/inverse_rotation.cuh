@@ -14,38 +14,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/vectors.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
 
-// A lane has four coordinates of each chunk of 128. With 64 coordinates a warp
-// has two vectors side by side.
-constexpr int kVector = 4;
+// A lane has kVector coordinates of each chunk of 128. With 64 coordinates a
+// warp has two vectors side by side.
 constexpr int kChunks = HEAD_SIZE < 128 ? 1 : HEAD_SIZE / 128;
 constexpr int kLanes = HEAD_SIZE < 128 ? HEAD_SIZE / kVector : 32;
 constexpr int kSideBySide = 32 / kLanes;
 
 using Coordinates = float[kChunks][kVector];
-
-template <typename T>
-__device__ __forceinline__ float4 load_vector(const T* p) {
-  if constexpr (sizeof(T) == 4) {
-    return *reinterpret_cast<const float4*>(p);
-  } else {
-    const uint2 bits = *reinterpret_cast<const uint2*>(p);
-    if constexpr (std::is_same_v<T, __half>) {
-      const float2 low =
-          __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
-      const float2 high =
-          __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
-      return {low.x, low.y, high.x, high.y};
-    } else {
-      return {
-          __uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u),
-          __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xFFFF0000u)};
-    }
-  }
-}
 
 template <typename T>
 __device__ __forceinline__ void store_vector(T* p, const float (&x)[kVector]) {

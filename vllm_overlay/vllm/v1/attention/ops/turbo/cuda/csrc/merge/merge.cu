@@ -42,9 +42,8 @@ void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,
-           double score_factor, Optional<TensorView> key_offset,
-           Optional<TensorView> query_start_loc, int64_t num_seqs,
-           int64_t query_len, int64_t row_shift) {
+           double score_factor, Optional<TensorView> query_start_loc,
+           int64_t num_seqs, int64_t query_len, int64_t row_shift) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -75,8 +74,6 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.stride_value_token = value.stride(0);
   p.stride_value_head = value.stride(1);
   p.score_factor = static_cast<float>(score_factor);
-  p.key_offset = turbo::key_offset_of(key_offset, num_kv_heads, HEAD_SIZE,
-                                      KEY_OFFSET, device);
   p.num_heads = turbo::to_int("output", num_heads);
   p.heads_per_kv = p.num_heads / static_cast<int>(num_kv_heads);
   p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);

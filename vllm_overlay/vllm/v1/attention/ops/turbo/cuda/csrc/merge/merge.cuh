@@ -64,7 +64,6 @@ struct Newest {
   float largest = -INFINITY;   // score
   float total = 0.0f;          // of the weights relative to it
   float4 value[kChunks] = {};  // sum, with these weights
-  float offset_score = 0.0f;   // missing in those of the cached tokens
 
   __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks]) {
     const float larger = fmaxf(largest, score);
@@ -97,17 +96,6 @@ struct Newest {
     float4 q[kChunks], v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
-    if constexpr (KEY_OFFSET != 0) {
-      const float* offset = p.key_offset + kv_head * HEAD_SIZE + first;
-      float score = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const float4 m =
-            __ldg(reinterpret_cast<const float4*>(offset + 128 * j));
-        score += q[j].x * m.x + q[j].y * m.y + (q[j].z * m.z + q[j].w * m.w);
-      }
-      offset_score = p.score_factor * warp_sum<kLanes>(score);
-    }
     // Padding has no tokens; what is there may be NaN.
     const int missing = max(row.query_len - p.seq_lens[seq], 0);
     const int places = row.place + 1 - missing;
@@ -251,7 +239,6 @@ __device__ __forceinline__ void finish_row(
     const Signs& signs, float largest, float total, const Row& row, int lane) {
   float rescale = 1.0f, newest_weight = 0.0f;
   if constexpr (kWithNewest) {
-    if constexpr (KEY_OFFSET != 0) largest += newest.offset_score;
     const float reference = or_zero(fmaxf(largest, newest.largest));
     rescale = exp2_approx(largest - reference);
     newest_weight = exp2_approx(newest.largest - reference);

@@ -20,7 +20,6 @@ struct MergeParams {
   const void* query;           // [T, Hq, D], not rotated
   const void* key;             // [T, H, D], of the newest tokens
   const void* value;           // [T, H, D]
-  const float* key_offset;     // [H, D], off the cached keys, with KEY_OFFSET
   int64_t stride_output_token;
   int64_t stride_output_head;
   int64_t stride_query_token;

@@ -20,7 +20,10 @@ struct StoreParams {
   __half2* rotated_query;       // [B, Hq, D / 2]
   float* query_scale;           // [B, Hq]
   const uint4* tables;          // Tables
-  const float* key_offset;      // [H, D], taken off K, with KEY_OFFSET
+  // With KEY_OFFSET: what is taken off K, by a token's place in its sequence.
+  const float* key_offset;     // [G, H, D]
+  const int* seq_lens;         // [R]
+  const int* query_start_loc;  // [R + 1]
   int64_t stride_key_token;
   int64_t stride_key_head;
   int64_t stride_value_token;
@@ -35,6 +38,8 @@ struct StoreParams {
   int num_heads;
   int block_size;
   float query_factor;
+  int num_offsets;  // G
+  int num_seqs;     // R
 };
 
 // Divides numbers below 2**31 by an invariant one, in few instructions
@@ -103,13 +108,44 @@ __device__ __forceinline__ const uint16_t* vector_of(const KernelParams& params,
                       head * params.stride_value_head;
 }
 
-// The offset of a pair's key; null for values, and if there is none.
+// The last sequence that begins at a token or before, which is that of the
+// token: those without tokens begin where the next does.
+__device__ __forceinline__ int sequence_of(const KernelParams& params,
+                                           int token) {
+  // A load takes long, so several are on their way at once.
+  constexpr int kParts = 8;
+  int first = 0, count = params.num_seqs;
+#pragma unroll 1
+  while (count > 1) {
+    const int size = (count + kParts - 1) / kParts;
+    int passed = 0;
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) {
+      const int place = min(i * size, count - 1);
+      const bool begins =
+          __ldg(params.query_start_loc + first + place) <= token;
+      passed += i * size < count && begins;
+    }
+    first += passed * size;
+    count = min(size, count - passed * size);
+  }
+  return first;
+}
+
+// The offset of a pair's key; null for values, and if there is none. Padding
+// has any.
 __device__ __forceinline__ const float* offset_of(const KernelParams& params,
                                                   bool is_key, int pair) {
   if (KEY_OFFSET == 0 || !is_key) return nullptr;
   int head;
-  params.by_kv_heads.divide(pair, head);
-  return params.key_offset + head * HEAD_SIZE;
+  const int token = params.by_kv_heads.divide(pair, head);
+  const int seq = sequence_of(params, token);
+  const int index = __ldg(params.seq_lens + seq) + token -
+                    __ldg(params.query_start_loc + seq + 1);
+  const int offset =
+      min(max(index, 0) / OFFSET_SEGMENT, params.num_offsets - 1);
+  return params.key_offset +
+         (int64_t(offset) * params.num_kv_heads + head) * HEAD_SIZE;
 }
 
 __device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,

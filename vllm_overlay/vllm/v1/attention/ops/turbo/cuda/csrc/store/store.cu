@@ -58,6 +58,16 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
   turbo::to_int("query", query.size(0) * query.size(1));
 }
 
+// Whose tokens they are, and where in their sequences.
+void add_places(turbo::StoreParams& p, const TensorView& seq_lens,
+                const TensorView& query_start_loc, DLDevice device) {
+  turbo::check_device(device, seq_lens, query_start_loc);
+  p.seq_lens = turbo::ints_of("seq_lens", seq_lens, 1);
+  p.num_seqs = turbo::to_int("seq_lens", seq_lens.size(0));
+  p.query_start_loc =
+      turbo::ints_of("query_start_loc", query_start_loc, seq_lens.size(0) + 1);
+}
+
 // parts: lanes that share a scale group; 1 for many tokens.
 template <int kParts>
 void launch_store(const turbo::KernelParams& p, bool is_bf16, int64_t threads,
@@ -80,7 +90,9 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView query_matrix, TensorView tables,
            Optional<TensorView> query, Optional<TensorView> rotated_query,
            Optional<TensorView> query_scale, double query_factor,
-           Optional<TensorView> key_offset, int64_t parts, int64_t threads) {
+           Optional<TensorView> key_offset, Optional<TensorView> seq_lens,
+           Optional<TensorView> query_start_loc, int64_t parts,
+           int64_t threads) {
   turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
   turbo::check_axes("slot_mapping", slot_mapping, 1);
@@ -112,7 +124,9 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   turbo::check_device(device, slot_mapping, key, value, kv_matrix,
                       single_matrix, query_matrix, tables);
   p.key_offset = turbo::key_offset_of(key_offset, num_kv_heads, HEAD_SIZE,
-                                      KEY_OFFSET, device);
+                                      KEY_OFFSET, device, p.num_offsets);
+  if (p.key_offset != nullptr)
+    add_places(p, seq_lens.value(), query_start_loc.value(), device);
   if (query.has_value()) {
     add_query(p, query.value(), rotated_query.value(), query_scale.value(),
               is_bf16);

@@ -94,7 +94,8 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
     bool has_nan;
     load_integers<kIsBf16>(
         is_loaded ? vector_of(params, is_key, loaded) : nullptr,
-        offset_of(params, is_key, loaded), integers, exponent, has_nan);
+        offset_of(params, is_key && is_loaded, loaded), integers, exponent,
+        has_nan);
     rotate(integers, params.kv_matrix, y);
   }
   const Place place(params, slot, head);

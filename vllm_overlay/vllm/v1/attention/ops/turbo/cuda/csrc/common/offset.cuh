@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the scores of cached keys lack where an offset m was taken off them:
+// q.m, of q as the model has it and in fp32, as scores may be in the thousands.
+//
+// Of neighbouring tokens m is the same. Attention compares scores that lack the
+// same, and keeps its references relative to them: only where m changes do they
+// become others, and in the end those of whole scores.
+#pragma once
+
+#include "common/attention_params.cuh"
+#include "common/vectors.cuh"
+
+namespace turbo {
+
+constexpr int kOffsetTiles = OFFSET_SEGMENT / TILE_TOKENS;
+
+// Which of the offsets a tile has.
+__device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
+                                              int tile) {
+  return min(tile / kOffsetTiles, p.num_offsets - 1);
+}
+
+// What the scores of a column lack; each of its four neighbouring lanes gets
+// the same. All lanes of a warp call it, but rarely: inlined it would take
+// registers from the loops over tiles.
+//
+// row: of the sequence's queries, the column's; -1 for a column without one.
+__device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
+                                           int kv_head, int offset, int row,
+                                           int lane) {
+  constexpr int kColumnLanes = 4, kStep = kColumnLanes * kVector;
+  constexpr int kInFlight = 8;
+  const int num_heads = p.num_kv_heads * p.heads_per_kv;
+  const int place = max(row, 0) / num_heads;
+  const int first = lane % kColumnLanes * kVector;
+  const auto* query =
+      static_cast<const uint16_t*>(p.original_query) +
+      (p.first_token(seq) + place) * p.stride_original_token +
+      (max(row, 0) - place * num_heads) * p.stride_original_head + first;
+  const float* m = p.key_offset +
+                   (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE +
+                   first;
+  float score = 0.0f;
+  if (row >= 0) {
+#pragma unroll kInFlight
+    for (int i = 0; i < HEAD_SIZE; i += kStep) {
+      const float4 x =
+          p.is_bf16
+              ? load_vector(reinterpret_cast<const __nv_bfloat16*>(query + i))
+              : load_vector(reinterpret_cast<const __half*>(query + i));
+      const float4 y = __ldg(reinterpret_cast<const float4*>(m + i));
+      score += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
+    }
+  }
+#pragma unroll
+  for (int mask = 1; mask < kColumnLanes; mask *= 2)
+    score += __shfl_xor_sync(~0u, score, mask);
+  return p.offset_factor * score;
+}
+
+}  // namespace turbo
