@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from vllm.config import (
     AttentionConfig,
@@ -284,9 +285,14 @@ class Batch:
             length = context if raw else context + num_queries
             table = self.common.block_table_tensor[row]
             key, value = load_context(self.cache, table, length, impl.runner.layout)
+            part_of_key = None
             if offset is not None:
                 segments = torch.arange(length) // interface.OFFSET_SEGMENT
-                key += (offset - offset[0])[segments.clamp(max=len(offset) - 1)]
+                shift = (offset - offset[0])[segments.clamp(max=len(offset) - 1)]
+                part_of_key = nn.functional.pad(
+                    shift, (0, 0, 0, 0, 0, context + num_queries - length)
+                )
+                key += shift
             if raw:
                 own = self.key[part].float()
                 key = torch.cat([key, own if offset is None else own - offset[0]])
@@ -297,7 +303,7 @@ class Batch:
                 rounded = reference.inverse_rotate(rotated)
                 num_newest = num_queries if raw else 0
                 target = attention_of_rounded(
-                    rounded, query, key, value, num_newest, SCALE
+                    rounded, query, key, value, num_newest, SCALE, part_of_key
                 )
             assert_by_2x_rule(
                 output[part],

@@ -362,6 +362,17 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
         choose("cuda")
 
 
+def test_pytorch_has_its_threads_before_modules_are_built(gpu, monkeypatch):
+    """A forked process has none, and making them is not for several at once."""
+    done = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: done.append("threads"))
+    monkeypatch.setattr(
+        cuda_build, "_load_function", lambda path, name: done.append("module")
+    )
+    assert choose("auto") == "cuda"
+    assert done.count("threads") == 1 and done[0] == "threads" and len(done) > 1
+
+
 def no_filelock(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "filelock", None)
 

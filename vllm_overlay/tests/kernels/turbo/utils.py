@@ -298,6 +298,7 @@ def attention_of_rounded(
     value: torch.Tensor,
     num_newest: int,
     scale: float,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention from q that is rounded for all tokens but the newest.
 
@@ -308,10 +309,13 @@ def attention_of_rounded(
         value: (T, H, D) fp32.
         num_newest: Of the T tokens, those whose scores are from ``query``.
         scale: Softmax scale.
+        offset: (T, H, D) fp32, a part of the keys whose scores are from ``query``.
 
     """
+    if offset is None:
+        offset = torch.zeros_like(key)
     # The two have coordinates of their own.
-    keys = torch.cat([key, torch.zeros_like(key)], -1)
+    keys = torch.cat([key - offset, offset], -1)
     newest = slice(len(keys) - num_newest, len(keys))
     keys[newest] = keys[newest].roll(key.shape[-1], -1)
     both = torch.cat([rounded, query.float()], -1)

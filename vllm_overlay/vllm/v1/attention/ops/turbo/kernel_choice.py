@@ -92,6 +92,9 @@ def cuda_build_error(
             max_extend_len(num_queries_per_kv),
             has_key_offset=has_key_offset,
         )
+        # In a forked process PyTorch makes its own threads anew at their first use, and
+        # of threads of ours that use them at the same time all but one would find none.
+        torch.set_num_threads(torch.get_num_threads())
         # The compiler takes a core for each.
         with ThreadPoolExecutor(len(loads)) as pool:
             futures: list[Future[object]] = [pool.submit(load.load) for load in loads]
