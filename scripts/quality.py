@@ -33,11 +33,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
+from arm_process import read_result, run_arm  # noqa: E402
 from child_runner import (  # noqa: E402
     engine_variables,
     exit_when_told,
-    last_error,
-    run_child,
     side_by_side,
 )
 from common import run_facts  # noqa: E402
@@ -160,26 +159,19 @@ class Lab:
     def run_arm(self, arm: Arm) -> str | None:
         """Runs an arm in a process, and returns what went wrong."""
         folder = self.folder(arm)
-        folder.mkdir()
         job = {
             "model": str(self.args.model),
             "engine_args": engine_args(arm, self.cases.longest(), self.args),
             "compress_all_layers": arm.compress_all_layers,
         }
-        (folder / "job.json").write_text(json.dumps(job | self.cases.for_child()))
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            return "no time left"
-        wrong = run_child(
-            [sys.executable, CHILD, folder / "job.json", folder],
-            folder / "log",
+        return run_arm(
+            CHILD,
+            job | self.cases.for_child(),
+            folder,
             child_variables(folder, self.args.on_cpu),
-            left,
+            self.deadline - time.monotonic(),
             is_forked=self.args.on_cpu,
         )
-        if (folder / "result.json").exists():
-            return None
-        return last_error(folder / "log") if wrong else "ended without a result"
 
     def run(self, arms: list[Arm]) -> Iterator[tuple[Arm, str | None]]:
         """Yields each arm when its process has ended, and what went wrong."""
@@ -192,7 +184,7 @@ class Lab:
         return self.scratch / arm.name.replace(":", "-")
 
     def result(self, arm: Arm) -> dict[str, Any]:
-        return json.loads((self.folder(arm) / "result.json").read_text())
+        return read_result(self.folder(arm))
 
     def distributions(self, arm: Arm, part: str) -> np.ndarray:
         return np.load(self.folder(arm) / f"{part}.npy", mmap_mode="r")

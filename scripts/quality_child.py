@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arm_process import write_result
 
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
@@ -163,8 +164,9 @@ class Lab:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the engine says of its cache."""
-        specs = self.llm.collective_rpc("get_kv_cache_spec")[0].values()
+        """Returns what the engine says of its cache, which ranks may share."""
+        ranks = self.llm.collective_rpc("get_kv_cache_spec")
+        specs = [spec for rank in ranks for spec in rank.values()]
         layers = self.config.compilation_config.static_forward_context.values()
         backends = {
             layer.get_attn_backend().get_name()
@@ -173,7 +175,7 @@ class Lab:
         }
         return {
             "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),
-            "layers": len(specs),
+            "layers": len({name for rank in ranks for name in rank}),
             # Not all layers' caches have the same dtype.
             "mixed_layers": len({s.page_size_bytes / s.block_size for s in specs}) > 1,
             "backends": sorted(backends),
@@ -213,9 +215,7 @@ def main() -> None:
     )
     lab.timed("tasks", start)
     result = {"continuations": continuations, "answers": answers} | lab.facts()
-    # Its presence says that all is there.
-    (folder / "result.tmp").write_text(json.dumps(result))
-    (folder / "result.tmp").rename(folder / "result.json")
+    write_result(folder, result)
 
 
 if __name__ == "__main__":

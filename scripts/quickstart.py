@@ -127,9 +127,9 @@ def ask(port: int, model: str, prompt: str) -> str:
         return answer["choices"][0]["text"]
 
 
-def is_right(answer: str) -> bool:
-    """Whether an answer holds the fact's code, and not as a part of another."""
-    return CODE in re.findall(r"\d+", answer)
+def is_right(answer: str, code: str = CODE) -> bool:
+    """Whether an answer holds a fact's code, and not as a part of another."""
+    return code in re.findall(r"\d+", answer)
 
 
 def free_port() -> int:

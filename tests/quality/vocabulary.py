@@ -87,11 +87,29 @@ class Vocabulary:
         """Returns the case that `make` makes for so many bytes that it has at most
         `length` tokens, and not much fewer.
         """
-        size = 4 * length if self.has_merges else length
-        while True:
-            case = make(size)
+        def count(case: Case) -> int:
             found = len(case.prompt_tokens(self.encode))
-            found += len(case.answer_tokens(self.encode))
-            if found <= length:
-                return case
-            size = int(size * min(0.99, length / found))
+            return found + len(case.answer_tokens(self.encode))
+
+        return fitting(make, length, 4 * length if self.has_merges else length, count)
+
+
+def fitting(
+    make: Callable[[int], Case], length: int, size: int, count: Callable[[Case], int]
+) -> Case:
+    """Returns the case that `make` makes for so many bytes that it has at most `length`
+    tokens, and not much fewer.
+
+    Args:
+        make: Makes a case of at most so many bytes.
+        length: Tokens.
+        size: Bytes to begin with, which are not too few.
+        count: Returns a case's tokens.
+
+    """
+    while True:
+        case = make(size)
+        found = count(case)
+        if found <= length:
+            return case
+        size = int(size * min(0.99, length / found))

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Runs one arm of a comparison: a process that reads a job and leaves a result."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from child_runner import last_error, run_child
+
+JOB, RESULT, LOG = "job.json", "result.json", "log"
+
+
+def run_arm(
+    child: Path,
+    job: Mapping[str, Any],
+    folder: Path,
+    variables: Mapping[str, str],
+    time_limit: float,
+    is_forked: bool,
+) -> str | None:
+    """Runs `child JOB FOLDER` to its end.
+
+    Args:
+        child: A Python file.
+        job: Its input.
+        folder: Where it leaves `result.json`, and its log lies; it is made.
+        variables: Added to the environment.
+        time_limit: Seconds.
+        is_forked: As for `run_child`.
+
+    Returns:
+        What went wrong, if there is no result.
+
+    """
+    folder.mkdir()
+    (folder / JOB).write_text(json.dumps(job))
+    if time_limit <= 0:
+        return "no time left"
+    command = [sys.executable, child, folder / JOB, folder]
+    log = folder / LOG
+    wrong = run_child(command, log, variables, time_limit, is_forked=is_forked)
+    if (folder / RESULT).exists():
+        return None
+    return last_error(log) if wrong else "ended without a result"
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / RESULT).read_text())
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Writes an arm's result, whose presence says that all is there."""
+    (folder / "result.tmp").write_text(json.dumps(result))
+    (folder / "result.tmp").rename(folder / RESULT)

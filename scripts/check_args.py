@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The arguments of `check_model.py`, and what can be told of them before an engine."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from check_cases import MIN_CONTEXT, Plan
+from env import has_gpu
+from quality_cases import HELD_OUT
+
+DTYPES = ("turbo4", "k4v3", "turbo3", "fp8")
+MAX_CONTEXT = 8192
+LAYERS = 3
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="check_model.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", help="name or folder")
+    add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
+        help="besides auto, the reference; auto again shows noise "
+             f"(default: {' '.join(DTYPES)})")  # fmt: skip
+    add("--text", type=Path, default=HELD_OUT, help="what is decoded, UTF-8")
+    add("--max-context", type=int, metavar="TOKENS",
+        help=f"longest sequence (default: {MAX_CONTEXT}, or the model's)")  # fmt: skip
+    add("--texts", type=int, default=Plan.texts, help="stretches a context")
+    add("--decode-steps", type=int, default=Plan.decode_steps, metavar="TOKENS",
+        help="decoded at the end of each")  # fmt: skip
+    add("--top", type=int, default=Plan.top, metavar="K",
+        help="tokens told apart; with the vocabulary's size KL is exact")  # fmt: skip
+    add("--needles", type=int, default=Plan.cases, help="a context and depth")
+    add("--layers", type=int, nargs="?", const=LAYERS, default=0, metavar="N",
+        help="try the N worst layers in bf16, by what their K does to scores "
+             f"(default: {LAYERS})")  # fmt: skip
+    add("--gsm8k", type=int, nargs="?", const=0, metavar="LIMIT",
+        help="score GSM8K with lm_eval, all problems or LIMIT")  # fmt: skip
+    add("--engine-args", type=json_object, default={}, metavar="JSON",
+        help='more of LLM\'s: {"tensor_parallel_size": 2}; a quantised head needs '
+             '{"hf_overrides": {}}')  # fmt: skip
+    add("--seed", type=int, default=0)
+    add("--time-limit", type=float, default=3600, help="seconds for all engines")
+    add("--output", type=Path, metavar="DIR", help="default: ./check-MODELNAME")
+    return parser
+
+
+def looks_like_a_folder(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def first_lines(error: Exception) -> str:
+    """Returns what an error says, without pydantic's heading and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = lines[1:]
+    return lines[0] if lines else type(error).__name__
+
+
+def read_model(args: argparse.Namespace) -> None:
+    """Has vLLM read the model's configuration and tokenizer, as an engine would.
+
+    Raises:
+        ValueError: If it cannot, or does not know a dtype.
+
+    """
+    if looks_like_a_folder(args.model) and not Path(args.model).is_dir():
+        raise ValueError(f"no folder {args.model}")
+    if Path(args.model).is_dir() and not (Path(args.model) / "config.json").exists():
+        raise ValueError(f"no config.json in {args.model}")
+    # To import it takes seconds, which --help need not wait for.
+    from vllm.config.cache import KV_CACHE_DTYPES
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    # Engines say the same in their logs.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    for dtype in args.kv_cache_dtype:
+        if dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"{dtype} is no KV cache dtype of this vLLM, which has "
+                f"{', '.join(KV_CACHE_DTYPES)}; scripts/apply.sh applies the series"
+            )
+    try:
+        config = EngineArgs(args.model, **args.engine_args).create_model_config()
+        args.tokenizer = cached_tokenizer_from_config(config)
+    except Exception as error:
+        raise ValueError(f"{args.model}: {first_lines(error)}") from error
+    args.model_context = config.max_model_len
+    args.vocab_size = config.get_vocab_size()
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Checks arguments, and adds what follows from them.
+
+    Raises:
+        ValueError: If something is wrong.
+
+    """
+    if args.gsm8k is not None and not importlib.util.find_spec("lm_eval"):
+        raise ValueError("--gsm8k needs lm_eval: pip install lm-eval")
+    for name in ("texts", "decode_steps", "top", "needles", "time_limit"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} has to be positive")
+    try:
+        args.text_content = args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {args.text}: {error}") from error
+    read_model(args)
+    longest = args.max_context or min(MAX_CONTEXT, args.model_context)
+    if longest > args.model_context:
+        raise ValueError(
+            f"a context of {longest} is longer than the model's, {args.model_context}"
+        )
+    if longest < MIN_CONTEXT:
+        raise ValueError(f"a context of {longest} is shorter than {MIN_CONTEXT}")
+    if 2 * args.decode_steps > MIN_CONTEXT:
+        raise ValueError(f"--decode-steps is more than {MIN_CONTEXT // 2}")
+    args.plan = Plan(
+        max_context=longest,
+        texts=args.texts,
+        decode_steps=args.decode_steps,
+        top=args.top,
+        cases=args.needles,
+    )
+    name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+    args.output = args.output or Path(f"check-{name.rpartition('/')[-1]}")
+    with contextlib.suppress(FileExistsError):
+        args.output.mkdir(parents=True)
+    if not args.output.is_dir():
+        raise ValueError(f"--output {args.output} is not a folder")
+    args.on_cpu = not has_gpu()

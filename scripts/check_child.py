@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Puts one engine through the cases of `check_model.py`, in a process of its own.
+
+Usage: python check_child.py JOB FOLDER. The folder gets a record of each text's
+distributions (`check_probe.Record`), `result.json`, and `stages`, a line for each part
+that is done.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from arm_process import write_result
+from check_probe import WATCH, start_watching, stop_watching
+from quality_child import Lab
+
+from vllm import SamplingParams
+
+
+def record_path(folder: Path, index: int) -> Path:
+    """Returns where the record of a text is."""
+    return folder / f"text-{index}.npz"
+
+
+class Check(Lab):
+    """One engine, and what it is asked."""
+
+    def __init__(self, job: dict[str, Any], folder: Path) -> None:
+        self.folder = folder
+        self.job = job
+        start = time.perf_counter()
+        super().__init__(job)
+        self.done("start", start)
+
+    def done(self, stage: str, start: float) -> None:
+        self.timed(stage, start)
+        with (self.folder / "stages").open("a") as stages:
+            print(stage, file=stages)
+
+    def keys(self) -> dict[str, dict[str, list[float]]]:
+        """Returns statistics by layer, of a prompt's K and V and all ranks' heads."""
+        self.llm.apply_model(start_watching)
+        self.continue_greedily([self.job["keys"]], [1], True)
+        found: dict[str, dict[str, list[float]]] = {}
+        for rank in self.llm.apply_model(stop_watching):
+            for layer, statistics in rank.items():
+                of_layer = found.setdefault(layer, {name: [] for name in statistics})
+                for name, heads in statistics.items():
+                    of_layer[name] += heads
+        return found
+
+    def record(self) -> None:
+        """Records the distributions of each text's end, decoded token by token."""
+        texts = [text["tokens"] for text in self.job["texts"]]
+        steps, count = self.job["decode_steps"], min(self.job["top"], self.vocab_size)
+        reference = self.job["reference"] and Path(self.job["reference"])
+        params = []
+        for index, text in enumerate(texts):
+            watch = {
+                "path": str(record_path(self.folder, index)),
+                "first": len(text) - steps - 1,
+                "count": count,
+                "reference": reference and str(record_path(reference, index)),
+            }
+            params.append(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=steps,
+                    ignore_eos=True,
+                    detokenize=False,
+                    trace_decode_token_ids=text[-steps:],
+                    extra_args={WATCH: watch},
+                )
+            )
+        outputs = self.generate([text[:-steps] for text in texts], params)
+        for output, text in zip(outputs, texts, strict=True):
+            assert list(output.outputs[0].token_ids) == text[-steps:]
+
+    def run(self) -> dict[str, Any]:
+        """Returns all but what the records hold."""
+        job = self.job
+        start = time.perf_counter()
+        keys = self.keys()
+        self.done("keys", start)
+
+        start = time.perf_counter()
+        self.record()
+        self.done("decode", start)
+
+        start = time.perf_counter()
+        prompts = job["continued"]
+        steps = [job["greedy_steps"]] * len(prompts)
+        continuations = self.continue_greedily(prompts, steps, True)
+        self.done("greedy", start)
+
+        start = time.perf_counter()
+        prompts = [needle["prompt"] for needle in job["needles"]]
+        steps = [job["answer_tokens"]] * len(prompts)
+        answers = self.continue_greedily(prompts, steps, False)
+        self.done("needles", start)
+        texts = {"continuations": continuations, "answers": answers}
+        return texts | {"keys": keys} | self.facts()
+
+
+def main() -> None:
+    job_path, folder = map(Path, sys.argv[1:])
+    job = json.loads(job_path.read_text())
+    write_result(folder, Check(job, folder).run())
+
+
+if __name__ == "__main__":
+    main()

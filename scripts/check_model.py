@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What KV cache dtypes cost a model of yours, on your GPU.
+
+Each dtype is an engine in a process of its own, and the model's unquantised cache comes
+first, as the reference. All get the same: stretches of text whose end is decoded token
+by token as if it had been sampled, greedy continuations, and needles, facts in a text
+that are asked for. KL divergence is that of the reference's likeliest tokens and the
+sum of the rest, a lower bound of the whole vocabulary's.
+
+The status is 0 whatever the advice, 1 if an engine failed, 2 if an argument is wrong.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+
+from arm_process import read_result, run_arm  # noqa: E402
+from check_advice import advise, layers_to_skip, ran  # noqa: E402
+from check_args import build_parser, complete  # noqa: E402
+from check_cases import build_cases  # noqa: E402
+from check_metrics import (  # noqa: E402
+    Records,
+    compare_needles,
+    compare_records,
+    greedy_agreement,
+    rank_layers,
+)
+from check_report import markdown  # noqa: E402
+from child_runner import engine_variables, exit_when_told, side_by_side  # noqa: E402
+from common import rounded, run_facts  # noqa: E402
+from quality_cases import HEAD  # noqa: E402
+from quickstart import is_right  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
+
+SCRIPTS = Path(__file__).resolve().parent
+CHILD = SCRIPTS / "check_child.py"
+GSM8K_CHILD = SCRIPTS / "check_gsm8k.py"
+PICTURES = SCRIPTS / "check_pictures.py"
+REFERENCE = "auto"
+TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+# What check_child.py is done with, one after the other.
+STAGES = ("start", "keys", "decode", "greedy", "needles")
+CPU_CACHE_BYTES = 256 << 20
+GSM8K_CONTEXT = 4096
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine.
+
+    Attributes:
+        name: What it is called in tables.
+        cache_dtype: As on vLLM's command line.
+        skip_layers: Layers whose cache has the model's dtype.
+
+    """
+
+    name: str
+    cache_dtype: str
+    skip_layers: tuple[str, ...] = ()
+
+    def without(self, layer: str) -> "Arm":
+        return replace(
+            self, name=f"{self.name}, layer {layer} in bf16", skip_layers=(layer,)
+        )
+
+
+def arms_of(dtypes: list[str]) -> list[Arm]:
+    """Returns the reference and an arm a dtype; the reference's again shows noise."""
+    arms = [Arm(REFERENCE, REFERENCE)]
+    for dtype in dict.fromkeys(dtypes):
+        name = f"{dtype}, again" if dtype == REFERENCE else dtype
+        arms.append(Arm(name, dtype))
+    return arms
+
+
+def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of an arm's `LLM`."""
+    options: dict[str, Any] = {
+        "kv_cache_dtype": arm.cache_dtype,
+        "max_model_len": args.plan.max_context,
+        "max_num_seqs": 16,
+        # Of a longer prompt, all chunks but the first read the cache.
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        # To compile and capture takes longer than what is then computed.
+        "enforce_eager": True,
+        "hf_overrides": HEAD,
+        # The recorder's workspace is not in vLLM's account.
+        "gpu_memory_utilization": 0.85,
+        "seed": args.seed,
+        "disable_log_stats": True,
+    }
+    if arm.skip_layers:
+        options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
+    if args.on_cpu:
+        options |= {"dtype": "float16", "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        options |= ENGINE_ARGS
+    return options | args.engine_args
+
+
+class Checks:
+    """The cases, a scratch folder, and the arms' processes."""
+
+    child = CHILD
+
+    def __init__(
+        self, args: argparse.Namespace, scratch: Path, pool: ThreadPoolExecutor
+    ) -> None:
+        self.args = args
+        self.scratch = scratch
+        self.pool = pool
+        text, tokenizer = args.text_content, args.tokenizer
+        self.cases = build_cases(text, args.plan, tokenizer, args.seed)
+        self.deadline = time.monotonic() + args.time_limit
+        self.reference = Arm(REFERENCE, REFERENCE)
+        self.variables = engine_variables(args.on_cpu) | {
+            # The probes are then called as they are, and need not be serialised.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        if not Path(args.model).is_dir():
+            del self.variables["HF_HUB_OFFLINE"]
+
+    def folder(self, arm: Arm, part: str = "") -> Path:
+        return self.scratch / re.sub(r"\W+", "-", f"{arm.name} {part}".strip())
+
+    def run_arm(self, arm: Arm) -> str | None:
+        """Runs an arm in a process, and returns what went wrong."""
+        options = engine_args(arm, self.args)
+        job = {
+            "model": self.args.model,
+            "engine_args": {
+                "enable_trace_replay": True,
+                "logits_processors": ["check_probe:Recorder"],
+                # A rank samples all rows, or none.
+                "enable_batch_sharded_sampling": False,
+                **options,
+            },
+            "compress_all_layers": False,
+            "reference": (
+                None
+                if arm == self.reference
+                else str(self.folder(self.reference).absolute())
+            ),
+        }
+        return self.run_child(
+            self.child, job | self.cases.for_child(), self.folder(arm)
+        )
+
+    def run_gsm8k(self, arm: Arm) -> str | None:
+        job = {
+            "model": self.args.model,
+            # Prompts of five examples are longer than short contexts.
+            "engine_args": engine_args(arm, self.args)
+            | {"max_model_len": min(self.args.model_context, GSM8K_CONTEXT)}
+            | {"max_num_seqs": 256}
+            | self.args.engine_args,
+            "limit": self.args.gsm8k or None,
+        }
+        return self.run_child(GSM8K_CHILD, job, self.folder(arm, "gsm8k"))
+
+    def run_child(self, child: Path, job: dict[str, Any], folder: Path) -> str | None:
+        left = self.deadline - time.monotonic()
+        forked = self.args.on_cpu
+        return run_arm(child, job, folder, self.variables, left, is_forked=forked)
+
+    def records(self, arm: Arm, context: int | None = None) -> Records:
+        """Returns an arm's records of one context's texts, or of all."""
+        texts = [
+            np.load(self.folder(arm) / f"text-{index}.npz")
+            for index, text in enumerate(self.cases.texts)
+            if context in (None, text["context"])
+        ]
+        parts = ("logprobs", "target", "top")
+        return {part: np.stack([text[part] for text in texts]) for part in parts}
+
+    def found(self, result: dict[str, Any]) -> list[bool]:
+        """Returns which needles an arm's answers hold."""
+        answers = (self.args.tokenizer.decode(x) for x in result["answers"])
+        pairs = zip(answers, self.cases.needles, strict=True)
+        return [is_right(answer, needle["answer"]) for answer, needle in pairs]
+
+    def measure(self, arm: Arm) -> dict[str, Any]:
+        """Returns all that is reported of an arm that ran."""
+        result = read_result(self.folder(arm))
+        reference = read_result(self.folder(self.reference))
+        overall = compare_records(self.records(self.reference), self.records(arm))
+        by_context = {
+            str(context): compare_records(
+                self.records(self.reference, context), self.records(arm, context)
+            )
+            for context in self.cases.plan.contexts
+        }
+        continued = [part["continuations"] for part in (reference, result)]
+        found = [self.found(part) for part in (reference, result)]
+        facts = ("bytes_per_token", "layers", "mixed_layers", "backends", "overrides")
+        return overall | {
+            "decode": by_context,
+            "greedy_prefix": greedy_agreement(*continued),
+            "greedy_steps": self.cases.plan.greedy_steps,
+            "needles": compare_needles(self.cases.needles, *found),
+            "capacity": reference["bytes_per_token"] / result["bytes_per_token"],
+            "keys": rank_layers(result["keys"]),
+            "seconds": result["seconds"],
+            **{fact: result[fact] for fact in facts},
+        }
+
+    def stages(self, arm: Arm) -> int:
+        """Returns how many stages an arm is done with."""
+        path = self.folder(arm) / "stages"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def run(self, arms: list[Arm]) -> Iterator[dict[str, Any]]:
+        """Yields each arm's row when it has ended, with progress on a terminal."""
+        with tqdm(total=len(arms) * len(STAGES), disable=None, unit="part") as bar:
+            for number, arm in enumerate(arms):
+                bar.set_description(arm.name)
+                run = self.pool.submit(self.run_arm, arm)
+                start = time.monotonic()
+                while not wait([run], POLL_S).done:
+                    bar.update(number * len(STAGES) + self.stages(arm) - bar.n)
+                row = {"arm": arm.name, **asdict(arm)}
+                row.pop("name")
+                error = run.result()
+                row |= {"error": error} if error else self.measure(arm)
+                if self.args.gsm8k is not None and not error and not arm.skip_layers:
+                    row |= self.measure_gsm8k(arm)
+                bar.update((number + 1) * len(STAGES) - bar.n)
+                took = f"{time.monotonic() - start:.0f} s"
+                tqdm.write(f"{arm.name}: {error or 'ran'} ({took})", file=sys.stdout)
+                yield row
+
+    def measure_gsm8k(self, arm: Arm) -> dict[str, Any]:
+        error = self.pool.submit(self.run_gsm8k, arm).result()
+        if error:
+            return {"gsm8k_error": error}
+        return {"gsm8k": read_result(self.folder(arm, "gsm8k"))}
+
+
+def check_layers(checks: Checks, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Leaves each of the worst layers of the first turbo dtype in bf16.
+
+    The worst are those whose K, as it is stored, does most to scores. A row a layer is
+    measured, and one of all that are worth it if they are several.
+    """
+    turbo = [row for row in rows if row["cache_dtype"] in TURBO_DTYPES and ran(row)]
+    if not turbo or not ran(rows[0]):
+        return None
+    packed = turbo[0]
+    arm = Arm(packed["arm"], packed["cache_dtype"])
+    worst = [layer["layer"] for layer in packed["keys"]][: checks.args.layers]
+    measured = list(checks.run([arm.without(layer) for layer in worst]))
+    skip = layers_to_skip(measured, packed)
+    if len(skip) > 1:
+        name = f"{arm.name}, layers {', '.join(skip)} in bf16"
+        together = replace(arm, name=name, skip_layers=tuple(skip))
+        measured += checks.run([together])
+    return {"packed": arm.name, "rows": measured, "skip": skip}
+
+
+def check(checks: Checks, arms: list[Arm]) -> dict[str, Any]:
+    """Returns the report, `arms` being a row an arm in the order given."""
+    rows: list[dict[str, Any]] = []
+    for row in checks.run(arms):
+        rows.append(row)
+        if not ran(rows[0]):
+            raise SystemExit(f"check_model: no reference: {row['error']}")
+    args = checks.args
+    layers = check_layers(checks, rows) if args.layers else None
+    # Only the turbo dtypes' layers know what they take off.
+    turbo = [row for row in rows if row["cache_dtype"] in TURBO_DTYPES and ran(row)]
+    return {
+        "facts": run_facts(),
+        "model": args.model,
+        "plan": asdict(args.plan),
+        "contexts": args.plan.contexts,
+        "is_exact": args.plan.top >= args.vocab_size,
+        "engine_args": args.engine_args,
+        "arms": rows,
+        "keys": (turbo or rows)[0]["keys"],
+        "layers": layers,
+        "advice": advise(rows),
+    }
+
+
+def failed(report: dict[str, Any]) -> bool:
+    """Whether an engine did not run to its end."""
+    rows = report["arms"] + (report["layers"] or {"rows": []})["rows"]
+    return any("error" in row or "gsm8k_error" in row for row in rows)
+
+
+def write_report(report: dict[str, Any], output: Path) -> None:
+    """Writes check.json, check.md and kl.svg, and prints the tables."""
+    path = output / "check.json"
+    path.write_text(json.dumps(rounded(report), indent=1) + "\n")
+    text = markdown(report)
+    (output / "check.md").write_text(text)
+    print(f"\n{text}", flush=True)
+    if not importlib.util.find_spec("matplotlib"):
+        print(f"{path}; no picture: matplotlib is not installed")
+    elif subprocess.run([sys.executable, PICTURES, path]).returncode:
+        print(f"{path}; no picture: see above")
+    else:
+        print(f"{path}, {output / 'kl.svg'}")
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = build_parser(__doc__)
+    args = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder, side_by_side(1) as pool:
+        try:
+            complete(args)
+            checks = Checks(args, Path(folder), pool)
+        except ValueError as error:
+            parser.error(str(error))
+        report = check(checks, arms_of(args.kv_cache_dtype))
+        write_report(report, args.output)
+    return 1 if failed(report) else 0
+
+
+if __name__ == "__main__":
+    exit_when_told()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("check_model: interrupted", file=sys.stderr)
+        sys.exit(130)

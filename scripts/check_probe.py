@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What `check_child.py` has done in the workers of vLLM.
+
+`Recorder` reduces distributions where they are: of 150,000 log-probabilities a
+position, those of the reference's likeliest tokens are kept, and the sum of the rest.
+`KeyStatistics` sees the K and V that attention layers are given.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
+
+# In a request's `extra_args`: see `Record.of`.
+WATCH = "check_model"
+NAME = "check_probe:Recorder"
+
+
+@dataclass
+class Record:
+    """One request's distributions, in the order of the tokens that are replayed.
+
+    Attributes:
+        path: Where they go, as an .npz file, when all are there.
+        first: Position of the last prompt token, whose logits are the first.
+        targets: The tokens replayed.
+        ids: (position, k), the reference's likeliest tokens, falling; -1 where none
+            are known yet.
+        logprobs: (position, k + 1), of these, and of all others together.
+        target: (position,), log-probability of the token replayed.
+        top: (position,), the likeliest token.
+        is_reference: Whether `ids` are found here.
+
+    """
+
+    path: Path
+    first: int
+    targets: list[int]
+    ids: np.ndarray
+    logprobs: np.ndarray
+    target: np.ndarray
+    top: np.ndarray
+    is_reference: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Record":
+        """Returns the record that `extra_args` ask for.
+
+        They have `path`, `first`, `count` (k), and `reference`: the path of the
+        reference's record; None for the reference itself.
+        """
+        assert params.extra_args and params.trace_decode_token_ids
+        watch = params.extra_args[WATCH]
+        steps = len(params.trace_decode_token_ids)
+        ids = np.full((steps, watch["count"]), -1, dtype=np.int64)
+        if watch["reference"]:
+            ids = np.load(watch["reference"])["ids"]
+        return cls(
+            path=Path(watch["path"]),
+            first=watch["first"],
+            targets=params.trace_decode_token_ids,
+            ids=ids,
+            logprobs=np.full((steps, ids.shape[1] + 1), np.nan, dtype=np.float32),
+            target=np.full(steps, np.nan, dtype=np.float32),
+            top=np.full(steps, -1, dtype=np.int64),
+            is_reference=not watch["reference"],
+        )
+
+    def save(self) -> None:
+        assert not np.isnan(self.logprobs).any(), f"{self.path}: steps are missing"
+        arrays = {"ids": self.ids, "logprobs": self.logprobs}
+        np.savez(self.path, target=self.target, top=self.top, **arrays)
+
+
+class Recorder(LogitsProcessor):
+    """Records the distributions of requests that ask for it, and changes none.
+
+    It runs in every rank that samples; the first of a tensor-parallel group writes.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, req_states: LogitsProcRequestState
+    ) -> None:
+        self.slots: dict[int, Record] = {}
+        # A request that was preempted comes again, with what it has generated.
+        self.records: dict[str, Record] = {}
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self.slots.pop(req_idx, None)
+        watch = (sampling_params.extra_args or {}).get(WATCH)
+        if watch is None or get_tensor_model_parallel_rank():
+            return False
+        if watch["path"] not in self.records:
+            self.records[watch["path"]] = Record.of(sampling_params)
+        self.slots[req_idx] = self.records[watch["path"]]
+        return True
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """See base class: logits are (row, vocabulary) fp32, before temperature."""
+        positions = ctx.pos.tolist()
+        due: list[tuple[int, Record, int]] = []
+        for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+            record = self.slots.get(slot)
+            if record is None:
+                continue
+            # Of a chunk of the prompt it is negative.
+            step = positions[row] - record.first
+            if 0 <= step < len(record.targets):
+                due.append((row, record, step))
+        if due:
+            self.record(logits, due)
+        return logits
+
+    def record(self, logits: torch.Tensor, due: list[tuple[int, Record, int]]) -> None:
+        """Records rows of logits: each row, its record, and the step that it is."""
+        chosen = logits[[row for row, *_ in due]].log_softmax(dim=-1)
+        k = due[0][1].ids.shape[1]
+        for (_, record, step), ids in zip(due, chosen.topk(k).indices.cpu().numpy()):
+            record.top[step] = ids[0]
+            if record.is_reference:
+                record.ids[step] = ids
+        ids = torch.from_numpy(np.stack([record.ids[step] for _, record, step in due]))
+        ids = ids.to(chosen.device)
+        targets = torch.tensor([[record.targets[step]] for _, record, step in due])
+        kept = [chosen.gather(1, ids), chosen.gather(1, targets.to(chosen.device))]
+        # Not 1 minus the others, which is rounding where it is small.
+        rest = chosen.scatter(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        values = torch.cat([*kept, rest], dim=1).cpu().numpy()
+        for (_, record, step), row in zip(due, values):
+            record.logprobs[step] = np.delete(row, k)
+            record.target[step] = row[k]
+            if step == len(record.targets) - 1:
+                record.save()
+                self.records.pop(str(record.path), None)
+
+
+class Sums:
+    """Sums over tokens of a layer's vectors, by head."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: torch.Tensor | float = 0.0
+        self.squares: torch.Tensor | float = 0.0
+
+    def add(self, vectors: torch.Tensor) -> None:
+        """Adds (token, head, coordinate)."""
+        # A long mean leaves few of fp32's digits to the deviation from it.
+        vectors = vectors.detach().double()
+        self.count += len(vectors)
+        self.total = self.total + vectors.sum(0).cpu()
+        self.squares = self.squares + vectors.square().sum((0, 2)).cpu()
+
+    def mean(self) -> torch.Tensor:
+        """Returns (head, coordinate)."""
+        return torch.as_tensor(self.total / self.count)
+
+    def square(self) -> torch.Tensor:
+        """Returns the mean of the squared length, (head,)."""
+        return torch.as_tensor(self.squares / self.count)
+
+
+class KeyStatistics:
+    """Statistics of one layer's Q, K and V, of this rank's heads."""
+
+    def __init__(self, layer: Attention) -> None:
+        self.layer = layer
+        self.sums = {name: Sums() for name in "qkv"}
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the forward of the layer's impl that adds what it is given.
+
+        Impls are called alike whether or not the model is compiled.
+        """
+
+        def watched(
+            layer: Attention,
+            query: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
+            kv_cache: torch.Tensor,
+            attn_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            # A layer that shares another's cache has none.
+            if key is not None and value is not None:
+                count = getattr(attn_metadata, "num_actual_tokens", len(key))
+                for name, vectors in zip("qkv", (query, key, value)):
+                    self.sums[name].add(vectors[:count])
+            rest = (query, key, value, kv_cache, attn_metadata, *args)
+            return forward(layer, *rest, **kwargs)
+
+        return watched
+
+    def result(self) -> dict[str, Any]:
+        """Returns lists of a number a KV head.
+
+        `k_mean` and `v_mean` are the length of the mean over tokens; `k_deviation` and
+        `v_deviation` the root of the mean squared distance from it; `k_left` is the
+        length of the mean without the layer's offset of K, if it has one. `score` is
+        what K's relative errors are multiplied by in scores: the deviation of scores
+        that Q and K as stored would have if their directions were random.
+        """
+        q, k, v = (self.sums[name] for name in "qkv")
+        heads = k.square().shape[0]
+        offset = getattr(self.layer, "turbo_key_offset", None)
+        taken = 0 if offset is None else offset.detach().cpu().double()
+        spread = {
+            name: (s.square() - s.mean().square().sum(-1)).clamp(min=0)
+            for name, s in (("k", k), ("v", v))
+        }
+        left = (k.mean() - taken).norm(dim=-1)
+        q_square = q.square().view(heads, -1).mean(-1)
+        stored = left.square() + spread["k"]
+        size = k.mean().shape[-1]
+        score = self.layer.impl.scale * (q_square * stored / size).sqrt()
+        return {
+            "k_mean": k.mean().norm(dim=-1).tolist(),
+            "k_deviation": spread["k"].sqrt().tolist(),
+            "k_left": left.tolist(),
+            "v_mean": v.mean().norm(dim=-1).tolist(),
+            "v_deviation": spread["v"].sqrt().tolist(),
+            "score": score.tolist(),
+        }
+
+
+def start_watching(model: nn.Module) -> None:
+    """Has each attention layer of a model add up what it is given from now on."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.check_statistics = KeyStatistics(layer)
+            layer.impl.forward = layer.check_statistics.wrap(layer.impl.forward)
+
+
+def stop_watching(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Undoes `start_watching`, and returns what was found by layer name."""
+    found = {}
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            # The method of its class shows again.
+            del layer.impl.forward
+            statistics = layer.check_statistics
+            del layer.check_statistics
+            if statistics.sums["k"].count:
+                found[layer.layer_name] = statistics.result()
+    return found
