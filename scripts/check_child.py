@@ -18,6 +18,7 @@ from check_probe import WATCH, start_watching, stop_watching
 from quality_child import Lab
 
 from vllm import SamplingParams
+from vllm.outputs import RequestOutput
 
 
 def record_path(folder: Path, index: int) -> Path:
@@ -52,32 +53,33 @@ class Check(Lab):
                     of_layer[name] += heads
         return found
 
-    def record(self) -> None:
+    def replay(self, index: int, text: list[int]) -> SamplingParams:
+        """Returns what decodes a text's end as if it had been sampled, and records."""
+        steps, reference = self.job["decode_steps"], self.job["reference"]
+        watch = {
+            "path": str(record_path(self.folder, index)),
+            "first": len(text) - steps - 1,
+            "count": min(self.job["top"], self.vocab_size),
+            "reference": reference and str(record_path(Path(reference), index)),
+        }
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=steps,
+            ignore_eos=True,
+            detokenize=False,
+            trace_decode_token_ids=text[-steps:],
+            extra_args={WATCH: watch},
+        )
+
+    def record(self) -> list[RequestOutput]:
         """Records the distributions of each text's end, decoded token by token."""
         texts = [text["tokens"] for text in self.job["texts"]]
-        steps, count = self.job["decode_steps"], min(self.job["top"], self.vocab_size)
-        reference = self.job["reference"] and Path(self.job["reference"])
-        params = []
-        for index, text in enumerate(texts):
-            watch = {
-                "path": str(record_path(self.folder, index)),
-                "first": len(text) - steps - 1,
-                "count": count,
-                "reference": reference and str(record_path(reference, index)),
-            }
-            params.append(
-                SamplingParams(
-                    temperature=0.0,
-                    max_tokens=steps,
-                    ignore_eos=True,
-                    detokenize=False,
-                    trace_decode_token_ids=text[-steps:],
-                    extra_args={WATCH: watch},
-                )
-            )
+        steps = self.job["decode_steps"]
+        params = [self.replay(*numbered) for numbered in enumerate(texts)]
         outputs = self.generate([text[:-steps] for text in texts], params)
         for output, text in zip(outputs, texts, strict=True):
             assert list(output.outputs[0].token_ids) == text[-steps:]
+        return outputs
 
     def run(self) -> dict[str, Any]:
         """Returns all but what the records hold."""

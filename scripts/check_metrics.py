@@ -17,6 +17,15 @@ from quality_metrics import common_prefix, kl_divergence
 Records = dict[str, np.ndarray]
 
 
+def normalised(logprobs: np.ndarray) -> np.ndarray:
+    """Returns log-probabilities, (..., outcome), whose sum is 1 in float64.
+
+    A sum over a large vocabulary in fp32 is off by 1e-5, in all outcomes alike.
+    """
+    logprobs = logprobs.astype(np.float64)
+    return logprobs - np.log(np.exp(logprobs).sum(axis=-1, keepdims=True))
+
+
 def compare_records(reference: Records, other: Records) -> dict[str, Any]:
     """Compares records of the same texts.
 
@@ -31,7 +40,9 @@ def compare_records(reference: Records, other: Records) -> dict[str, Any]:
     """
     # No rest is impossible in both if all tokens are told apart.
     with np.errstate(invalid="ignore"):
-        divergences = kl_divergence(reference["logprobs"], other["logprobs"])
+        divergences = kl_divergence(
+            *(normalised(part["logprobs"]) for part in (reference, other))
+        )
     means = divergences.mean(axis=1)
     spread = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else None
     scores = [part["target"].mean(dtype=np.float64) for part in (reference, other)]

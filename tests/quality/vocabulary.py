@@ -87,6 +87,7 @@ class Vocabulary:
         """Returns the case that `make` makes for so many bytes that it has at most
         `length` tokens, and not much fewer.
         """
+
         def count(case: Case) -> int:
             found = len(case.prompt_tokens(self.encode))
             return found + len(case.answer_tokens(self.encode))

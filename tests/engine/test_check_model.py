@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The check of a user's model: a small run through the engine, and what it needs."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import check_model
+import numpy as np
+import pytest
+from arm_process import read_result, run_arm
+from check_args import build_parser, complete
+from check_metrics import rank_layers
+from child_runner import side_by_side
+from harness import SCRIPTS, TIMEOUT_S
+from quality_metrics import kl_divergence
+from scenarios import GAIN
+from test_key_bias import LONG, write_qwen2
+from test_quality import KL_BOUND
+
+MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
+CHILD = Path(__file__).with_name("check_full_child.py")
+# The text's distributions are the whole vocabulary's, bytes and three special tokens.
+VOCABULARY = 259
+STEPS = 12
+# fp32 log-probabilities, in either way of adding them up.
+ROUNDING = 1e-6
+OPTIONS = [
+    str(MODEL), "--max-context", "640", "--texts", "2", "--decode-steps", str(STEPS),
+    "--needles", "1", "--top", str(VOCABULARY), "--layers", "1",
+    "--engine-args", '{"max_logprobs": -1}', "--kv-cache-dtype", "auto", "turbo4",
+    "fp8",
+]  # fmt: skip
+
+
+class FullChecks(check_model.Checks):
+    child = CHILD
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Its thread has one fork server for all engines."""
+    with side_by_side(1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def checks(
+    pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> FullChecks:
+    output = tmp_path_factory.mktemp("output")
+    args = build_parser("").parse_args([*OPTIONS, "--output", str(output)])
+    complete(args)
+    plan = {"greedy_steps": 4, "answer_tokens": 7, "depths": (0.5,)}
+    args.plan = replace(args.plan, **plan)
+    return FullChecks(args, tmp_path_factory.mktemp("arms"), pool)
+
+
+@pytest.fixture(scope="module")
+def arms(checks: FullChecks) -> dict[str, check_model.Arm]:
+    names = checks.args.kv_cache_dtype
+    return {arm.name: arm for arm in check_model.arms_of(names)}
+
+
+@pytest.fixture(scope="module")
+def report(checks: FullChecks, arms: dict[str, check_model.Arm]) -> dict[str, Any]:
+    """What is in check.json."""
+    report = check_model.check(checks, list(arms.values()))
+    check_model.write_report(report, checks.args.output)
+    return json.loads((checks.args.output / "check.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["arm"]: row for row in report["arms"]}
+
+
+def test_the_reference_does_not_diverge_from_itself(rows: dict[str, dict[str, Any]]):
+    again = rows["auto, again"]
+    assert again["kl_mean"] == again["kl_p99"] == again["perplexity_change"] == 0
+    assert again["top1"] == again["capacity"] == 1
+    assert again["greedy_prefix"] == again["greedy_steps"] == 4
+
+
+def test_turbo4_diverges_by_what_four_bits_cost(rows: dict[str, dict[str, Any]]):
+    row = rows["turbo4"]
+    # A third of the bound's positions and more: their mean is less certain.
+    assert KL_BOUND["decode"]["turbo4"] / 20 < row["kl_mean"]
+    assert row["kl_mean"] < 2 * KL_BOUND["decode"]["turbo4"]
+    assert row["capacity"] == pytest.approx(GAIN["turbo4"], rel=1e-5)
+    assert row["backends"] == ["TURBO"]
+    assert row["top1"] > 0.8
+
+
+def test_kl_is_that_of_full_distributions(
+    checks: FullChecks,
+    arms: dict[str, check_model.Arm],
+    report: dict[str, Any],
+    rows: dict[str, dict[str, Any]],
+):
+    """With as many tokens told apart as there are; with fewer it is less."""
+    assert report["is_exact"]
+    full = [
+        np.load(checks.folder(arms[name]) / "full.npy") for name in ("auto", "turbo4")
+    ]
+    expected = kl_divergence(*full)
+    assert rows["turbo4"]["kl_mean"] == pytest.approx(expected.mean(), rel=1e-3)
+    found = kl_divergence(
+        *(
+            checks.records(arms[name])["logprobs"][..., :-1]
+            for name in ("auto", "turbo4")
+        )
+    )
+    assert np.abs(found - expected).max() < 10 * ROUNDING
+    agreement = full[0].argmax(-1) == full[1].argmax(-1)
+    assert rows["turbo4"]["top1"] == pytest.approx(agreement.mean(), rel=1e-5)
+    # The texts' own tokens, of which each context has its own.
+    targets = np.array([t["tokens"][-STEPS:] for t in checks.cases.texts])
+    score = np.take_along_axis(full[1], targets[..., None], -1).mean(dtype=np.float64)
+    assert rows["turbo4"]["perplexity"] == pytest.approx(np.exp(-score), rel=1e-5)
+
+
+def test_contexts_are_apart(report: dict[str, Any], rows: dict[str, dict[str, Any]]):
+    assert report["contexts"] == [512, 640]
+    parts = rows["turbo4"]["decode"]
+    assert [*parts] == ["512", "640"]
+    assert sum(part["positions"] for part in parts.values()) == 2 * 2 * STEPS
+    means = [part["kl_mean"] for part in parts.values()]
+    assert rows["turbo4"]["kl_mean"] == pytest.approx(np.mean(means), rel=1e-5)
+
+
+def test_needles_are_found(rows: dict[str, dict[str, Any]]):
+    for name in ("auto", "turbo4"):
+        needles = rows[name]["needles"]
+        assert (needles["found"], needles["cases"], needles["lost"]) == (2, 2, 0)
+
+
+def test_a_refused_dtype_loses_no_other(
+    report: dict[str, Any], rows: dict[str, dict[str, Any]]
+):
+    assert "fp8" in rows["fp8"]["error"] and "kl_mean" not in rows["fp8"]
+    assert check_model.failed(report)
+    assert report["advice"].endswith("fp8: not measured")
+
+
+def test_worst_layer_in_bf16(report: dict[str, Any], rows: dict[str, dict[str, Any]]):
+    (row,) = report["layers"]["rows"]
+    packed = rows["turbo4"]
+    assert row["skip_layers"] == [packed["keys"][0]["layer"]]
+    reference = rows["auto"]["bytes_per_token"]
+    rest = packed["layers"] - 1
+    expected = (reference + rest * packed["bytes_per_token"]) / packed["layers"]
+    assert row["bytes_per_token"] == pytest.approx(expected)
+    assert 0 < row["kl_mean"] < packed["kl_mean"]
+
+
+def test_files(checks: FullChecks, report: dict[str, Any]):
+    text = (checks.args.output / "check.md").read_text()
+    assert report["advice"] in text and "`turbo4`" in text and "`fp8`" in text
+    assert "turbo4" in (checks.args.output / "kl.svg").read_text()
+    assert set(report) == {
+        "facts", "model", "plan", "contexts", "is_exact", "engine_args", "arms", "keys",
+        "layers", "advice",
+    }  # fmt: skip
+    assert len(report["keys"]) == 8
+
+
+@pytest.fixture(scope="module")
+def biased(
+    pool: ThreadPoolExecutor,
+    checks: FullChecks,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[dict[str, Any]]]:
+    """Layers of a model with a long bias of K, by cache dtype, the worst first."""
+    folder = tmp_path_factory.mktemp("biased")
+    model = write_qwen2(folder / "seeded-qwen2", 1.0)
+    found = {}
+    for dtype in ("auto", "turbo4"):
+        arm = check_model.Arm(dtype, dtype)
+        job = {
+            "model": model,
+            "engine_args": check_model.engine_args(arm, checks.args),
+            "compress_all_layers": False,
+            "keys": checks.cases.keys[:256],
+            "only_keys": True,
+        }
+        place = folder / dtype
+        options = CHILD, job, place, checks.variables, TIMEOUT_S, True
+        assert pool.submit(run_arm, *options).result() is None
+        found[dtype] = rank_layers(read_result(place))
+    return found
+
+
+def test_a_long_bias_of_k_is_found(biased: dict[str, list[dict[str, Any]]]):
+    """Four slow pairs of a head have it, and turn little in so many positions."""
+    worst, other = biased["auto"]
+    assert worst["layer"] == str(LONG)
+    assert 150 < worst["k_mean"] < 185
+    assert worst["ratio"] > 4 * other["ratio"]
+    assert worst["k_left"] == worst["k_mean"]
+
+
+def test_what_the_offset_leaves_is_told(biased: dict[str, list[dict[str, Any]]]):
+    layers = {row["layer"]: row for row in biased["turbo4"]}
+    assert layers[str(LONG)]["k_left"] < 0.5 * layers[str(LONG)]["k_mean"]

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Parts of the check of a user's model that need no engine."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import check_advice
+import check_model
+import numpy as np
+import pytest
+import torch
+from arm_process import read_result, run_arm
+from check_advice import advise, layers_to_skip, loses_needles
+from check_cases import CUE, Plan, build_cases
+from check_metrics import compare_needles, compare_records, rank_layers
+from harness import SCRIPTS
+from quality_metrics import compare
+from quickstart import is_right
+from transformers import AutoTokenizer
+
+ROOT = SCRIPTS.parent
+MODEL = ROOT / "models" / "needle-qwen3"
+HELD_OUT = ROOT / "tests" / "quality" / "heldout.txt"
+BIG = 150_000
+
+
+def row(arm: str, kl: float = 0.001, **fields: Any) -> dict[str, Any]:
+    needles = {"cases": 60, "found": 60, "lost": 0, "gained": 0}
+    made = {"arm": arm, "cache_dtype": arm, "kl_mean": kl, "top1": 0.99}
+    return made | {"needles": needles} | fields
+
+
+def needles(lost: int, gained: int = 0, cases: int = 60) -> dict[str, int]:
+    found = cases - lost
+    return {"cases": cases, "found": found, "lost": lost, "gained": gained}
+
+
+AUTO = row("auto", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kl", "verdict"), [(0.0199, "safe"), (0.0201, "not (KL 0.020 nats)")]
+)
+def test_kl_is_bounded_where_fp8_was_not_measured(kl: float, verdict: str):
+    failed = {"arm": "fp8", "cache_dtype": "fp8", "error": "no"}
+    expected = f"turbo4: {verdict}; fp8: not measured"
+    assert advise([AUTO, row("turbo4", kl), failed]) == expected
+
+
+@pytest.mark.parametrize(
+    ("kl", "fp8", "verdict"),
+    [
+        (0.0199, 0.004, "safe"),
+        (0.0201, 0.004, "not (KL 5.0 times fp8's)"),
+        # As many of more are more than would be let pass without fp8.
+        (0.0499, 0.01, "safe"),
+        (0.0049, 0.0001, "safe"),
+        (0.0051, 0.0001, "not (KL 51.0 times fp8's)"),
+    ],
+)
+def test_kl_is_bounded_by_that_of_fp8(kl: float, fp8: float, verdict: str):
+    rows = [AUTO, row("turbo4", kl), row("fp8", fp8)]
+    assert advise(rows) == f"turbo4: {verdict}; fp8: safe"
+
+
+@pytest.mark.parametrize(
+    ("top1", "verdict"), [(0.951, "safe"), (0.949, "not (top token differs at 5.1%)")]
+)
+def test_top_tokens_have_to_agree(top1: float, verdict: str):
+    assert advise([AUTO, row("turbo3", top1=top1)]) == f"turbo3: {verdict}"
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "is_loss"),
+    [(0, 0, False), (3, 0, False), (4, 0, True), (4, 3, False), (0, 9, False),
+     (9, 2, True)],
+)  # fmt: skip
+def test_needles_are_lost_beyond_chance(lost: int, gained: int, is_loss: bool):
+    assert loses_needles(needles(lost, gained)) == is_loss
+    verdict = advise([AUTO, row("k4v3", needles=needles(lost, gained))])
+    expected = f"not ({lost} of 60 needles lost)" if is_loss else "safe"
+    assert verdict == f"k4v3: {expected}"
+
+
+@pytest.mark.parametrize(("found", "says"), [(30, True), (29, False)])
+def test_needles_say_nothing_if_the_reference_finds_few(found: int, says: bool):
+    reference = row("auto", needles=needles(60 - found))
+    said = advise([reference, row("turbo4", needles=needles(20))])
+    expected = (
+        "not (20 of 60 needles lost)"
+        if says
+        else "safe; needles say nothing, for the reference finds 29 of 60"
+    )
+    assert said == f"turbo4: {expected}"
+
+
+def test_reasons_are_listed():
+    bad = row("turbo3", 0.0312, top1=0.9, needles=needles(7))
+    expected = (
+        "turbo4: safe; turbo3: not (KL 8.0 times fp8's, top token differs at 10.0%, "
+        "7 of 60 needles lost); fp8: safe"
+    )
+    assert advise([AUTO, row("turbo4"), bad, row("fp8", 0.0039)]) == expected
+
+
+def test_noise_and_layers_are_not_judged():
+    again = row("auto, again") | {"cache_dtype": "auto"}
+    skipping = row("turbo4", 9.0, skip_layers=["3"])
+    assert advise([AUTO, again, skipping]) == "nothing to advise on"
+
+
+def test_layers_are_worth_their_bytes_beyond_two_equal_parts():
+    packed = row("turbo4", 1.0, layers=10, kl_texts=[1.0, 1.0])
+
+    def skipping(layer: str, *texts: float) -> dict[str, Any]:
+        mean = float(np.mean(texts))
+        return row("turbo4", mean, skip_layers=[layer], kl_texts=[*texts])
+
+    rows = [skipping("1", 0.79, 0.79), skipping("2", 0.81, 0.81)]
+    # As much on the average, and by chance.
+    rows += [skipping("3", 0.4, 1.1), {"arm": "x", "skip_layers": ["4"], "error": "no"}]
+    assert layers_to_skip(rows, packed) == ["1"]
+
+
+def records(full: np.ndarray, ids: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    """What is recorded of distributions (text, position, token)."""
+    kept = np.take_along_axis(full, ids, -1)
+    others = full.copy()
+    np.put_along_axis(others, ids, -np.inf, -1)
+    with np.errstate(divide="ignore"):
+        rest = np.log(np.exp(others).sum(-1, keepdims=True))
+    target = np.take_along_axis(full, targets[..., None], -1)[..., 0]
+    logprobs = np.concatenate([kept, rest], -1)
+    return {"logprobs": logprobs, "target": target, "top": full.argmax(-1)}
+
+
+@pytest.mark.parametrize(("k", "is_whole"), [(40, True), (39, True), (8, False)])
+def test_kl_of_some_tokens_is_a_lower_bound(k: int, is_whole: bool):
+    """One token is as well told apart as all others together are from it."""
+    noise = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(2, 30, 40, generator=noise, dtype=torch.float64)
+    moved = logits + 0.3 * torch.randn(logits.shape, generator=noise).double()
+    full = [x.log_softmax(-1).numpy() for x in (logits, moved)]
+    targets = full[0].argmin(-1)
+    ids = np.argsort(-full[0], -1)[..., :k]
+    found = compare_records(*(records(x, ids, targets) for x in full))
+    expected = compare(*full, targets)
+    for name in ("top1", "perplexity", "positions"):
+        assert found[name] == pytest.approx(expected[name])
+    before = compare(full[0], full[0], targets)["perplexity"]
+    change = expected["perplexity"] / before - 1
+    assert found["perplexity_change"] == pytest.approx(change)
+    for name in ("kl_mean", "kl_p99", "kl_stderr"):
+        if is_whole:
+            assert found[name] == pytest.approx(expected[name])
+    if not is_whole:
+        assert 0.5 * expected["kl_mean"] < found["kl_mean"] < expected["kl_mean"]
+
+
+def test_what_is_common_to_all_outcomes_is_no_divergence():
+    logprobs = np.log([[[0.7, 0.2, 0.1]]])
+    one = {"logprobs": logprobs, "target": np.zeros((1, 1)), "top": np.zeros((1, 1))}
+    found = compare_records(one, one | {"logprobs": logprobs - 1e-5})
+    assert found["kl_mean"] == pytest.approx(0, abs=1e-12)
+
+
+def test_needles_are_compared_in_pairs():
+    cases = [{"context": 512, "depth": depth} for depth in (0.0, 0.5, 1.0)]
+    found = compare_needles(cases, [True, True, False], [True, False, True])
+    assert found["lost_at"] == [{"context": 512, "depth": 0.5}]
+    assert (found["found"], found["lost"], found["gained"]) == (2, 1, 1)
+
+
+def test_layers_are_ranked_by_what_their_k_does_to_scores():
+    def layer(mean: list[float], score: float) -> dict[str, list[float]]:
+        one = dict.fromkeys(("k_deviation", "v_deviation", "v_mean"), [2.0, 2.0])
+        return one | {"k_mean": mean, "k_left": mean, "score": [score, score]}
+
+    keys = {"model.layers.3.attn": layer([4.0, 8.0], 1), "x": layer([2.0, 1.0], 2)}
+    first, second = rank_layers(keys)
+    assert (first["layer"], second["layer"]) == ("x", "3")
+    assert (second["head"], second["ratio"]) == (1, 4.0)
+
+
+class FakeTokenizer:
+    """Words, begun by a token of their own as many models have it."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [len(word) for word in text.split()]
+
+
+def test_cases_fit_their_contexts():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    plan = Plan(max_context=640, texts=2, cases=1, depths=(0.0, 1.0))
+    cases = build_cases(HELD_OUT.read_text(encoding="utf-8"), plan, tokenizer, 0)
+    assert [text["context"] for text in cases.texts] == [512, 512, 640, 640]
+    assert all(len(text["tokens"]) == text["context"] for text in cases.texts)
+    for needle in cases.needles:
+        length = len(needle["prompt"]) + plan.answer_tokens
+        assert 0.9 * needle["context"] < length <= needle["context"]
+        prompt = tokenizer.decode(needle["prompt"])
+        assert is_right(prompt, needle["answer"])
+        assert prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_cases_without_a_chat_template():
+    """The text begins as the tokenizer would have it, once."""
+    plan = Plan(max_context=600, texts=1, cases=1, depths=(0.5,))
+    text = HELD_OUT.read_text(encoding="utf-8")
+    cases = build_cases(text, plan, FakeTokenizer(), 0)
+    for text in cases.texts:
+        assert text["tokens"][0] == 1 and 1 < len(text["tokens"]) <= text["context"]
+    expected = [len(word) for word in CUE.split()]
+    assert cases.needles[0]["prompt"][-len(expected) :] == expected
+    with pytest.raises(ValueError, match="too few for a context of 9999999"):
+        build_cases("a text", replace(plan, max_context=9999999), FakeTokenizer(), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["/no/such"], "no folder /no/such"),
+        ([str(ROOT / "models")], "no config.json"),
+        ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
+        ([str(MODEL), "--max-context", "9000"], "longer than the model's, 8192"),
+        ([str(MODEL), "--max-context", "100"], "shorter than 512"),
+        ([str(MODEL), "--decode-steps", "300"], "--decode-steps"),
+        ([str(MODEL), "--text", "/no/such"], "--text /no/such"),
+        ([str(MODEL), "--text", __file__, "--max-context", "8192"], None),
+        ([str(MODEL), "--text", "SHORT"], "the text has 8 tokens, too few"),
+        ([str(MODEL), "--engine-args", "[]"], "--engine-args"),
+        ([str(MODEL), "--engine-args", '{"no": 1}'], "'no'"),
+        ([str(MODEL), "--gsm8k"], "pip install lm-eval"),
+    ],
+)
+def test_bad_input_is_named_at_start(
+    options: list[str],
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    class Started(Exception):
+        pass
+
+    def start(*_: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(check_model, "check", start)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (tmp_path / "short").write_text("a text.\n")
+    words = [str(tmp_path / "short") if word == "SHORT" else word for word in options]
+    words += ["--output", str(tmp_path / "output")]
+    expected = SystemExit if message else Started
+    with pytest.raises(expected) as raised:
+        check_model.main(words)
+    if message:
+        assert raised.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [({}, 0), ({"error": "no"}, 1)])
+def test_status_is_of_engines_and_not_of_advice(
+    error: dict[str, str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    report = {"arms": [row("turbo4", 9.0) | error], "layers": None}
+    monkeypatch.setattr(check_model, "check", lambda *_: report)
+    monkeypatch.setattr(check_model, "write_report", lambda *_: None)
+    options = [str(MODEL), "--max-context", "512", "--output", str(tmp_path)]
+    assert check_model.main(options) == status
+
+
+def test_gsm8k_is_asked_as_vllm_asks_it(tmp_path: Path):
+    """By an lm_eval that says what it was asked."""
+    (tmp_path / "lm_eval.py").write_text(
+        "import json, pathlib\n"
+        "def simple_evaluate(**asked):\n"
+        "    pathlib.Path(__file__).with_name('asked').write_text(json.dumps(asked))\n"
+        "    scores = {'exact_match,strict-match': 0.75,\n"
+        "              'exact_match_stderr,strict-match': 0.01}\n"
+        "    return {'results': {'gsm8k': scores}}\n"
+    )
+    job = {"model": "m", "engine_args": {"kv_cache_dtype": "turbo4"}, "limit": 7}
+    variables = {"PYTHONPATH": str(tmp_path)}
+    folder = tmp_path / "arm"
+    assert run_arm(check_model.GSM8K_CHILD, job, folder, variables, 60, False) is None
+    assert read_result(folder) == {"score": 0.75, "stderr": 0.01}
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert asked["model"] == "vllm" and asked["num_fewshot"] == 5
+    assert asked["tasks"] == ["gsm8k"] and asked["limit"] == 7
+    assert asked["model_args"] == {"pretrained": "m", "kv_cache_dtype": "turbo4"}
+
+
+def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two requests of which one is in a chunk of its prompt at first."""
+    import check_probe
+
+    monkeypatch.setattr(check_probe, "get_tensor_model_parallel_rank", lambda: 0)
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(3, 2, BIG, generator=generator)
+    k, first, steps = 64, 9, 2
+    arms = {"reference": logits, "other": logits + 0.1}
+    arms["other"][..., ::2] -= 0.3
+    for name, of_arm in arms.items():
+        recorder = check_probe.Recorder(None, None)  # type: ignore[arg-type]
+        assert not recorder.add_request(5, SimpleNamespace(extra_args=None))
+        for slot in (3, 7):
+            path = tmp_path / f"{name}-{slot}.npz"
+            reference = tmp_path / f"reference-{slot}.npz"
+            watch = {"path": str(path), "first": first, "count": k}
+            watch["reference"] = str(reference) if name == "other" else None
+            params = SimpleNamespace(
+                trace_decode_token_ids=[11, 22], extra_args={check_probe.WATCH: watch}
+            )
+            assert recorder.add_request(slot, params)
+        for step in range(3):
+            # The one request is a step behind the other, and in another row each time.
+            order = [0, 1] if step % 2 else [1, 0]
+            at = np.array([first + step, first + step - 1])
+            context = SimpleNamespace(
+                pos=torch.from_numpy(at[order]), idx_mapping_np=np.array([3, 7])[order]
+            )
+            before = of_arm[step][order]
+            assert torch.equal(recorder.apply(before.clone(), context), before)
+        assert not recorder.records
+    for index, slot in enumerate((3, 7)):
+        found = {n: np.load(tmp_path / f"{n}-{slot}.npz") for n in arms}
+        mine = {n: x[index : index + steps, index] for n, x in arms.items()}
+        full = {n: x.double().log_softmax(-1).numpy() for n, x in mine.items()}
+        ids = np.argsort(-full["reference"], -1)[:, :k]
+        assert (found["reference"]["ids"] == ids).all()
+        for name, x in full.items():
+            expected = records(x, ids, np.array([11, 22]))
+            for part, values in expected.items():
+                # fp32 sums over so many are off by 5e-6 in all outcomes.
+                np.testing.assert_allclose(
+                    found[name][part], values, rtol=1e-6, atol=1e-5
+                )
+
+
+def test_thresholds_are_those_of_the_readme():
+    """turbo3's figures on the small model are beyond them, turbo4's and k4v3's not."""
+    fp8 = row("fp8", 0.0039, top1=0.979)
+    rows = [
+        AUTO, row("turbo4", 0.0085, top1=0.968), row("k4v3", 0.0155, top1=0.957),
+        row("turbo3", 0.0312, top1=0.939), fp8,
+    ]  # fmt: skip
+    said = advise(rows).split("; ")
+    assert said[:2] == ["turbo4: safe", "k4v3: safe"] and "not" in said[2]
+    assert pytest.approx(5 * 0.0039, rel=0.05) == check_advice.MAX_KL
