@@ -170,8 +170,9 @@ def test_what_is_common_to_all_outcomes_is_no_divergence():
 
 
 def test_needles_are_compared_in_pairs():
-    cases = [{"context": 512, "depth": depth} for depth in (0.0, 0.5, 1.0)]
-    found = compare_needles(cases, [True, True, False], [True, False, True])
+    cases = [{"context": 512, "depth": depth} for depth in (0.0, 0.5, 1.0, 0.7)]
+    answers = [True, True, False, False], [True, False, True, False]
+    found = compare_needles(cases, *answers)
     assert found["lost_at"] == [{"context": 512, "depth": 0.5}]
     assert (found["found"], found["lost"], found["gained"]) == (2, 1, 1)
 
@@ -193,7 +194,7 @@ class FakeTokenizer:
     chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [1] * add_special_tokens + [len(word) for word in text.split()]
+        return [0] * add_special_tokens + [len(word) for word in text.split()]
 
 
 def test_cases_fit_their_contexts():
@@ -216,7 +217,8 @@ def test_cases_without_a_chat_template():
     text = HELD_OUT.read_text(encoding="utf-8")
     cases = build_cases(text, plan, FakeTokenizer(), 0)
     for text in cases.texts:
-        assert text["tokens"][0] == 1 and 1 < len(text["tokens"]) <= text["context"]
+        assert text["tokens"].index(0) == 0 and text["tokens"].count(0) == 1
+        assert len(text["tokens"]) == text["context"]
     expected = [len(word) for word in CUE.split()]
     assert cases.needles[0]["prompt"][-len(expected) :] == expected
     with pytest.raises(ValueError, match="too few for a context of 9999999"):
