@@ -83,8 +83,13 @@ class Record:
 
     def save(self) -> None:
         assert not np.isnan(self.logprobs).any(), f"{self.path}: steps are missing"
-        arrays = {"ids": self.ids, "logprobs": self.logprobs}
-        np.savez(self.path, target=self.target, top=self.top, **arrays)
+        np.savez(
+            self.path,
+            ids=self.ids,
+            logprobs=self.logprobs,
+            target=self.target,
+            top=self.top,
+        )
 
 
 class Recorder(LogitsProcessor):
@@ -219,7 +224,7 @@ class KeyStatistics:
         q, k, v = (self.sums[name] for name in "qkv")
         heads = k.square().shape[0]
         offset = getattr(self.layer, "turbo_key_offset", None)
-        taken = 0 if offset is None else offset.detach().cpu().double()
+        taken = 0 if offset is None else torch.as_tensor(offset).cpu().double()
         spread = {
             name: (s.square() - s.mean().square().sum(-1)).clamp(min=0)
             for name, s in (("k", k), ("v", v))
@@ -239,12 +244,17 @@ class KeyStatistics:
         }
 
 
+# Of this worker's attention layers, by name.
+watched_layers: dict[str, KeyStatistics] = {}
+
+
 def start_watching(model: nn.Module) -> None:
     """Has each attention layer of a model add up what it is given from now on."""
     for layer in model.modules():
         if isinstance(layer, Attention):
-            layer.check_statistics = KeyStatistics(layer)
-            layer.impl.forward = layer.check_statistics.wrap(layer.impl.forward)
+            statistics = watched_layers[layer.layer_name] = KeyStatistics(layer)
+            forward = statistics.wrap(layer.impl.forward)
+            layer.impl.forward = forward  # type: ignore[method-assign]
 
 
 def stop_watching(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -254,8 +264,7 @@ def stop_watching(model: nn.Module) -> dict[str, dict[str, Any]]:
         if isinstance(layer, Attention):
             # The method of its class shows again.
             del layer.impl.forward
-            statistics = layer.check_statistics
-            del layer.check_statistics
+            statistics = watched_layers.pop(layer.layer_name)
             if statistics.sums["k"].count:
                 found[layer.layer_name] = statistics.result()
     return found

@@ -106,12 +106,14 @@ def markdown(report: dict[str, Any]) -> str:
         f"context ({positions:,} positions).",
         "",
         *arms_table(rows, report["contexts"]),
-        "",
-        *(f"- `{row['arm']}`: {row['error']}" for row in rows if not ran(row)),
     ]
-    for row in rows:
-        if "gsm8k_error" in row:
-            text.append(f"- `{row['arm']}`: no GSM8K: {row['gsm8k_error']}")
+    notes = [f"- `{row['arm']}`: {row['error']}" for row in rows if not ran(row)]
+    notes += [
+        f"- `{row['arm']}`: no GSM8K: {row['gsm8k_error']}"
+        for row in rows
+        if "gsm8k_error" in row
+    ]
+    text += ["", *notes] if notes else []
     if report["keys"]:
         text += [
             "",
@@ -132,6 +134,11 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             *layers_table(layers["rows"], packed),
             "",
+            *(
+                f"- {row['arm']}: {row['error']}"
+                for row in layers["rows"]
+                if not ran(row)
+            ),
             f"Worth their bytes: {flag}" if skipped else "No layer is worth its bytes.",
         ]
     return "\n".join([*text, "", f"Advice: {report['advice']}.", ""])
