@@ -102,8 +102,12 @@ def unpack(archive: Path, folder: Path, git: bool) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
         with tarfile.open(archive) as tar:
             # Early patch releases of Python 3.11 have no filters, and then ask for
-            # none; the archive's hash is pinned either way.
+            # none; the archive's hash is pinned either way. They would have root give
+            # files to whoever packed them, and git trusts nobody else's.
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
+            for member in tar:
+                member.uid, member.gid = os.getuid(), os.getgid()
+                member.uname = member.gname = ""
             tar.extractall(name)
         tops = list(Path(name).iterdir())
         if len(tops) != 1 or not tops[0].is_dir():

@@ -140,6 +140,26 @@ def test_unpack_to_a_commit(pinned: Upstream, tmp_path: Path) -> None:
     assert files.count("100755") == 1
 
 
+def test_what_is_unpacked_is_ours(
+    pinned: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tarfile has no filters, and whoever packed it is another user."""
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    packed, archive = tmp_path / "packed", tmp_path / "other.tar.gz"
+    sdist.obtain(pinned, packed, git=False, say=lambda _: None)
+
+    def of_another(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 12345
+        member.uname = member.gname = ""
+        return member
+
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(packed, arcname="vllm-0.33.0", filter=of_another)
+    sdist.unpack(archive, tmp_path / "out", git=True)
+    owners = {path.stat().st_uid for path in (tmp_path / "out").rglob("*")}
+    assert owners == {os.getuid()}
+
+
 def test_archive_of_more_than_one_folder(tmp_path: Path) -> None:
     archive = tmp_path / "odd.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
