@@ -42,12 +42,10 @@ from common import CONFIGS, ROOT, Report, first_line, plain_tokens
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from child_log import emit, last_error, rows_of  # noqa: E402
 from child_runner import (  # noqa: E402
-    emit,
     engine_variables,
     exit_when_told,
-    last_error,
-    rows_of,
     run_child,
 )
 

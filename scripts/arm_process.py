@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from child_runner import last_error, run_child
+from child_log import last_error
+from child_runner import run_child
 
 JOB, RESULT, LOG = "job.json", "result.json", "log"
 

@@ -2,10 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs commands in process groups of their own, and says what they ended of."""
 
-import json
 import os
-import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,96 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_standins"))
 
+from child_log import rows_of, what_happened  # noqa: E402
+from fork_client import CHILD_VARIABLES, ForkedChild, ForkServer  # noqa: E402
 from vllm_turbo_cpu_standins.settings import engine_environment  # noqa: E402
 
-# Before a line of JSON, of a child that reports in its log.
-ROW = "RESULT "
 STOP_TIMEOUT_S = 10
 # For all processes of a group to say where they are.
 STACKS_S = 5
-# Of a log, in a message.
-LAST_LINES = 60
-LINES_BEFORE = 16
-MAX_ERRORS = 4
-# The line that ends a traceback, with what vLLM writes before it.
-ERROR = re.compile(r"(^|\] )[\w.]*(Error|Exception|Interrupt)(:|$)")
-FORK_SERVER = Path(__file__).with_name("fork_server.py")
-# SIGABRT then prints where each thread is.
-CHILD_VARIABLES = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-
-
-class ForkedChild:
-    """A process that a fork server has forked: of a Popen, what is needed here."""
-
-    def __init__(self, server: "ForkServer", pid: int) -> None:
-        self.server = server
-        self.pid = pid
-        self.status: int | None = None
-
-    def poll(self) -> None:
-        """Does nothing: the server waits for it."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Returns its status.
-
-        Raises:
-            subprocess.TimeoutExpired: If it has not ended by then, in seconds.
-
-        """
-        if self.status is None:
-            if not self.server.has_answer(timeout):
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            self.status = self.server.answer()
-        return self.status
-
-
-class ForkServer:
-    """A process that has imported vLLM (fork_server.py), and forks one at a time.
-
-    It ends when this process does.
-    """
-
-    def __init__(self, variables: Mapping[str, str], log: Path) -> None:
-        self.log = log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, FORK_SERVER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=os.environ | CHILD_VARIABLES | dict(variables),
-                start_new_session=True,
-            )
-
-    def has_answer(self, timeout: float | None) -> bool:
-        return bool(select.select([self.process.stdout], [], [], timeout)[0])
-
-    def answer(self) -> int:
-        """Returns its next answer.
-
-        Raises:
-            RuntimeError: If the server has ended instead.
-
-        """
-        assert self.process.stdout is not None
-        # A byte at a time: nothing may be left where select does not see it.
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = os.read(self.process.stdout.fileno(), 1)
-            if not byte:
-                raise RuntimeError(f"no fork server:\n{what_happened(self.log)}")
-            line += byte
-        return int(line)
-
-    def fork(self, argv: Sequence[str | Path], log: Path) -> ForkedChild:
-        """Runs a Python file, of which the server's last has ended."""
-        assert self.process.stdin is not None
-        request = {"argv": [str(word) for word in argv], "log": str(log)}
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        self.process.stdin.flush()
-        return ForkedChild(self, self.answer())
-
-
 # Of all threads.
 running_now: set["subprocess.Popen | ForkedChild"] = set()
 # A thread's, by their variables.
@@ -287,43 +201,6 @@ def run_child(
             signal_group(process, signal.SIGABRT, STACKS_S)
             return f"no end after {time_limit:.0f} s"
     return f"status {status}" if status else None
-
-
-def what_happened(log: Path) -> str:
-    """Returns a log's first errors, which are the cause of later ones, and its end.
-
-    A worker's lines begin with its rank, so that ranks can be told apart.
-    """
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [number for number, line in enumerate(lines) if ERROR.search(line)]
-    shown = set(range(max(len(lines) - LAST_LINES, 0), len(lines)))
-    for number in errors[:MAX_ERRORS]:
-        shown |= set(range(max(number - LINES_BEFORE, 0), number + 1))
-    text, last = [], -1
-    for number in sorted(shown):
-        if number > last + 1:
-            text.append(f"... {number - last - 1} lines")
-        text.append(lines[number])
-        last = number
-    return "\n".join(text)
-
-
-def last_error(log: Path) -> str:
-    """Returns the last error that a log names, on one line."""
-    text = log.read_text(errors="replace")
-    errors = re.findall(r"\b\w+(?:Error|Exception): .*$", text, re.MULTILINE)
-    return errors[-1].strip()[:300] if errors else f"see {log}"
-
-
-def emit(**fields: Any) -> None:
-    """Sends a row from a child to the process that reports it."""
-    print(f"\n{ROW}{json.dumps(fields)}", flush=True)
-
-
-def rows_of(log: Path) -> list[dict[str, Any]]:
-    """Returns what a child emitted into its log."""
-    lines = log.read_text(errors="replace").splitlines()
-    return [json.loads(x.removeprefix(ROW)) for x in lines if x.startswith(ROW)]
 
 
 def run_for_row(

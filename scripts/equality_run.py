@@ -15,7 +15,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "cpu_standins"))
 
-from child_runner import engine_variables, run_child, what_happened  # noqa: E402
+from child_log import what_happened  # noqa: E402
+from child_runner import engine_variables, run_child  # noqa: E402
 from equality_modes import BLOCK, MODELS, MODES, SCARCE_REQUESTS, Mode  # noqa: E402
 from quality_cases import HEAD  # noqa: E402
 from seeded_drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402

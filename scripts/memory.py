@@ -40,8 +40,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
+from child_log import emit  # noqa: E402
 from child_runner import (  # noqa: E402
-    emit,
     engine_variables,
     exit_when_told,
     run_for_row,

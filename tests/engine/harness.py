@@ -27,7 +27,8 @@ from vllm_turbo_cpu_standins.settings import (
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from child_runner import run_child, running, what_happened  # noqa: E402
+from child_log import what_happened  # noqa: E402
+from child_runner import run_child, running  # noqa: E402
 from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
 
 CHILD = Path(__file__).with_name("engine_child.py")

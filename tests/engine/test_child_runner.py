@@ -18,13 +18,11 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import child_runner  # noqa: E402
+from child_log import last_error, rows_of, what_happened  # noqa: E402
 from child_runner import (  # noqa: E402
-    last_error,
-    rows_of,
     run_child,
     run_for_row,
     running,
-    what_happened,
 )
 
 # A child with a child of its own, which both outlive SIGTERM.
@@ -96,7 +94,7 @@ def test_what_a_child_ended_of(tmp_path: Path):
 
 def test_rows_are_read_from_among_the_log(tmp_path: Path):
     program = (
-        "from child_runner import emit; import sys\n"
+        "from child_log import emit; import sys\n"
         "emit(a=1); print('RESULTS', end=''); emit(b=[2.5]); sys.exit('TypeError: no')"
     )
     log = tmp_path / "log"
@@ -118,7 +116,7 @@ def test_a_child_leaves_a_row_or_what_is_wrong(
     tmp_path: Path, program: str, found: dict | str
 ):
     variables = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
-    program = f"from child_runner import emit; import sys\n{program}"
+    program = f"from child_log import emit; import sys\n{program}"
     row = run_for_row(python(program), tmp_path / "log", variables, TIMEOUT_S)
     if isinstance(found, dict):
         assert row == found

@@ -20,7 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import child_runner  # noqa: E402
 import memory  # noqa: E402
-from child_runner import ROW  # noqa: E402
+from child_log import ROW  # noqa: E402
 from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import child_runner  # noqa: E402
 import soak  # noqa: E402
-from child_runner import ROW  # noqa: E402
+from child_log import ROW  # noqa: E402
 from soak import LEAST_USAGE, Soak, complaints  # noqa: E402
 
 REQUESTS = 24

@@ -192,15 +192,15 @@ def prefill_attention(
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
 
-    for part in plan.slices:
-        queries, result = query[part.tokens], output[part.tokens]
+    for query_slice in plan.slices:
+        queries, result = query[query_slice.tokens], output[query_slice.tokens]
         lse = None
-        if part.cached:
+        if query_slice.cached:
             assert scratch is not None
             lse = _attend_to_cache(
                 queries,
                 kv_cache,
-                part.cached,
+                query_slice.cached,
                 scale,
                 layout,
                 scratch,
@@ -208,15 +208,15 @@ def prefill_attention(
                 flash_attn,
                 key_offset,
             )
-        if part.raw is None:
+        if query_slice.raw is None:
             continue
-        end = part.tokens.stop
-        raw = slice(end - part.raw.num_tokens, end)
+        end = query_slice.tokens.stop
+        raw = slice(end - query_slice.raw.num_tokens, end)
         raw_key, raw_value = key[raw], value[raw]
-        if part.has_neighbours:
+        if query_slice.has_neighbours:
             assert scratch is not None
-            isolated_key = scratch.key[: part.raw.num_tokens]
-            isolated_value = scratch.value[: part.raw.num_tokens]
+            isolated_key = scratch.key[: query_slice.raw.num_tokens]
+            isolated_value = scratch.value[: query_slice.raw.num_tokens]
             isolate_broken_values(raw_key, raw_value, isolated_key, isolated_value)
             raw_key, raw_value = isolated_key, isolated_value
         target = result
@@ -228,10 +228,10 @@ def prefill_attention(
             k=raw_key,
             v=raw_value,
             out=target,
-            cu_seqlens_q=part.query_start_loc,
-            max_seqlen_q=part.max_query_len,
-            cu_seqlens_k=part.raw.cu_lens,
-            max_seqlen_k=part.raw.max_len,
+            cu_seqlens_q=query_slice.query_start_loc,
+            max_seqlen_q=query_slice.max_query_len,
+            cu_seqlens_k=query_slice.raw.cu_lens,
+            max_seqlen_k=query_slice.raw.max_len,
             softmax_scale=scale,
             causal=True,
             return_softmax_lse=True,

@@ -173,7 +173,7 @@ class PrefillPlan:
     @property
     def max_buffered_tokens(self) -> int | None:
         """Query tokens that ``PrefillScratch`` is to hold; None: none are needed."""
-        if not any(part.cached or part.has_neighbours for part in self.slices):
+        if not any(x.cached or x.has_neighbours for x in self.slices):
             return None
         lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.cached)
         return max(lengths, default=0)
@@ -202,7 +202,7 @@ def plan_context(
         has_key_offset: Whether an offset was taken off the keys of some layer.
 
     Returns:
-        For each piece, on the host: first position of each request's part,
+        For each piece, on the host: first position of each request's tokens in it,
         (R,) int32, and cumulative lengths, (R + 1,) int32.
 
     """
@@ -299,7 +299,7 @@ def plan_slices(
     begins = torch.searchsorted(query_start_loc, firsts, right=True) - 1
     ends = torch.searchsorted(query_start_loc, lasts)
     bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
-    return [(slice(first, last), slice(*part)) for first, last, *part in bounds]
+    return [(slice(first, last), slice(*rest)) for first, last, *rest in bounds]
 
 
 def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
@@ -466,13 +466,13 @@ def plan_prefill(
         slices += [
             _plan_slice(
                 tokens,
-                starts[part.start : part.stop + 1],
-                context_lens[first:last][part],
-                block_table[first:last][part],
+                starts[requests.start : requests.stop + 1],
+                context_lens[first:last][requests],
+                block_table[first:last][requests],
                 stored,
                 limits,
                 device,
             )
-            for tokens, part in plan_slices(starts, max_tokens)
+            for tokens, requests in plan_slices(starts, max_tokens)
         ]
     return PrefillPlan(slices, block_table, query_start_loc_cpu, seq_lens_cpu)

@@ -124,7 +124,7 @@ def decode_attention(
         tuning = default_tuning(head_size)
     num_queries_per_kv = num_heads // num_kv_heads
     block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_queries_per_kv))
-    parts = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
+    query_blocks = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
     start_loc = batch.query_start_loc
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
@@ -138,7 +138,7 @@ def decode_attention(
         assert table.shape[1:] == (num_kv_heads, head_size), table.shape
         num_segments, offset_factor = table.shape[0], scale * LOG2_E
         stride_raw_token, stride_raw_head = raw_query.stride()[:2]
-    decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * parts)](
+    decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * query_blocks)](
         query.vectors,
         query.scale,
         kv_cache,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment, misc"
-"""The kernel of ``triton.decode``: attention of a part of a sequence."""
+"""The kernel of ``triton.decode``: attention of a split of a sequence."""
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton.codec import (
@@ -198,10 +198,10 @@ def decode_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     if not MULTIPLE:
         max_query_len = 1
-    parts = tl.cdiv(max_query_len * GROUP, BLOCK_H)
+    query_blocks = tl.cdiv(max_query_len * GROUP, BLOCK_H)
     batch = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2) // parts
+    split = tl.program_id(2) // query_blocks
     if UNIFORM:
         first_token = batch * max_query_len
         query_len = max_query_len
@@ -215,7 +215,7 @@ def decode_kernel(
     first = split * split_size
     last = tl.minimum(first + split_size, seq_len)
 
-    h = tl.program_id(2) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
+    h = tl.program_id(2) % query_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = h < query_len * GROUP
     query_token = h // GROUP
     own_row = query_token * NUM_HEADS + kv_head * GROUP + h % GROUP
