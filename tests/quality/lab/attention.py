@@ -81,7 +81,7 @@ class Cache:
         layers: The variant of each layer; None keeps K and V as they are.
         reading: Which tokens are read so.
         query: How queries are rounded, a key of QUERIES.
-        means: (H, 1, D) a layer, the mean of its K on other text.
+        means: (H, 1, D) a layer, the mean of its K on other text, or (H, T, D).
         recorded: If a list, the K of each layer is appended to it.
 
     """
@@ -165,7 +165,9 @@ class LabModel:
         self.device = device
         config = self.model.config
         self.num_layers = config.num_hidden_layers
-        self.head_size = config.head_dim
+        self.head_size = getattr(
+            config, "head_dim", config.hidden_size // config.num_attention_heads
+        )
         self.cache = Cache([None] * self.num_layers)
 
     def _attend(
