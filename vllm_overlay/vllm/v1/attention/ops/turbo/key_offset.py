@@ -47,8 +47,9 @@ def mean_rotary(rotary: RotaryEmbeddingBase) -> RotaryEmbeddingBase:
             table = means._compute_cos_sin_cache()
         except TypeError:  # of a class that has several
             table = means.cos_sin_cache
-    segments = table.double().split(interface.OFFSET_SEGMENT)
-    means.cos_sin_cache = torch.stack([x.mean(0) for x in segments]).float()
+    # One by one: a table of a million positions has half a gigabyte in fp32.
+    segments = table.split(interface.OFFSET_SEGMENT)
+    means.cos_sin_cache = torch.stack([x.double().mean(0) for x in segments]).float()
     return means
 
 
