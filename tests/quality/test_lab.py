@@ -199,6 +199,9 @@ def naive_attention(query, raw, stored, reading, scale):
                     first = i - i % reading.chunk
                     for mine, exact in zip(seen, raw):
                         mine[first:] = exact[b, head // group, first : i + 1]
+                newest = max(i + 1 - reading.window, 0)
+                for mine, exact in zip(seen, raw):
+                    mine[newest:] = exact[b, head // group, newest : i + 1]
                 weights = torch.softmax(seen[0] @ query[b, head, i] * scale, -1)
                 output[b, head, i] = weights @ seen[1]
     return output
@@ -206,7 +209,10 @@ def naive_attention(query, raw, stored, reading, scale):
 
 @pytest.mark.parametrize(
     "reading",
-    [STORED, Reading(40, 40), Reading(20, 8), Reading(40, 1), Reading(40, 16)],
+    [
+        *(STORED, Reading(40, 40), Reading(20, 8), Reading(40, 1), Reading(40, 16)),
+        *(Reading(window=1), Reading(window=15), Reading(20, 8, window=3)),
+    ],
     ids=str,
 )
 def test_two_source_attention(reading, monkeypatch):

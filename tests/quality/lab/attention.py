@@ -30,23 +30,28 @@ class Reading:
             reading everything, itself too, from the cache.
         chunk: A prefilled token sees its own chunk, of so many tokens, as it was
             before quantisation; zero for a prefill that sees nothing so.
+        window: So many newest tokens, its own first, every token sees so.
 
     """
 
     prompt: int = 0
     chunk: int = 0
+    window: int = 0
 
     def raw(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether position ``query`` sees ``key`` unquantised."""
+        in_window = query - key < self.window
         if not self.chunk:
-            return torch.zeros_like(query < key)
-        return (query < self.prompt) & (query // self.chunk == key // self.chunk)
+            return in_window
+        own_chunk = query // self.chunk == key // self.chunk
+        return in_window | (query < self.prompt) & own_chunk
 
     def first_raw(self, query: int) -> int:
         """The first position that ``query`` may see unquantised."""
+        first = max(query - max(self.window - 1, 0), 0)
         if not self.chunk or query >= self.prompt:
-            return query
-        return query // self.chunk * self.chunk
+            return first
+        return min(first, query // self.chunk * self.chunk)
 
 
 STORED = Reading()
@@ -130,7 +135,7 @@ def two_source_attention(
         mine, theirs = positions[start:end, None], positions[:end]
         lowest = min(reading.first_raw(start), start)
         is_raw = reading.raw(mine, theirs[lowest:])
-        sees_raw = reading.chunk > 0 and start < reading.prompt
+        sees_raw = reading.window or (reading.chunk and start < reading.prompt)
         if sees_raw:
             extra = rows @ key_gain[:, :, lowest:end].mT
             extra = extra.unflatten(2, (-1, end - start))

@@ -84,6 +84,7 @@ def check_scratch(
     partials: Partials,
     output: torch.Tensor,
     newest: object = None,
+    offset: object = None,
 ) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.

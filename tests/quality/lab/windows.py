@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How much of what a cache loses is lost in the newest tokens, model by model.
+
+Writes windows.json and windows.md: KL divergence of each model's predictions from
+those on exact K and V, where each token sees so many of the newest, itself first, as
+they are, and the others as they are stored. A window of one is a decode as turbo dtypes
+serve it, none as fp8 is served; what is left with a long one is what is lost at a
+distance.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from attention import Cache, LabModel, Reading
+from key_offset_model import DEVICE, rotated_biases, segment_means
+from measure import Comparison
+from report import run_programme
+from variants import Variant, as_fp8, preset
+
+QUALITY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
+
+from quality_cases import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut  # noqa: E402
+
+MODELS = ("needle-qwen3", "needle-llama", "needle-qwen2")
+WINDOWS = (0, 1, 16, 64, 128, 512)
+TEXTS = 2
+LENGTH = 4096
+# Positions before are not counted.
+FIRST = 1024
+
+
+def variants(head_size: int, has_bias: bool) -> list[Variant]:
+    """What is measured: fp8 with a scale of one, as vLLM serves it without any.
+
+    Codes of three bits would take a CPU an hour.
+    """
+    turbo4 = preset("turbo4", head_size, subtracts_mean=has_bias)
+    return [turbo4, Variant("fp8", as_fp8, as_fp8, 2 * head_size)]
+
+
+def measure_model(name: str) -> list[dict]:
+    folder = MODEL.with_name(name)
+    lab = LabModel(folder, DEVICE)
+    vocabulary = Vocabulary(folder)
+    documents = HELD_OUT.read_text(encoding="utf-8").split(SEPARATOR)
+    texts = cut(vocabulary.documents(documents), TEXTS, LENGTH)
+    has_bias = lab.model.config.model_type == "qwen2"
+    means = segment_means(rotated_biases(lab, LENGTH)) if has_bias else []
+    rows = []
+    for variant in variants(lab.head_size, has_bias):
+        comparisons = {window: Comparison() for window in WINDOWS}
+        for tokens in (torch.tensor([text], device=DEVICE) for text in texts):
+            exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
+            for window, comparison in comparisons.items():
+                layers = [variant] * lab.num_layers
+                cache = Cache(layers, Reading(window=window), means=means)
+                comparison.add(exact, lab.log_probs(tokens, cache), tokens)
+        row: dict = {"model": name, "cache": variant.name}
+        for window, comparison in comparisons.items():
+            row[str(window)] = comparison.figures(slice(FIRST, LENGTH - 1))
+        rows.append(row)
+        print(f"{name}: {variant.name}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    return [row for name in MODELS for row in measure_model(name)]
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = [
+        "# What is lost in the newest tokens",
+        "",
+        f"{TEXTS} texts of {LENGTH} tokens, the first {FIRST} positions not counted; "
+        f"fp32 on {DEVICE}; KL in millinats a token with the standard error of the "
+        "mean, by how many of the newest tokens are seen as they are. Tokens of "
+        "needle-llama are words, of the others bytes. Written by "
+        "`tests/quality/lab/windows.py`.",
+        "",
+        "| model | cache | " + " | ".join(map(str, WINDOWS)) + " |",
+        "|---" * (len(WINDOWS) + 2) + "|",
+    ]
+    for row in rows:
+        cells = [
+            f"{1e3 * row[str(w)]['kl']:.2f} ± {1e3 * row[str(w)]['kl_error']:.2f}"
+            for w in WINDOWS
+        ]
+        lines.append(f"| {row['model']} | {row['cache']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run_programme("windows", __doc__, measure, markdown)
