@@ -185,6 +185,8 @@ class KeyStatistics:
     def __init__(self, layer: Attention) -> None:
         self.layer = layer
         self.sums = {name: Sums() for name in "qkv"}
+        # Of K less what a turbo dtype takes off it.
+        self.stored = Sums()
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward of the layer's impl that adds what it is given.
@@ -207,10 +209,22 @@ class KeyStatistics:
                 count = getattr(attn_metadata, "num_actual_tokens", len(key))
                 for name, vectors in zip("qkv", (query, key, value)):
                     self.sums[name].add(vectors[:count])
+                self.stored.add(self.as_stored(key[:count], attn_metadata))
             rest = (query, key, value, kv_cache, attn_metadata, *args)
             return forward(layer, *rest, **kwargs)
 
         return watched
+
+    def as_stored(self, key: torch.Tensor, attn_metadata: Any) -> torch.Tensor:
+        """Returns K, (token, head, coordinate), less the layer's offset, if any."""
+        table = getattr(self.layer, "turbo_key_offset", None)
+        if table is None or attn_metadata is None:
+            return key
+        # A vLLM that has the table has this.
+        from vllm.v1.attention.ops.turbo.reference import offset_segments
+
+        offset = attn_metadata.key_offset(table)
+        return key.float() - table[offset_segments(offset, len(key))]
 
     def result(self) -> dict[str, Any]:
         """Returns lists of a number a KV head.
@@ -223,21 +237,18 @@ class KeyStatistics:
         """
         q, k, v = (self.sums[name] for name in "qkv")
         heads = k.square().shape[0]
-        offset = getattr(self.layer, "turbo_key_offset", None)
-        taken = 0 if offset is None else torch.as_tensor(offset).cpu().double()
         spread = {
             name: (s.square() - s.mean().square().sum(-1)).clamp(min=0)
             for name, s in (("k", k), ("v", v))
         }
-        left = (k.mean() - taken).norm(dim=-1)
         q_square = q.square().view(heads, -1).mean(-1)
-        stored = left.square() + spread["k"]
         size = k.mean().shape[-1]
-        score = self.layer.impl.scale * (q_square * stored / size).sqrt()
+        squares = q_square * self.stored.square() / size
+        score = self.layer.impl.scale * squares.sqrt()
         return {
             "k_mean": k.mean().norm(dim=-1).tolist(),
             "k_deviation": spread["k"].sqrt().tolist(),
-            "k_left": left.tolist(),
+            "k_left": self.stored.mean().norm(dim=-1).tolist(),
             "v_mean": v.mean().norm(dim=-1).tolist(),
             "v_deviation": spread["v"].sqrt().tolist(),
             "score": score.tolist(),

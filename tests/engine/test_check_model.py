@@ -19,7 +19,7 @@ from child_runner import side_by_side
 from harness import SCRIPTS, TIMEOUT_S
 from quality_metrics import kl_divergence
 from scenarios import GAIN
-from test_key_bias import LONG, write_qwen2
+from test_key_bias import TRAINED
 from test_quality import KL_BOUND
 
 MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
@@ -177,12 +177,11 @@ def biased(
 ) -> dict[str, list[dict[str, Any]]]:
     """Layers of a model with a long bias of K, by cache dtype, the worst first."""
     folder = tmp_path_factory.mktemp("biased")
-    model = write_qwen2(folder / "seeded-qwen2", 1.0)
     found = {}
     for dtype in ("auto", "turbo4"):
         arm = check_model.Arm(dtype, dtype)
         job = {
-            "model": model,
+            "model": str(TRAINED),
             "engine_args": check_model.engine_args(arm, checks.args),
             "compress_all_layers": False,
             "keys": checks.cases.keys[:256],
@@ -196,14 +195,16 @@ def biased(
 
 
 def test_a_long_bias_of_k_is_found(biased: dict[str, list[dict[str, Any]]]):
-    """Four slow pairs of a head have it, and turn little in so many positions."""
-    worst, other = biased["auto"]
-    assert worst["layer"] == str(LONG)
-    assert 150 < worst["k_mean"] < 185
-    assert worst["ratio"] > 4 * other["ratio"]
+    """In the last and the first layer, whose slow pairs turn little in so few."""
+    worst, second, *others = biased["auto"]
+    assert {worst["layer"], second["layer"]} == {"0", "4"}
+    means = {row["layer"]: row["k_mean"] for row in (worst, second)}
+    assert 290 < means["0"] < 310 and 440 < means["4"] < 465
+    assert second["ratio"] > 4 * max(row["ratio"] for row in others)
     assert worst["k_left"] == worst["k_mean"]
 
 
 def test_what_the_offset_leaves_is_told(biased: dict[str, list[dict[str, Any]]]):
     layers = {row["layer"]: row for row in biased["turbo4"]}
-    assert layers[str(LONG)]["k_left"] < 0.5 * layers[str(LONG)]["k_mean"]
+    for name in ("0", "4"):
+        assert layers[name]["k_left"] < 0.1 * layers[name]["k_mean"]
