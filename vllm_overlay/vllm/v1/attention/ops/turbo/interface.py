@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Names of the sets of kernels, for users.
 CUDA, TRITON = "CUDA", "Triton"
@@ -139,6 +140,52 @@ class OffsetScores(NamedTuple):
     scale: float
 
 
+class RecentWindow(NamedTuple):
+    """The newest cached tokens of sequences, in 8 bits: see ``window_format``.
+
+    Attributes:
+        pages: (num_blocks, H, N, C) uint8; see ``check_pages``.
+        blocks: (>= B,) int32, which page a sequence has; zero for none.
+        packed_lens: (>= B,) int32, lengths of the sequences without the tokens that are
+            taken from ``pages``: these are the newest before the query tokens.
+        format: Where rows lie in a page.
+        num_tokens: Tokens that are taken from a page, at most.
+
+    """
+
+    pages: torch.Tensor
+    blocks: torch.Tensor
+    packed_lens: torch.Tensor
+    format: WindowFormat
+    num_tokens: int
+
+    def from_sequence(self, first: int) -> "RecentWindow":
+        """That of the sequences from one on."""
+        blocks, packed_lens = self.blocks[first:], self.packed_lens[first:]
+        return self._replace(blocks=blocks, packed_lens=packed_lens)
+
+
+class WindowUpdate(NamedTuple):
+    """What the store does for the recent window of a step's R sequences.
+
+    It writes the rows of the step's newest tokens, and counts those of the tokens
+    before that still are what is packed: ``window.packed_lens`` gets lengths without
+    these. No row is counted that a token of the step takes.
+
+    Attributes:
+        window: The sequences'.
+        block_table: (R, max_blocks) int32 of their packed pages, last axis contiguous.
+        seq_lens: (R,) int32, query tokens included; zero for padding.
+        query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
+
+    """
+
+    window: RecentWindow
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+
 class StoreFn(Protocol):
     """Quantises K and V into their slots and, if given, rotates q."""
 
@@ -153,6 +200,7 @@ class StoreFn(Protocol):
         rotated_query: RotatedQuery | None = None,
         scale: float = 1.0,
         key_offset: KeyOffset | None = None,
+        window: WindowUpdate | None = None,
     ) -> None:
         """Store T tokens, and rotate Tq queries.
 
@@ -167,6 +215,7 @@ class StoreFn(Protocol):
                 the output.
             scale: Softmax scale, which goes into ``rotated_query.scale``.
             key_offset: What is taken off K first; None to take nothing.
+            window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
 
         """
 
@@ -184,6 +233,7 @@ class AttentionFn(Protocol):
         output: torch.Tensor,
         newest: NewestTokens | None = None,
         offset: OffsetScores | None = None,
+        window: RecentWindow | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -199,6 +249,8 @@ class AttentionFn(Protocol):
                 of them; None to read them from the cache.
             offset: What was taken off the cached keys, and is missing in their scores;
                 None if nothing was.
+            window: Where the newest cached tokens are read instead; only together with
+                ``newest``. None if nowhere.
 
         """
 

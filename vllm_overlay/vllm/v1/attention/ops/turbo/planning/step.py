@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import KeyOffset
+from vllm.v1.attention.ops.turbo.interface import (
+    KeyOffset,
+    RecentWindow,
+    WindowUpdate,
+)
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,
@@ -68,6 +72,12 @@ class StepPlan:
             return None
         num_requests = self.query_start_loc.shape[0] - 1
         return KeyOffset(table, self.seq_lens[:num_requests], self.query_start_loc)
+
+    def window_update(self, window: RecentWindow) -> WindowUpdate:
+        """What is done for the recent windows of the step's requests."""
+        num_requests = self.query_start_loc.shape[0] - 1
+        seq_lens = self.seq_lens[:num_requests]
+        return WindowUpdate(window, self.block_table, seq_lens, self.query_start_loc)
 
     def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
         """Make the ``decode_plans``."""

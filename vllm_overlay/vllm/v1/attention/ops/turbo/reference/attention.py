@@ -8,8 +8,10 @@ import torch
 
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import RecentWindow
 from vllm.v1.attention.ops.turbo.reference.cache import load, store
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
+from vllm.v1.attention.ops.turbo.reference.window import load_window, update_window
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.planning.step import StepPlan
@@ -62,6 +64,7 @@ def paged_attention(
     layout: TurboFormat,
     output: torch.Tensor,
     key_offset: torch.Tensor | None = None,
+    window: RecentWindow | None = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -79,6 +82,8 @@ def paged_attention(
         output: (T, Hq, D), written.
         key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
             nothing was.
+        window: Where the newest tokens before the query tokens are read instead of
+            from the cache; None if nowhere.
 
     """
     block_size = kv_cache.shape[2]
@@ -91,12 +96,20 @@ def paged_attention(
         slots = blocks * block_size + positions % block_size
         if key is not None and value is not None:
             slots = slots[: seq_len - (end - begin)]
-        keys, values = load(kv_cache, slots, layout)
+        num_cached = num_packed = len(slots)
+        if window is not None:
+            num_packed -= seq_len - int(window.packed_lens[row])
+        keys, values = load(kv_cache, slots[:num_packed], layout)
         keys = inverse_rotate(keys) * layout.key_codebook.gain
-        if key_offset is not None:
-            segments = positions[: len(slots)] // interface.OFFSET_SEGMENT
-            keys = keys + key_offset[segments.clamp(max=key_offset.shape[0] - 1)]
         values = inverse_rotate(values)
+        if window is not None and num_packed < num_cached:
+            newest = positions[num_packed:num_cached]
+            window_keys, window_values = load_window(window, row, newest)
+            keys = torch.cat([keys, window_keys])
+            values = torch.cat([values, window_values])
+        if key_offset is not None:
+            segments = positions[:num_cached] // interface.OFFSET_SEGMENT
+            keys = keys + key_offset[segments.clamp(max=key_offset.shape[0] - 1)]
         if key is not None and value is not None:
             keys = torch.cat([keys, key[begin:end].float()])
             values = torch.cat([values, value[begin:end].float()])
@@ -115,6 +128,7 @@ def forward(
     stored: bool,
     output: torch.Tensor,
     key_offset: torch.Tensor | None = None,
+    window: RecentWindow | None = None,
 ) -> None:
     """Store a step's tokens, then attend: what kernels do elsewhere.
 
@@ -130,10 +144,21 @@ def forward(
         output: (>= T, Hq, D), of which T rows are written.
         key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None for
             nothing.
+        window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
 
     """
     offset = step.key_offset(key_offset)
     store(kv_cache, step.slot_mapping, key, value, layout, offset)
+    if window is not None:
+        update_window(
+            step.window_update(window),
+            kv_cache,
+            step.slot_mapping,
+            key,
+            value,
+            layout,
+            offset,
+        )
     start_loc = step.decode_start_loc
     if start_loc is None:
         start_loc = torch.arange(0, step.num_decode_tokens + 1, step.decode_query_len)
@@ -143,6 +168,7 @@ def forward(
             step.block_table,
             start_loc,
             step.seq_lens[: step.num_decodes],
+            window,
         )
     ]
     if step.prefill is not None:
@@ -153,9 +179,10 @@ def forward(
                 prefill.block_table,
                 prefill.query_start_loc_cpu,
                 prefill.seq_lens_cpu,
+                None,
             )
         )
-    for rows, block_table, starts, seq_lens in parts:
+    for rows, block_table, starts, seq_lens, own_window in parts:
         paged_attention(
             query[rows],
             None if stored else key[rows],
@@ -168,4 +195,5 @@ def forward(
             layout,
             output[rows],
             key_offset,
+            own_window,
         )

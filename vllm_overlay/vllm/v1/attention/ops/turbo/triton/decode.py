@@ -22,6 +22,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
     check_pages,
 )
@@ -94,6 +95,7 @@ def decode_attention(
     output: torch.Tensor,
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
+    window: RecentWindow | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -108,6 +110,8 @@ def decode_attention(
         newest: The query tokens, to be attended to in place of what the cache holds of
             them; None to read them from the cache.
         offset: What was taken off the cached keys; None if nothing was.
+        window: Where the newest cached tokens are read instead, with ``newest``: the
+            merge has them. None if nowhere.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -116,6 +120,7 @@ def decode_attention(
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
     assert output.stride(2) == 1
+    assert window is None or newest is not None
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
@@ -126,6 +131,7 @@ def decode_attention(
     block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_queries_per_kv))
     query_blocks = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
     start_loc = batch.query_start_loc
+    seq_lens = batch.seq_lens if window is None else window.packed_lens
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
@@ -143,7 +149,7 @@ def decode_attention(
         query.scale,
         kv_cache,
         batch.block_table,
-        batch.seq_lens,
+        seq_lens,
         batch.seq_lens if start_loc is None else start_loc,
         partials.output,
         partials.lse,
@@ -174,4 +180,4 @@ def decode_attention(
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(partials, batch, output, num_kv_heads, newest)
+    merge_splits(partials, batch, output, num_kv_heads, newest, window, offset)

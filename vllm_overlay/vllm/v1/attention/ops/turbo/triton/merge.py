@@ -3,21 +3,31 @@
 """Merge of decode attention's splits.
 
 It combines the partial results of a sequence, rotates them back and adds the
-sequence's newest tokens, which need no quantisation.
+sequence's newest tokens, which need no quantisation, and those that the recent window
+has in 8 bits.
 """
 
 import torch
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
+    RecentWindow,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.triton.window import (
+    GROUP,
+    check_window,
+    load_codes,
+    load_row_scales,
+)
 
 
 @triton.jit
@@ -43,10 +53,152 @@ def _newest_scores(
     return tl.where(seen, score, float("-inf"))
 
 
+@triton.jit
+def _missing_scores(
+    query,  # [R, G, 16] fp32
+    offset_ptr,  # [G, H, D] fp32
+    kv_head,  # [R]
+    position,  # [R], of a token in the row's sequence
+    mask,  # [R, G, 1]
+    coordinate,  # [1, G, 16]
+    score_factor,
+    num_segments,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
+):
+    """What the scores of rows and keys of a segment lack, fp32 [R]."""
+    segment = tl.minimum(position // OFFSET_SEGMENT, num_segments - 1)
+    offset_row = segment * NUM_KV_HEADS + kv_head
+    p_offset = offset_ptr + (offset_row * HEAD_SIZE)[:, None, None] + coordinate
+    offset = tl.load(p_offset, mask=mask, other=0.0)
+    return score_factor * tl.sum(tl.sum(query * offset, 2), 1)
+
+
+@triton.jit
+def _attend_to_window(
+    query_row_ptr,  # [R] pointers to vectors that are not rotated
+    page_ptr,  # [R] uint8 pointers to the pages of the rows' sequences and KV heads
+    offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
+    kv_head,  # [R]
+    first_position,  # [R], of the window's first token
+    num_tokens,  # [R] that the window has
+    score_factor,
+    num_segments,
+    num_rows,
+    value_plane,
+    key_scale_plane,
+    value_scale_plane,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend from rows to the tokens of their windows, by an online softmax.
+
+    Returns:
+        The largest score, -inf of no token; the sum of the weights relative to it; the
+        sum of the values, weighted: fp32 [R], [R] and [R, D].
+    """
+    BLOCK_G: tl.constexpr = BLOCK_D // GROUP
+    g = tl.arange(0, BLOCK_G)
+    coordinate = (g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    coordinate = coordinate[None, :, :]  # [1, G, 16]
+    group_mask = g < HEAD_SIZE // GROUP
+    query_mask = ((num_tokens > 0)[:, None] & group_mask[None, :])[:, :, None]
+    p_query = query_row_ptr[:, None, None] + coordinate
+    query = tl.load(p_query, mask=query_mask, other=0.0).to(tl.float32)
+    if offset_ptr is not None:
+        # A window has tokens of two segments at most.
+        missing = _missing_scores(
+            query,
+            offset_ptr,
+            kv_head,
+            first_position,
+            query_mask,
+            coordinate,
+            score_factor,
+            num_segments,
+            NUM_KV_HEADS,
+            HEAD_SIZE,
+            OFFSET_SEGMENT,
+        )
+        next_missing = _missing_scores(
+            query,
+            offset_ptr,
+            kv_head,
+            first_position + OFFSET_SEGMENT,
+            query_mask,
+            coordinate,
+            score_factor,
+            num_segments,
+            NUM_KV_HEADS,
+            HEAD_SIZE,
+            OFFSET_SEGMENT,
+        )
+        num_first = OFFSET_SEGMENT - first_position % OFFSET_SEGMENT
+    largest = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    output = tl.zeros([BLOCK_R, BLOCK_G, GROUP], tl.float32)
+    page_ptr = page_ptr[:, None, None]
+    for start in tl.range(0, tl.max(num_tokens, 0), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = n[None, :] < num_tokens[:, None]  # [R, N]
+        row = ((first_position[:, None] + n[None, :]) % num_rows)[:, :, None]
+        mask = inside[:, :, None] & group_mask[None, None, :]  # [R, N, G]
+        group = g[None, None, :]
+        code = load_codes(
+            page_ptr[:, :, :, None],
+            row[:, :, :, None],
+            group[:, :, :, None],
+            mask[:, :, :, None],
+            HEAD_SIZE,
+        )
+        scale = load_row_scales(page_ptr + key_scale_plane, row, group, mask, HEAD_SIZE)
+        product = tl.sum(code * query[:, None, :, :], 3) * scale
+        score = score_factor * tl.sum(product, 2)
+        if offset_ptr is not None:
+            is_first = n[None, :] < num_first[:, None]
+            score += tl.where(is_first, missing[:, None], next_missing[:, None])
+        score = tl.where(inside, score, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        rescale = tl.exp2(largest - base)
+        weight = tl.exp2(score - base[:, None])
+        total = total * rescale + tl.sum(weight, 1)
+        largest = new_largest
+        code = load_codes(
+            (page_ptr + value_plane)[:, :, :, None],
+            row[:, :, :, None],
+            group[:, :, :, None],
+            mask[:, :, :, None],
+            HEAD_SIZE,
+        )
+        scale = load_row_scales(
+            page_ptr + value_scale_plane, row, group, mask, HEAD_SIZE
+        )
+        weighted = (scale * weight[:, :, None])[:, :, :, None] * code
+        output = output * rescale[:, None, None] + tl.sum(weighted, 1)
+    return largest, total, tl.reshape(output, [BLOCK_R, BLOCK_D])
+
+
 @triton.jit(
-    do_not_specialize=["num_rows", "num_splits", "max_query_len"],
+    do_not_specialize=[
+        "num_rows",
+        "num_splits",
+        "max_query_len",
+        "num_segments",
+        "num_window_rows",
+    ],
     # A call begins with any of the batch's requests.
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize_on_alignment=[
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+        "packed_lens_ptr",
+        "blocks_ptr",
+    ],
 )
 def _merge_kernel(
     partial_ptr,  # [B, S, Q, Hq, D] fp32
@@ -58,6 +210,10 @@ def _merge_kernel(
     value_ptr,  # [T, H, D]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
+    pages_ptr,  # [num_blocks, H, N, C] uint8 of the recent window, or None
+    blocks_ptr,  # [B], with a window
+    packed_lens_ptr,  # [B], with a window
+    offset_ptr,  # [G, H, D] fp32, missing in the window's scores, or None
     num_rows,
     num_splits,
     max_query_len,
@@ -71,17 +227,26 @@ def _merge_kernel(
     stride_key_head,
     stride_value_token,
     stride_value_head,
+    num_segments,
+    num_window_rows,
+    value_plane,
+    key_scale_plane,
+    value_scale_plane,
+    stride_page_block,
+    stride_page_head,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     MULTIPLE: tl.constexpr,
     UNIFORM: tl.constexpr,
     WITH_NEWEST: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program i: rows [i * BLOCK_R, ...) of the (sequence, token, head) triples.
@@ -121,6 +286,32 @@ def _merge_kernel(
         p_query = query_ptr + query_row[:, None] + d[None, :]
         query = tl.load(p_query, mask=newest_mask, other=0.0).to(tl.float32)
     largest = tl.max(lse, 1)
+    if pages_ptr is not None:
+        has_tokens = row_mask & (seq_len > 0)
+        packed_len = tl.load(packed_lens_ptr + sequence, mask=has_tokens, other=0)
+        block = tl.load(blocks_ptr + sequence, mask=has_tokens, other=0)
+        page_ptr = pages_ptr + block.to(tl.int64) * stride_page_block
+        own_largest, own_total, own_output = _attend_to_window(
+            query_ptr + query_row,
+            page_ptr + kv_head * stride_page_head,
+            offset_ptr,
+            kv_head,
+            (packed_len - query_len).to(tl.int32),
+            tl.where(has_tokens, seq_len - packed_len, 0),
+            score_factor,
+            num_segments,
+            num_window_rows,
+            value_plane,
+            key_scale_plane,
+            value_scale_plane,
+            NUM_KV_HEADS,
+            HEAD_SIZE,
+            OFFSET_SEGMENT,
+            BLOCK_R,
+            BLOCK_D,
+            BLOCK_N,
+        )
+        largest = tl.maximum(largest, own_largest)
     if WITH_NEWEST:
         # Tokens of the sequence's that do not exist.
         num_missing = query_len - seq_len
@@ -143,6 +334,10 @@ def _merge_kernel(
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest[:, None]), 1)
     output = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if pages_ptr is not None:
+        rescale = tl.exp2(own_largest - largest)
+        total += own_total * rescale
+        output += own_output * rescale[:, None]
     if WITH_NEWEST:
         # Scores are made once more: how many there are is not known when the kernel
         # is compiled.
@@ -208,6 +403,8 @@ def merge_splits(
     output: torch.Tensor,
     num_kv_heads: int,
     newest: NewestTokens | None = None,
+    window: RecentWindow | None = None,
+    offset: OffsetScores | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -217,12 +414,31 @@ def merge_splits(
         output: (T, Hq, D), written; last axis contiguous.
         num_kv_heads: KV heads.
         newest: The tokens that the splits leave out; None if there are none.
+        window: Where tokens before those lie that the splits leave out, too; only with
+            ``newest``. None if there are none.
+        offset: What was taken off the window's keys; None if nothing was.
 
     """
     num_tokens, num_heads, head_size = output.shape
     batch.check(num_tokens)
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
+    pages = blocks = packed_lens = table = None
+    num_segments = num_window_rows = stride_page_block = stride_page_head = 0
+    planes = (0, 0, 0)
+    if window is not None:
+        assert with_newest
+        check_window(window, head_size, num_kv_heads)
+        assert window.num_tokens <= interface.OFFSET_SEGMENT, window.num_tokens
+        pages, blocks, packed_lens = window[:3]
+        stride_page_block, stride_page_head = pages.stride()[:2]
+        num_window_rows = window.format.num_rows
+        planes = window.format.plane_offsets[1:4]
+        if offset is not None:
+            table = offset.table
+            assert table.is_contiguous()
+            assert table.shape[1:] == (num_kv_heads, head_size), table.shape
+            num_segments = table.shape[0]
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
@@ -241,6 +457,10 @@ def merge_splits(
         value,
         batch.seq_lens,
         batch.seq_lens if batch.query_start_loc is None else batch.query_start_loc,
+        pages,
+        blocks,
+        packed_lens,
+        table,
         num_rows,
         num_splits,
         batch.query_len,
@@ -254,17 +474,25 @@ def merge_splits(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        num_segments,
+        num_window_rows,
+        *planes,
+        stride_page_block,
+        stride_page_head,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         MULTIPLE=batch.query_len > 1,
         UNIFORM=batch.query_start_loc is None,
         WITH_NEWEST=with_newest,
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_R=block_r,
         MAX_SPLITS=MAX_KV_SPLITS,
         BLOCK_S=8,
         BLOCK_D=block_d,
         BLOCK_K=32,
+        BLOCK_N=max(1, 512 // block_d),
         PRECISION="tf32x3" if current_platform.is_cuda() else "ieee",
-        num_warps=4,
+        # Four would spill a part of a window's rows.
+        num_warps=4 if window is None else 8,
     )

@@ -14,6 +14,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     KeyOffset,
     RotatedQuery,
+    WindowUpdate,
     check_pages,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
@@ -23,6 +24,7 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
 )
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
 from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
+from vllm.v1.attention.ops.turbo.triton.window import update_window
 
 
 class StoreTuning(NamedTuple):
@@ -283,6 +285,7 @@ def store(
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
     key_offset: KeyOffset | None = None,
+    window: WindowUpdate | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
@@ -299,6 +302,7 @@ def store(
             two, and a factor that holds ``scale``, log2(e) and the keys' gain.
         scale: Softmax scale.
         key_offset: What is taken off K first; None to take nothing.
+        window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
         tuning: Launch parameters; None to choose by the number of tokens.
 
     """
@@ -378,3 +382,5 @@ def store(
         # The bytes are exact: no multiply-add may be fused.
         enable_fp_fusion=False,
     )
+    if window is not None:
+        update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)

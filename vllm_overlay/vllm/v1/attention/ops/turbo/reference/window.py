@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The recent window in PyTorch: the executable form of ``window_format``.
+
+Shapes: R rows a page, H KV heads, D the head size, G = D / 16 scales a vector.
+"""
+
+import torch
+
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.reference.cache import tile_addresses
+from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, WindowFormat
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors in 8 bits.
+
+    Args:
+        x: (..., D). What is no number counts as zero, as it does in packed codes.
+
+    Returns:
+        Codes (..., D) int8 and scales (..., G) bf16.
+
+    """
+    groups = torch.where(x.isnan(), 0, x.float()).unflatten(-1, (-1, SCALE_GROUP))
+    limit = torch.finfo(torch.float32).max
+    groups = groups.clamp(-limit, limit)
+    scales = (groups.abs().amax(-1) / MAX_CODE).bfloat16()
+    unit = scales.float()[..., None]
+    codes = torch.where(unit > 0, groups / unit, 0).round()
+    return codes.clamp(-MAX_CODE, MAX_CODE).to(torch.int8).flatten(-2), scales
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Inverse of ``quantize_rows``, fp32 (..., D)."""
+    groups = codes.float().unflatten(-1, (-1, SCALE_GROUP))
+    return (groups * scales.float()[..., None]).flatten(-2)
+
+
+def planes(page: torch.Tensor, window_format: WindowFormat) -> list[torch.Tensor]:
+    """Views of a page's planes.
+
+    Args:
+        page: (H, N, C) uint8, contiguous a head.
+        window_format: Where they lie.
+
+    Returns:
+        K and V (H, R, D) int8, their scales (H, R, G) bf16, tags (H, R, bytes of K
+        codes) uint8, and positions + 1 (H, R) int32.
+
+    """
+    flat = page.view(page.shape[0], -1)
+    rows = window_format.num_rows
+    views = [
+        flat[:, start : start + rows * width].unflatten(1, (rows, width))
+        for start, width in zip(window_format.plane_offsets, window_format.row_widths)
+    ]
+    types = (torch.int8,) * 2 + (torch.bfloat16,) * 2 + (torch.uint8, torch.int32)
+    views = [view.view(dtype) for view, dtype in zip(views, types)]
+    return [*views[:-1], views[-1][..., 0]]
+
+
+def key_codes(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    layout: TurboFormat,
+) -> torch.Tensor:
+    """What is packed of a sequence's keys, (H, T, bytes of K codes) uint8.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8.
+        block_table: (max_blocks,) of the sequence.
+        positions: (T,) in it.
+        layout: The cache's format.
+
+    """
+    num_blocks, num_kv_heads, block_size, slot_size = kv_cache.shape
+    pages = kv_cache.view(num_blocks, num_kv_heads, block_size * slot_size)
+    blocks = block_table[positions // block_size].long()
+    places = positions % block_size
+    addresses, _ = tile_addresses(layout)
+    addresses = addresses.to(kv_cache.device)[places % TILE_TOKENS]
+    addresses = addresses[:, : layout.key_code_bytes]
+    addresses = addresses + (places // TILE_TOKENS * layout.tile_bytes)[:, None]
+    # Advanced indices that stand apart come first in the result.
+    return pages[blocks[:, None], :, addresses].movedim(-1, 0)
+
+
+def update_window(
+    update: WindowUpdate,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+    key_offset: KeyOffset | None = None,
+) -> None:
+    """Count the rows that are valid, and write those of a step's tokens.
+
+    Args:
+        update: Of the step's sequences; ``packed_lens`` is written.
+        kv_cache: (num_blocks, H, N, C) uint8, in which the step's tokens are stored.
+        slot_mapping: (T,) their slots; a token with -1 is not stored, and has no row.
+        key: (>= T, H, D).
+        value: (>= T, H, D).
+        layout: The cache's format.
+        key_offset: What is taken off K; None for nothing.
+
+    """
+    window, device = update.window, kv_cache.device
+    starts, seq_lens = update.query_start_loc.tolist(), update.seq_lens.tolist()
+    for row, (begin, end, seq_len) in enumerate(zip(starts, starts[1:], seq_lens)):
+        window.packed_lens[row] = seq_len
+        block = int(window.blocks[row])
+        if block == 0 or seq_len <= 0:
+            continue
+        rows = planes(window.pages[block], window.format)
+        table = update.block_table[row]
+        num_rows = window.format.num_rows
+        # A padded sequence may be shorter than its query.
+        first_own = max(seq_len - (end - begin), 0)
+        # Rows that the step's own tokens take are not read.
+        count = min(window.num_tokens, num_rows - (end - begin), first_own)
+        if count > 0:
+            # From the nearest on.
+            positions = first_own - 1 - torch.arange(count, device=device)
+            packed = key_codes(kv_cache, table, positions, layout)
+            valid = _is_valid(rows, positions, packed)
+            window.packed_lens[row] -= int(valid.int().cumprod(0).sum())
+        first = max(first_own, seq_len - num_rows)
+        positions = torch.arange(first, seq_len, device=device)
+        tokens = end - seq_len + positions
+        stored = slot_mapping[tokens] >= 0
+        positions, tokens = positions[stored], tokens[stored]
+        keys = key[tokens].float()
+        if key_offset is not None:
+            segments = positions // interface.OFFSET_SEGMENT
+            segments = segments.clamp(max=key_offset.table.shape[0] - 1)
+            keys = keys - key_offset.table[segments]
+        packed = key_codes(kv_cache, table, positions, layout)
+        _write(rows, positions, keys, value[tokens], packed)
+
+
+def _is_valid(
+    rows: list[torch.Tensor], positions: torch.Tensor, packed: torch.Tensor
+) -> torch.Tensor:
+    """Whether the rows of T positions are of what is packed there, of all heads.
+
+    Args:
+        rows: Of ``planes``.
+        positions: (T,).
+        packed: (H, T, bytes of K codes).
+
+    """
+    tags, places = (plane[:, positions % plane.shape[1]] for plane in rows[4:])
+    return ((places == positions + 1) & (tags == packed).all(-1)).all(0)
+
+
+def _write(
+    rows: list[torch.Tensor],
+    positions: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: torch.Tensor,
+) -> None:
+    """Write the rows of T positions: K and V (T, H, D), and as in ``_is_valid``."""
+    keys, key_scales = quantize_rows(key.transpose(0, 1))
+    values, value_scales = quantize_rows(value.transpose(0, 1))
+    places = (positions + 1).int()
+    for plane, new in zip(
+        rows, (keys, values, key_scales, value_scales, packed, places)
+    ):
+        plane[:, positions % plane.shape[1]] = new
+
+
+def load_window(
+    window: RecentWindow, row: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, less its offset, and V of valid rows, each (T, H, D) fp32.
+
+    Args:
+        window: Of several sequences.
+        row: Of these.
+        positions: (T,) in the sequence.
+
+    """
+    page = window.pages[int(window.blocks[row])]
+    rows = planes(page, window.format)
+    own = positions % window.format.num_rows
+    key, value, key_scales, value_scales = (plane[:, own] for plane in rows[:4])
+    return (
+        dequantize_rows(key, key_scales).transpose(0, 1),
+        dequantize_rows(value, value_scales).transpose(0, 1),
+    )
