@@ -11,6 +11,7 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda import window as cuda_window
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
@@ -28,6 +29,7 @@ def clear_caches() -> None:
         cuda_decode.load_instance,
         cuda_extend.load_instance,
         cuda_merge.load,
+        cuda_window.load,
     ):
         load.cache_clear()
 
@@ -36,7 +38,7 @@ def clear_caches() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What is built, in order, where nothing has been loaded."""
     modules: Asked = []
-    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge):
+    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge, cuda_window):
         monkeypatch.setattr(
             kernel, "build_and_load", lambda *args: modules.append(args)
         )
@@ -53,12 +55,15 @@ def served(
     query_lens: range,
     extend_lens: range,
     has_key_offset: bool,
+    with_window: bool,
 ):
     """Ask as the entry points of the kernels do, of all batches, with newest tokens and
     without.
     """
     cuda_store.load(layout, DEVICE, has_key_offset)
     cuda_merge.load(layout.head_size, DEVICE)
+    if with_window:
+        cuda_window.load(layout, DEVICE)
     for query_len in query_lens:
         cuda_decode.load(layout, group * query_len, DEVICE, has_key_offset)
     for query_len in extend_lens:
@@ -68,10 +73,13 @@ def served(
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
 @pytest.mark.parametrize("group", [*range(1, 17), 32])
 @pytest.mark.parametrize("has_key_offset", [False, True])
-def test_all_that_is_asked_for_is_listed(asked, group, max_query_len, has_key_offset):
+@pytest.mark.parametrize("with_window", [False, True])
+def test_all_that_is_asked_for_is_listed(
+    asked, group, max_query_len, has_key_offset, with_window
+):
     longest = max_extend_len(group)
     loaders = serving_modules(
-        LAYOUT, group, max_query_len, longest, DEVICE, has_key_offset
+        LAYOUT, group, max_query_len, longest, DEVICE, has_key_offset, with_window
     )
     for loader in loaders:
         loader.load()
@@ -80,7 +88,7 @@ def test_all_that_is_asked_for_is_listed(asked, group, max_query_len, has_key_of
     clear_caches()
     asked.clear()
     query_lens, extend_lens = range(1, max_query_len + 1), range(1, longest + 1)
-    served(LAYOUT, group, query_lens, extend_lens, has_key_offset)
+    served(LAYOUT, group, query_lens, extend_lens, has_key_offset, with_window)
     assert set(asked) == listed
 
 
@@ -107,12 +115,12 @@ def test_no_extends(asked):
 def test_names_are_those_of_the_modules(asked, name, head_size, has_key_offset):
     """And tell all modules of a kernel apart: builds are counted by them."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    loaders = serving_modules(layout, 1, 8, 48, DEVICE, has_key_offset)
+    loaders = serving_modules(layout, 1, 8, 48, DEVICE, has_key_offset, True)
     for loader in loaders:
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 7
 
 
 def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
@@ -123,6 +131,17 @@ def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
     ]
     assert names[0] & names[1] == {"merge 128"}
     assert names[1] - names[0] == {f"{x}_offset" for x in names[0] - names[1]}
+
+
+@pytest.mark.parametrize("has_key_offset", [False, True])
+def test_a_window_has_a_module_of_its_own(asked, has_key_offset):
+    """One for keys with an offset and without; the others are as before."""
+    without, with_one = (
+        [x.name for x in serving_modules(LAYOUT, 1, 8, 48, DEVICE, has_key_offset, on)]
+        for on in (False, True)
+    )
+    assert [name for name in with_one if name not in without] == ["window turbo4_128"]
+    assert set(without) < set(with_one)
 
 
 def test_the_current_device_unless_another_is_named(asked, monkeypatch):

@@ -90,12 +90,14 @@ def attend(
     num_seqs: int,
     query_len: int,
     with_newest: bool,
+    lens_are_new: bool,
     query: torch.Tensor,
     key_offset: torch.Tensor | None,
     factor: float,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
+    assert not lens_are_new
     # Read by the merge alone, which is left out.
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -129,9 +131,12 @@ def merge(
     num_seqs: int,
     query_len: int,
     log2_warps: int,
+    window_pages: torch.Tensor | None,
+    *of_window: object,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
+    assert window_pages is None
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(

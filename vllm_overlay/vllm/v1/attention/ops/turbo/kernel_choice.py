@@ -70,6 +70,7 @@ def cuda_build_error(
     num_queries_per_kv: int,
     query_len: int = 1,
     has_key_offset: bool = False,
+    with_window: bool = False,
 ) -> str | None:
     """Build and load the CUDA kernels, side by side; why that failed, if it did.
 
@@ -80,6 +81,7 @@ def cuda_build_error(
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
+        with_window: Whether there is a recent window.
 
     """
     try:
@@ -91,6 +93,7 @@ def cuda_build_error(
             query_len,
             max_extend_len(num_queries_per_kv),
             has_key_offset=has_key_offset,
+            with_window=with_window,
         )
         # In a forked process PyTorch makes its own threads anew at their first use, and
         # of threads of ours that use them at the same time all but one would find none.
@@ -123,6 +126,7 @@ def choose_kernels(
     num_queries_per_kv: int,
     query_len: int = 1,
     has_key_offset: bool = False,
+    with_window: bool = False,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -132,6 +136,7 @@ def choose_kernels(
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
+        with_window: Whether there is a recent window.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -143,7 +148,9 @@ def choose_kernels(
     unsupported = cuda_unsupported_reason(layout) or _launch_refusal
     error = None
     if not unsupported:
-        error = cuda_build_error(layout, num_queries_per_kv, query_len, has_key_offset)
+        error = cuda_build_error(
+            layout, num_queries_per_kv, query_len, has_key_offset, with_window
+        )
     reason = unsupported or error
     if reason is None:
         return cuda_kernels("they could be built" if choice == "auto" else asked_for)
@@ -163,10 +170,13 @@ def share_kernels(
     num_queries_per_kv: int,
     query_len: int = 1,
     has_key_offset: bool = False,
+    with_window: bool = False,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
-        choose_kernels(choice, layout, num_queries_per_kv, query_len, has_key_offset)
+        choose_kernels(
+            choice, layout, num_queries_per_kv, query_len, has_key_offset, with_window
+        )
     )
     _chosen.append(chosen)
     return chosen

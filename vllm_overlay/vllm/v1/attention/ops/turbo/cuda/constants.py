@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     half2_bits,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
+from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 _BRANCH_BITS = 2
@@ -49,7 +50,11 @@ def _of_head_size(head_size: int) -> _Constants:
     words = (bits << torch.arange(_WORD_BITS)).sum(1).tolist()
     return {
         "HEAD_SIZE": head_size,
+        "SCALE_GROUP": fmt.SCALE_GROUP,
         "MAX_SPLITS": MAX_KV_SPLITS,
+        "OFFSET_SEGMENT": OFFSET_SEGMENT,
+        "WINDOW_MAX_ROWS": MAX_ROWS,
+        "WINDOW_MAX_CODE": MAX_CODE,
         "INVERSE_SQRT": _float(inverse_sqrt(head_size)),
         "ROTATION_SIGNS": ", ".join(f"0x{word:08X}u" for word in words),
     }
@@ -60,7 +65,6 @@ def _of_pages(layout: TurboFormat) -> _Constants:
     words = layout.scale_words
     key_row_bits = _BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
     return {
-        "SCALE_GROUP": fmt.SCALE_GROUP,
         "NUM_GROUPS": layout.num_groups,
         "NUM_UNITS": layout.num_units,
         "NUM_LEVELS": fmt.NUM_LEVELS,
@@ -71,6 +75,8 @@ def _of_pages(layout: TurboFormat) -> _Constants:
         "TILE_BYTES": layout.tile_bytes,
         # A token's codes of K, or branches.
         "KEY_ROW_BYTES": layout.head_size * key_row_bits // 8,
+        # And with the path.
+        "KEY_CODE_BYTES": layout.key_code_bytes,
         # From the branches of a tile's K or V to its path bits.
         "PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * _BRANCH_BITS // 8,
         "VALUE_CODES_OFFSET": layout.value_codes_offset,
@@ -153,7 +159,7 @@ def instance_suffix(has_key_offset: bool) -> str:
 
 
 def _of_offset(has_key_offset: bool) -> _Constants:
-    return {"KEY_OFFSET": int(has_key_offset), "OFFSET_SEGMENT": OFFSET_SEGMENT}
+    return {"KEY_OFFSET": int(has_key_offset)}
 
 
 def head_size_header(head_size: int) -> str:

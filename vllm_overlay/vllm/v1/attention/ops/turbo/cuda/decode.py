@@ -26,6 +26,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
 )
 
@@ -171,12 +172,14 @@ def attend(
     output: torch.Tensor,
     newest: NewestTokens | None,
     offset: OffsetScores | None,
+    window: RecentWindow | None,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
-    ``load_kernel`` gives the kernel of a layout, number of queries of a sequence and KV
-    head, device, and whether there is an offset. The other arguments are
-    ``AttentionFn``'s.
+    With a window the kernel is given lengths without its tokens, which the kernel
+    before it may have written, and the merge attends to these. ``load_kernel`` gives
+    the kernel of a layout, number of queries of a sequence and KV head, device, and
+    whether there is an offset. The other arguments are ``AttentionFn``'s.
     """
     num_tokens, num_heads, _ = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
@@ -184,23 +187,25 @@ def attend(
     if batch.num_seqs == 0:
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
+    assert window is None or newest is not None, "a window without the newest tokens"
     num_queries = num_heads // num_kv_heads * batch.query_len
     original_query, table, scale = offset or (None, None, 0.0)
     load_kernel(layout, num_queries, kv_cache.device, offset is not None)(
         *query,
         kv_cache,
         batch.block_table,
-        batch.seq_lens,
+        batch.seq_lens if window is None else window.packed_lens,
         *partials,
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
         newest is not None,
+        window is not None,
         original_query,
         table,
         scale * LOG2_E,
     )
-    merge_splits(partials, batch, output, num_kv_heads, newest)
+    merge_splits(partials, batch, output, num_kv_heads, newest, window, offset)
 
 
 def decode_attention(
@@ -212,6 +217,7 @@ def decode_attention(
     output: torch.Tensor,
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
+    window: RecentWindow | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -223,4 +229,6 @@ def decode_attention(
             their functions raise.
 
     """
-    attend(load, query, kv_cache, layout, batch, partials, output, newest, offset)
+    attend(
+        load, query, kv_cache, layout, batch, partials, output, newest, offset, window
+    )

@@ -28,6 +28,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
 )
 
@@ -170,6 +171,7 @@ def extend_attention(
     output: torch.Tensor,
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
+    window: RecentWindow | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -182,5 +184,5 @@ def extend_attention(
 
     """
     cuda_decode.attend(
-        load, query, kv_cache, layout, batch, partials, output, newest, offset
+        load, query, kv_cache, layout, batch, partials, output, newest, offset, window
     )

@@ -14,7 +14,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
+    RecentWindow,
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
@@ -56,19 +58,40 @@ def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
     return warps
 
 
+# Planes of a window's pages that are read: K, V and their scales.
+_NUM_PLANES = 4
+_NO_WINDOW = (None, None, None, 0, *[0] * _NUM_PLANES)
+
+
+def _window_arguments(window: RecentWindow | None) -> tuple[object, ...]:
+    """Its tensors, the rows of a page, and where planes begin."""
+    if window is None:
+        return _NO_WINDOW
+    planes = window.format.plane_offsets[:_NUM_PLANES]
+    return (
+        window.pages,
+        window.blocks,
+        window.packed_lens,
+        window.format.num_rows,
+        *planes,
+    )
+
+
 def merge_splits(
     partials: Partials,
     batch: DecodeBatch,
     output: torch.Tensor,
     num_kv_heads: int,
     newest: NewestTokens | None = None,
+    window: RecentWindow | None = None,
+    offset: OffsetScores | None = None,
     num_warps: int | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
     The kernel before it on the stream may let it begin early; it waits for that to
-    end before it reads ``partials``, but not with what it reads of ``newest`` and
-    ``batch``.
+    end before it reads ``partials`` and ``window``, but not with what it reads of
+    ``newest`` and ``batch``.
 
     Args:
         partials: The splits' results, B * S * Q of them.
@@ -77,6 +100,10 @@ def merge_splits(
         num_kv_heads: KV heads.
         newest: The tokens that the splits leave out, of ``output``'s dtype; None if
             there are none.
+        window: The tokens before these that the splits leave out, too; only together
+            with ``newest``. None if there are none.
+        offset: What the scores of the window's keys lack, of the same softmax scale as
+            ``newest``; None if nothing.
         num_warps: Warps a row; None to choose by the batch.
 
     Raises:
@@ -93,6 +120,7 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
+    assert window is None or with_newest, "a window without the newest tokens"
     query, key, value, scale = newest
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
@@ -113,4 +141,6 @@ def merge_splits(
         batch.num_seqs,
         batch.query_len,
         num_warps.bit_length() - 1,
+        *_window_arguments(window),
+        None if window is None or offset is None else offset.table,
     )

@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda import window as cuda_window
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 
@@ -35,6 +36,7 @@ def serving_modules(
     max_extend_len: int,
     device: torch.device | None = None,
     has_key_offset: bool = False,
+    with_window: bool = False,
 ) -> list[ModuleLoader]:
     """All modules that a layer's batches may ask for, each once.
 
@@ -47,6 +49,7 @@ def serving_modules(
         max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.
         device: The GPU; None for the current one.
         has_key_offset: Whether an offset is taken off K.
+        with_window: Whether there is a recent window.
 
     """
     if device is None:
@@ -58,6 +61,10 @@ def serving_modules(
         ),
         f"merge {head_size}": partial(cuda_merge.load, head_size, device),
     }
+    if with_window:
+        loads[f"window {cuda_window.instance(layout)}"] = partial(
+            cuda_window.load, layout, device
+        )
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
         instance = cuda_decode.instance(layout, paired, has_key_offset)

@@ -15,8 +15,14 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     rotation_fragments,
     single_fragments,
 )
+from vllm.v1.attention.ops.turbo.cuda.window import update_window
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, KeyOffset, RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    KeyOffset,
+    RotatedQuery,
+    WindowUpdate,
+)
 
 
 class StoreTuning(NamedTuple):
@@ -118,9 +124,12 @@ def store(
     rotated_query: RotatedQuery | None = None,
     scale: float = 1.0,
     key_offset: KeyOffset | None = None,
+    window: WindowUpdate | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
+
+    The recent window, if there is one, is brought up to date by a kernel of its own.
 
     Arguments are ``StoreFn``'s, with blocks and heads of the cache at
     multiples of 16 bytes, and vectors at multiples of 8.
@@ -149,3 +158,5 @@ def store(
         *(key_offset or (None, None, None)),
         *tuning,
     )
+    if window is not None:
+        update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)

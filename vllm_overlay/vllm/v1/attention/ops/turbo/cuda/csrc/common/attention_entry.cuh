@@ -19,7 +19,7 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
                                  TensorView partial_lse,
                                  const Optional<TensorView>& query_start_loc,
                                  int64_t num_seqs, int64_t query_len,
-                                 bool with_newest) {
+                                 bool with_newest, bool lens_are_new) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -53,6 +53,7 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   p.query_start_loc = starts_of(query_start_loc, num_seqs, device);
   p.query_len = to_int("query_len", query_len);
   p.with_newest = with_newest;
+  p.lens_are_new = lens_are_new;
   p.most_hidden = with_newest ? 0 : p.query_len - 1;
   p.num_seqs = to_int("num_seqs", num_seqs);
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
@@ -98,12 +99,12 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView seq_lens, TensorView partial,
                      TensorView partial_lse,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
-                     int64_t query_len, bool with_newest,
+                     int64_t query_len, bool with_newest, bool lens_are_new,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor) {
-  AttentionParams p =
-      params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
-                partial_lse, query_start_loc, num_seqs, query_len, with_newest);
+  AttentionParams p = params_of(query, query_scale, kv_cache, block_table,
+                                seq_lens, partial, partial_lse, query_start_loc,
+                                num_seqs, query_len, with_newest, lens_are_new);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);

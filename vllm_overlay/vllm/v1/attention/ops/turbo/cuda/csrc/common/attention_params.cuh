@@ -32,6 +32,8 @@ struct AttentionParams {
   int query_len;    // Q, most query tokens of a sequence: its last
   int with_newest;  // whether query tokens' K and V are left out
   int most_hidden;  // of the others, those that the first query does not see
+  // Whether the kernel before this one has written the lengths.
+  int lens_are_new;
   // With KEY_OFFSET: what the scores of cached keys get back.
   const float* key_offset;     // [G, H, D]
   const void* original_query;  // [T, Hq, D], not rotated

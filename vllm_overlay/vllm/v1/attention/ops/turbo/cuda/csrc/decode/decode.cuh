@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   start_next_kernel();
 
   // Lengths are known before the kernel before this one, which stores the
-  // queries, has ended.
+  // queries, has ended, unless it writes them.
+  if (p.lens_are_new) wait_for_previous_kernel();
   const Partition cut = partition(p, num_passes, int(gridDim.x) * kWarps, lane);
   wait_for_previous_kernel();
   const Team team(cut.team_size);

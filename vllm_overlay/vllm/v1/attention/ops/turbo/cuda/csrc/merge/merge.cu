@@ -7,7 +7,7 @@
 #include <tvm/ffi/function.h>
 
 #include "common/launch.cuh"
-#include "common/tensors.cuh"
+#include "common/window_entry.cuh"
 #include "merge/merge.cuh"
 
 namespace {
@@ -17,17 +17,20 @@ using tvm::ffi::TensorView;
 using Kernel = void (*)(turbo::MergeParams);
 
 template <typename T>
-Kernel kernel_of(bool with_newest) {
+Kernel kernel_of(bool with_newest, bool with_window) {
+  if (with_window) return turbo::merge_kernel<T, true, true>;
   return with_newest ? turbo::merge_kernel<T, true>
                      : turbo::merge_kernel<T, false>;
 }
 
-Kernel kernel_of(const TensorView& output, bool with_newest) {
+Kernel kernel_of(const TensorView& output, bool with_newest, bool with_window) {
   const DLDataType dtype = output.dtype();
-  if (dtype == turbo::kBFloat16) return kernel_of<__nv_bfloat16>(with_newest);
-  if (dtype == turbo::kFloat16) return kernel_of<__half>(with_newest);
+  if (dtype == turbo::kBFloat16)
+    return kernel_of<__nv_bfloat16>(with_newest, with_window);
+  if (dtype == turbo::kFloat16)
+    return kernel_of<__half>(with_newest, with_window);
   turbo::check_dtype("output", output, turbo::kFloat32);
-  return kernel_of<float>(with_newest);
+  return kernel_of<float>(with_newest, with_window);
 }
 
 // [T, heads, D] of the output's dtype.
@@ -43,7 +46,11 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,
            double score_factor, Optional<TensorView> query_start_loc,
-           int64_t num_seqs, int64_t query_len, int64_t row_shift) {
+           int64_t num_seqs, int64_t query_len, int64_t row_shift,
+           Optional<TensorView> window_pages,
+           Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
+           int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
+           int64_t value_scales, Optional<TensorView> key_offset) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -57,7 +64,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   const DLDevice device = output.device();
   turbo::check_device(device, output, partial, partial_lse, seq_lens, query,
                       key, value);
-  turbo::MergeParams p;
+  turbo::MergeParams p = {};
   p.partial = static_cast<const float*>(partial.data_ptr());
   p.partial_lse = static_cast<const float*>(partial_lse.data_ptr());
   p.seq_lens = turbo::ints_of("seq_lens", seq_lens, num_seqs);
@@ -84,13 +91,31 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   TVM_FFI_CHECK(p.num_splits <= MAX_SPLITS, ValueError)
       << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
   p.row_shift = static_cast<int>(row_shift);
+  const bool with_window = window_pages.has_value();
+  if (with_window) {
+    TVM_FFI_CHECK(with_newest, ValueError)
+        << "window_pages: given without the newest tokens";
+    TVM_FFI_CHECK(window_blocks.has_value() && packed_lens.has_value(),
+                  ValueError)
+        << "window_blocks, packed_lens: missing, though there are window_pages";
+    p.window = turbo::window_pages_of(
+        window_pages.value(), window_blocks.value(), num_seqs, num_kv_heads,
+        num_rows, keys, values, key_scales, value_scales, device);
+    turbo::check_device(device, packed_lens.value());
+    p.packed_lens =
+        turbo::ints_of("packed_lens", packed_lens.value(), num_seqs);
+    p.num_kv_heads = turbo::to_int("key", num_kv_heads);
+    p.key_offset =
+        turbo::key_offset_of(key_offset, num_kv_heads, HEAD_SIZE,
+                             key_offset.has_value(), device, p.num_offsets);
+  }
 
   const int rows = turbo::kMergeWarps >> p.row_shift;
   const dim3 grid(turbo::to_int("num_seqs", num_seqs),
                   (p.num_queries + rows - 1) / rows);
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  turbo::launch(kernel_of(output, with_newest), grid, turbo::kMergeThreads, 0,
-                device, p);
+  turbo::launch(kernel_of(output, with_newest, with_window), grid,
+                turbo::kMergeThreads, 0, device, p);
 }
 
 }  // namespace

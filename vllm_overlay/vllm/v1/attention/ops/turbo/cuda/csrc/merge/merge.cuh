@@ -2,18 +2,16 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Merge of decode attention's splits: a row's partial results are joined,
-// rotated back and, if so asked, joined with the sequence's newest tokens,
-// which are not quantised.
+// rotated back and, if so asked, joined with the sequence's newest tokens:
+// those that are not quantised, and those of the recent window.
 //
 // A row is a query, one of a sequence, query token and query head. It has as
 // many warps as the GPU has room for; block (i, j) has the j-th rows of
 // kMergeWarps warps, of sequence i.
 #pragma once
 
-#include "common/numbers.cuh"
 #include "common/warp.cuh"
-#include "merge/inverse_rotation.cuh"
-#include "merge/params.cuh"
+#include "merge/recent.cuh"
 
 namespace turbo {
 
@@ -35,85 +33,6 @@ __device__ __forceinline__ float warp_max(float x) {
   const int bits = ordered_bits(__float_as_int(x));
   return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));
 }
-
-// An LSE to take others relative to.
-__device__ __forceinline__ float or_zero(float lse) {
-  return lse == -INFINITY ? 0.0f : lse;
-}
-
-// A query: its head, and its token, of the batch and of the sequence's.
-struct Row {
-  int64_t token;
-  int head, place;
-  int query_len;  // of the sequence
-
-  __device__ __forceinline__ Row(const MergeParams& p, int seq, int index)
-      : place(unsigned(index) / unsigned(p.num_heads)), query_len(p.query_len) {
-    head = index - place * p.num_heads;
-    int first = seq * p.query_len;
-    if (p.query_start_loc != nullptr) {
-      first = p.query_start_loc[seq];
-      query_len = p.query_start_loc[seq + 1] - first;
-    }
-    token = int64_t(first) + place;
-  }
-};
-
-// Attention of a row to the newest tokens, up to its own.
-struct Newest {
-  float largest = -INFINITY;   // score
-  float total = 0.0f;          // of the weights relative to it
-  float4 value[kChunks] = {};  // sum, with these weights
-
-  __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks]) {
-    const float larger = fmaxf(largest, score);
-    const float reference = or_zero(larger);
-    const float rescale = exp2_approx(largest - reference);
-    const float weight = exp2_approx(score - reference);
-    largest = larger;
-    total = fmaf(total, rescale, weight);
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      value[j].x = fmaf(weight, v[j].x, value[j].x * rescale);
-      value[j].y = fmaf(weight, v[j].y, value[j].y * rescale);
-      value[j].z = fmaf(weight, v[j].z, value[j].z * rescale);
-      value[j].w = fmaf(weight, v[j].w, value[j].w * rescale);
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void attend(const MergeParams& p, int seq,
-                                         const Row& row, int lane) {
-    const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
-    const int first = lane % kLanes * kVector;
-    const T* query = static_cast<const T*>(p.query) +
-                     row.token * p.stride_query_token +
-                     row.head * p.stride_query_head + first;
-    const T* key =
-        static_cast<const T*>(p.key) + kv_head * p.stride_key_head + first;
-    const T* value =
-        static_cast<const T*>(p.value) + kv_head * p.stride_value_head + first;
-    float4 q[kChunks], v[kChunks];
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
-    // Padding has no tokens; what is there may be NaN.
-    const int missing = max(row.query_len - p.seq_lens[seq], 0);
-    const int places = row.place + 1 - missing;
-#pragma unroll 1
-    for (int i = places - 1; i >= 0; --i) {
-      const int64_t token = row.token - i;
-      float score = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const float4 k =
-            load_vector(key + token * p.stride_key_token + 128 * j);
-        v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
-        score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
-      }
-      add(p.score_factor * warp_sum<kLanes>(score), v);
-    }
-  }
-};
 
 // Let the LSEs of the block's rows come to shared memory, each once:
 // neighbouring rows' lie side by side. Those of rows that the sequence does not
@@ -269,7 +188,7 @@ __device__ __forceinline__ void finish_row(
   }
 }
 
-template <typename T, bool kWithNewest>
+template <typename T, bool kWithNewest, bool kWithWindow = false>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
@@ -292,8 +211,16 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     }
   }
   wait_for_previous_kernel();
+  int packed_len = 0;
+  if constexpr (kWithWindow) packed_len = __ldcg(p.packed_lens + seq);
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
   __syncthreads();
+  if constexpr (kWithWindow) {
+    if (row.place < row.query_len) {
+      attend_recent<T>(newest, p, seq, row, packed_len, warp & (warps - 1),
+                       warps, lane);
+    }
+  }
 
   const float* lse = shared.lse[r];
   const float low = lse[lane], high = lse[32 + lane];
@@ -309,7 +236,10 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
       (int64_t(seq) * p.num_splits * p.num_queries + index) * HEAD_SIZE;
   add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
                count, lane);
+  __shared__ RecentShared<kWithWindow> recent;
+  if (warps > 1) recent.put(newest, warp, lane);
   if (!join_warps(shared, sum, warp, warps, lane)) return;
+  if (warps > 1) recent.join(newest, warp, warps, lane);
   if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));

@@ -4,7 +4,7 @@
 // What the merge is given.
 #pragma once
 
-#include <cstdint>
+#include "common/window.cuh"
 
 namespace turbo {
 
@@ -35,6 +35,13 @@ struct MergeParams {
   int num_queries;     // Q * Hq
   int num_splits;
   int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
+  // With a recent window: its pages, and lengths without the tokens that are
+  // taken from them.
+  WindowPages window;
+  const int* packed_lens;   // [B]
+  const float* key_offset;  // [G, H, D], of these tokens; or null: none
+  int num_kv_heads;         // H
+  int num_offsets;          // G
 };
 
 }  // namespace turbo

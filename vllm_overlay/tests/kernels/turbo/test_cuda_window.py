@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The recent window by CUDA's kernels: rows and counts bit for bit against the
+reference, and what attention makes of them.
+"""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    KeyOffset,
+    NewestTokens,
+    OffsetScores,
+    Partials,
+    RecentWindow,
+    RotatedQuery,
+    WindowUpdate,
+)
+from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
+from vllm.v1.attention.ops.turbo.reference.window import planes, update_window
+from vllm.v1.attention.ops.turbo.window_format import WindowFormat
+
+from .test_cuda_multi import ATTENTION, CAN_RUN_CUDA
+from .utils import BF16, DEVICE, gaussian, model_dtypes
+
+pytestmark = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+
+LAYOUTS = [
+    TurboFormat.from_cache_dtype(name, size)
+    for name in TURBO_PRESETS
+    for size in SUPPORTED_HEAD_SIZES
+]
+all_layouts = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
+)
+with_offset = pytest.mark.parametrize(
+    "with_offset", [False, True], ids=["plain", "offset"]
+)
+BLOCK_SIZE = 64
+# Around the borders of segments, blocks and windows; the last but one has no page.
+CONTEXTS = [0, 1, 63, 64, 65, 2040, 2100, 40, 300]
+WITHOUT_PAGE = 7
+GROUP = 4
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Scene:
+    """Sequences that grow by steps, on two caches: a kernel's and the reference's."""
+
+    def __init__(
+        self,
+        layout: TurboFormat,
+        num_kv_heads: int = 2,
+        dtype: torch.dtype = BF16,
+        with_offset: bool = False,
+        num_tokens: int = 64,
+    ) -> None:
+        self.layout, self.num_kv_heads, self.dtype = layout, num_kv_heads, dtype
+        self.format = WindowFormat(layout, BLOCK_SIZE)
+        self.num_tokens = num_tokens
+        num_seqs, width = len(CONTEXTS), max(CONTEXTS) // BLOCK_SIZE + 6
+        blocks = torch.randperm(num_seqs * (width + 1), device=DEVICE).int() + 1
+        self.table = blocks[: num_seqs * width].view(num_seqs, width)
+        self.blocks = blocks[num_seqs * width :].clone()
+        self.blocks[WITHOUT_PAGE] = 0
+        shape = (len(blocks) + 1, num_kv_heads, BLOCK_SIZE, layout.slot_size)
+        cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
+        self.caches = [cache, cache.clone()]
+        self.offsets = None
+        if with_offset:
+            shape = (2, num_kv_heads, layout.head_size)
+            self.offsets = 10 * gaussian(*shape, seed=5)
+        self.lens = [0] * num_seqs
+        self.seed = 0
+        self.step(CONTEXTS)
+
+    def step(self, query_lens: list[int], dropped: int | None = None) -> None:
+        """Store so many tokens of each by both; ``dropped`` is not stored."""
+        self.starts = [0, *accumulate(query_lens)]
+        before, self.lens = self.lens, [a + b for a, b in zip(self.lens, query_lens)]
+        # Two tokens past the last sequence's.
+        total, heads = self.starts[-1] + 2, self.num_kv_heads
+        self.seed += 1
+        size = self.layout.head_size
+        qkv = gaussian(total, (GROUP + 2) * heads, size, seed=self.seed)
+        self.query, self.key, self.value = qkv.to(self.dtype).split(
+            [GROUP * heads, heads, heads], 1
+        )
+        slots = [
+            int(self.table[row, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+            for row, (start, end) in enumerate(zip(before, self.lens))
+            for p in range(start, end)
+        ]
+        mapping = torch.tensor([*slots, -1, -1], device=DEVICE)
+        if dropped is not None:
+            mapping[dropped] = -1
+        seq_lens, starts = ints(self.lens), ints(self.starts)
+        offset = None
+        if self.offsets is not None:
+            offset = KeyOffset(self.offsets, seq_lens, starts)
+        self.windows = [
+            RecentWindow(
+                cache,
+                self.blocks,
+                torch.full_like(self.blocks, -7),
+                self.format,
+                self.num_tokens,
+            )
+            for cache in self.caches
+        ]
+        own, other = (
+            WindowUpdate(window, self.table, seq_lens, starts)
+            for window in self.windows
+        )
+        tokens = mapping, self.key, self.value, self.layout
+        cuda_store.store(self.caches[0], *tokens, key_offset=offset, window=own)
+        reference.store(self.caches[1], *tokens, offset)
+        update_window(other, self.caches[1], *tokens, offset)
+
+    def counts(self) -> list[int]:
+        """Rows that are valid, by both."""
+        own, other = (window.packed_lens.tolist() for window in self.windows)
+        assert own == other
+        return [a - b for a, b in zip(self.lens, own)]
+
+    def check(self) -> list[int]:
+        assert torch.equal(*self.caches)
+        return self.counts()
+
+    def attend(self, kernel: str, num_splits: int) -> torch.Tensor:
+        heads, size = self.query.shape[1:]
+        total = self.starts[-1]
+        query = self.query[:total]
+        rotated = reference.rotate(query.float()).half().contiguous()
+        query_len = max(b - a for a, b in zip(self.starts, self.starts[1:]))
+        shape = (len(self.lens) * query_len * num_splits, heads, size)
+        partial = torch.full(shape, math.nan, device=DEVICE)
+        scale = size**-0.5
+        factor = scale * self.layout.key_codebook.gain / math.log(2)
+        output = torch.full(query.shape, math.nan, device=DEVICE)
+        offset = None
+        if self.offsets is not None:
+            offset = OffsetScores(query, self.offsets, scale)
+        window = self.windows[0]
+        newest = NewestTokens(
+            *(x[:total].float() for x in (self.query, self.key, self.value)), scale
+        )
+        ATTENTION[kernel](
+            RotatedQuery(rotated, torch.full(rotated.shape[:2], factor, device=DEVICE)),
+            self.caches[0],
+            self.layout,
+            DecodeBatch(
+                len(self.lens),
+                self.table,
+                ints(self.lens),
+                query_len,
+                ints(self.starts),
+            ),
+            Partials(partial, partial[:, :, 0].contiguous()),
+            output,
+            newest,
+            offset,
+            window,
+        )
+        return output
+
+    def expected(self) -> torch.Tensor:
+        output = torch.empty_like(self.query[: self.starts[-1]], dtype=torch.float32)
+        paged_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.caches[1],
+            self.table,
+            self.starts,
+            self.lens,
+            self.layout.head_size**-0.5,
+            self.layout,
+            output,
+            self.offsets,
+            self.windows[1],
+        )
+        return output
+
+
+@all_layouts
+@model_dtypes
+@with_offset
+def test_rows_and_counts(layout, dtype, with_offset):
+    """Decodes, drafts, ragged steps and prompts longer than the window."""
+    scene = Scene(layout, 3, dtype, with_offset)
+    scene.check()
+    rows, num_seqs = scene.format.num_rows, len(CONTEXTS)
+    for query_lens in (
+        [1] * num_seqs,
+        [3, 0, 1, 5, 2, 0, 1, 1, 4],
+        [rows - 1, rows, rows + 1, 2 * rows, 1, 2, 3, 4, 5],
+        [2] * num_seqs,
+    ):
+        scene.step(query_lens)
+        counts = scene.check()
+        assert counts[WITHOUT_PAGE] == 0
+    # All rows but those that the step's tokens take.
+    assert counts[3] == min(rows, scene.num_tokens) - 2
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 9])
+@pytest.mark.parametrize("num_tokens", [0, 5, 64])
+def test_heads_and_tokens(num_kv_heads, num_tokens):
+    scene = Scene(LAYOUTS[0], num_kv_heads, num_tokens=num_tokens)
+    scene.step([1] * len(CONTEXTS))
+    assert max(scene.check()) <= num_tokens
+
+
+@all_layouts
+@pytest.mark.parametrize("what", ["tag", "place", "packed"])
+def test_a_row_that_differs_in_one_head_ends_the_count(layout, what):
+    scene = Scene(layout)
+    row, position = 5, 2040 - 4
+    for cache in scene.caches:
+        if what == "packed":
+            block = int(scene.table[row, position // BLOCK_SIZE])
+            # A byte of the token's codes: of a tile these come first.
+            place = position % BLOCK_SIZE
+            bytes_of_row = layout.head_size * layout.key_bits // 8
+            if layout.key_codebook.trellis:
+                bytes_of_row = layout.head_size // 4
+            tile = place // 16 * layout.tile_bytes
+            cache[block, 1].view(-1)[tile + place % 16 * bytes_of_row] ^= 1
+        else:
+            page = planes(cache[int(scene.blocks[row])], scene.format)
+            plane = page[4][..., -1] if what == "tag" else page[5]
+            plane[1, position % scene.format.num_rows] ^= 1
+    scene.step([1] * len(CONTEXTS))
+    assert scene.check()[row] == 3
+
+
+def test_tokens_that_are_not_stored_have_no_row():
+    scene = Scene(LAYOUTS[0])
+    scene.step([2] * len(CONTEXTS), dropped=5)
+    scene.check()
+    scene.step([1] * len(CONTEXTS))
+    assert scene.check()[2] == 0
+
+
+def test_a_prefix_that_is_found_while_it_is_computed():
+    """Its rows are compared to what this step stores, not to what was there."""
+    scene = Scene(LAYOUTS[0])
+    # Sequence 8 goes on in a block of sequence 3, at the same positions, which the
+    # step writes: what was there before is in the rows of its page.
+    first = CONTEXTS[8] // BLOCK_SIZE
+    scene.lens[3] = first * BLOCK_SIZE
+    scene.lens[8] = CONTEXTS[8]
+    scene.table[3, first] = scene.table[8, first]
+    scene.step([0, 0, 0, CONTEXTS[8] - scene.lens[3], 0, 0, 0, 0, 1])
+    assert scene.check()[8] == 0
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@pytest.mark.parametrize("num_splits", [1, 8])
+@with_offset
+@all_layouts
+def test_attention(layout, kernel, num_splits, with_offset):
+    """Long sequences' error is that of decode's 8-bit queries; short ones are read from
+    the window alone, in fp32.
+    """
+    scene = Scene(layout, with_offset=with_offset)
+    for query_lens in ([1] * len(CONTEXTS), [2, 1, 3, 1, 2, 1, 3, 1, 1]):
+        scene.step(query_lens)
+        counts = scene.check()
+        output, expected = scene.attend(kernel, num_splits), scene.expected()
+        for row, length in enumerate(scene.lens):
+            part = slice(*scene.starts[row : row + 2])
+            error = (output[part] - expected[part]).abs().max()
+            largest = expected[part].abs().max()
+            alone = counts[row] == length - query_lens[row]
+            assert error <= largest * (2**-14 if alone else 2**-5), (row, error)
+
+
+def test_a_window_is_only_with_the_newest_tokens():
+    scene = Scene(LAYOUTS[0])
+    scene.step([1] * len(CONTEXTS))
+    query = scene.query[: len(CONTEXTS)]
+    partial = torch.zeros(len(CONTEXTS), *query.shape[1:], device=DEVICE)
+    with pytest.raises(AssertionError, match="without the newest tokens"):
+        ATTENTION["cuda"](
+            RotatedQuery(query.half().contiguous(), partial[..., 0].contiguous()),
+            scene.caches[0],
+            scene.layout,
+            DecodeBatch(len(CONTEXTS), scene.table, ints(scene.lens)),
+            Partials(partial, partial[..., 0].contiguous()),
+            torch.empty_like(query),
+            window=scene.windows[0],
+        )

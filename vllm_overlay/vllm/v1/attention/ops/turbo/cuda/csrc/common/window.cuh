@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Pages of the recent window, in which the newest tokens of running sequences
+// lie in 8 bits: see window_format.py.
+#pragma once
+
+#include <cstdint>
+
+#include "turbo_constants.h"
+
+namespace turbo {
+
+// Groups of coordinates that share a scale in a row.
+constexpr int kWindowGroups = HEAD_SIZE / SCALE_GROUP;
+
+struct WindowPages {
+  uint8_t* pages;     // [num_blocks, H, N, C]
+  const int* blocks;  // [B], of the sequences; 0 for none
+  int64_t stride_block;
+  int64_t stride_head;
+  int num_rows;  // R, up to WINDOW_MAX_ROWS
+  // Where planes begin in a page: K, V, and their scales.
+  int keys, values, key_scales, value_scales;
+
+  __device__ __forceinline__ uint8_t* page(int block, int kv_head) const {
+    return pages + block * stride_block + kv_head * stride_head;
+  }
+};
+
+}  // namespace turbo

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What entry points ask of the recent window's tensors, on the host.
+#pragma once
+
+#include "common/tensors.cuh"
+#include "common/window.cuh"
+
+namespace turbo {
+
+// That a plane of the pages begins where 16 bytes are loaded, and ends in them.
+//
+// width: bytes of a row.
+inline int plane_of(const char* name, const TensorView& pages, int64_t start,
+                    int64_t num_rows, int64_t width) {
+  const int64_t page_bytes = pages.size(2) * pages.size(3);
+  TVM_FFI_CHECK(start >= 0 && start % kPageAlignment == 0 &&
+                    start + num_rows * width <= page_bytes,
+                ValueError)
+      << name << ": " << num_rows << " rows of " << width << " bytes from "
+      << start << " on, in pages of " << page_bytes;
+  return static_cast<int>(start);
+}
+
+// See WindowPages, and window_format.py for where planes begin.
+inline WindowPages window_pages_of(const TensorView& pages,
+                                   const TensorView& blocks, int64_t num_seqs,
+                                   int64_t num_kv_heads, int64_t num_rows,
+                                   int64_t keys, int64_t values,
+                                   int64_t key_scales, int64_t value_scales,
+                                   DLDevice device) {
+  check_axes("window_pages", pages, 4);
+  check_pages("window_pages", pages, 1, pages.size(3));
+  check_size("window_pages", pages, 1, num_kv_heads);
+  TVM_FFI_CHECK(0 < num_rows && num_rows <= WINDOW_MAX_ROWS, ValueError)
+      << "window_pages: " << num_rows << " rows, not 1 to " << WINDOW_MAX_ROWS;
+  WindowPages w;
+  w.pages = static_cast<uint8_t*>(pages.data_ptr());
+  w.blocks = ints_of("window_blocks", blocks, num_seqs);
+  w.stride_block = pages.stride(0);
+  w.stride_head = pages.stride(1);
+  w.num_rows = static_cast<int>(num_rows);
+  constexpr int kScales = 2 * kWindowGroups;
+  w.keys = plane_of("window keys", pages, keys, num_rows, HEAD_SIZE);
+  w.values = plane_of("window values", pages, values, num_rows, HEAD_SIZE);
+  w.key_scales =
+      plane_of("window key_scales", pages, key_scales, num_rows, kScales);
+  w.value_scales =
+      plane_of("window value_scales", pages, value_scales, num_rows, kScales);
+  check_device(device, pages, blocks);
+  return w;
+}
+
+}  // namespace turbo

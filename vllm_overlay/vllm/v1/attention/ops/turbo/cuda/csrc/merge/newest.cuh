@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention of a row to the sequence's newest tokens, which are not quantised.
+#pragma once
+
+#include "common/numbers.cuh"
+#include "merge/inverse_rotation.cuh"
+#include "merge/params.cuh"
+
+namespace turbo {
+
+// An LSE to take others relative to.
+__device__ __forceinline__ float or_zero(float lse) {
+  return lse == -INFINITY ? 0.0f : lse;
+}
+
+// A query: its head, and its token, of the batch and of the sequence's.
+struct Row {
+  int64_t token;
+  int head, place;
+  int query_len;  // of the sequence
+
+  __device__ __forceinline__ Row(const MergeParams& p, int seq, int index)
+      : place(unsigned(index) / unsigned(p.num_heads)), query_len(p.query_len) {
+    head = index - place * p.num_heads;
+    int first = seq * p.query_len;
+    if (p.query_start_loc != nullptr) {
+      first = p.query_start_loc[seq];
+      query_len = p.query_start_loc[seq + 1] - first;
+    }
+    token = int64_t(first) + place;
+  }
+};
+
+// Attention of a row to tokens as they are: the newest, up to its own.
+struct Newest {
+  float largest = -INFINITY;   // score
+  float total = 0.0f;          // of the weights relative to it
+  float4 value[kChunks] = {};  // sum, with these weights
+
+  // Add a token or, with what else is a sum of theirs, several.
+  __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks],
+                                      float weights = 1.0f) {
+    const float larger = fmaxf(largest, score);
+    const float reference = or_zero(larger);
+    const float rescale = exp2_approx(largest - reference);
+    const float weight = exp2_approx(score - reference);
+    largest = larger;
+    total = fmaf(total, rescale, weight * weights);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      value[j].x = fmaf(weight, v[j].x, value[j].x * rescale);
+      value[j].y = fmaf(weight, v[j].y, value[j].y * rescale);
+      value[j].z = fmaf(weight, v[j].z, value[j].z * rescale);
+      value[j].w = fmaf(weight, v[j].w, value[j].w * rescale);
+    }
+  }
+
+  // Have weights be relative to a larger score.
+  __device__ __forceinline__ void raise(float larger) {
+    const float rescale = exp2_approx(largest - or_zero(larger));
+    largest = larger;
+    total *= rescale;
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      value[j].x *= rescale;
+      value[j].y *= rescale;
+      value[j].z *= rescale;
+      value[j].w *= rescale;
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void attend(const MergeParams& p, int seq,
+                                         const Row& row, int lane) {
+    const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
+    const int first = lane % kLanes * kVector;
+    const T* query = static_cast<const T*>(p.query) +
+                     row.token * p.stride_query_token +
+                     row.head * p.stride_query_head + first;
+    const T* key =
+        static_cast<const T*>(p.key) + kv_head * p.stride_key_head + first;
+    const T* value =
+        static_cast<const T*>(p.value) + kv_head * p.stride_value_head + first;
+    float4 q[kChunks], v[kChunks];
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
+    // Padding has no tokens; what is there may be NaN.
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    const int places = row.place + 1 - missing;
+#pragma unroll 1
+    for (int i = places - 1; i >= 0; --i) {
+      const int64_t token = row.token - i;
+      float score = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const float4 k =
+            load_vector(key + token * p.stride_key_token + 128 * j);
+        v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
+        score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
+      }
+      add(p.score_factor * warp_sum<kLanes>(score), v);
+    }
+  }
+};
+
+}  // namespace turbo
