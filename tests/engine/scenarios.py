@@ -46,7 +46,10 @@ REFERENCE = [*PROMPTS, *MIXED, *SCARCE, ALL_BYTES]
 
 
 def engines(
-    kv_cache_dtype: str, prefill: str | None, runner: Runner
+    kv_cache_dtype: str,
+    prefill: str | None,
+    runner: Runner,
+    has_window: bool = False,
 ) -> dict[str, Engine]:
     """Returns the engines of one dtype, with all they shall answer alike.
 
@@ -55,11 +58,14 @@ def engines(
         prefill: `turbo_prefill`, or None where there is no such setting.
         runner: Of vLLM's own kernels that drafts take, the interpreter runs none, so
             runner V2 has no engine with drafts.
+        has_window: Whether the newest tokens are read in 8 bits.
 
     """
     common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "dtype": "float32"}
     if prefill is not None:
         common["attention_config"] = {"turbo_prefill": prefill}
+    if has_window:
+        common["attention_config"] |= {"turbo_window": "auto"}
 
     def call(prompts: list[list[int]], **options: Any) -> Call:
         return Call(prompts, NUM_GENERATED, **options)
@@ -88,7 +94,8 @@ def engines(
         "scarce": Engine(
             common
             | {
-                "num_gpu_blocks_override": NUM_SCARCE_BLOCKS,
+                # A window takes a block a prompt.
+                "num_gpu_blocks_override": NUM_SCARCE_BLOCKS + has_window * len(SCARCE),
                 "max_model_len": 8 * BLOCK,
             },
             {"scarce": call(SCARCE)},

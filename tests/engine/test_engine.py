@@ -53,14 +53,16 @@ class Case:
     dtype: str
     runner: Runner
     prefill: str | None = None
+    has_window: bool = False
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.dtype, self.prefill, self.runner)))
+        window = "window" if self.has_window else None
+        return "-".join(filter(None, (self.dtype, self.prefill, window, self.runner)))
 
     @property
     def engines(self) -> dict[str, Engine]:
-        return engines(self.dtype, self.prefill, self.runner)
+        return engines(self.dtype, self.prefill, self.runner, self.has_window)
 
 
 # A case takes a minute and more. The runners do not know the dtypes apart, whose bytes
@@ -74,6 +76,7 @@ EQUAL = [
 BOUNDED = [
     Case("turbo4", "v1", "raw"),
     Case("turbo4", "v2", "raw"),
+    Case("turbo4", "v2", "raw", has_window=True),
     Case("turbo3", "v1", "raw"),
 ]
 

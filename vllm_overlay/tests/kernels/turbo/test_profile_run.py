@@ -85,6 +85,7 @@ def check_scratch(
     output: torch.Tensor,
     newest: object = None,
     offset: object = None,
+    window: object = None,
 ) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.

@@ -44,9 +44,9 @@ def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
     batches = []
     forward = impl.runner.forward
 
-    def record(query, key, value, cache, step, output):
+    def record(query, key, value, cache, step, output, window=None):
         batches.append(step)
-        forward(query, key, value, cache, step, output)
+        forward(query, key, value, cache, step, output, window)
         assert (output == 0).all()  # of values that are zero
 
     monkeypatch.setattr(impl.runner, "forward", record)

@@ -154,6 +154,7 @@ def test_least_compute_capability(monkeypatch):
     [
         ("turbo_prefill", ["raw", "stored"]),
         ("turbo_kernel", ["auto", "cuda", "triton"]),
+        ("turbo_window", [0, 1, 16, "auto"]),
     ],
 )
 def test_attention_options(option, values):

@@ -35,6 +35,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
     max_decode_query_len,
 )
+from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reference, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
@@ -215,8 +216,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
     Attributes:
         runner: The layer's kernels.
+        window: The layer that has the newest tokens in 8 bits; None if none has.
 
     """
+
+    window: TurboWindow | None = None
 
     def __init__(
         self,
@@ -266,9 +270,19 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.scale,
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
             vllm_config,
+            window_choice(vllm_config),
         )
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
+
+    def make_companion_layer(self, layer_name: str) -> TurboWindow | None:
+        """Make the layer that has the recent window, if one is wanted."""
+        runner = self.runner
+        if runner.window_wanted:
+            self.window = TurboWindow(
+                layer_name, runner.layout, runner.window_wanted, runner.max_query_len
+            )
+        return self.window
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
@@ -312,8 +326,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         tokens = (query[:num_tokens], key[:num_tokens], value[:num_tokens])
+        window = None if self.window is None else self.window.of_step()
         if self.runner.kernels is not None:
-            self.runner.forward(*tokens, kv_cache, attn_metadata, output)
+            self.runner.forward(*tokens, kv_cache, attn_metadata, output, window)
         else:
             reference.forward(
                 *tokens,
@@ -324,6 +339,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 self.runner.stored,
                 output,
                 self.runner.key_offset,
+                window,
             )
         return output
 

@@ -41,6 +41,28 @@ SPEC_FEATURES: dict[str, Callable[[FullAttentionSpec], bool]] = {
     "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
 }
 
+# What an engine has that leaves no place for a recent window, by the reason that a user
+# is told: a part of a sentence.
+WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
+    "turbo_prefill is stored, so that all tokens are seen as they are stored": (
+        lambda config: config.attention_config.turbo_prefill == "stored"
+    ),
+    "vLLM's first model runner has no blocks that stay with a request": (
+        lambda config: not config.use_v2_model_runner
+    ),
+    "the hybrid KV cache manager is disabled, by its flag or for a KV connector": (
+        lambda config: bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+    ),
+    "context parallelism gives a rank every other token": (
+        lambda config: config.parallel_config.decode_context_parallel_size > 1
+    ),
+    "a block of a hybrid model is as long as its state: too much for a request": (
+        lambda config: (
+            config.model_config is not None and config.model_config.is_hybrid
+        )
+    ),
+}
+
 # Reasons by what ``validate_configuration`` calls them.
 HINTED = {reason.partition(" (")[0]: reason for reason in (SLIDING_WINDOW, MM_PREFIX)}
 
@@ -97,6 +119,22 @@ REASONS = (
     FUSED_OUTPUT,
     FOREIGN_TOKENS,
 )
+
+
+def window_refusal(num_tokens: int, reason: str) -> str:
+    """The message for a recent window that was asked for and cannot be had."""
+    return (
+        f"attention_config.turbo_window={num_tokens} cannot be had, because {reason}. "
+        "Use auto or 0 instead."
+    )
+
+
+def window_room(num_tokens: int, block_size: int, query_len: int) -> str:
+    """The reason not to have a window that a block has no room for."""
+    return (
+        f"a block of {block_size} tokens has room for {num_tokens} recent ones, beside "
+        f"{query_len} of a step (a larger --block-size has room for more)"
+    )
 
 
 def way_out(cache_dtype: str | None) -> str:

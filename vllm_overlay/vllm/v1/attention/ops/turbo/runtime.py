@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels, share_kernels
@@ -79,6 +80,7 @@ class TurboRunner:
         prefill_limits: What bounds the scratch of a prefill.
         flash_attn: FlashAttention's varlen function, or what serves as it; None on a
             CPU.
+        window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing. It is set when weights have been loaded, once.
 
@@ -90,6 +92,7 @@ class TurboRunner:
         scale: float,
         layout: TurboFormat,
         vllm_config: VllmConfig,
+        window_wanted: int = 0,
     ) -> None:
         self.shape = shape
         self.scale = scale
@@ -105,6 +108,7 @@ class TurboRunner:
         self.cache_config = vllm_config.cache_config
         self.prefill_limits = prefill_limits(shape, self.stored)
         self.key_offset: torch.Tensor | None = None
+        self.window_wanted = window_wanted
         self.num_sms = 1
         self.flash_attn = None
         if not current_platform.is_cpu():
@@ -123,6 +127,7 @@ class TurboRunner:
             self.shape.num_queries_per_kv,
             self.max_query_len,
             self.key_offset is not None,
+            self.window_wanted > 0,
         )
 
     @property
@@ -169,6 +174,7 @@ class TurboRunner:
         kv_cache: torch.Tensor,
         step: StepPlan,
         output: torch.Tensor,
+        window: RecentWindow | None = None,
     ) -> None:
         """Store, then attend: decodes, extends and prefills one after the other.
 
@@ -183,9 +189,11 @@ class TurboRunner:
             kv_cache: (num_blocks, H, N, C) uint8.
             step: The plan of the step, which has T query tokens.
             output: (>= T, Hq, D), of which T rows are written.
+            window: Where the newest tokens are kept in 8 bits, too, for decodes and
+                extends; None if nowhere.
 
         """
-        self._store_and_decode(query, key, value, kv_cache, step, output)
+        self._store_and_decode(query, key, value, kv_cache, step, output, window)
         prefill = step.prefill
         if prefill is None:
             return
@@ -217,6 +225,7 @@ class TurboRunner:
         kv_cache: torch.Tensor,
         step: StepPlan,
         output: torch.Tensor,
+        window: RecentWindow | None,
     ) -> None:
         """Store all tokens, and attend from those of decodes and extends."""
         kernels, plan = self.kernels, step.decode_plans[self.shape]
@@ -239,6 +248,7 @@ class TurboRunner:
             RotatedQuery(rotated, scratch.query_scale),
             self.scale,
             step.key_offset(self.key_offset),
+            None if window is None else step.window_update(window),
         )
         for call in plan.calls:
             tokens, count = call.tokens, call.num_partials
@@ -262,6 +272,7 @@ class TurboRunner:
                 output[tokens],
                 newest,
                 offset,
+                None if window is None else window.from_sequence(call.first_request),
             )
 
     def _largest_scratch(self) -> list[TensorSpecs]:

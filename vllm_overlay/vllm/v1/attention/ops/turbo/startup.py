@@ -10,6 +10,7 @@ from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends.turbo_window import TurboWindow
 from vllm.v1.attention.ops.turbo import key_offset, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
@@ -34,6 +35,9 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
             cache spec has not TURBO's bytes.
 
     """
+    if isinstance(layer, TurboWindow):
+        # Its bytes are read by the layer that made it.
+        return
     spec = layer.get_kv_cache_spec(vllm_config)
     cache_dtype: Any = getattr(layer, "kv_cache_dtype", None)
     if cache_dtype is None:
@@ -80,6 +84,11 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in shapes.values())
     seen = "stored" if impls[0].runner.stored else "raw"
+    windows = {0 if impl.window is None else impl.window.num_tokens for impl in impls}
+    window = ""
+    if any(windows):
+        tokens = " or ".join(map(str, sorted(windows)))
+        window = f"; recent window: {tokens} tokens in 8 bits"
     offsets = [impl.runner.key_offset for impl in impls]
     tables = [table for table in offsets if table is not None]
     offset = ""
@@ -89,7 +98,7 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} K and V{offset}."
+        f"attends to {seen} K and V{window}{offset}."
     )
 
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     KeyOffset,
+    RecentWindow,
     RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import (
@@ -33,6 +34,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
+from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16
@@ -143,6 +145,27 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     return found
 
 
+def small_windows(
+    runner: TurboRunner, step: StepPlan, block_size: int, device: torch.device
+) -> list[RecentWindow | None]:
+    """What the step is served with: no windows (a drafter's layers have none) and, if
+    they are wanted, with them.
+    """
+    if runner.window_wanted == 0:
+        return [None]
+    window_format = WindowFormat(runner.layout, block_size)
+    num_seqs = step.query_start_loc.shape[0] - 1
+    slot = (runner.shape.num_kv_heads, block_size, runner.layout.slot_size)
+    window = RecentWindow(
+        torch.zeros(num_seqs + 1, *slot, dtype=torch.uint8, device=device),
+        torch.arange(1, num_seqs + 1, dtype=torch.int32, device=device),
+        torch.zeros(num_seqs, dtype=torch.int32, device=device),
+        window_format,
+        max(1, min(runner.window_wanted, window_format.num_rows - 1)),
+    )
+    return [None, window]
+
+
 def _run_store(
     runner: TurboRunner, kernels: KernelSet, kv_cache: torch.Tensor, num_tokens: int
 ) -> None:
@@ -188,7 +211,8 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             qkv = torch.zeros(vectors, dtype=shape.dtype, device=device)
             query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            runner.forward(query, key, value, cache, step, output)
+            for window in small_windows(runner, step, size, device):
+                runner.forward(query, key, value, cache, step, output, window)
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
         if num_tokens <= runner.max_num_tokens:
             _run_store(runner, kernels, cache, num_tokens)
@@ -224,6 +248,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.stored,
         runner.kernel_choice,
         runner.key_offset is not None,
+        runner.window_wanted > 0,
         runner.max_query_len,
         device,
     )

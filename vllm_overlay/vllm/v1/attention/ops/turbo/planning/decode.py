@@ -67,6 +67,7 @@ class PlannedCall(NamedTuple):
     Attributes:
         tokens: The step's query tokens that the call attends from; with a
             ``query_start_loc``, those that it counts from.
+        first_request: The first sequence's place among the step's requests.
         batch: The call's sequences.
         num_partials: Partial results, for which it has scratch.
         is_extend: Whether it is of ``extend_attention``.
@@ -74,6 +75,7 @@ class PlannedCall(NamedTuple):
     """
 
     tokens: slice
+    first_request: int
     batch: DecodeBatch
     num_partials: int
     is_extend: bool
@@ -214,9 +216,8 @@ class DecodePlanner(NamedTuple):
                 query_len,
                 None if start_loc is None else start_loc[first : last + 1],
             )
-            yield PlannedCall(
-                tokens, batch, self._num_partials(batch, is_extend), is_extend
-            )
+            num_partials = self._num_partials(batch, is_extend)
+            yield PlannedCall(tokens, request, batch, num_partials, is_extend)
 
     def _num_splits(self, num_seqs: int, query_len: int, is_extend: bool) -> int:
         count = self.num_extend_splits if is_extend else self.num_decode_splits

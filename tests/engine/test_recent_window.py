@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A trained model whose newest tokens are read in 8 bits, not as they are packed."""
+
+import statistics
+import sys
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences
+
+sys.path.insert(0, str(SCRIPTS))
+
+from quality_cases import HELD_OUT, MODEL  # noqa: E402
+
+BLOCK = 64
+# Rows of a block of turbo4 with vectors of 128, but for the one that is written.
+NUM_TOKENS = 23
+# Prompts end at a block's border, beside one, and within a block.
+LENGTHS = (2 * BLOCK, 3 * BLOCK + 1, 2 * BLOCK + 20, 3 * BLOCK + 40)
+# Of prompts that hit all but the last token: nothing else is written to their windows.
+ALIKE = (3 * BLOCK + 1,) * 4
+MAX_TOKENS = 24
+# So few that some requests are preempted, with a block more for each.
+NUM_SCARCE_BLOCKS = 18
+# Those that hits leave, and few more: windows get blocks that others had.
+NUM_HIT_BLOCKS = 24
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Text, a token a byte."""
+    text = HELD_OUT.read_bytes()
+    return [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(lengths)]
+
+
+def calls() -> dict[str, Call]:
+    return {
+        "batched": Call(prompts(), MAX_TOKENS),
+        "alike": Call(prompts(ALIKE), MAX_TOKENS),
+    }
+
+
+def engine(window: int | str, dtype: str = "turbo4", **args: Any) -> Engine:
+    settings = {"kv_cache_dtype": dtype, "block_size": BLOCK, "dtype": "bfloat16"}
+    if dtype != "auto":
+        settings["attention_config"] = {"turbo_window": window}
+    made = args.pop("calls", None) or calls()
+    return Engine(settings | args, made, model=str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def result(jobs: Jobs) -> dict[str, Any]:
+    again = {
+        "cold": Call(prompts(ALIKE), MAX_TOKENS),
+        "warm": Call(prompts(ALIKE)[::-1], MAX_TOKENS),
+    }
+    hits = {
+        "calls": again,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": NUM_HIT_BLOCKS,
+    }
+    engines = {
+        "exact": engine(0, "auto"),
+        "none": engine(0),
+        "window": engine("auto"),
+        "short": engine(4),
+        "hits": engine("auto", **hits),
+        "scarce": engine("auto", num_gpu_blocks_override=NUM_SCARCE_BLOCKS),
+    }
+    return jobs.start("recent-window", "v2", engines).result()
+
+
+@pytest.fixture
+def log(result: dict[str, Any], jobs: Jobs) -> str:
+    return (jobs.folder / "recent-window" / "log").read_text()
+
+
+def divergence(
+    result: dict[str, Any], name: str, call: str = "batched", exact: str = "batched"
+) -> float:
+    """Of decoded tokens from the exact cache's, in nats."""
+    requests = result["exact"]["calls"][exact]["requests"]
+    found = result[name]["calls"][call]["requests"]
+    if call == "warm":
+        requests = requests[::-1]
+    pairs = zip(requests, found, strict=True)
+    # The first token is the prefill's.
+    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair)[1:])
+
+
+def test_the_window_is_nearer_to_the_exact_cache(result: dict[str, Any]):
+    assert divergence(result, "window") < divergence(result, "none") / 2
+    assert divergence(result, "short") < divergence(result, "none")
+
+
+def test_its_length_is_told(log: str):
+    assert f"recent window: {NUM_TOKENS} tokens in 8 bits" in log
+    assert "recent window: 4 tokens in 8 bits" in log
+
+
+def test_hits(result: dict[str, Any]):
+    """What a hit brings is packed; the window has what is decoded from there on."""
+    warm = result["hits"]["calls"]["warm"]["requests"]
+    assert all(request["num_cached_tokens"] == 3 * BLOCK for request in warm)
+    none = divergence(result, "none", "alike", "alike")
+    assert divergence(result, "hits", "cold", "alike") < none / 2
+    assert divergence(result, "hits", "warm", "alike") < none
+
+
+def test_preemption(result: dict[str, Any]):
+    assert result["scarce"]["calls"]["batched"]["num_preemptions"] > 0
+    assert divergence(result, "scarce") < divergence(result, "none") / 2

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The layer that has a recent window: when there is one, its blocks and its cost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm import EngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms.interface import Platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.backends.turbo_window import (
+    TurboWindow,
+    TurboWindowBackend,
+    window_choice,
+)
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.core.kv_cache_planning import get_kv_cache_configs, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+from .backend_utils import make_vllm_config, with_drafts
+from .utils import BF16
+
+NUM_LAYERS = 4
+MAIN, WINDOW = "layers.0.attn", "layers.0.attn.recent_window"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def make_config(
+    folder: Path, window: int | str = "auto", dtype: str = "turbo4", **arguments: Any
+) -> VllmConfig:
+    """An engine's configuration of a Llama with heads of 128, as a user makes it."""
+    make_vllm_config(folder, head_dim=128)
+    attention = {"turbo_window": window} | arguments.pop("attention_config", {})
+    return EngineArgs(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        kv_cache_dtype=dtype,
+        attention_config=attention,
+        **{"max_model_len": 2048} | arguments,
+    ).create_engine_config()
+
+
+def add_layers(config: VllmConfig, num_layers: int = 1) -> dict[str, Any]:
+    """Registers layers as models do, and returns all that are registered."""
+    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
+        for i in range(num_layers):
+            Attention(
+                4,
+                128,
+                128**-0.5,
+                2,
+                cache_config=config.cache_config,
+                prefix=f"layers.{i}.attn",
+            )
+    return config.compilation_config.static_forward_context
+
+
+@pytest.fixture(autouse=True)
+def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs run it; a CPU does where Triton's interpreter does."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+def test_without_a_window_nothing_is_made(folder: Path):
+    for config in (make_config(folder, 0), make_config(folder, "auto", "auto")):
+        assert list(add_layers(config)) == [MAIN]
+
+
+@pytest.mark.parametrize(
+    "dtype, block_size, tokens",
+    [("turbo4", 64, 23), ("turbo4", 16, 5), ("k4v3", 64, 20), ("turbo3", 64, 18)],
+)
+def test_block(folder: Path, dtype: str, block_size: int, tokens: int):
+    config = make_config(folder, "auto", dtype, block_size=block_size)
+    layers = add_layers(config)
+    assert list(layers) == [MAIN, WINDOW]
+    specs = get_kv_cache_spec(config)
+    main, window = specs[MAIN], specs[WINDOW]
+    assert type(main) is FullAttentionSpec and type(window) is CircularBufferSpec
+    assert window.page_size_bytes == main.page_size_bytes
+    # Of another one vLLM would clear every new block.
+    assert (window.dtype, window.kv_quant_mode) == (main.dtype, main.kv_quant_mode)
+    assert window.max_num_blocks_per_req(config, 2048) == 1
+    assert not window.prefix_cacheable
+    assert layers[WINDOW].num_tokens == tokens
+    assert layers[MAIN].impl.window is layers[WINDOW]
+
+
+def test_tokens_that_are_asked_for(folder: Path):
+    config = make_config(folder, 7, block_size=64)
+    window = add_layers(config)[WINDOW]
+    assert window.get_kv_cache_spec(config) is not None
+    assert window.num_tokens == 7
+
+
+def test_drafts_take_rows(folder: Path):
+    config = with_drafts(make_config(folder, "auto", block_size=64), 3)
+    window = add_layers(config)[WINDOW]
+    assert window.get_kv_cache_spec(config) is not None
+    assert window.num_tokens == 24 - window.query_len
+    assert window.query_len >= 4
+
+
+def test_drafters_have_none(folder: Path):
+    config = make_config(folder, "auto", block_size=64)
+    layers = add_layers(config)
+    for layer in layers.values():
+        layer.is_draft_layer = True
+    assert list(get_kv_cache_spec(config)) == [MAIN]
+    assert layers[MAIN].impl.window.of_step() is None
+
+
+def test_more_than_a_block_has_room_for(folder: Path):
+    config = make_config(folder, 24, block_size=64)
+    window = add_layers(config)[WINDOW]
+    with pytest.raises(ValueError, match="turbo_window=24 .* room for 23 .*block-size"):
+        window.get_kv_cache_spec(config)
+
+
+def test_a_block_without_room(folder: Path):
+    """Drafts take all rows."""
+    config = with_drafts(make_config(folder, "auto", block_size=16), 6)
+    layers = add_layers(config)
+    assert list(get_kv_cache_spec(config)) == [MAIN]
+    assert layers[MAIN].impl.window.of_step() is None
+
+
+# By reason, what an engine is started with, and what else is changed.
+CASES: dict[str, dict[str, Any]] = {
+    "turbo_prefill is stored": {"attention_config": {"turbo_prefill": "stored"}},
+    "first model runner": {},
+    "hybrid KV cache manager is disabled": {"disable_hybrid_kv_cache_manager": True},
+    "context parallelism": {},
+    "hybrid model": {},
+}
+
+
+def hindered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, window: int | str
+) -> VllmConfig:
+    config = make_config(folder, window, **CASES[reason])
+    if reason == "first model runner":
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if reason == "context parallelism":
+        config.parallel_config.decode_context_parallel_size = 2
+    if reason == "hybrid model":
+        monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+    return config
+
+
+def test_each_reason_has_a_case():
+    for known in refusals.WINDOW_FEATURES:
+        assert sum(case in known for case in CASES) == 1, known
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_where_there_can_be_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+):
+    assert window_choice(hindered(folder, monkeypatch, reason, "auto")) == 0
+    assert window_choice(hindered(folder, monkeypatch, reason, 0)) == 0
+    with pytest.raises(ValueError, match=f"turbo_window=8 .*{reason}.* Use auto or 0"):
+        window_choice(hindered(folder, monkeypatch, reason, 8))
+
+
+@pytest.mark.parametrize("others", [[], ["FLASH_ATTN"]])
+def test_block_size(folder: Path, others: list[str]):
+    """Sizes that nobody asked for have room; one that was asked for stays."""
+    backends = [TurboAttentionBackend, TurboWindowBackend]
+    backends += [AttentionBackendEnum[name].get_class() for name in others]
+    config = make_config(folder)
+
+    def preferred() -> int:
+        return Platform._preferred_block_size_for_backends(backends, 16, config)
+
+    assert not config.cache_config.user_specified_block_size
+    assert preferred() == 64
+    config.cache_config.user_specified_block_size = True
+    assert preferred() == 16
+
+
+def test_sizes_of_hybrid_pages_are_not_refused(folder: Path):
+    """Blocks may be made longer, by any number of tiles."""
+    config = make_config(folder)
+    with set_current_vllm_config(config):
+        assert TurboWindowBackend.supports_block_size(80)
+        assert not TurboWindowBackend.supports_block_size(48)
+
+
+def capacity(folder: Path, window: int | str) -> int:
+    """Tokens that fit into some memory, in requests of 8192."""
+    folder.mkdir(exist_ok=True)
+    config = make_config(folder, window, block_size=64)
+    config.model_config.max_model_len = 8192
+    config.cache_config.kv_cache_layout = "LBHNC"
+    add_layers(config, 32)
+    specs = get_kv_cache_spec(config)
+    groups = get_kv_cache_groups(config, specs)
+    assert len(groups) == (1 if window == 0 else 2)
+    (planned,) = get_kv_cache_configs(config, [specs], [2**34], groups)
+    return get_kv_cache_capacity(config, planned)[0]
+
+
+def test_capacity(folder: Path):
+    """A block of 64 tokens for each request of 8192."""
+    with_window = capacity(folder / "a", "auto") / capacity(folder / "b", 0)
+    assert 1 > with_window > 0.985
+
+
+def test_a_window_is_bound_to_its_blocks(folder: Path):
+    config = make_config(folder, block_size=64)
+    window = add_layers(config)[WINDOW]
+    assert isinstance(window, TurboWindow)
+    assert window.get_kv_cache_spec(config) is not None
+    assert window.of_step() is None
+    window.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
+    assert window.format is not None
+    assert window.format.num_rows == window.num_tokens + window.query_len

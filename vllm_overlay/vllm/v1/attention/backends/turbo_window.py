@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The layer that has the recent window of a turbo layer: a block a running request.
+
+Where rows lie in a block, and when they count, is in
+``vllm/v1/attention/ops/turbo/window_format.py``.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import RecentWindow
+from vllm.v1.attention.ops.turbo.window_format import MAX_ROWS, WindowFormat
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
+
+logger = init_logger(__name__)
+
+# Tokens of a block, if nobody asks for a size: smaller ones have room for few rows.
+PREFERRED_BLOCK_SIZE = 64
+
+
+@dataclass
+class TurboWindowMetadata(AttentionMetadata):
+    """Where the windows of a step's R requests are.
+
+    Attributes:
+        blocks: (R,) int32, contiguous, each request's block; zero for none.
+        packed_lens: (R,) int32, scratch of the layer that runs: see ``RecentWindow``.
+
+    """
+
+    blocks: torch.Tensor
+    packed_lens: torch.Tensor
+
+
+class TurboWindowMetadataBuilder(AttentionMetadataBuilder[TurboWindowMetadata]):
+    """Builds ``TurboWindowMetadata``, of tensors that stay where they are."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.packed_lens = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboWindowMetadata:
+        # A table of one column.
+        blocks = common_attn_metadata.block_table_tensor[:, 0]
+        assert blocks.is_contiguous()
+        return TurboWindowMetadata(blocks, self.packed_lens[: len(blocks)])
+
+
+class TurboWindowBackend(AttentionBackend):
+    """Backend of layers that have nothing but recent windows."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TURBO_WINDOW"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        raise NotImplementedError("the layer beside this one attends to it")
+
+    @staticmethod
+    def get_builder_cls() -> type[TurboWindowMetadataBuilder]:
+        return TurboWindowMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        # A block is one page, however those of other layers are cut.
+        if kv_cache_spec is not None:
+            return [kv_cache_spec.block_size]
+        return [MultipleOf(PREFERRED_BLOCK_SIZE)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether a block has room for a window worth having, or was asked for."""
+        config = get_current_vllm_config_or_none()
+        asked_for = config is None or config.cache_config.user_specified_block_size
+        return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
+
+
+def unavailable(vllm_config: VllmConfig) -> str | None:
+    """Why an engine can have no recent window: a part of a sentence; None if it can."""
+    for reason, found in refusals.WINDOW_FEATURES.items():
+        if found(vllm_config):
+            return reason
+    return None
+
+
+def window_choice(vllm_config: VllmConfig) -> int:
+    """Tokens that are wanted of a recent window, at most; zero for no window.
+
+    Raises:
+        ValueError: If so many are asked for, and the engine can have no window.
+
+    """
+    choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
+    if choice == 0:
+        return 0
+    reason = unavailable(vllm_config)
+    if reason is None:
+        return MAX_ROWS if choice == "auto" else choice
+    if choice != "auto":
+        raise ValueError(refusals.window_refusal(choice, reason))
+    logger.info_once("Turbo KV cache: no recent window, because %s.", reason)
+    return 0
+
+
+class TurboWindow(AttentionLayerBase):
+    """The recent window of an attention layer.
+
+    Attributes:
+        layer_name: Its own.
+        num_tokens: Tokens that decodes take from a block, at most; zero until the spec
+            is asked for, and if there is no window.
+
+    """
+
+    def __init__(
+        self, main_layer_name: str, layout: TurboFormat, wanted: int, query_len: int
+    ):
+        """Make the window of a layer.
+
+        Args:
+            main_layer_name: The layer's name.
+            layout: Of its cache.
+            wanted: Tokens of the window, at most.
+            query_len: Query tokens of a decode request, at most: as many rows are
+                being written while others are read.
+
+        """
+        self.main_layer_name = main_layer_name
+        self.layer_name = f"{main_layer_name}.recent_window"
+        self.layout = layout
+        self.wanted = wanted
+        self.query_len = query_len
+        self.num_tokens = 0
+        self.kv_cache = torch.tensor([])
+        self.format: WindowFormat | None = None
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return TurboWindowBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """The spec of the layer's own pages, but one a request; None for no window.
+
+        Raises:
+            ValueError: If the block is too small for the tokens that are asked for.
+
+        """
+        context = vllm_config.compilation_config.static_forward_context
+        spec = context[self.main_layer_name].get_kv_cache_spec(vllm_config)
+        # Drafters have a step's keys once more in the next one.
+        if self.is_draft_layer or not isinstance(spec, AttentionSpec):
+            return None
+        window_format = WindowFormat(self.layout, spec.block_size)
+        room = max(window_format.num_rows - self.query_len, 0)
+        choice = vllm_config.attention_config.turbo_window
+        reason = refusals.window_room(room, spec.block_size, self.query_len)
+        if choice != "auto" and choice > room:
+            raise ValueError(refusals.window_refusal(choice, reason))
+        self.num_tokens = min(self.wanted, room)
+        if self.num_tokens == 0:
+            logger.info_once("Turbo KV cache: no recent window, because %s.", reason)
+            return None
+        return CircularBufferSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            kv_quant_mode=spec.kv_quant_mode,
+            page_size_padded=spec.page_size_padded,
+            state_content_bytes=self.layout.slot_size,
+        )
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self.kv_cache = kv_cache
+        self.format = WindowFormat(self.layout, kv_cache.shape[2])
+
+    def of_step(self) -> RecentWindow | None:
+        """The windows of the forward pass's requests; None if there are none."""
+        if self.num_tokens == 0 or self.format is None or self.kv_cache.numel() == 0:
+            return None
+        metadata: Any = get_forward_context().attn_metadata
+        own = metadata[self.layer_name]
+        assert isinstance(own, TurboWindowMetadata)
+        return RecentWindow(
+            self.kv_cache, own.blocks, own.packed_lens, self.format, self.num_tokens
+        )
