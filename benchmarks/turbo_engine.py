@@ -104,6 +104,8 @@ class Engine:
             options["attention_backend"] = option
         elif option:
             name = "turbo_prefill" if option in ("raw", "stored") else "turbo_kernel"
+            if option == "window":
+                name, option = "turbo_window", "auto"
             options["attention_config"] = {name: option}
         start = time.perf_counter()
         self.llm = LLM(str(args.model), **(options | args.engine_args))

@@ -11,8 +11,9 @@ Every arm is an engine in a process of its own, put through the same cases:
 
 Distributions are compared over the whole vocabulary with those of the first arm, the
 reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
-"all" (vLLM's turboquant presets without the four layers that they keep in bf16), or
-another chunk size: "auto:512" against "auto" is the noise of unquantised caches.
+"window" (turbo_window, as long as a block has room for), "all" (vLLM's turboquant
+presets without the four layers that they keep in bf16), or another chunk size:
+"auto:512" against "auto" is the noise of unquantised caches.
 """
 
 import argparse
@@ -88,6 +89,7 @@ class Arm:
         cache_dtype: As on vLLM's.
         chunk: Tokens of a prompt that a step prefills.
         stored: Whether turbo_prefill is "stored".
+        has_window: Whether turbo_window is "auto".
         compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
 
     """
@@ -96,6 +98,7 @@ class Arm:
     cache_dtype: str
     chunk: int
     stored: bool
+    has_window: bool
     compress_all_layers: bool
 
     @classmethod
@@ -104,9 +107,10 @@ class Arm:
         for option in options:
             if option.isdigit():
                 chunk = int(option)
-            elif option not in ("stored", "all"):
+            elif option not in ("stored", "window", "all"):
                 raise ValueError(f"arm {name!r} has no option {option!r}")
-        return cls(name, cache_dtype, chunk, "stored" in options, "all" in options)
+        flags = (option in options for option in ("stored", "window", "all"))
+        return cls(name, cache_dtype, chunk, *flags)
 
 
 def child_variables(folder: Path, on_cpu: bool) -> dict[str, str]:
@@ -142,6 +146,8 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
     }
     if arm.stored:
         options["attention_config"] = {"turbo_prefill": "stored"}
+    if arm.has_window:
+        options["attention_config"] = {"turbo_window": "auto"}
     if args.on_cpu:
         options |= ENGINE_ARGS
     return options | args.engine_args

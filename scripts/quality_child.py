@@ -28,6 +28,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 from vllm.outputs import RequestOutput
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 
 def compress_all_layers() -> str:
@@ -166,7 +167,14 @@ class Lab:
     def facts(self) -> dict[str, Any]:
         """Returns what the engine says of its cache, which ranks may share."""
         ranks = self.llm.collective_rpc("get_kv_cache_spec")
-        specs = [spec for rank in ranks for spec in rank.values()]
+        # A recent window has a block a request, whatever the length.
+        layer_specs = [
+            (name, spec)
+            for rank in ranks
+            for name, spec in rank.items()
+            if not isinstance(spec, CircularBufferSpec)
+        ]
+        specs = [spec for _, spec in layer_specs]
         layers = self.config.compilation_config.static_forward_context.values()
         backends = {
             layer.get_attn_backend().get_name()
@@ -175,7 +183,7 @@ class Lab:
         }
         return {
             "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),
-            "layers": len({name for rank in ranks for name in rank}),
+            "layers": len({name for name, _ in layer_specs}),
             # Not all layers' caches have the same dtype.
             "mixed_layers": len({s.page_size_bytes / s.block_size for s in specs}) > 1,
             "backends": sorted(backends),
