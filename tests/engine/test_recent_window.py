@@ -65,6 +65,7 @@ def result(jobs: Jobs) -> dict[str, Any]:
         "window": engine("auto"),
         "short": engine(4),
         "hits": engine("auto", **hits),
+        "skipped": engine("auto", kv_cache_dtype_skip_layers=["0", "5"]),
         "scarce": engine("auto", num_gpu_blocks_override=NUM_SCARCE_BLOCKS),
     }
     return jobs.start("recent-window", "v2", engines).result()
@@ -105,6 +106,11 @@ def test_hits(result: dict[str, Any]):
     none = divergence(result, "none", "alike", "alike")
     assert divergence(result, "hits", "cold", "alike") < none / 2
     assert divergence(result, "hits", "warm", "alike") < none
+
+
+def test_beside_layers_that_are_not_packed(result: dict[str, Any]):
+    """Whose pages have other sizes."""
+    assert divergence(result, "skipped") < divergence(result, "none") / 2
 
 
 def test_preemption(result: dict[str, Any]):

@@ -88,6 +88,7 @@ class Cache:
         query: How queries are rounded, a key of QUERIES.
         means: (H, 1, D) a layer, the mean of its K on other text, or (H, T, D).
         recorded: If a list, the K of each layer is appended to it.
+        window: What tokens that are seen as they are are rounded to; None for nothing.
 
     """
 
@@ -96,6 +97,7 @@ class Cache:
     query: str = "exact"
     means: Sequence[torch.Tensor] = ()
     recorded: list[torch.Tensor] | None = field(default=None, repr=False)
+    window: Variant | None = None
 
 
 def two_source_attention(
@@ -190,14 +192,14 @@ class LabModel:
         if cache.recorded is not None:
             cache.recorded.append(key)
         variant = cache.layers[layer]
-        stored = key, value
+        stored = raw = key, value
+        mean = cache.means[layer] if cache.means else None
         if variant is not None:
-            mean = cache.means[layer] if cache.means else None
             stored = variant.round_trip(key, value, mean)
+        if cache.window is not None:
+            raw = cache.window.round_trip(key, value, mean)
         query = QUERIES[cache.query](query)
-        output = two_source_attention(
-            query, (key, value), stored, cache.reading, scaling
-        )
+        output = two_source_attention(query, raw, stored, cache.reading, scaling)
         return output.transpose(1, 2).contiguous(), None
 
     @torch.inference_mode()
