@@ -14,7 +14,10 @@ from check_cases import MIN_CONTEXT, Plan
 from env import has_gpu
 from quality_cases import HELD_OUT
 
-DTYPES = ("turbo4", "k4v3", "turbo3", "fp8")
+TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+DTYPES = (*TURBO_DTYPES, "fp8")
+# What follows a dtype and a colon: its newest tokens are read in 8 bits.
+WINDOW = "window"
 MAX_CONTEXT = 8192
 LAYERS = 3
 
@@ -35,7 +38,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="name or folder")
     add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
-        help="besides auto, the reference; auto again shows noise "
+        help="besides auto, the reference; auto again shows noise, turbo4:window "
+             "reads the newest tokens in 8 bits "
              f"(default: {' '.join(DTYPES)})")  # fmt: skip
     add("--text", type=Path, default=HELD_OUT, help="what is decoded, UTF-8")
     add("--max-context", type=int, metavar="TOKENS",
@@ -90,7 +94,12 @@ def read_model(args: argparse.Namespace) -> None:
 
     # Engines say the same in their logs.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    for dtype in args.kv_cache_dtype:
+    for name in args.kv_cache_dtype:
+        dtype, _, option = name.partition(":")
+        if option and (option != WINDOW or dtype not in TURBO_DTYPES):
+            raise ValueError(
+                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{WINDOW}"
+            )
         if dtype not in KV_CACHE_DTYPES:
             raise ValueError(
                 f"{dtype} is no KV cache dtype of this vLLM, which has "

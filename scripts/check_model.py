@@ -32,7 +32,12 @@ sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
 from arm_process import read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
-from check_args import build_parser, complete  # noqa: E402
+from check_args import (  # noqa: E402
+    TURBO_DTYPES,
+    WINDOW,
+    build_parser,
+    complete,
+)
 from check_cases import build_cases  # noqa: E402
 from check_metrics import (  # noqa: E402
     Records,
@@ -54,7 +59,6 @@ CHILD = SCRIPTS / "check_child.py"
 GSM8K_CHILD = SCRIPTS / "check_gsm8k.py"
 PICTURES = SCRIPTS / "check_pictures.py"
 REFERENCE = "auto"
-TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 # What check_child.py is done with, one after the other.
 STAGES = ("start", "keys", "decode", "greedy", "needles")
 CPU_CACHE_BYTES = 256 << 20
@@ -70,12 +74,14 @@ class Arm:
         name: What it is called in tables.
         cache_dtype: As on vLLM's command line.
         skip_layers: Layers whose cache has the model's dtype.
+        has_window: Whether the newest tokens are read in 8 bits.
 
     """
 
     name: str
     cache_dtype: str
     skip_layers: tuple[str, ...] = ()
+    has_window: bool = False
 
     def without(self, layer: str) -> "Arm":
         return replace(
@@ -83,13 +89,17 @@ class Arm:
         )
 
 
-def arms_of(dtypes: list[str]) -> list[Arm]:
+def arm_of(name: str) -> Arm:
+    """Returns the arm of a dtype, or of one with a window: `turbo4:window`."""
+    dtype, _, option = name.partition(":")
+    if dtype == REFERENCE:
+        return Arm(f"{dtype}, again", dtype)
+    return Arm(name, dtype, has_window=option == WINDOW)
+
+
+def arms_of(names: list[str]) -> list[Arm]:
     """Returns the reference and an arm a dtype; the reference's again shows noise."""
-    arms = [Arm(REFERENCE, REFERENCE)]
-    for dtype in dict.fromkeys(dtypes):
-        name = f"{dtype}, again" if dtype == REFERENCE else dtype
-        arms.append(Arm(name, dtype))
-    return arms
+    return [Arm(REFERENCE, REFERENCE), *map(arm_of, dict.fromkeys(names))]
 
 
 def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
@@ -111,6 +121,8 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     }
     if arm.skip_layers:
         options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
+    if arm.has_window:
+        options["attention_config"] = {"turbo_window": "auto"}
     if args.on_cpu:
         options |= {"dtype": "float16", "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         options |= ENGINE_ARGS
@@ -265,7 +277,7 @@ def check_layers(checks: Checks, rows: list[dict[str, Any]]) -> dict[str, Any] |
     if not turbo or not ran(rows[0]):
         return None
     packed = turbo[0]
-    arm = Arm(packed["arm"], packed["cache_dtype"])
+    arm = arm_of(packed["arm"])
     worst = [layer["layer"] for layer in packed["keys"]][: checks.args.layers]
     measured = list(checks.run([arm.without(layer) for layer in worst]))
     skip = layers_to_skip(measured, packed)

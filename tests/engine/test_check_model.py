@@ -33,7 +33,7 @@ OPTIONS = [
     str(MODEL), "--max-context", "640", "--texts", "2", "--decode-steps", str(STEPS),
     "--needles", "1", "--top", str(VOCABULARY), "--layers", "1",
     "--engine-args", '{"max_logprobs": -1}', "--kv-cache-dtype", "auto", "turbo4",
-    "fp8",
+    "turbo4:window", "fp8",
 ]  # fmt: skip
 
 
@@ -94,6 +94,12 @@ def test_turbo4_diverges_by_what_four_bits_cost(rows: dict[str, dict[str, Any]])
     assert row["capacity"] == pytest.approx(GAIN["turbo4"], rel=1e-5)
     assert row["backends"] == ["TURBO"]
     assert row["top1"] > 0.8
+
+
+def test_a_window_is_measured(rows: dict[str, dict[str, Any]]):
+    row = rows["turbo4:window"]
+    assert row["kl_mean"] < rows["turbo4"]["kl_mean"] / 2
+    assert row["capacity"] == rows["turbo4"]["capacity"]
 
 
 def test_kl_is_that_of_full_distributions(

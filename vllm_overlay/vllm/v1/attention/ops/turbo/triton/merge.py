@@ -101,6 +101,7 @@ def _attend_to_window(
     Returns:
         The largest score, -inf of no token; the sum of the weights relative to it; the
         sum of the values, weighted: fp32 [R], [R] and [R, D].
+
     """
     BLOCK_G: tl.constexpr = BLOCK_D // GROUP
     g = tl.arange(0, BLOCK_G)
