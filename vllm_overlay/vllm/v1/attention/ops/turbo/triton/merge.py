@@ -22,12 +22,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.window import (
-    GROUP,
-    check_window,
-    load_codes,
-    load_row_scales,
-)
+from vllm.v1.attention.ops.turbo.triton.recent import attend_to_window
+from vllm.v1.attention.ops.turbo.triton.window import check_window
 
 
 @triton.jit
@@ -51,138 +47,6 @@ def _newest_scores(
     key = tl.load(p_key, mask=mask & seen[:, None], other=0.0).to(tl.float32)
     score = score_factor * tl.sum(query * key, 1)
     return tl.where(seen, score, float("-inf"))
-
-
-@triton.jit
-def _missing_scores(
-    query,  # [R, G, 16] fp32
-    offset_ptr,  # [G, H, D] fp32
-    kv_head,  # [R]
-    position,  # [R], of a token in the row's sequence
-    mask,  # [R, G, 1]
-    coordinate,  # [1, G, 16]
-    score_factor,
-    num_segments,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    OFFSET_SEGMENT: tl.constexpr,
-):
-    """What the scores of rows and keys of a segment lack, fp32 [R]."""
-    segment = tl.minimum(position // OFFSET_SEGMENT, num_segments - 1)
-    offset_row = segment * NUM_KV_HEADS + kv_head
-    p_offset = offset_ptr + (offset_row * HEAD_SIZE)[:, None, None] + coordinate
-    offset = tl.load(p_offset, mask=mask, other=0.0)
-    return score_factor * tl.sum(tl.sum(query * offset, 2), 1)
-
-
-@triton.jit
-def _attend_to_window(
-    query_row_ptr,  # [R] pointers to vectors that are not rotated
-    page_ptr,  # [R] uint8 pointers to the pages of the rows' sequences and KV heads
-    offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
-    kv_head,  # [R]
-    first_position,  # [R], of the window's first token
-    num_tokens,  # [R] that the window has
-    score_factor,
-    num_segments,
-    num_rows,
-    value_plane,
-    key_scale_plane,
-    value_scale_plane,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    OFFSET_SEGMENT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Attend from rows to the tokens of their windows, by an online softmax.
-
-    Returns:
-        The largest score, -inf of no token; the sum of the weights relative to it; the
-        sum of the values, weighted: fp32 [R], [R] and [R, D].
-
-    """
-    BLOCK_G: tl.constexpr = BLOCK_D // GROUP
-    g = tl.arange(0, BLOCK_G)
-    coordinate = (g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    coordinate = coordinate[None, :, :]  # [1, G, 16]
-    group_mask = g < HEAD_SIZE // GROUP
-    query_mask = ((num_tokens > 0)[:, None] & group_mask[None, :])[:, :, None]
-    p_query = query_row_ptr[:, None, None] + coordinate
-    query = tl.load(p_query, mask=query_mask, other=0.0).to(tl.float32)
-    if offset_ptr is not None:
-        # A window has tokens of two segments at most.
-        missing = _missing_scores(
-            query,
-            offset_ptr,
-            kv_head,
-            first_position,
-            query_mask,
-            coordinate,
-            score_factor,
-            num_segments,
-            NUM_KV_HEADS,
-            HEAD_SIZE,
-            OFFSET_SEGMENT,
-        )
-        next_missing = _missing_scores(
-            query,
-            offset_ptr,
-            kv_head,
-            first_position + OFFSET_SEGMENT,
-            query_mask,
-            coordinate,
-            score_factor,
-            num_segments,
-            NUM_KV_HEADS,
-            HEAD_SIZE,
-            OFFSET_SEGMENT,
-        )
-        num_first = OFFSET_SEGMENT - first_position % OFFSET_SEGMENT
-    largest = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    output = tl.zeros([BLOCK_R, BLOCK_G, GROUP], tl.float32)
-    page_ptr = page_ptr[:, None, None]
-    for start in tl.range(0, tl.max(num_tokens, 0), BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n[None, :] < num_tokens[:, None]  # [R, N]
-        row = ((first_position[:, None] + n[None, :]) % num_rows)[:, :, None]
-        mask = inside[:, :, None] & group_mask[None, None, :]  # [R, N, G]
-        group = g[None, None, :]
-        code = load_codes(
-            page_ptr[:, :, :, None],
-            row[:, :, :, None],
-            group[:, :, :, None],
-            mask[:, :, :, None],
-            HEAD_SIZE,
-        )
-        scale = load_row_scales(page_ptr + key_scale_plane, row, group, mask, HEAD_SIZE)
-        product = tl.sum(code * query[:, None, :, :], 3) * scale
-        score = score_factor * tl.sum(product, 2)
-        if offset_ptr is not None:
-            is_first = n[None, :] < num_first[:, None]
-            score += tl.where(is_first, missing[:, None], next_missing[:, None])
-        score = tl.where(inside, score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        rescale = tl.exp2(largest - base)
-        weight = tl.exp2(score - base[:, None])
-        total = total * rescale + tl.sum(weight, 1)
-        largest = new_largest
-        code = load_codes(
-            (page_ptr + value_plane)[:, :, :, None],
-            row[:, :, :, None],
-            group[:, :, :, None],
-            mask[:, :, :, None],
-            HEAD_SIZE,
-        )
-        scale = load_row_scales(
-            page_ptr + value_scale_plane, row, group, mask, HEAD_SIZE
-        )
-        weighted = (scale * weight[:, :, None])[:, :, :, None] * code
-        output = output * rescale[:, None, None] + tl.sum(weighted, 1)
-    return largest, total, tl.reshape(output, [BLOCK_R, BLOCK_D])
 
 
 @triton.jit(
@@ -292,7 +156,7 @@ def _merge_kernel(
         packed_len = tl.load(packed_lens_ptr + sequence, mask=has_tokens, other=0)
         block = tl.load(blocks_ptr + sequence, mask=has_tokens, other=0)
         page_ptr = pages_ptr + block.to(tl.int64) * stride_page_block
-        own_largest, own_total, own_output = _attend_to_window(
+        own_largest, own_total, own_output = attend_to_window(
             query_ptr + query_row,
             page_ptr + kv_head * stride_page_head,
             offset_ptr,

@@ -46,34 +46,6 @@ def check_window(window: RecentWindow, head_size: int, num_kv_heads: int) -> Non
 
 
 @triton.jit
-def load_codes(
-    ptr,  # [..., 1, 1] uint8 pointers to planes of codes
-    row,  # of that shape
-    group,  # [..., G, 1]
-    mask,  # [..., G, 1]
-    HEAD_SIZE: tl.constexpr,
-):
-    """Codes of rows, fp32 [..., G, 16]."""
-    p_code = (ptr + row * HEAD_SIZE + group * GROUP).to(tl.pointer_type(tl.int8))
-    p_code += tl.arange(0, GROUP)
-    return tl.load(p_code, mask=mask, other=0).to(tl.float32)
-
-
-@triton.jit
-def load_row_scales(
-    ptr,  # [..., 1] uint8 pointers to planes of scales
-    row,  # of that shape
-    group,  # [..., G]
-    mask,  # [..., G]
-    HEAD_SIZE: tl.constexpr,
-):
-    """Scales of rows, fp32 [..., G]."""
-    NUM_GROUPS: tl.constexpr = HEAD_SIZE // GROUP
-    p_scale = ptr.to(tl.pointer_type(tl.bfloat16)) + row * NUM_GROUPS + group
-    return tl.load(p_scale, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _store_rows(
     x,  # [T, G, 16] fp32
     codes_ptr,  # uint8 pointer to a plane
