@@ -111,14 +111,6 @@ class TurboWindowBackend(AttentionBackend):
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
 
 
-def unavailable(vllm_config: VllmConfig) -> str | None:
-    """Why an engine can have no recent window: a part of a sentence; None if it can."""
-    for reason, found in refusals.WINDOW_FEATURES.items():
-        if found(vllm_config):
-            return reason
-    return None
-
-
 def window_choice(vllm_config: VllmConfig) -> int:
     """Tokens that are wanted of a recent window, at most; zero for no window.
 
@@ -129,7 +121,8 @@ def window_choice(vllm_config: VllmConfig) -> int:
     choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
     if choice == 0:
         return 0
-    reason = unavailable(vllm_config)
+    features = refusals.WINDOW_FEATURES.items()
+    reason = next((reason for reason, found in features if found(vllm_config)), None)
     if reason is None:
         return MAX_ROWS if choice == "auto" else choice
     if choice != "auto":
@@ -211,8 +204,9 @@ class TurboWindow(AttentionLayerBase):
 
     def of_step(self) -> RecentWindow | None:
         """The windows of the forward pass's requests; None if there are none."""
-        if self.num_tokens == 0 or self.format is None or self.kv_cache.numel() == 0:
+        if self.kv_cache.numel() == 0:
             return None
+        assert self.format is not None
         metadata: Any = get_forward_context().attn_metadata
         own = metadata[self.layer_name]
         assert isinstance(own, TurboWindowMetadata)

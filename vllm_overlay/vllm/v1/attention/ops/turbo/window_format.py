@@ -5,8 +5,8 @@
 Most of what packed codes lose is lost in the nearest tokens, which get most of the
 weight. A request has a page of its own, for as long as it runs, in which the newest
 tokens lie once more, in 8 bits; decoding attends to these instead of their codes.
-(KIVI, Liu et al., arXiv:2402.02750, keeps such a window in 16 bits. Eight lose little,
-and in the same bytes there are more rows: ``tests/quality/lab/window_rows.py``.)
+(KIVI, Liu et al., arXiv:2402.02750, keeps such a window in 16 bits. Eight lose less
+than the rows gain that the same bytes have room for: half as many again.)
 
 The page is one of the layer's, (block, KV head) contiguous, seen as R rows. The token
 at position p lies in row p % R. A row has

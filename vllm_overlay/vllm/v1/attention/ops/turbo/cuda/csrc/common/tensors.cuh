@@ -92,6 +92,18 @@ inline void check_vectors(const char* name, const TensorView& x,
   check_address(name, x, kVectorElements * (x.dtype().bits / 8));
 }
 
+// [>= T, heads, D] in the model's dtype, of 16 bits.
+inline const uint16_t* vectors_of(const char* name, const TensorView& x,
+                                  bool is_bf16, int64_t num_tokens,
+                                  int64_t num_heads, int64_t head_size) {
+  check_dtype(name, x, is_bf16 ? kBFloat16 : kFloat16);
+  check_vectors(name, x, head_size);
+  check_size(name, x, 1, num_heads);
+  TVM_FFI_CHECK(x.size(0) >= num_tokens, ValueError)
+      << name << ": of " << x.size(0) << " tokens, not " << num_tokens;
+  return static_cast<const uint16_t*>(x.data_ptr());
+}
+
 // [num_blocks, H, N, C] of bytes: whole tiles, each aligned.
 inline void check_pages(const char* name, const TensorView& x,
                         int64_t tile_tokens, int64_t tile_bytes) {

@@ -17,17 +17,6 @@ namespace {
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-// [T, heads, D] in the model's dtype.
-const uint16_t* vectors_of(const char* name, const TensorView& x, bool is_bf16,
-                           int64_t num_tokens, int64_t num_heads) {
-  turbo::check_dtype(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16);
-  turbo::check_vectors(name, x, HEAD_SIZE);
-  turbo::check_size(name, x, 1, num_heads);
-  TVM_FFI_CHECK(x.size(0) >= num_tokens, ValueError)
-      << name << ": of " << x.size(0) << " tokens, not " << num_tokens;
-  return static_cast<const uint16_t*>(x.data_ptr());
-}
-
 const uint4* table_of(const char* name, const TensorView& x) {
   turbo::check_contiguous(name, x);
   turbo::check_address(name, x, sizeof(uint4));
@@ -37,7 +26,8 @@ const uint4* table_of(const char* name, const TensorView& x) {
 void add_query(turbo::StoreParams& p, const TensorView& query,
                const TensorView& rotated_query, const TensorView& query_scale,
                bool is_bf16) {
-  p.query = vectors_of("query", query, is_bf16, 0, query.size(1));
+  p.query =
+      turbo::vectors_of("query", query, is_bf16, 0, query.size(1), HEAD_SIZE);
   turbo::check_dtype("rotated_query", rotated_query, turbo::kFloat16);
   turbo::check_dtype("query_scale", query_scale, turbo::kFloat32);
   turbo::check_axes("rotated_query", rotated_query, 3);
@@ -101,8 +91,10 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   const int64_t num_kv_heads = kv_cache.size(1);
   const bool is_bf16 = key.dtype().code == kDLBfloat;
   turbo::StoreParams p = {};
-  p.key = vectors_of("key", key, is_bf16, num_tokens, num_kv_heads);
-  p.value = vectors_of("value", value, is_bf16, num_tokens, num_kv_heads);
+  p.key = turbo::vectors_of("key", key, is_bf16, num_tokens, num_kv_heads,
+                            HEAD_SIZE);
+  p.value = turbo::vectors_of("value", value, is_bf16, num_tokens, num_kv_heads,
+                              HEAD_SIZE);
   p.kv_cache = static_cast<uint8_t*>(kv_cache.data_ptr());
   p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
   p.kv_matrix = table_of("kv_matrix", kv_matrix);

@@ -20,17 +20,6 @@ using tvm::ffi::TensorView;
 // Blocks of a sequence, at most.
 constexpr int64_t kMaxSequenceBlocks = 8;
 
-// [T, H, D] in the model's dtype.
-const uint16_t* vectors_of(const char* name, const TensorView& x, bool is_bf16,
-                           int64_t num_tokens, int64_t num_heads) {
-  turbo::check_dtype(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16);
-  turbo::check_vectors(name, x, HEAD_SIZE);
-  turbo::check_size(name, x, 1, num_heads);
-  TVM_FFI_CHECK(x.size(0) >= num_tokens, ValueError)
-      << name << ": of " << x.size(0) << " tokens, not " << num_tokens;
-  return static_cast<const uint16_t*>(x.data_ptr());
-}
-
 // See turbo::WindowParams and window.py for shapes and types.
 void window(TensorView kv_cache, TensorView slot_mapping, TensorView key,
             TensorView value, Optional<TensorView> key_offset,
@@ -62,8 +51,10 @@ void window(TensorView kv_cache, TensorView slot_mapping, TensorView key,
                              sizeof(int));
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
-  p.key = vectors_of("key", key, is_bf16, num_tokens, num_kv_heads);
-  p.value = vectors_of("value", value, is_bf16, num_tokens, num_kv_heads);
+  p.key = turbo::vectors_of("key", key, is_bf16, num_tokens, num_kv_heads,
+                            HEAD_SIZE);
+  p.value = turbo::vectors_of("value", value, is_bf16, num_tokens, num_kv_heads,
+                              HEAD_SIZE);
   turbo::check_dtype("block_table", block_table, turbo::kInt32);
   turbo::check_axes("block_table", block_table, 2);
   turbo::check_last_axis("block_table", block_table);
