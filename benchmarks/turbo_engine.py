@@ -18,10 +18,11 @@ One JSON object a line:
   not fit then, so it is a run of its own, with an empty --shapes.
 
 An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
-turbo_kernel, and `fp8:FLASHINFER` the attention backend. `nvfp4` selects FlashInfer by
-itself and needs it installed, with nvcc and ninja: kernels are compiled at the first
-start. vLLM forces FlashAttention 2 on its own turboquant dtypes; where that is not
-installed, --site-copy makes them run with FlashAttention 3, in a copy of vLLM.
+turbo_kernel, `turbo4:window` turbo_window, and `fp8:FLASHINFER` the attention backend.
+`nvfp4` selects FlashInfer by itself and needs it installed, with nvcc and ninja:
+kernels are compiled at the first start. vLLM forces FlashAttention 2 on its own
+turboquant dtypes; where that is not installed, --site-copy makes them run with
+FlashAttention 3, in a copy of vLLM.
 """
 
 import argparse
@@ -52,6 +53,12 @@ from child_runner import (  # noqa: E402
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+# What follows a turbo dtype and a colon.
+ATTENTION_OPTIONS: dict[str, dict[str, str]] = {
+    **{option: {"turbo_prefill": option} for option in ("raw", "stored")},
+    **{option: {"turbo_kernel": option} for option in ("auto", "cuda", "triton")},
+    "window": {"turbo_window": "auto"},
+}
 FORCED_VERSION = "attention_config.flash_attn_version = 2\n"
 WARM_UP_PROMPTS = 2
 WARM_UP_TOKENS = 12288
@@ -103,10 +110,7 @@ class Engine:
         if option.isupper():
             options["attention_backend"] = option
         elif option:
-            name = "turbo_prefill" if option in ("raw", "stored") else "turbo_kernel"
-            if option == "window":
-                name, option = "turbo_window", "auto"
-            options["attention_config"] = {name: option}
+            options["attention_config"] = ATTENTION_OPTIONS[option]
         start = time.perf_counter()
         self.llm = LLM(str(args.model), **(options | args.engine_args))
         self.startup_s = time.perf_counter() - start

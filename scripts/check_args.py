@@ -10,14 +10,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from arm_process import TURBO_DTYPES, WINDOW
 from check_cases import MIN_CONTEXT, Plan
 from env import has_gpu
 from quality_cases import HELD_OUT
 
-TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 DTYPES = (*TURBO_DTYPES, "fp8")
-# What follows a dtype and a colon: its newest tokens are read in 8 bits.
-WINDOW = "window"
 MAX_CONTEXT = 8192
 LAYERS = 3
 

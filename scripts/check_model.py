@@ -30,14 +30,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from arm_process import read_result, run_arm  # noqa: E402
+from arm_process import TURBO_DTYPES, WINDOW, read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
-from check_args import (  # noqa: E402
-    TURBO_DTYPES,
-    WINDOW,
-    build_parser,
-    complete,
-)
+from check_args import build_parser, complete  # noqa: E402
 from check_cases import build_cases  # noqa: E402
 from check_metrics import (  # noqa: E402
     Records,
@@ -121,12 +116,14 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     }
     if arm.skip_layers:
         options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
-    if arm.has_window:
-        options["attention_config"] = {"turbo_window": "auto"}
     if args.on_cpu:
         options |= {"dtype": "float16", "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         options |= ENGINE_ARGS
-    return options | args.engine_args
+    options |= args.engine_args
+    if arm.has_window:
+        attention = options.get("attention_config", {})
+        options["attention_config"] = attention | {"turbo_window": "auto"}
+    return options
 
 
 class Checks:

@@ -34,7 +34,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from arm_process import read_result, run_arm  # noqa: E402
+from arm_process import TURBO_DTYPES, WINDOW, read_result, run_arm  # noqa: E402
 from child_runner import (  # noqa: E402
     engine_variables,
     exit_when_told,
@@ -107,9 +107,11 @@ class Arm:
         for option in options:
             if option.isdigit():
                 chunk = int(option)
-            elif option not in ("stored", "window", "all"):
+            elif option not in ("stored", WINDOW, "all"):
                 raise ValueError(f"arm {name!r} has no option {option!r}")
-        flags = (option in options for option in ("stored", "window", "all"))
+            elif option == WINDOW and cache_dtype not in TURBO_DTYPES:
+                raise ValueError(f"arm {name!r}: {cache_dtype} has no window")
+        flags = (option in options for option in ("stored", WINDOW, "all"))
         return cls(name, cache_dtype, chunk, *flags)
 
 
@@ -144,13 +146,15 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
         "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
     }
-    if arm.stored:
-        options["attention_config"] = {"turbo_prefill": "stored"}
-    if arm.has_window:
-        options["attention_config"] = {"turbo_window": "auto"}
     if args.on_cpu:
         options |= ENGINE_ARGS
-    return options | args.engine_args
+    options |= args.engine_args
+    attention = dict(options.get("attention_config", {}))
+    if arm.stored:
+        attention["turbo_prefill"] = "stored"
+    if arm.has_window:
+        attention["turbo_window"] = "auto"
+    return options | {"attention_config": attention}
 
 
 class Lab:

@@ -28,6 +28,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 from vllm.outputs import RequestOutput
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 
@@ -167,13 +168,14 @@ class Lab:
     def facts(self) -> dict[str, Any]:
         """Returns what the engine says of its cache, which ranks may share."""
         ranks = self.llm.collective_rpc("get_kv_cache_spec")
+        layer_specs = [item for rank in ranks for item in rank.items()]
         # A recent window has a block a request, whatever the length.
-        layer_specs = [
-            (name, spec)
-            for rank in ranks
-            for name, spec in rank.items()
-            if not isinstance(spec, CircularBufferSpec)
-        ]
+        windows = [x for x in layer_specs if isinstance(x[1], CircularBufferSpec)]
+        is_turbo = is_turbo_cache_dtype(self.config.cache_config.cache_dtype)
+        wanted = self.config.attention_config.turbo_window
+        if is_turbo and wanted and not windows:
+            raise RuntimeError("there is no recent window: the log says why")
+        layer_specs = [item for item in layer_specs if item not in windows]
         specs = [spec for _, spec in layer_specs]
         layers = self.config.compilation_config.static_forward_context.values()
         backends = {

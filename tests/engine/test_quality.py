@@ -136,6 +136,8 @@ def test_arms_are_named_on_the_command_line():
     assert arm.compress_all_layers and arm.cache_dtype == "turboquant_4bit_nc"
     with pytest.raises(ValueError, match="'most'"):
         quality.Arm.parse("turboquant_4bit_nc:most", 64)
+    with pytest.raises(ValueError, match="no window"):
+        quality.Arm.parse("fp8:window", 64)
 
 
 def test_ratio_of_texts_that_vary_alike_is_exact():
