@@ -4,38 +4,33 @@
 
 Writes window_rows.json and window_rows.md: KL divergence of each model's predictions
 from those on exact K and V, where each token sees so many of the newest, itself first,
-as rows of a page hold them, and the others as turbo4 stores them. A page of 64 tokens
-has as many rows of 16 bits as ``SIXTEEN_BITS`` says, or of 8 as ``EIGHT_BITS``.
+as rows of a page hold them, and the others as turbo4 stores them. There are as many
+rows as a page of 64 tokens has room for.
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from attention import Cache, LabModel, Reading
-from key_offset_model import DEVICE, rotated_biases, segment_means
+from attention import Cache, Reading
+from key_offset_model import DEVICE
 from measure import Comparison
 from report import run_programme
 from variants import Variant, as_bfloat16, identity, preset
+from windows import MODELS, load_subject
 
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.reference.window import (
     dequantize_rows,
     quantize_rows,
 )
+from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
-QUALITY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
-
-from quality_cases import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut  # noqa: E402
-
-MODELS = ("needle-qwen3", "needle-llama", "needle-qwen2")
 TEXTS = 2
 LENGTH = 2048
 # Positions before are not counted.
 FIRST = 512
-SIXTEEN_BITS, EIGHT_BITS = 15, 24
+BLOCK_SIZE = 64
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -46,41 +41,41 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return reference.inverse_rotate(plain(reference.rotate(x)))
 
 
-# By name: how a row holds a vector, and how many rows there are.
+# How a row holds a vector, and of how many bits it makes a page's rows.
 ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
-    "none": (identity, 1),
-    "16 bits": (as_bfloat16, SIXTEEN_BITS),
-    "16 bits, as many": (as_bfloat16, EIGHT_BITS),
-    "8 bits": (plain, EIGHT_BITS),
-    "8 bits, rotated": (rotated, EIGHT_BITS),
+    "none": (identity, 0),
+    "16 bits": (as_bfloat16, 16),
+    "16 bits, as many as of 8": (as_bfloat16, 8),
+    "8 bits": (plain, 8),
+    "8 bits, rotated": (rotated, 8),
 }
 
 
+def num_rows(head_size: int, bits: int) -> int:
+    """Rows of a page, tags included; one, a token's own, of no bits."""
+    layout = WindowFormat(TurboFormat.from_cache_dtype("turbo4", head_size), BLOCK_SIZE)
+    if bits == 8:
+        return layout.num_rows
+    tag = sum(layout.row_widths[4:])
+    return layout.page_bytes // (4 * head_size + tag) if bits == 16 else 1
+
+
 def measure_model(name: str) -> list[dict]:
-    folder = MODEL.with_name(name)
-    lab = LabModel(folder, DEVICE)
-    vocabulary = Vocabulary(folder)
-    documents = HELD_OUT.read_text(encoding="utf-8").split(SEPARATOR)
-    texts = cut(vocabulary.documents(documents), TEXTS, LENGTH)
-    has_bias = lab.model.config.model_type == "qwen2"
-    means = segment_means(rotated_biases(lab, LENGTH)) if has_bias else []
-    turbo4 = preset("turbo4", lab.head_size, subtracts_mean=has_bias)
+    lab, texts, means = load_subject(name, TEXTS, LENGTH)
+    has_bias = bool(means)
+    layers = [preset("turbo4", lab.head_size, subtracts_mean=has_bias)] * lab.num_layers
     comparisons = {rows: Comparison() for rows in ROWS}
-    for tokens in (torch.tensor([text], device=DEVICE) for text in texts):
+    counts = {rows: num_rows(lab.head_size, bits) for rows, (_, bits) in ROWS.items()}
+    for tokens in texts:
         exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-        for rows, (hold, count) in ROWS.items():
+        for rows, (hold, _) in ROWS.items():
             window = Variant(rows, hold, hold, 0, subtracts_mean=has_bias)
-            cache = Cache(
-                [turbo4] * lab.num_layers,
-                Reading(window=count),
-                means=means,
-                window=window,
-            )
-            found = lab.log_probs(tokens, cache)
-            comparisons[rows].add(exact, found, tokens)
+            reading = Reading(window=counts[rows])
+            cache = Cache(layers, reading, means=means, window=window)
+            comparisons[rows].add(exact, lab.log_probs(tokens, cache), tokens)
     print(name, flush=True)
     return [
-        {"model": name, "rows": rows, "count": ROWS[rows][1]}
+        {"model": name, "rows": rows, "count": counts[rows]}
         | comparison.figures(slice(FIRST, LENGTH - 1))
         for rows, comparison in comparisons.items()
     ]
@@ -96,20 +91,19 @@ def markdown(rows: list[dict]) -> str:
         "",
         f"{TEXTS} texts of {LENGTH} tokens, the first {FIRST} positions not counted; "
         f"fp32 on {DEVICE}; KL in millinats a token with the standard error of the "
-        "mean; other tokens are as turbo4 stores them. Written by "
-        "`tests/quality/lab/window_rows.py`.",
+        "mean, and how many rows there are; other tokens are as turbo4 stores them. "
+        "Written by `tests/quality/lab/window_rows.py`.",
         "",
-        "| model | " + " | ".join(f"{n}: {count}" for n, (_, count) in ROWS.items()),
+        "| model | " + " | ".join(ROWS) + " |",
         "|---" * (len(ROWS) + 1) + "|",
     ]
     for name in MODELS:
         cells = [
-            f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
+            f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f} ({row['count']})"
             for row in rows
             if row["model"] == name
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines[4] += " |"
     return "\n".join(lines) + "\n"
 
 

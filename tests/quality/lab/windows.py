@@ -11,6 +11,7 @@ distance.
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from attention import Cache, LabModel, Reading
@@ -41,18 +42,38 @@ def variants(head_size: int, has_bias: bool) -> list[Variant]:
     return [turbo4, Variant("fp8", as_fp8, as_fp8, 2 * head_size)]
 
 
-def measure_model(name: str) -> list[dict]:
+class Subject(NamedTuple):
+    """A model and what it reads.
+
+    Attributes:
+        lab: The model.
+        texts: (1, T) each.
+        means: (H, T, D) a layer, the offset of its K; empty without a bias.
+
+    """
+
+    lab: LabModel
+    texts: list[torch.Tensor]
+    means: list[torch.Tensor]
+
+
+def load_subject(name: str, num_texts: int, length: int) -> Subject:
+    """Loads a model and held-out texts of so many tokens."""
     folder = MODEL.with_name(name)
     lab = LabModel(folder, DEVICE)
-    vocabulary = Vocabulary(folder)
     documents = HELD_OUT.read_text(encoding="utf-8").split(SEPARATOR)
-    texts = cut(vocabulary.documents(documents), TEXTS, LENGTH)
+    texts = cut(Vocabulary(folder).documents(documents), num_texts, length)
     has_bias = lab.model.config.model_type == "qwen2"
-    means = segment_means(rotated_biases(lab, LENGTH)) if has_bias else []
+    means = segment_means(rotated_biases(lab, length)) if has_bias else []
+    return Subject(lab, [torch.tensor([x], device=DEVICE) for x in texts], means)
+
+
+def measure_model(name: str) -> list[dict]:
+    lab, texts, means = load_subject(name, TEXTS, LENGTH)
     rows = []
-    for variant in variants(lab.head_size, has_bias):
+    for variant in variants(lab.head_size, bool(means)):
         comparisons = {window: Comparison() for window in WINDOWS}
-        for tokens in (torch.tensor([text], device=DEVICE) for text in texts):
+        for tokens in texts:
             exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
             for window, comparison in comparisons.items():
                 layers = [variant] * lab.num_layers
