@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from equality_child import logprobs_of, zeroed_attention  # noqa: E402
 # Of a call whose engine loads other weights: prompts are prefilled, and some tokens
 # generated.
 RELOADING_STEP = 6
+TRANSFER_ATTEMPTS = 5
 
 
 class StepRecorder:
@@ -162,25 +164,93 @@ def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
         Scheduler.schedule = schedule
 
 
-def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
-    """Generates greedily for a call's prompts, all at once or one by one."""
-    params = SamplingParams(
+def wait_for(path: Path) -> None:
+    """Waits for the other engine's file; the harness ends what waits for nothing."""
+    while not path.exists():
+        time.sleep(0.1)
+
+
+def taken(path: str) -> Path:
+    """Returns the file that says that another engine has what it needs."""
+    return Path(path).with_suffix(".taken")
+
+
+def transfers(call: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Returns what a KV connector is told of each prompt of a call."""
+    if call["handed_over"] is not None:
+        return [{"do_remote_decode": True} for _ in call["prompts"]]
+    if call["taken_over"] is None:
+        return [None] * len(call["prompts"])
+    path = Path(call["taken_over"])
+    wait_for(path)
+    return json.loads(path.read_text())
+
+
+def sampling_params(
+    call: dict[str, Any], transfer: dict[str, Any] | None
+) -> SamplingParams:
+    return SamplingParams(
         temperature=0.0,
         max_tokens=call["max_tokens"],
         ignore_eos=True,
         logprobs=-1,
         # Else the text of every token of the vocabulary at every position is found.
         detokenize=False,
+        extra_args=transfer and {"kv_transfer_params": transfer},
     )
-    prompts = [{"prompt_token_ids": tokens} for tokens in call["prompts"]]
-    batches = [[prompt] for prompt in prompts] if call["one_by_one"] else [prompts]
+
+
+def hand_over(outputs: list[RequestOutput], path: str) -> None:
+    """Leaves what another engine needs, and waits until it has all of it."""
+    told = [output.kv_transfer_params for output in outputs]
+    part = Path(path).with_suffix(".part")
+    part.write_text(json.dumps(told))
+    part.rename(path)
+    wait_for(taken(path))
+
+
+def generate(
+    llm: LLM, requests: list[tuple[dict[str, Any], SamplingParams]]
+) -> list[RequestOutput]:
+    """Generates for requests at once; those whose transfer failed are asked again.
+
+    NIXL gives a first reply five seconds, which a busy machine may need.
+
+    Raises:
+        RuntimeError: If some fail every time.
+
+    """
+    outputs: dict[int, RequestOutput] = {}
+    for _ in range(TRANSFER_ATTEMPTS):
+        missing = [i for i in range(len(requests)) if i not in outputs]
+        prompts, params = map(list, zip(*(requests[i] for i in missing)))
+        found = llm.generate(prompts, params, use_tqdm=False)
+        for i, output in zip(missing, found, strict=True):
+            if output.outputs[0].finish_reason != "error":
+                outputs[i] = output
+        if len(outputs) == len(requests):
+            return [outputs[i] for i in range(len(requests))]
+    raise RuntimeError(f"{len(requests) - len(outputs)} requests failed every time")
+
+
+def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
+    """Generates greedily for a call's prompts, all at once or one by one."""
+    requests = [
+        ({"prompt_token_ids": tokens}, sampling_params(call, transfer))
+        for tokens, transfer in zip(call["prompts"], transfers(call), strict=True)
+    ]
+    batches = [[each] for each in requests] if call["one_by_one"] else [requests]
     outputs = []
     with StepRecorder().watching() as recorder, ExitStack() as stack:
         if call["reloaded"] is not None:
             arguments = (call["reloaded"], RELOADING_STEP, call["remade_key_offset"])
             stack.enter_context(reloading(llm, *arguments))
         for batch in batches:
-            outputs += llm.generate(batch, params, use_tqdm=False)
+            outputs += generate(llm, batch)
+    if call["handed_over"] is not None:
+        hand_over(outputs, call["handed_over"])
+    if call["taken_over"] is not None:
+        taken(call["taken_over"]).touch()
     return {
         "requests": [summarise(output) for output in outputs],
         "steps": recorder.steps,

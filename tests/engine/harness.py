@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -47,6 +47,9 @@ class Call:
         one_by_one: Whether each prompt is a generate() of its own.
         reloaded: A model folder whose weights are loaded in mid-request.
         remade_key_offset: Whether what is taken off K follows them: a defect.
+        handed_over: A file for what another engine needs to go on after the prompts;
+            this one lives on until that engine has done so.
+        taken_over: The file of the engine that this one goes on from.
 
     """
 
@@ -55,6 +58,8 @@ class Call:
     one_by_one: bool = False
     reloaded: str | None = None
     remade_key_offset: bool = False
+    handed_over: str | None = None
+    taken_over: str | None = None
 
 
 @dataclass
@@ -110,7 +115,11 @@ def child_variables(runner: Runner) -> dict[str, str]:
 
 
 def run_job(
-    folder: Path, model: Path, runner: Runner, engines: dict[str, Engine]
+    folder: Path,
+    model: Path,
+    runner: Runner,
+    engines: dict[str, Engine],
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs engines one after the other in one new process.
 
@@ -119,6 +128,7 @@ def run_job(
         model: Model folder.
         runner: Model runner.
         engines: By name.
+        variables: More of the process's.
 
     Returns:
         By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
@@ -136,9 +146,10 @@ def run_job(
     }
     job.write_text(json.dumps(entries))
     # In one process the scheduler can be watched, and starts are cheaper.
-    variables = child_variables(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    everything = child_variables(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    everything |= variables or {}
     command = [sys.executable, CHILD, job, result]
-    wrong = run_child(command, log, variables, TIMEOUT_S, is_forked=True)
+    wrong = run_child(command, log, everything, TIMEOUT_S, is_forked=True)
     if wrong:
         raise RuntimeError(f"engines failed: {wrong}\n{what_happened(log)}")
     return json.loads(result.read_text())

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""An engine that goes on from the pages that another one's prefill has filled.
+
+NIXL moves them, through the host's memory: a producer and a consumer, each a process.
+"""
+
+import statistics
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences, run_job
+
+sys.path.insert(0, str(SCRIPTS))
+
+from quality_cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks  # noqa: E402
+from quickstart import free_port  # noqa: E402
+
+pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
+
+BLOCK = 64
+# So few that most rows of a recent window are found only in what was handed over.
+MAX_TOKENS = 7
+# Of texts, that end at a block's border, beside one, and within a block.
+LENGTHS = (128, 65, 148, 100, 193, 90, 170, 128)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stored": {"turbo_prefill": "stored"},
+    "window": {"turbo_window": "auto"},
+}
+
+
+def tasks() -> list[dict[str, Any]]:
+    """Texts with a fact that is asked for."""
+    plan = Plan(0, 0, 0, 0, lengths=(512,), depths=(0.3,), cases=1)
+    text = HELD_OUT.read_text(encoding="utf-8")
+    found = build_tasks(text, plan, 0, Vocabulary(MODEL))
+    return [task for task in found if task["kind"] == "needle"]
+
+
+def prompts() -> list[list[int]]:
+    """Those of tasks, then text to go on with, a token a byte."""
+    text = HELD_OUT.read_bytes()
+    texts = [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(LENGTHS)]
+    return [*(task["prompt"] for task in tasks()), *texts]
+
+
+def engine(call: Call, dtype: str = "turbo4", **attention: Any) -> Engine:
+    args = {
+        "kv_cache_dtype": dtype,
+        "block_size": BLOCK,
+        "dtype": "bfloat16",
+        "max_model_len": 640,
+        "attention_config": attention,
+    }
+    return Engine(args, {"all": call}, model=str(MODEL))
+
+
+def half(role: str, call: Call, **attention: Any) -> Engine:
+    """One of the two engines."""
+    made = engine(call, **attention)
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "fail",
+    }
+    return replace(made, args=made.args | {"kv_transfer_config": transfer})
+
+
+def run_halves(
+    pool: ThreadPoolExecutor, folder: Path, **attention: Any
+) -> dict[str, Any]:
+    """Returns what the consumer's job does.
+
+    Args:
+        pool: Of two threads at least: a thread's first process takes long to start.
+        folder: For both jobs.
+        attention: `attention_config` of both engines.
+
+    Raises:
+        RuntimeError: If one of the two failed; the other does not wait for it then.
+
+    """
+    path = folder / "handed_over.json"
+    first = Call(prompts(), 1, handed_over=str(path))
+    then = Call(prompts(), MAX_TOKENS, taken_over=str(path))
+    halves = {
+        "producer": half("kv_producer", first, **attention),
+        "consumer": half("kv_consumer", then, **attention),
+    }
+    runs = [
+        pool.submit(
+            run_job,
+            folder / role,
+            MODEL,
+            "v2",
+            {role: each},
+            {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+        )
+        for role, each in halves.items()
+    ]
+    done, _ = wait(runs, return_when=FIRST_EXCEPTION)
+    # What a half waits for that has lost the other one.
+    if any(run.exception() for run in done):
+        path.write_text("[]")
+        path.with_suffix(".taken").touch()
+    _, consumer = (run.result() for run in runs)
+    return consumer["consumer"]
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: Jobs) -> dict[str, Any]:
+    """Engines that do all themselves."""
+    call = Call(prompts(), MAX_TOKENS)
+    engines = {"exact": engine(call, "auto")}
+    engines |= {name: engine(call, **options) for name, options in SETTINGS.items()}
+    return jobs.start("one-engine", "v2", engines).result()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def pair(
+    request: pytest.FixtureRequest,
+    pool: ThreadPoolExecutor,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, dict[str, Any]]:
+    """A name of SETTINGS, and what the consumer did."""
+    folder = tmp_path_factory.mktemp("halves")
+    return request.param, run_halves(pool, folder, **SETTINGS[request.param])
+
+
+def requests(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return result["calls"]["all"]["requests"]
+
+
+def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Of decoded tokens, in nats; the first is the prefill's."""
+    pairs = zip(requests(first), requests(second), strict=True)
+    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair)[1:])
+
+
+def test_answers_are_those_of_one_engine(pair, alone):
+    name, consumer = pair
+    for task, own, theirs in zip(tasks(), requests(consumer), requests(alone[name])):
+        length = len(task["answer"])
+        assert own["tokens"][:length] == task["answer"] == theirs["tokens"][:length]
+
+
+def test_no_prompt_is_prefilled_again(pair):
+    """But for its last token, whose distribution nobody hands over."""
+    _, consumer = pair
+    new = [new for step in consumer["calls"]["all"]["steps"] for new, _ in step]
+    assert set(new) == {1}
+
+
+def test_pages_and_windows_come_along(pair, alone):
+    """As near to the exact cache as one engine is, with a window at once."""
+    name, consumer = pair
+    own = divergence(alone["exact"], consumer)
+    assert own < 2 * divergence(alone["exact"], alone[name])
+    if name == "window":
+        # Without its rows it is nearer to a half.
+        assert own < divergence(alone["exact"], alone["stored"]) / 5
