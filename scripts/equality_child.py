@@ -194,6 +194,7 @@ def settings(config: VllmConfig, workers: list[tuple[int, int]]) -> dict[str, An
         "data_parallel_size": parallel.data_parallel_size,
         "enable_expert_parallel": parallel.enable_expert_parallel,
         "turbo_prefill": attention.turbo_prefill,
+        "turbo_window": attention.turbo_window,
         "enable_adaptive_verification": bool(
             speculative and speculative.enable_adaptive_verification
         ),

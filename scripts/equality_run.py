@@ -28,6 +28,8 @@ BITS = {"turbo4": 4.25, "k4v3": 3.75, "turbo3": 3.25}
 TURBO_DTYPES = tuple(BITS)
 CHILD = Path(__file__).with_name("equality_child.py")
 MAX_BLOCK = 128
+# Tokens of a block, where recent windows are wanted.
+WINDOW_BLOCK = 64
 # One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
 # alone. The others also want NVLink multicast, which not every host has.
 SEVERAL_GPUS_ARGS = {"disable_custom_all_reduce": True}
@@ -62,9 +64,12 @@ def drafter_args(mode: Mode, folder: Path, model: Path) -> dict[str, Any]:
     return {"speculative_config": speculative, "hf_overrides": HEAD | overrides}
 
 
-def attention_config(dtype: str, prefill: str) -> dict[str, str]:
+def attention_config(dtype: str, prefill: str, has_window: bool) -> dict[str, Any]:
     """Returns vLLM's `attention_config` of a cache dtype."""
-    return {"turbo_prefill": prefill} if dtype in TURBO_DTYPES else {}
+    if dtype not in TURBO_DTYPES:
+        return {}
+    window = {"turbo_window": "auto"} if has_window else {}
+    return {"turbo_prefill": prefill} | window
 
 
 def engine_args(
@@ -79,10 +84,11 @@ def engine_args(
         args: Of the command line.
 
     """
+    platform = "cpu" if args.on_cpu else "gpu"
     options: dict[str, Any] = {
         "dtype": "float32" if args.on_cpu else mode.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
-        "block_size": BLOCK["cpu" if args.on_cpu else "gpu"],
+        "block_size": WINDOW_BLOCK if args.window else BLOCK[platform],
         # vLLM counts what a cache holds in sequences of this length: whole blocks.
         "max_model_len": -(-(longest + args.tokens) // MAX_BLOCK) * MAX_BLOCK,
         "max_num_seqs": 64,
@@ -102,13 +108,13 @@ def engine_args(
         own.pop("moe_backend", None)
     if mode.gpus > 1:
         options |= SEVERAL_GPUS_ARGS
-    attention = attention_config(args.kv_cache_dtype, prefill)
+    attention = attention_config(args.kv_cache_dtype, prefill, args.window)
     attention |= own.pop("attention_config", {})
     options |= own | {"attention_config": attention}
     if mode.scarce:
+        blocks = -(-longest // options["block_size"]) + args.window
         # One block is vLLM's own.
-        blocks = SCARCE_REQUESTS * -(-longest // options["block_size"]) + 1
-        options["num_gpu_blocks_override"] = blocks
+        options["num_gpu_blocks_override"] = SCARCE_REQUESTS * blocks + 1
     return options
 
 
@@ -168,6 +174,13 @@ def used_kernels(log: Path) -> set[str]:
     return set(re.findall(r"KV cache \w+: .*head size: \d+; (\w+)", text))
 
 
+def window_lengths(log: Path) -> set[int]:
+    """Returns the tokens that the engine said a recent window has, of all layers."""
+    text = log.read_text(errors="replace")
+    said = re.findall(r"recent window: ([\d or]+) tokens", text)
+    return {int(number) for numbers in said for number in numbers.split(" or ")}
+
+
 def kernel_reasons(log: Path) -> list[str]:
     """Returns whose kernels each process took and why, without repetition.
 
@@ -193,7 +206,7 @@ def unlike_asked(
     """
     attention = asked["attention_config"]
     wanted: dict[str, Any] = {"turbo_prefill": "raw", "kv_cache_dtype_skip_layers": []}
-    wanted |= {"enable_adaptive_verification": False}
+    wanted |= {"enable_adaptive_verification": False, "turbo_window": 0}
     wanted |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     wanted |= asked | attention | asked.get("speculative_config", {})
     wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
@@ -261,6 +274,9 @@ def run_mode(
     unlike = unlike_asked(options, result["ran"], kernels, args.on_cpu)
     if "kernels" in unlike:
         unlike["kernels"] = kernel_reasons(log)
+    # A drafter's own layers have none.
+    if args.window and not any(window_lengths(log)):
+        unlike["recent_window"] = 0
     return result | {
         "room": room(options, model),
         "built": built_kernels(log),

@@ -40,6 +40,7 @@ from equality_run import (  # noqa: E402
     room,
     unlike_asked,
     used_kernels,
+    window_lengths,
 )
 from quality_cases import MODEL  # noqa: E402
 from tasks import IM_END  # noqa: E402
@@ -280,6 +281,7 @@ RAN = {
     "kv_cache_dtype_skip_layers": [],
     "tensor_parallel_size": 1,
     "enable_adaptive_verification": False,
+    "turbo_window": 0,
 }
 
 
@@ -307,6 +309,7 @@ RAN = {
         ),
         ("one_sequence", {}, "CUDA", {"max_num_seqs": 64}),
         ("batched", {"turbo_prefill": "raw"}, "CUDA", {"turbo_prefill": "raw"}),
+        ("batched", {"turbo_window": "auto"}, "CUDA", {"turbo_window": "auto"}),
         (
             "tensor_parallel",
             {"tensor_parallel_size": 2},
@@ -347,6 +350,30 @@ def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     with log.open("a") as file:
         file.write(f"\nWARNING [kernel_choice.py:1] Turbo KV cache: {warned}")
     assert kernel_reasons(log) == [warned, chosen]
+
+
+def test_windows_are_asked_for_and_told(tmp_path):
+    args = build_parser().parse_args(["--window"])
+    args.on_cpu = False
+    options = engine_args(MODES["preempted"], 512, "raw", args)
+    assert options["attention_config"]["turbo_window"] == "auto"
+    assert options["block_size"] == 64
+    # Four requests have room for their prompts, of eight blocks, and for windows.
+    assert options["num_gpu_blocks_override"] == 4 * (8 + 1) + 1
+    log = tmp_path / "log"
+    start = "raw K and V; recent window: {} tokens in 8 bits\n"
+    log.write_text(start.format("23") + start.format("0 or 20"))
+    assert window_lengths(log) == {0, 20, 23}
+
+
+@pytest.mark.parametrize(
+    "options", [["--prefill", "stored"], ["--kv-cache-dtype", "fp8"]]
+)
+def test_windows_are_for_raw_and_for_turbo(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["equality.py", "--window", *options])
+    with pytest.raises(SystemExit):
+        equality.main()
+    assert "--window" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", MODES)
