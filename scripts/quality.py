@@ -7,6 +7,8 @@ Every arm is an engine in a process of its own, put through the same cases:
 * held-out text, prefilled in chunks: each chunk attends to the ones before it through
   the cache, and positions of the first chunk, which read no cache, do not count;
 * the end of the same text, decoded a token at a time as if it had been sampled;
+* texts that give one name eight codes, far apart: the distribution of an answer's first
+  digit, which weighs all of these at once;
 * retrieval tasks in long chats, and greedy continuations of text.
 
 Distributions are compared over the whole vocabulary with those of the first arm, the
@@ -66,6 +68,7 @@ FULL = Plan(
     lengths=(512, 1024, 2048, 4096, 8192),
     depths=(0.0, 0.25, 0.5, 0.75, 1.0),
     cases=20,
+    rivals=20,
 )
 # What two cores do in two or three minutes.
 QUICK = Plan(
@@ -76,6 +79,7 @@ QUICK = Plan(
     lengths=(512,),
     depths=(0.0, 0.5, 1.0),
     cases=1,
+    rivals=4,
 )
 CHUNK = {"full": 256, "quick": 64}
 
@@ -209,6 +213,7 @@ class Lab:
         slices = {
             "prefill": (slice(first, None), texts[:, 1 + first :]),
             "decode": (slice(None), texts[:, -steps:]),
+            "rivals": (slice(None), np.array([x[-1:] for x in self.cases.rivals])),
         }
         measured = {
             part: compare(
@@ -288,6 +293,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk", type=int, help="tokens of a prefill chunk")
     parser.add_argument("--cases", type=int, help="tasks a length and depth")
     parser.add_argument("--texts", type=int, help="stretches of held-out text")
+    parser.add_argument(
+        "--rivals", type=int, help="texts a length that give one name eight codes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="of the model (bfloat16; on a CPU float16)")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
@@ -310,7 +318,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.on_cpu = not has_gpu()
     plan = QUICK if args.quick else FULL
-    args.plan = plan.changed(cases=args.cases, texts=args.texts)
+    args.plan = plan.changed(cases=args.cases, texts=args.texts, rivals=args.rivals)
     args.dtype = args.dtype or ("float16" if args.on_cpu else "bfloat16")
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = (64 << 20) if args.on_cpu else (4 << 30)

@@ -23,6 +23,7 @@ from tasks import (  # noqa: E402
     key_value_case,
     multi_needle_case,
     needle_case,
+    rival_case,
 )
 from vocabulary import Vocabulary  # noqa: E402
 
@@ -33,6 +34,8 @@ HEAD = {"head_dtype": "float32"}
 # Facts in a multi-needle case, and how many of them are asked for at once.
 NEEDLES = 8
 ASKED = 3
+# Tokens at the end of a text with rivals that are decoded one at a time.
+RIVAL_STEPS = 8
 # Far apart, so that two seeds of the lab share no case.
 SEEDS_PER_CELL = 100_000
 
@@ -49,6 +52,7 @@ class Plan:
         lengths: Tokens of a task's prompt and answer.
         depths: Where the needle is, from 0 (first line) to 1 (last line).
         cases: Tasks of each kind a length (needles: a length and depth).
+        rivals: Texts a length that give one name several codes.
 
     """
 
@@ -59,6 +63,7 @@ class Plan:
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
     cases: int
+    rivals: int = 0
 
     def changed(self, **numbers: int | None) -> "Plan":
         """Returns it with other numbers, where they are not None."""
@@ -78,12 +83,16 @@ class Cases:
         texts: Token ids of held-out text.
         tasks: `kind`, `length`, `depth` (of needles), `prompt` and `answer`, which
             ends with the token that ends a turn.
+        rivals: Token ids of texts that give one name several codes, with a question
+            for it and the first digit of an answer, which nothing but all of these
+            decide.
 
     """
 
     plan: Plan
     texts: list[list[int]]
     tasks: list[dict[str, Any]]
+    rivals: list[list[int]]
 
     def longest(self) -> int:
         """Returns the tokens that the longest sequence has at its end."""
@@ -97,6 +106,8 @@ class Cases:
             "continued": [text[: len(text) // 2] for text in self.texts],
             "continuation_steps": self.plan.continuation_steps,
             "tasks": self.tasks,
+            "rivals": self.rivals,
+            "rival_steps": RIVAL_STEPS,
         }
 
 
@@ -136,10 +147,26 @@ def build_tasks(
     return tasks
 
 
+def build_rivals(
+    text: str, plan: Plan, seed: int, vocabulary: Vocabulary
+) -> list[list[int]]:
+    """Returns texts with rivals, up to the answer's first digit."""
+    rivals = []
+    for length in plan.lengths:
+        for index in range(plan.rivals):
+            number = seed * SEEDS_PER_CELL + index
+            make = partial(rival_case, seed=number, text=text)
+            case = vocabulary.fitting(make, length)
+            first = case.answer_tokens(vocabulary.encode)[0]
+            rivals.append([*case.prompt_tokens(vocabulary.encode), first])
+    return rivals
+
+
 def build_cases(path: Path, plan: Plan, seed: int, model: Path) -> Cases:
     """Returns all cases on a held-out text, in the tokens of a model's folder."""
     text = path.read_text(encoding="utf-8")
     vocabulary = Vocabulary(model)
     tokens = vocabulary.documents(text.split(SEPARATOR))
     texts = cut(tokens, plan.texts, plan.context)
-    return Cases(plan, texts, build_tasks(text, plan, seed, vocabulary))
+    given = text, plan, seed, vocabulary
+    return Cases(plan, texts, build_tasks(*given), build_rivals(*given))

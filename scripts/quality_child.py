@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Puts one engine through the cases of `quality.py`, in a process of its own.
 
-Usage: python quality_child.py JOB FOLDER. The folder gets `prefill.npy` and
-`decode.npy`, log-probabilities of the whole vocabulary (text, position, token), and
+Usage: python quality_child.py JOB FOLDER. The folder gets `prefill.npy`, `decode.npy`
+and `rivals.npy`, log-probabilities of the whole vocabulary (text, position, token), and
 `result.json`: the tokens generated, and facts of the engine.
 
 Both sets of distributions come from vLLM's model runner V2, before any sampling
@@ -210,6 +210,12 @@ def main() -> None:
     start = time.perf_counter()
     np.save(folder / "decode.npy", lab.decode(texts, steps))
     lab.timed("decode", start)
+
+    start = time.perf_counter()
+    rivals = lab.decode(job["rivals"], job["rival_steps"])
+    # What precedes the answer is only decoded to be read from the cache.
+    np.save(folder / "rivals.npy", rivals[:, -1:])
+    lab.timed("rivals", start)
 
     start = time.perf_counter()
     prompts, length = job["continued"], job["continuation_steps"]

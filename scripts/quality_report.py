@@ -2,9 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The bars that `quality.py` holds the turbo dtypes to, and its table."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "quality"))
+
+from tasks import RIVALS  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -20,7 +26,8 @@ NEEDLE_BARS = ("turbo4", "k4v3")
 PARTS = ("decode", "prefill")
 HEADER = (
     "cache", "bytes a token", "of reference", "KL decode", "p99", "KL prefill", "p99",
-    "top-1", "perplexity", "needle", "multi", "key-value", "greedy tokens",
+    "top-1", "perplexity", "KL rivals", "top-1", "needle", "multi", "key-value",
+    "greedy tokens",
 )  # fmt: skip
 
 
@@ -88,7 +95,8 @@ def kl(value: float | None) -> str:
 def cells(row: Row, reference: Row) -> list[str]:
     """Returns an arm's figures in the header's order."""
     decode, prefill, tasks = row["decode"], row["prefill"], row["tasks"]
-    stderr = [part["kl_stderr"] for part in (decode, prefill)]
+    rivals = row["rivals"]
+    stderr = [part["kl_stderr"] for part in (decode, prefill, rivals)]
     spread = [f" ± {value:.0e}" if value else "" for value in stderr]
     return [
         f"`{row['arm']}`",
@@ -100,6 +108,8 @@ def cells(row: Row, reference: Row) -> list[str]:
         kl(prefill["kl_p99"]),
         f"{decode['top1']:.2%}",
         f"{decode['perplexity']:.4f}",
+        kl(rivals["kl_mean"]) + spread[2],
+        f"{rivals['top1']:.1%}",
         *(f"{tasks[k]['score']:.1%}" for k in ("needle", "multi_needle", "key_value")),
         f"{row['greedy_prefix']:.1f}",
     ]
@@ -143,7 +153,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"last {plan['decode_steps']} decoded one by one ({positions['decode']:,} "
         f"positions), and all beyond the first chunk prefilled in chunks "
         f"({positions['prefill']:,}). Top-1 agreement and perplexity are those of "
-        "decoding. Greedy tokens: how many of "
+        "decoding. Rivals: the first digit of an answer that weighs "
+        f"{RIVALS} far codes at once, {reference['rivals']['positions']} texts. Greedy "
+        "tokens: how many of "
         f"{plan['continuation_steps']} agree before the first that differs.",
         "",
         *table([list(HEADER), *measured]),

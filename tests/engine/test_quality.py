@@ -220,6 +220,16 @@ def test_divergence(rows: dict[str, dict[str, Any]], part: str):
         assert rows[dtype][part]["kl_mean"] < limit * divergences[0]
 
 
+def test_answers_that_weigh_many_codes_at_once(rows: dict[str, dict[str, Any]]):
+    """They move by more than text does, and not because the two runs differ."""
+    rivals = {arm: rows[arm]["rivals"] for arm in ("auto", "auto:48", *TURBO_DTYPES)}
+    assert all(found["positions"] == 4 for found in rivals.values())
+    for dtype in TURBO_DTYPES:
+        assert rivals[dtype]["kl_mean"] > rows[dtype]["decode"]["kl_mean"]
+        assert rivals["auto:48"]["kl_mean"] < NOISE_SHARE * rivals[dtype]["kl_mean"]
+    assert rivals["auto"]["top1"] == 1
+
+
 def test_needles_are_found(rows: dict[str, dict[str, Any]]):
     for arm in ("auto", "auto:48", "turbo4", "k4v3"):
         needles = rows[arm]["tasks"]["needle"]

@@ -50,6 +50,9 @@ SEVERAL = (
     "What are the {what}s of {names}?",
     "List the {what}s of {names}.",
 )
+# Codes of one name, where all of them count, and how deep in the text they lie.
+RIVALS = 8
+RIVALS_END = 0.9
 LOOK_UP = (
     "What is the value of {name}?",
     "Which value does {name} have?",
@@ -235,12 +238,25 @@ def fact_case(
         FACTS[0].format(what="code", name=n, value=v) for n, v in facts.items()
     ]
     answer = ", ".join(list(facts.values())[:asked])
+    where = [*depths, *(random.random() for _ in range(distractors))]
+    return strewn_case(length, sentences, where, question, answer, random, text)
+
+
+def strewn_case(
+    length: int,
+    sentences: Sequence[str],
+    depths: Sequence[float],
+    question: str,
+    answer: str,
+    random: Random,
+    text: str,
+) -> Case:
+    """Returns facts at their depths in text that fills `length`, and a question."""
     fixed = sum(len(sentence) + 1 for sentence in sentences) + len(question) + 1
     room = length - TURN_TOKENS - len(answer) - fixed
     if room < 0:
-        raise ValueError(f"{length} tokens are too few for {len(facts)} facts")
-    where = [*depths, *(random.random() for _ in range(distractors))]
-    context = strew(cut_text(text, room, random), sentences, where)
+        raise ValueError(f"{length} tokens are too few for {len(sentences)} facts")
+    context = strew(cut_text(text, room, random), sentences, depths)
     return Case("\n".join([*context, "", question]), answer)
 
 
@@ -271,6 +287,28 @@ def multi_needle_case(
     depths = [(i + 0.5) / needles for i in range(needles)]
     random.shuffle(depths)
     return fact_case(length, depths, asked, seed, text, 0)
+
+
+def rival_case(length: int, seed: int, text: str, rivals: int = RIVALS) -> Case:
+    """Returns facts that give one name different codes, and asks for its code.
+
+    What a model answers weighs them all: the codes begin with different digits, so that
+    the distribution of the answer's first digit is one over `rivals` places in the
+    text, at even depths but for the last tenth. No answer is right; the one given here
+    is the first fact's.
+    """
+    random = Random(f"rivals {length} {seed}")
+    pool = Pool(random, True)
+    name = pool.draw(draw_name)
+    digits = random.sample("123456789", rivals)
+    codes = [
+        pool.draw(lambda random, digit=digit: f"{digit}{random.randrange(10**5):05}")
+        for digit in digits
+    ]
+    sentences = [FACTS[0].format(what="code", name=name, value=c) for c in codes]
+    depths = [RIVALS_END * (i + 0.5) / rivals for i in range(rivals)]
+    question = QUESTIONS[0].format(what="code", name=name)
+    return strewn_case(length, sentences, depths, question, codes[0], random, text)
 
 
 def key_value_case(length: int, seed: int) -> Case:

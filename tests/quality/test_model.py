@@ -100,6 +100,22 @@ def test_a_needle_lies_at_its_depth_and_length(length: int, depth: float):
     assert abs(place - depth) < (0.3 if depth == 0.5 else 200 / 512)
 
 
+@pytest.mark.parametrize("length", [512, 4096])
+def test_rivals_are_far_and_begin_with_other_digits(length: int):
+    case = tasks.rival_case(length, 7, TEXT)
+    tokens = len(case.prompt_tokens()) + len(case.answer_tokens())
+    assert length - 2 <= tokens <= length
+    *lines, _, question = case.prompt.split("\n")
+    name = question.removeprefix("What is the code of ").removesuffix("?")
+    facts = [line for line in lines if line.startswith(f"The code of {name} is ")]
+    codes = [fact.removesuffix(".").rpartition(" ")[2] for fact in facts]
+    assert len({code[0] for code in codes}) == len(codes) == tasks.RIVALS
+    assert codes[0] == case.answer
+    assert all(len(code) == 6 and tasks.is_held_out(code) for code in codes)
+    # Between the last of them and the answer lies text.
+    assert len(case.prompt) - case.prompt.index(codes[-1]) > length / 16
+
+
 def test_a_case_is_decided_by_its_seed():
     one, same, other = (tasks.needle_case(512, 0.5, seed, TEXT) for seed in (0, 0, 1))
     assert one == same

@@ -18,7 +18,7 @@ from attention import Cache, LabModel, Reading
 from key_offset_model import DEVICE, rotated_biases, segment_means
 from measure import Comparison
 from report import run_programme
-from variants import Variant, as_fp8, preset
+from variants import Variant, as_fp8, preset, upstream_preset
 
 QUALITY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
@@ -39,7 +39,8 @@ def variants(head_size: int, has_bias: bool) -> list[Variant]:
     Codes of three bits would take a CPU an hour.
     """
     turbo4 = preset("turbo4", head_size, subtracts_mean=has_bias)
-    return [turbo4, Variant("fp8", as_fp8, as_fp8, 2 * head_size)]
+    fp8 = Variant("fp8", as_fp8, as_fp8, 2 * head_size)
+    return [turbo4, fp8, upstream_preset("turboquant_4bit_nc", head_size)]
 
 
 class Subject(NamedTuple):
