@@ -16,9 +16,9 @@
 #
 # architectures compiles every CUDA kernel for every architecture: a minute on 16
 # cores, and no GPU. sanitizer runs store, decode (of drafts too, uniform and ragged),
-# extend (with 32 and with 64 columns) and merge under compute-sanitizer, and makes sure
-# that it finds what is planted for it. defects plants others in the kernels, each by
-# itself, and makes sure that the kernels' tests find them.
+# extend (with 32 and with 64 columns), merge and recent windows under compute-sanitizer,
+# and makes sure that it finds what is planted for it. defects plants others in the
+# kernels, each by itself, and makes sure that the kernels' tests find them.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number.

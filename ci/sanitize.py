@@ -8,8 +8,9 @@
 Steps are as the backend has them: store of a prompt and of new tokens, decode of one
 token and of drafts, uniform and ragged, extend with few and with many queries, merge.
 Each tensor is an allocation of its own size, and scratch is not initialised. Some
-layouts are run once more with an offset of K. With --defect something is wrong that
-the tool that begins its name must find.
+layouts are run once more with an offset of K, and once with a recent window, too, which
+has the tokens of a step before. With --defect something is wrong that the tool that
+begins its name must find.
 """
 
 import argparse
@@ -34,8 +35,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
+    WindowUpdate,
 )
+from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Of each preset and head size one, and both widths.
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4)]
@@ -43,6 +47,30 @@ NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
 DEVICE = torch.device("cuda", 0)
 NUM_SMS = num_compute_units(0)
+
+
+class Case(NamedTuple):
+    """A layout, and what is beside it.
+
+    Attributes:
+        layout: The cache's format.
+        group: Query heads a KV head.
+        has_offset: Whether an offset is taken off K.
+        has_window: Whether sequences have recent windows.
+
+    """
+
+    layout: TurboFormat
+    group: int
+    has_offset: bool = False
+    has_window: bool = False
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.layout.name} {self.layout.head_size}, {self.group} queries a head"
+        )
+        offset = ", with an offset of K" if self.has_offset else ""
+        return text + offset + (" and a recent window" if self.has_window else "")
 
 
 class Batch(NamedTuple):
@@ -66,6 +94,10 @@ class Batch(NamedTuple):
     @property
     def is_uniform(self) -> bool:
         return all(query_len == self.query_len for query_len, _ in self.lens)
+
+    def whole(self) -> "Batch":
+        """Those whose query tokens are all there."""
+        return self._replace(lens=[(q, n) for q, n in self.lens if q <= n])
 
 
 def served_splits(num_seqs: int) -> int:
@@ -115,12 +147,12 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).to(torch.bfloat16).to(DEVICE)
 
 
-def build(cases: list[tuple[TurboFormat, int, bool]]) -> None:
+def build(cases: list[Case]) -> None:
     """Build all modules, at once: the compiler is another process."""
     jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
-        for layout, group, has_offset in cases:
-            for loader in serving_modules(layout, group, 4, 33, DEVICE, has_offset):
+        for layout, group, *options in cases:
+            for loader in serving_modules(layout, group, 4, 33, DEVICE, *options):
                 jobs.append(pool.submit(loader.load))
     for job in jobs:
         job.result()
@@ -149,13 +181,14 @@ def newest_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
 
 
 def filled_cache(
-    layout: TurboFormat, slots: list[torch.Tensor], defect: str | None
+    layout: TurboFormat, slots: list[torch.Tensor], num_more: int, defect: str | None
 ) -> torch.Tensor:
-    """Store prompts. Whole tiles are copied, also what lies past a sequence's end:
-    bytes that are defined, for vLLM allocates caches of zeros. That they change nothing
-    is for test_recycled_bytes_do_not_leak to show.
+    """Store prompts, with so many blocks left behind theirs. Whole tiles are copied,
+    also what lies past a sequence's end: bytes that are defined, for vLLM allocates
+    caches of zeros. That they change nothing is for
+    test_recycled_bytes_do_not_leak to show.
     """
-    num_blocks = sum(math.ceil(len(own) / BLOCK_SIZE) for own in slots)
+    num_blocks = sum(math.ceil(len(own) / BLOCK_SIZE) for own in slots) + num_more
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layout.slot_size)
     make = torch.empty if defect == "initcheck-pages" else torch.zeros
     cache = make(shape, dtype=torch.uint8, device=DEVICE)
@@ -170,36 +203,92 @@ def filled_cache(
     return cache
 
 
-def run(
-    layout: TurboFormat, group: int, has_offset: bool, batch: Batch, defect: str | None
-) -> None:
+def start_windows(
+    case: Case,
+    cache: torch.Tensor,
+    batch: Batch,
+    slots: list[torch.Tensor],
+    table: torch.Tensor,
+    key_offset: torch.Tensor | None,
+) -> RecentWindow:
+    """The sequences' windows, in the cache's last blocks, after a step that has stored
+    the tokens before the query tokens, as many as there are rows.
+    """
+    layout = case.layout
+    window_format = WindowFormat(layout, BLOCK_SIZE)
+    num_seqs, num_rows = len(batch.lens), window_format.num_rows
+    blocks = torch.arange(cache.shape[0] - num_seqs, cache.shape[0], dtype=torch.int32)
+    window = RecentWindow(
+        cache,
+        blocks.to(DEVICE),
+        torch.empty(num_seqs, dtype=torch.int32, device=DEVICE),
+        window_format,
+        num_rows,
+    )
+    before = [length - query_len for query_len, length in batch.lens]
+    prior = [own[max(n - num_rows, 0) : n] for n, own in zip(before, slots)]
+    starts = torch.tensor([0, *(len(own) for own in prior)]).cumsum(0).int()
+    lengths = torch.tensor(before, dtype=torch.int32).to(DEVICE)
+    key, value = (
+        random(int(starts[-1]), NUM_KV_HEADS, layout.head_size) for _ in range(2)
+    )
+    device_starts = starts.to(DEVICE)
+    offset = None
+    if key_offset is not None:
+        offset = KeyOffset(key_offset, lengths, device_starts)
+    cuda_store.store(
+        cache,
+        torch.cat(prior).to(DEVICE),
+        key,
+        value,
+        layout,
+        key_offset=offset,
+        window=WindowUpdate(window, table, lengths, device_starts),
+    )
+    return window
+
+
+def run(case: Case, batch: Batch, defect: str | None) -> None:
     """Store, then attend with several numbers of splits, to newest tokens too."""
-    size, num_heads = layout.head_size, group * NUM_KV_HEADS
+    layout = case.layout
+    size, num_heads = layout.head_size, case.group * NUM_KV_HEADS
+    if case.has_window:
+        batch = batch.whole()
     seq_lens = [length for _, length in batch.lens]
     slots, table = slots_and_table(seq_lens)
-    cache = filled_cache(layout, slots, defect)
+    num_windows = len(seq_lens) if case.has_window else 0
+    cache = filled_cache(layout, slots, num_windows, defect)
     if defect == "memcheck-page":
         table[-1, math.ceil(seq_lens[-1] / BLOCK_SIZE) - 1] = cache.shape[0]
     query_lens = torch.tensor([query_len for query_len, _ in batch.lens])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
     num_tokens, num_seqs = int(starts[-1]), len(seq_lens)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    device_starts = None if batch.is_uniform else starts.int().to(DEVICE)
+    some_starts = starts.int().to(DEVICE)
     query = random(num_tokens, num_heads, size)
     key, value = (random(num_tokens, NUM_KV_HEADS, size) for _ in range(2))
     new_slots = newest_slots(batch, slots)
     device_table, device_lens = table.to(DEVICE), lengths.to(DEVICE)
     sequences = DecodeBatch(
-        num_seqs, device_table, device_lens, batch.query_len, device_starts
+        num_seqs,
+        device_table,
+        device_lens,
+        batch.query_len,
+        None if batch.is_uniform else some_starts,
     )
-    key_offset = offset = None
-    if has_offset:
+    key_table = key_offset = offset = window = update = None
+    if case.has_offset:
         # Of two segments, and so of what lies beyond them, too.
-        table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
-        key_offset = KeyOffset(table, device_lens, starts.int().to(DEVICE))
-        offset = OffsetScores(query, table, size**-0.5)
+        key_table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
+        key_offset = KeyOffset(key_table, device_lens, some_starts)
+        offset = OffsetScores(query, key_table, size**-0.5)
+    newest = NewestTokens(query, key, value, size**-0.5)
+    if case.has_window:
+        window = start_windows(case, cache, batch, slots, device_table, key_table)
+        update = WindowUpdate(window, device_table, device_lens, some_starts)
     for num_splits in batch.splits:
-        for newest in (None, NewestTokens(query, key, value, size**-0.5)):
+        # Where there is a window, the newest token is seen as it is.
+        for own_newest in (newest,) if case.has_window else (None, newest):
             rotated = RotatedQuery(
                 torch.empty_like(query, dtype=torch.float16),
                 torch.empty(num_tokens, num_heads, device=DEVICE),
@@ -220,13 +309,23 @@ def run(
                 rotated,
                 size**-0.5,
                 key_offset,
+                update,
             )
-            batch.attend(
-                rotated, cache, layout, sequences, partials, output, newest, offset
-            )
+            attended = partials, output, own_newest, offset, window
+            batch.attend(rotated, cache, layout, sequences, *attended)
             result = output.cpu()
             if defect is None:
                 check(batch, starts, result)
+                if window is not None:
+                    check_window(batch, window)
+
+
+def check_window(batch: Batch, window: RecentWindow) -> None:
+    """Each has the rows that the step before has written and this one has not taken."""
+    for (query_len, length), packed in zip(batch.lens, window.packed_lens.tolist()):
+        rows = max(window.format.num_rows - query_len, 0)
+        wanted = min(length - query_len, rows)
+        assert length - packed == wanted, (query_len, length, packed)
 
 
 def check(batch: Batch, starts: torch.Tensor, output: torch.Tensor) -> None:
@@ -256,18 +355,17 @@ def main() -> None:
     if args.all and not args.defect:
         sizes = cuda_decode.SUPPORTED_HEAD_SIZES
         chosen = [(n, d, g) for n in TURBO_PRESETS for d in sizes for g in (4, 8)]
-    cases = [(TurboFormat.from_cache_dtype(n, d), g, False) for n, d, g in chosen]
+    cases = [Case(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in chosen]
     if not args.defect:
-        cases += [(TurboFormat.from_cache_dtype(n, d), g, True) for n, d, g in SOME]
+        some = [(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in SOME]
+        cases += [Case(*case, has_offset=True) for case in some]
+        cases += [Case(*case, has_offset=True, has_window=True) for case in some]
     build(cases)
-    for layout, group, has_offset in cases:
-        for name, batch in batches(has_offset).items():
+    for case in cases:
+        for name, batch in batches(case.has_offset).items():
             if name in WATCHED.get(args.defect, [name]):
-                run(layout, group, has_offset, batch, args.defect)
-        end = ", with an offset of K" if has_offset else ""
-        print(
-            f"{layout.name} {layout.head_size}, {group} queries a head{end}", flush=True
-        )
+                run(case, batch, args.defect)
+        print(case, flush=True)
 
 
 if __name__ == "__main__":
