@@ -5,19 +5,16 @@
 Writes key_offset_model.json and key_offset_model.md: KL divergence of needle-qwen2's
 predictions from those on exact K and V, everything read from the cache, with nothing
 taken off, with the mean of the rotated bias over segments as they are served, and with
-the rotated bias of each position; these two also where the newest tokens are seen as
-they are; and with V's bias taken off, too, before V is stored.
+the rotated bias of each position.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from attention import Cache, LabModel, Reading
+from attention import Cache, LabModel
 from measure import Comparison
 from report import run_programme
-from variants import Variant, preset
+from variants import preset
 
 from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
 
@@ -28,8 +25,6 @@ TEXTS = 3
 LENGTH = 6144
 # Positions before are not counted.
 FIRST = 1024
-# Of the newest tokens, as many as a recent window of turbo4 has rows.
-WINDOW = 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -49,48 +44,16 @@ def rotated_biases(lab: LabModel, num_tokens: int) -> list[torch.Tensor]:
     return biases
 
 
-def segment_means(biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean of each segment, at all of its positions."""
+def segment_means(
+    biases: list[torch.Tensor], length: int = OFFSET_SEGMENT
+) -> list[torch.Tensor]:
+    """The mean of each segment of so many positions, at all of them."""
     return [
         torch.cat(
-            [
-                x.mean(1, keepdim=True).expand_as(x)
-                for x in each.split(OFFSET_SEGMENT, 1)
-            ],
-            1,
+            [x.mean(1, keepdim=True).expand_as(x) for x in each.split(length, 1)], 1
         )
         for each in biases
     ]
-
-
-@dataclass
-class Offset:
-    """What is taken off what is stored.
-
-    Attributes:
-        means: (H, T, D) a layer, off K; empty for nothing.
-        window: So many newest tokens are seen as they are.
-        has_values: Whether V's bias is taken off, too.
-
-    """
-
-    means: Sequence[torch.Tensor] = ()
-    window: int = 0
-    has_values: bool = False
-
-    def layers(self, name: str, lab: LabModel) -> list[Variant]:
-        """Returns each layer's cache under a preset."""
-        own = preset(name, lab.head_size, subtracts_mean=bool(self.means))
-        if not self.has_values:
-            return [own] * lab.num_layers
-        biases = [
-            layer.self_attn.v_proj.bias.detach().view(-1, 1, lab.head_size)
-            for layer in lab.model.model.layers
-        ]
-        return [
-            replace(own, value=lambda value, bias=bias: own.value(value - bias) + bias)
-            for bias in biases
-        ]
 
 
 def measure() -> list[dict]:
@@ -98,26 +61,17 @@ def measure() -> list[dict]:
     text = (QUALITY / "heldout.txt").read_bytes()
     step = len(text) // TEXTS
     texts = [list(text[i * step : i * step + LENGTH]) for i in range(TEXTS)]
-    exact_biases = rotated_biases(lab, LENGTH)
-    served = segment_means(exact_biases)
-    offsets = {
-        "nothing": Offset(),
-        "segments": Offset(served),
-        "exact": Offset(exact_biases),
-        f"segments, {WINDOW} newest as they are": Offset(served, WINDOW),
-        f"exact, {WINDOW} newest as they are": Offset(exact_biases, WINDOW),
-        "segments, V's bias": Offset(served, has_values=True),
-    }
+    biases = rotated_biases(lab, LENGTH)
+    offsets = {"nothing": [], "segments": segment_means(biases), "exact": biases}
     rows = []
     for name in PRESETS:
         row: dict = {"preset": name}
         comparisons = {kind: Comparison() for kind in offsets}
         for tokens in (torch.tensor([text], device=DEVICE) for text in texts):
             exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-            for kind, offset in offsets.items():
-                reading = Reading(window=offset.window)
-                layers = offset.layers(name, lab)
-                cache = Cache(layers, reading, means=offset.means)
+            for kind, means in offsets.items():
+                variant = preset(name, lab.head_size, subtracts_mean=bool(means))
+                cache = Cache([variant] * lab.num_layers, means=means)
                 comparisons[kind].add(exact, lab.log_probs(tokens, cache), tokens)
             print(f"{name}: a text", flush=True)
         for kind, comparison in comparisons.items():
@@ -129,7 +83,7 @@ def measure() -> list[dict]:
 def markdown(rows: list[dict]) -> str:
     kinds = [kind for kind in rows[0] if kind != "preset"]
     lines = [
-        "# What biases cost a trained model, by what is taken off",
+        "# What biases of K cost a trained model, by what is taken off",
         "",
         f"needle-qwen2, {TEXTS} texts of {LENGTH} bytes, the first {FIRST} positions "
         f"not counted; fp32 on {DEVICE}; KL in millinats a token with the standard "
