@@ -97,7 +97,7 @@ class Cases:
     def longest(self) -> int:
         """Returns the tokens that the longest sequence has at its end."""
         tasks = (len(task["prompt"]) + len(task["answer"]) for task in self.tasks)
-        return max(self.plan.context + 1, *tasks)
+        return max(self.plan.context + 1, *tasks, *map(len, self.rivals))
 
     def for_child(self) -> dict[str, Any]:
         return {

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import quality  # noqa: E402
-from quality_cases import MODEL, Vocabulary, cut  # noqa: E402
+from quality_cases import (  # noqa: E402
+    HELD_OUT,
+    MODEL,
+    Vocabulary,
+    build_cases,
+    cut,
+)
 from quality_metrics import (  # noqa: E402
     common_prefix,
     compare,
@@ -127,6 +134,16 @@ def test_texts_share_no_token():
     assert sorted(sum(texts, [])) == sorted(set(sum(texts, [])))
     with pytest.raises(ValueError, match="100 tokens"):
         cut(list(range(100)), 4, 30)
+
+
+@pytest.mark.parametrize("name", ["needle-qwen3", "needle-llama"])
+def test_engines_have_room_for_all_cases(name: str):
+    model = MODEL.with_name(name)
+    cases = build_cases(HELD_OUT, replace(quality.QUICK, cases=0), 0, model)
+    assert len(cases.rivals) == quality.QUICK.rivals
+    assert cases.longest() >= max(map(len, cases.rivals))
+    # The digit is of the first of the codes.
+    assert all(Vocabulary(model).decode(x[-1:]).isdigit() for x in cases.rivals)
 
 
 def test_arms_are_named_on_the_command_line():
