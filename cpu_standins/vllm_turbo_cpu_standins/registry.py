@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_turbo_cpu_standins import attention, drafting, linear, paging, sampling
+from vllm_turbo_cpu_standins import (
+    attention,
+    convolution,
+    drafting,
+    linear,
+    paging,
+    sampling,
+)
 
 # Schemas as csrc/cpu/torch_bindings.cpp declares them: callers pass by position.
 STANDINS: dict[str, tuple[str, Callable]] = {
@@ -65,6 +72,12 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "(Tensor(a0!) out, Tensor(a1) mat1, Tensor(a2) mat2, Tensor(a3)? bias, "
         "bool is_vnni) -> ()",
         linear.weight_packed_linear,
+    ),
+    "causal_conv1d_update_cpu_vec": (
+        "(Tensor(a0!) x, Tensor(a1!) conv_state, Tensor weight, Tensor? bias, "
+        "str? activation, Tensor? conv_state_indices, Tensor? query_start_loc, "
+        "SymInt pad_slot_id) -> Tensor",
+        convolution.update_state,
     ),
     "get_scheduler_metadata": (
         "(int num_req, int num_heads_q, int num_heads_kv, int head_dim, "

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -280,8 +281,11 @@ def pages(worker: Any) -> dict[str, tuple[int, bool]]:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for layer in group.layer_names:
             spec = specs.get(layer, group.kv_cache_spec)
-            padded = spec.page_size_bytes > spec.unpadded_page_size_bytes
-            found[layer] = (spec.page_size_bytes, padded)
+            if isinstance(spec, MambaSpec):
+                content = spec.real_page_size_bytes
+            else:
+                content = spec.unpadded_page_size_bytes
+            found[layer] = (spec.page_size_bytes, spec.page_size_bytes > content)
     return found
 
 

@@ -229,3 +229,42 @@ def test_room_for_more_drafts(ops, shift: bool):
     length = num_new // 2
     assert positions.tolist() == [*range(5, 5 + length), *range(length - 1), 0]
     assert places.tolist() == ([0, 1, 2, 4, 5, 6] if shift else [0] * 6)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("query_lens", [None, [1, 3, 0, 2]])
+def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
+    """As over all of each sequence at once; padding has no output and no state."""
+    torch.manual_seed(0)
+    dim, width, before = 6, 3, 5
+    lens = query_lens or [1] * 4
+    slots, padding = torch.tensor([2, 0, 4, 5]), 0
+    weight, bias = torch.randn(dim, width), torch.randn(dim)
+    sequences = [torch.randn(dim, before + new) for new in lens]
+    state = torch.randn(6, dim, width - 1)
+    for slot, sequence in zip(slots, sequences):
+        state[slot] = sequence[:, before - width + 1 : before]
+    unused = state[[0, 1, 3]].clone()
+    x = torch.cat([sequence[:, before:].T for sequence in sequences])
+    starts = None
+    if query_lens is not None:
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+    output = ops.causal_conv1d_update_cpu_vec(
+        x.clone(), state, weight, bias, activation, slots, starts, padding
+    )
+    expected = []
+    for slot, sequence, new in zip(slots.tolist(), sequences, lens):
+        sums = torch.stack(
+            [
+                (sequence[:, end - width + 1 : end + 1] * weight).sum(1) + bias
+                for end in range(before, before + new)
+            ]
+            or [torch.empty(0, dim)]
+        ).view(new, dim)
+        if activation == "silu":
+            sums = sums * torch.sigmoid(sums)
+        expected.append(sums if slot != padding else torch.zeros(new, dim))
+        if slot != padding:
+            torch.testing.assert_close(state[slot], sequence[:, -width + 1 :])
+    torch.testing.assert_close(output, torch.cat(expected))
+    assert torch.equal(state[[0, 1, 3]], unused)
