@@ -26,6 +26,8 @@ PROMPTS = [
 SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
 NUM_SCARCE_BLOCKS = 9
 CHUNK = 48
+# Tokens that a hit within a block comes in steps of.
+UNIT = 16
 # Nats at any position: a code that flips by rounding, of many. See test_engine.py.
 KL_TOLERANCE = {"auto": 1e-6, "turbo4": 1e-3}
 
@@ -49,10 +51,12 @@ def engines(dtype: str) -> dict[str, Engine]:
         return Call(prompts, NUM_GENERATED, one_by_one=one_by_one)
 
     alone = call(PROMPTS + SCARCE, one_by_one=True)
+    within = cached | {"prefix_match_unit": UNIT}
     scarce = {"num_gpu_blocks_override": NUM_SCARCE_BLOCKS}
     return {
         "plain": Engine(common, {"alone": alone, "batched": call()}),
         "prefix": Engine(common | cached, {"cold": call(), "warm": call()}),
+        "within": Engine(common | within, {"cold": call(), "warm": call()}),
         "chunked": Engine(common | chunks, {"chunked": call()}),
         "scarce": Engine(common | scarce, {"scarce": call(SCARCE)}),
         "zeroed": Engine(common, {"batched": call()}, zero_attention=True),
@@ -116,6 +120,16 @@ def test_prefix_hits(outcome: Outcome):
     cached = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
     assert [request["num_cached_tokens"] for request in warm] == cached
     assert max(outcome.divergences("prefix", "warm")) < outcome.tolerance
+
+
+def test_hits_within_a_block(outcome: Outcome):
+    """The block that a hit ends in is copied, state and pages."""
+    assert max(outcome.divergences("within", "cold")) < outcome.tolerance
+    warm = outcome.call("within", "warm")["requests"]
+    cached = [request["num_cached_tokens"] for request in warm]
+    assert all(num % UNIT == 0 for num in cached)
+    assert sum(num % BLOCK > 0 for num in cached) >= 2
+    assert max(outcome.divergences("within", "warm")) < outcome.tolerance
 
 
 def test_chunked_prefill(outcome: Outcome):
