@@ -95,7 +95,7 @@ def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=KL_TOLERANCE)
-def outcome(
+def hybrid(
     request: pytest.FixtureRequest,
     jobs: Jobs,
     lfm2: Path,
@@ -107,43 +107,43 @@ def outcome(
     return Outcome(dtype, run.result())
 
 
-def test_batched_as_alone(outcome: Outcome):
-    first_step = outcome.call("plain", "batched")["steps"][0]
+def test_batched_as_alone(hybrid: Outcome):
+    first_step = hybrid.call("plain", "batched")["steps"][0]
     assert first_step == [[len(prompt), 0] for prompt in PROMPTS]
-    assert max(outcome.divergences("plain", "batched")) < outcome.tolerance
+    assert max(hybrid.divergences("plain", "batched")) < hybrid.tolerance
 
 
-def test_prefix_hits(outcome: Outcome):
+def test_prefix_hits(hybrid: Outcome):
     """Pages and the state at their end; the last token is always computed."""
-    assert max(outcome.divergences("prefix", "cold")) < outcome.tolerance
-    warm = outcome.call("prefix", "warm")["requests"]
+    assert max(hybrid.divergences("prefix", "cold")) < hybrid.tolerance
+    warm = hybrid.call("prefix", "warm")["requests"]
     cached = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
     assert [request["num_cached_tokens"] for request in warm] == cached
-    assert max(outcome.divergences("prefix", "warm")) < outcome.tolerance
+    assert max(hybrid.divergences("prefix", "warm")) < hybrid.tolerance
 
 
-def test_hits_within_a_block(outcome: Outcome):
+def test_hits_within_a_block(hybrid: Outcome):
     """The block that a hit ends in is copied, state and pages."""
-    assert max(outcome.divergences("within", "cold")) < outcome.tolerance
-    warm = outcome.call("within", "warm")["requests"]
+    assert max(hybrid.divergences("within", "cold")) < hybrid.tolerance
+    warm = hybrid.call("within", "warm")["requests"]
     cached = [request["num_cached_tokens"] for request in warm]
     assert all(num % UNIT == 0 for num in cached)
     assert sum(num % BLOCK > 0 for num in cached) >= 2
-    assert max(outcome.divergences("within", "warm")) < outcome.tolerance
+    assert max(hybrid.divergences("within", "warm")) < hybrid.tolerance
 
 
-def test_chunked_prefill(outcome: Outcome):
-    steps = outcome.call("chunked", "chunked")["steps"]
+def test_chunked_prefill(hybrid: Outcome):
+    steps = hybrid.call("chunked", "chunked")["steps"]
     assert sum(new > 1 and computed > 0 for step in steps for new, computed in step) > 3
-    assert max(outcome.divergences("chunked", "chunked")) < outcome.tolerance
+    assert max(hybrid.divergences("chunked", "chunked")) < hybrid.tolerance
 
 
-def test_preemption(outcome: Outcome):
-    assert outcome.call("scarce", "scarce")["num_preemptions"] > 0
-    divergences = outcome.divergences("scarce", "scarce", SCARCE)
-    assert max(divergences) < outcome.tolerance
+def test_preemption(hybrid: Outcome):
+    assert hybrid.call("scarce", "scarce")["num_preemptions"] > 0
+    divergences = hybrid.divergences("scarce", "scarce", SCARCE)
+    assert max(divergences) < hybrid.tolerance
 
 
-def test_attention_decides_every_answer(outcome: Outcome):
+def test_attention_decides_every_answer(hybrid: Outcome):
     """Guards the tests above: were attention ignored, they would all pass."""
-    assert min(outcome.divergences("zeroed", "batched")) > 100 * outcome.tolerance
+    assert min(hybrid.divergences("zeroed", "batched")) > 100 * hybrid.tolerance
