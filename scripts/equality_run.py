@@ -64,7 +64,9 @@ def drafter_args(mode: Mode, folder: Path, model: Path) -> dict[str, Any]:
     return {"speculative_config": speculative, "hf_overrides": HEAD | overrides}
 
 
-def attention_config(dtype: str, prefill: str, has_window: bool) -> dict[str, Any]:
+def attention_config(
+    dtype: str, prefill: str, has_window: bool = False
+) -> dict[str, Any]:
     """Returns vLLM's `attention_config` of a cache dtype."""
     if dtype not in TURBO_DTYPES:
         return {}

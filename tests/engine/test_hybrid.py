@@ -29,7 +29,7 @@ CHUNK = 48
 # Tokens that a hit within a block comes in steps of.
 UNIT = 16
 # Nats at any position: a code that flips by rounding, of many. See test_engine.py.
-KL_TOLERANCE = {"auto": 1e-6, "turbo4": 1e-3}
+KL_TOLERANCE = {"turbo4": 1e-3}
 
 
 def engines(dtype: str) -> dict[str, Engine]:
