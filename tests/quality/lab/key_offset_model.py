@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from attention import Cache, LabModel
-from measure import Comparison
-from report import run_programme
+from measure import compare
+from report import kl_cell, run_programme, table
 from variants import preset
 
 from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
@@ -56,27 +56,28 @@ def segment_means(
     ]
 
 
+def held_out_bytes(num_texts: int, length: int) -> list[torch.Tensor]:
+    """Held-out texts of so many bytes, (1, T) each."""
+    text = (QUALITY / "heldout.txt").read_bytes()
+    step = len(text) // num_texts
+    starts = [i * step for i in range(num_texts)]
+    return [torch.tensor([list(text[i : i + length])], device=DEVICE) for i in starts]
+
+
 def measure() -> list[dict]:
     lab = LabModel(MODEL, DEVICE)
-    text = (QUALITY / "heldout.txt").read_bytes()
-    step = len(text) // TEXTS
-    texts = [list(text[i * step : i * step + LENGTH]) for i in range(TEXTS)]
+    texts = held_out_bytes(TEXTS, LENGTH)
     biases = rotated_biases(lab, LENGTH)
     offsets = {"nothing": [], "segments": segment_means(biases), "exact": biases}
     rows = []
     for name in PRESETS:
-        row: dict = {"preset": name}
-        comparisons = {kind: Comparison() for kind in offsets}
-        for tokens in (torch.tensor([text], device=DEVICE) for text in texts):
-            exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-            for kind, means in offsets.items():
-                variant = preset(name, lab.head_size, subtracts_mean=bool(means))
-                cache = Cache([variant] * lab.num_layers, means=means)
-                comparisons[kind].add(exact, lab.log_probs(tokens, cache), tokens)
-            print(f"{name}: a text", flush=True)
-        for kind, comparison in comparisons.items():
-            row[kind] = comparison.figures(slice(FIRST, LENGTH - 1))
-        rows.append(row)
+        caches = {}
+        for kind, means in offsets.items():
+            variant = preset(name, lab.head_size, subtracts_mean=bool(means))
+            caches[kind] = Cache([variant] * lab.num_layers, means=means)
+        figures = compare(lab, texts, caches, slice(FIRST, LENGTH - 1))
+        rows.append({"preset": name} | figures)
+        print(name, flush=True)
     return rows
 
 
@@ -90,15 +91,11 @@ def markdown(rows: list[dict]) -> str:
         f"error of the mean. Segments are of {OFFSET_SEGMENT}. Written by "
         "`tests/quality/lab/key_offset_model.py`.",
         "",
-        "| preset | " + " | ".join(kinds) + " |",
-        "|---" * (len(kinds) + 1) + "|",
     ]
-    for row in rows:
-        cells = [
-            f"{1e3 * row[kind]['kl']:.1f} ± {1e3 * row[kind]['kl_error']:.1f}"
-            for kind in kinds
-        ]
-        lines.append(f"| {row['preset']} | " + " | ".join(cells) + " |")
+    cells = [
+        [row["preset"], *(kl_cell(row[kind], 1) for kind in kinds)] for row in rows
+    ]
+    lines += table([["preset", *kinds], *cells])
     return "\n".join(lines) + "\n"
 
 

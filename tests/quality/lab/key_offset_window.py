@@ -11,11 +11,16 @@ too, before V is stored.
 
 from dataclasses import replace
 
-import torch
 from attention import Cache, LabModel, Reading
-from key_offset_model import DEVICE, MODEL, QUALITY, rotated_biases, segment_means
-from measure import Comparison
-from report import run_programme
+from key_offset_model import (
+    DEVICE,
+    MODEL,
+    held_out_bytes,
+    rotated_biases,
+    segment_means,
+)
+from measure import compare
+from report import kl_cell, run_programme, table
 from variants import Variant, preset
 
 from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
@@ -44,9 +49,6 @@ def without_value_bias(lab: LabModel, own: Variant) -> list[Variant]:
 
 def measure() -> list[dict]:
     lab = LabModel(MODEL, DEVICE)
-    text = (QUALITY / "heldout.txt").read_bytes()
-    step = len(text) // TEXTS
-    texts = [list(text[i * step : i * step + LENGTH]) for i in range(TEXTS)]
     biases = rotated_biases(lab, LENGTH)
     own = preset(PRESET, lab.head_size, subtracts_mean=True)
     layers = [own] * lab.num_layers
@@ -62,21 +64,17 @@ def measure() -> list[dict]:
             served,
         ),
     }
-    all_tokens = [torch.tensor([tokens], device=DEVICE) for tokens in texts]
-    nothing = Cache([None] * lab.num_layers)
-    exact = [lab.log_probs(tokens, nothing) for tokens in all_tokens]
-    rows = []
-    for kind, (variants, means) in kinds.items():
-        row: dict = {"offset": kind}
-        for window in WINDOWS:
-            comparison = Comparison()
-            for tokens, expected in zip(all_tokens, exact, strict=True):
-                cache = Cache(variants, Reading(window=window), means=means)
-                comparison.add(expected, lab.log_probs(tokens, cache), tokens)
-            row[str(window)] = comparison.figures(slice(FIRST, LENGTH - 1))
-        rows.append(row)
-        print(kind, flush=True)
-    return rows
+    caches = {
+        (kind, window): Cache(variants, Reading(window=window), means=means)
+        for kind, (variants, means) in kinds.items()
+        for window in WINDOWS
+    }
+    texts = held_out_bytes(TEXTS, LENGTH)
+    figures = compare(lab, texts, caches, slice(FIRST, LENGTH - 1))
+    return [
+        {"offset": kind} | {str(window): figures[kind, window] for window in WINDOWS}
+        for kind in kinds
+    ]
 
 
 def markdown(rows: list[dict]) -> str:
@@ -90,16 +88,16 @@ def markdown(rows: list[dict]) -> str:
         f"{OFFSET_SEGMENT} are served. Written by "
         "`tests/quality/lab/key_offset_window.py`.",
         "",
-        "| taken off | " + " | ".join(map(str, WINDOWS)) + " |",
-        "|---" * (len(WINDOWS) + 1) + "|",
     ]
-    for row in rows:
-        cells = [
-            f"{1e3 * row[str(w)]['kl']:.2f} ± {1e3 * row[str(w)]['kl_error']:.2f}, "
-            f"{row[str(w)]['kl'] / rows[0][str(w)]['kl']:.2f}"
-            for w in WINDOWS
-        ]
-        lines.append(f"| {row['offset']} | " + " | ".join(cells) + " |")
+
+    def cell(figures: dict[str, float], exact: dict[str, float]) -> str:
+        return f"{kl_cell(figures)}, {figures['kl'] / exact['kl']:.2f}"
+
+    cells = [
+        [row["offset"], *(cell(row[str(w)], rows[0][str(w)]) for w in WINDOWS)]
+        for row in rows
+    ]
+    lines += table([["taken off", *WINDOWS], *cells])
     return "\n".join(lines) + "\n"
 
 

@@ -3,9 +3,14 @@
 """How far a model's predictions moved: divergence, perplexity, agreement."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+from attention import Cache, LabModel
+
+Key = TypeVar("Key")
 
 
 def kl_divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -56,6 +61,29 @@ class Comparison:
             "perplexity": math.expm1(loss),
             "agreement": agreement,
         }
+
+
+def compare(
+    lab: LabModel,
+    texts: Iterable[torch.Tensor],
+    caches: Mapping[Key, Cache],
+    positions: slice,
+) -> dict[Key, dict[str, float]]:
+    """Figures of caches: a model's predictions on each against those on exact K and V.
+
+    Args:
+        lab: The model.
+        texts: (1, T) each.
+        caches: What K and V are read from.
+        positions: Which of each text are counted.
+
+    """
+    comparisons = {key: Comparison() for key in caches}
+    for tokens in texts:
+        exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
+        for key, cache in caches.items():
+            comparisons[key].add(exact, lab.log_probs(tokens, cache), tokens)
+    return {key: each.figures(positions) for key, each in comparisons.items()}
 
 
 def percentile(x: torch.Tensor, share: float) -> float:

@@ -4,10 +4,22 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+
+
+def kl_cell(figures: dict[str, float], digits: int = 2) -> str:
+    """A divergence in millinats with the standard error of its mean."""
+    return f"{1e3 * figures['kl']:.{digits}f} ± {1e3 * figures['kl_error']:.{digits}f}"
+
+
+def table(rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown, of its head and its rows."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    num_columns = lines[0].count(" | ") + 1
+    return [lines[0], "|---" * num_columns + "|", *lines[1:]]
 
 
 def write_results(folder: Path, name: str, figures: dict, tables: str) -> None:

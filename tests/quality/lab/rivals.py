@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from attention import Cache, Reading
 from measure import Comparison
-from report import run_programme
+from report import kl_cell, run_programme, table
 from windows import MODEL, MODELS, load_subject, variants
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -91,18 +91,18 @@ def markdown(rows: list[dict]) -> str:
         f"{torch.tensor(RIVALS).log().item():.2f}). Written by "
         "`tests/quality/lab/rivals.py`.",
         "",
-        "| model | probability | spread | cache | " + " | ".join(map(str, WINDOWS)),
-        "|---" * (len(WINDOWS) + 4) + "|",
     ]
-    lines[-2] += " |"
-    for row in rows:
-        cells = [
-            f"{1e3 * row[str(w)]['kl']:.1f} ± {1e3 * row[str(w)]['kl_error']:.1f}, "
-            f"{100 * row[str(w)]['agreement']:.0f} %"
-            for w in WINDOWS
-        ]
-        head = f"| {row['model']} | {row['digits']:.2f} | {row['entropy']:.2f} "
-        lines.append(f"{head}| {row['cache']} | " + " | ".join(cells) + " |")
+
+    def cell(figures: dict[str, float]) -> str:
+        return f"{kl_cell(figures, 1)}, {100 * figures['agreement']:.0f} %"
+
+    head = ["model", "probability", "spread", "cache", *WINDOWS]
+    cells = [
+        [row["model"], f"{row['digits']:.2f}", f"{row['entropy']:.2f}", row["cache"]]
+        + [cell(row[str(w)]) for w in WINDOWS]
+        for row in rows
+    ]
+    lines += table([head, *cells])
     return "\n".join(lines) + "\n"
 
 

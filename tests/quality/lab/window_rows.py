@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from attention import Cache, Reading
 from key_offset_model import DEVICE
-from measure import Comparison
-from report import run_programme
+from measure import compare
+from report import kl_cell, run_programme, table
 from variants import Variant, as_bfloat16, identity, preset
 from windows import MODELS, load_subject
 
@@ -64,20 +64,17 @@ def measure_model(name: str) -> list[dict]:
     lab, texts, means = load_subject(name, TEXTS, LENGTH)
     has_bias = bool(means)
     layers = [preset("turbo4", lab.head_size, subtracts_mean=has_bias)] * lab.num_layers
-    comparisons = {rows: Comparison() for rows in ROWS}
     counts = {rows: num_rows(lab.head_size, bits) for rows, (_, bits) in ROWS.items()}
-    for tokens in texts:
-        exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-        for rows, (hold, _) in ROWS.items():
-            window = Variant(rows, hold, hold, 0, subtracts_mean=has_bias)
-            reading = Reading(window=counts[rows])
-            cache = Cache(layers, reading, means=means, window=window)
-            comparisons[rows].add(exact, lab.log_probs(tokens, cache), tokens)
+    caches = {}
+    for rows, (hold, _) in ROWS.items():
+        window = Variant(rows, hold, hold, 0, subtracts_mean=has_bias)
+        reading = Reading(window=counts[rows])
+        caches[rows] = Cache(layers, reading, means=means, window=window)
+    by_rows = compare(lab, texts, caches, slice(FIRST, LENGTH - 1))
     print(name, flush=True)
     return [
-        {"model": name, "rows": rows, "count": counts[rows]}
-        | comparison.figures(slice(FIRST, LENGTH - 1))
-        for rows, comparison in comparisons.items()
+        {"model": name, "rows": rows, "count": counts[rows]} | figures
+        for rows, figures in by_rows.items()
     ]
 
 
@@ -94,16 +91,15 @@ def markdown(rows: list[dict]) -> str:
         "mean, and how many rows there are; other tokens are as turbo4 stores them. "
         "Written by `tests/quality/lab/window_rows.py`.",
         "",
-        "| model | " + " | ".join(ROWS) + " |",
-        "|---" * (len(ROWS) + 1) + "|",
     ]
-    for name in MODELS:
-        cells = [
-            f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f} ({row['count']})"
-            for row in rows
-            if row["model"] == name
+    cells = [
+        [
+            name,
+            *(f"{kl_cell(x)} ({x['count']})" for x in rows if x["model"] == name),
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        for name in MODELS
+    ]
+    lines += table([["model", *ROWS], *cells])
     return "\n".join(lines) + "\n"
 
 

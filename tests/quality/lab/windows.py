@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from attention import Cache, LabModel, Reading
 from key_offset_model import DEVICE, rotated_biases, segment_means
-from measure import Comparison
-from report import run_programme
+from measure import compare
+from report import kl_cell, run_programme, table
 from variants import Variant, as_fp8, preset, upstream_preset
 
 QUALITY = Path(__file__).resolve().parents[1]
@@ -73,17 +73,13 @@ def measure_model(name: str) -> list[dict]:
     lab, texts, means = load_subject(name, TEXTS, LENGTH)
     rows = []
     for variant in variants(lab.head_size, bool(means)):
-        comparisons = {window: Comparison() for window in WINDOWS}
-        for tokens in texts:
-            exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-            for window, comparison in comparisons.items():
-                layers = [variant] * lab.num_layers
-                cache = Cache(layers, Reading(window=window), means=means)
-                comparison.add(exact, lab.log_probs(tokens, cache), tokens)
-        row: dict = {"model": name, "cache": variant.name}
-        for window, comparison in comparisons.items():
-            row[str(window)] = comparison.figures(slice(FIRST, LENGTH - 1))
-        rows.append(row)
+        layers = [variant] * lab.num_layers
+        caches = {
+            str(window): Cache(layers, Reading(window=window), means=means)
+            for window in WINDOWS
+        }
+        figures = compare(lab, texts, caches, slice(FIRST, LENGTH - 1))
+        rows.append({"model": name, "cache": variant.name} | figures)
         print(f"{name}: {variant.name}", flush=True)
     return rows
 
@@ -102,15 +98,13 @@ def markdown(rows: list[dict]) -> str:
         "needle-llama are words, of the others bytes. Written by "
         "`tests/quality/lab/windows.py`.",
         "",
-        "| model | cache | " + " | ".join(map(str, WINDOWS)) + " |",
-        "|---" * (len(WINDOWS) + 2) + "|",
     ]
-    for row in rows:
-        cells = [
-            f"{1e3 * row[str(w)]['kl']:.2f} ± {1e3 * row[str(w)]['kl_error']:.2f}"
-            for w in WINDOWS
-        ]
-        lines.append(f"| {row['model']} | {row['cache']} | " + " | ".join(cells) + " |")
+    head = ["model", "cache", *WINDOWS]
+    cells = [
+        [row["model"], row["cache"], *(kl_cell(row[str(w)]) for w in WINDOWS)]
+        for row in rows
+    ]
+    lines += table([head, *cells])
     return "\n".join(lines) + "\n"
 
 
