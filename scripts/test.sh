@@ -2,12 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # Run the tests, cheap to dear:
-# test.sh [lint|series|tooling|kernels|quality|engine]...
+# test.sh [lint|series|tooling|kernels|quality|engine]... [--all]
+# With --all, engine has the tests that CI leaves out: many checkpoints and models.
 set -eu
 cd "$(dirname -- "$0")/.."
 python=$(scripts/find_python.sh)
 VENV=${VENV:-$PWD/.venv}
 export VENV VLLM_NO_USAGE_STATS=1
+all=
+for step; do
+  shift
+  case $step in
+    --all) all=--all ;;
+    *) set -- "$@" "$step" ;;
+  esac
+done
 [ $# -gt 0 ] || set -- lint series tooling kernels quality engine
 for step; do
   case $step in
@@ -15,6 +24,10 @@ for step; do
     *) echo "test.sh: no step '$step'" >&2 && exit 2 ;;
   esac
 done
+case "$all $*" in
+  --all*engine* | " "*) ;;
+  *) echo "test.sh: --all is for engine" >&2 && exit 2 ;;
+esac
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT
@@ -79,7 +92,7 @@ engine() {
   apply
   # The tests of a file share engines. Each engine takes one core, mostly.
   python -m pytest -q -n logical --dist loadfile --no-loadscope-reorder \
-    --durations=5 tests/engine
+    --durations=5 ${all:+"$all"} tests/engine
 }
 
 total=$(($# + 1)) number=1

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,48 @@ from harness import WRITE_MODEL, Jobs  # noqa: E402
 
 # Whoever begins one of these last goes on alone.
 LONGEST = ("test_quality.py", "test_engine.py", "test_equality.py", "test_serve.py")
+NUM_LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = "tests of the matrix left out"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets the files that take minutes begin first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="tests of the matrix, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marker = "matrix: one of many like it, which is run with --all alone"
+    config.addinivalue_line("markers", marker)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves the matrix out, and lets the files that take minutes begin first."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[NUM_LEFT_OUT] = len(left_out)
+        # Each of several processes collects all tests, and another reports.
+        getattr(config, "workeroutput", {})[LEFT_OUT] = len(left_out)
+        items[:] = [item for item in items if item not in left_out]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes the number from one of the processes that share the tests out."""
+    output = getattr(node, "workeroutput", {})
+    if LEFT_OUT in output:
+        node.config.stash[NUM_LEFT_OUT] = output[LEFT_OUT]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if num := config.stash.get(NUM_LEFT_OUT, 0):
+        line = f"left out: {num} tests of the matrix, which run with --all"
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

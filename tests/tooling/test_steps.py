@@ -101,6 +101,20 @@ def test_unknown_step(steps: Run) -> None:
         assert said == f"test.sh: no step '{args[-1]}'\n"
 
 
+def test_all_is_for_the_engine(steps: Run) -> None:
+    """Wherever it stands; without it the matrix is left out."""
+    for args in (["engine", "--all"], ["--all", "engine"], ["--all"]):
+        status, calls, said = steps(*args)
+        assert status == 0, said
+        assert [call for call in calls if "--all tests/engine" in call] == calls[-1:]
+        assert not any("--all" in call.split() for call in calls[:-1])
+    _, calls, _ = steps("engine")
+    assert calls[-1].endswith("tests/engine") and "--all" not in calls[-1]
+    status, calls, said = steps("lint", "--all")
+    assert (status, calls) == (2, [])
+    assert said == "test.sh: --all is for engine\n"
+
+
 def test_every_step(steps: Run, tmp_path: Path) -> None:
     """Cheap to dear, each on the environment that is made first."""
     status, calls, said = steps()
