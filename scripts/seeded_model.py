@@ -138,23 +138,10 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
         }
     elif args.llama:
         kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    elif args.lfm2:
-        types = ["conv", "full_attention"] * args.layers
-        kind = {
-            "architectures": ["Lfm2ForCausalLM"],
-            "model_type": "lfm2",
-            "layer_types": types[: args.layers],
-            "conv_L_cache": 3,
-            "conv_bias": False,
-            "conv_dim": args.hidden_size,
-            "block_dim": args.hidden_size,
-            "block_auto_adjust_ff_dim": False,
-            "norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        }
     else:
         kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    config = {
+    return {
+        **kind,
         "hidden_size": args.hidden_size,
         "intermediate_size": 2 * args.hidden_size,
         "num_hidden_layers": args.layers,
@@ -175,7 +162,6 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
         "use_cache": True,
         "torch_dtype": "bfloat16",
     }
-    return config | kind
 
 
 def seeded_weights(
@@ -201,34 +187,6 @@ def seeded_weights(
         return torch.full((size,), value, dtype=torch.bfloat16)
 
     weights = {"model.embed_tokens.weight": normal(vocab, hidden)}
-    if config["model_type"] == "lfm2":
-        for layer, kind in enumerate(config["layer_types"]):
-            name = f"model.layers.{layer}."
-            weights |= {
-                name + "operator_norm.weight": constant(hidden),
-                name + "ffn_norm.weight": constant(hidden),
-                name + "feed_forward.w1.weight": normal(2 * hidden, hidden),
-                name + "feed_forward.w3.weight": normal(2 * hidden, hidden),
-                name + "feed_forward.w2.weight": normal(hidden, 2 * hidden),
-            }
-            if kind == "conv":
-                weights |= {
-                    name + "conv.in_proj.weight": normal(3 * hidden, hidden),
-                    name + "conv.conv.weight": normal(hidden, 1, 3),
-                    name + "conv.out_proj.weight": normal(hidden, hidden),
-                }
-                continue
-            name += "self_attn."
-            weights |= {
-                name + "q_proj.weight": normal(q_size, hidden),
-                name + "k_proj.weight": normal(kv_size, hidden),
-                name + "v_proj.weight": normal(kv_size, hidden),
-                # Else convolutions would decide every token.
-                name + "out_proj.weight": 4 * normal(hidden, q_size),
-                name + "q_layernorm.weight": constant(head_dim, 2.0),
-                name + "k_layernorm.weight": constant(head_dim),
-            }
-        return weights | {"model.embedding_norm.weight": constant(hidden)}
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         weights |= {
@@ -293,12 +251,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=int, default=0, help="0: no experts")
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--llama", action="store_true", help="no norms of q and k")
-    parser.add_argument(
-        "--lfm2",
-        action="store_true",
-        help="every other layer, the first among them, is a convolution; heads have to "
-        "share the hidden size out",
-    )
     return parser
 
 

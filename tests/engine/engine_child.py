@@ -236,6 +236,8 @@ def generate(
 
 def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily for a call's prompts, all at once or one by one."""
+    if call["forgets"]:
+        llm.reset_prefix_cache()
     requests = [
         ({"prompt_token_ids": tokens}, sampling_params(call, transfer))
         for tokens, transfer in zip(call["prompts"], transfers(call), strict=True)

@@ -45,6 +45,7 @@ class Call:
         prompts: Token ids of each prompt.
         max_tokens: Tokens to generate for each.
         one_by_one: Whether each prompt is a generate() of its own.
+        forgets: Whether the prefix cache is emptied before.
         reloaded: A model folder whose weights are loaded in mid-request.
         remade_key_offset: Whether what is taken off K follows them: a defect.
         handed_over: A file for what another engine needs to go on after the prompts;
@@ -56,6 +57,7 @@ class Call:
     prompts: list[list[int]]
     max_tokens: int = 16
     one_by_one: bool = False
+    forgets: bool = False
     reloaded: str | None = None
     remade_key_offset: bool = False
     handed_over: str | None = None

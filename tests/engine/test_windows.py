@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sliding windows: one that never binds is served, and the flag that a refusal names
-serves the rest.
+"""Sliding windows: ones that never bind, ones that are left in the model's dtype, and
+drafts beside them. See test_families.py for the ways of running.
 """
 
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs
-from scenarios import MAX_LEN, PROMPTS
+from harness import Call, Engine, Jobs, kl_divergences
+from scenarios import DRAFTED, MAX_LEN, NUM_DRAFTS, PROMPTS
 
 DTYPE = "turbo4"
 ALL, SOME = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
 SKIP = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
+# Shorter than the prompts with drafts.
+WINDOW = 64
+# Nats: a code that flips by rounding. See test_engine.py.
+KL_TOLERANCE = 1e-3
 
 
-def engine(llama: str, window: int, kinds: list[str], **args: Any) -> Engine:
+def engine(
+    llama: str,
+    window: int,
+    kinds: list[str],
+    prompts: list[list[int]] = PROMPTS,
+    **args: Any,
+) -> Engine:
     overrides = {"sliding_window": window, "layer_types": kinds} if window else {}
     args = {"kv_cache_dtype": DTYPE, "hf_overrides": overrides} | args
-    return Engine(args, {"batched": Call(PROMPTS, 8)}, model=llama, may_fail=True)
+    return Engine(args, {"batched": Call(prompts, 8)}, model=llama)
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"])
@@ -34,27 +44,33 @@ def long(request: pytest.FixtureRequest, jobs: Jobs, llama: str) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def short(jobs: Jobs, llama: str) -> dict[str, Any]:
+    stored: dict[str, Any] = {
+        "prompts": DRAFTED,
+        "dtype": "float32",
+        "attention_config": {"turbo_prefill": "stored"},
+    }
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": NUM_DRAFTS,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
     engines = {
-        "all": engine(llama, MAX_LEN - 1, ALL),
-        "some": engine(llama, 64, SOME),
-        "skipped": engine(llama, 64, SOME, **SKIP),
-        "auto": engine(llama, 64, SOME, kv_cache_dtype="auto"),
+        "skipped": engine(llama, WINDOW, SOME, **SKIP),
+        "auto": engine(llama, WINDOW, SOME, kv_cache_dtype="auto"),
+        "stored": engine(llama, WINDOW, SOME, **stored),
+        "full": engine(llama, 0, SOME, **stored),
+        # No engine can follow it in the process: see scenarios.py.
+        "drafted": engine(llama, WINDOW, SOME, speculative_config=drafts, **stored),
     }
     return jobs.start("short-windows", "v1", engines).result()
 
 
 @pytest.mark.parametrize("name", ["all", "some"])
 def test_window_that_never_binds(long: dict[str, Any], name: str):
-    """It is planned and answers as full attention does."""
-    assert long[name] == long["none"]
-    assert long[name]["num_kv_cache_groups"] == 1
-
-
-@pytest.mark.parametrize("name", ["all", "some"])
-def test_window_that_binds(short: dict[str, Any], name: str):
-    error = short[name]["error"]
-    assert f"--kv-cache-dtype {DTYPE}" in error
-    assert "--kv-cache-dtype-skip-layers sliding_window" in error
+    """Answers are full attention's; windows have a group of their own."""
+    assert long[name]["calls"] == long["none"]["calls"]
+    assert long[name]["num_kv_cache_groups"] == {"all": 1, "some": 2}[name]
 
 
 def test_windows_are_skipped(short: dict[str, Any]):
@@ -65,3 +81,20 @@ def test_windows_are_skipped(short: dict[str, Any]):
     requests = [engine["calls"]["batched"]["requests"] for engine in (skipped, auto)]
     first = [[request["tokens"][0] for request in each] for each in requests]
     assert first[0] == first[1]
+
+
+def test_drafts(short: dict[str, Any]):
+    """They are verified with the windows that they would have without."""
+    steps = short["drafted"]["calls"]["batched"]["steps"]
+    assert any(1 < new <= NUM_DRAFTS + 1 for step in steps for new, _ in step)
+    requests = {
+        name: short[name]["calls"]["batched"]["requests"]
+        for name in ("stored", "drafted", "full")
+    }
+
+    def divergence(name: str) -> float:
+        pairs = zip(requests["stored"], requests[name], strict=True)
+        return max(max(kl_divergences(*pair)) for pair in pairs)
+
+    assert divergence("drafted") < KL_TOLERANCE
+    assert divergence("full") > 100 * KL_TOLERANCE

@@ -83,7 +83,7 @@ class PrefillArm(TurboArm):
             torch.device(batch.device),
         )
         specs = PrefillScratch.specs(
-            layer, self.plan.max_buffered_tokens, limits.piece_tokens
+            layer, self.plan.max_buffered_tokens(), limits.piece_tokens
         )
         self.scratch = PrefillScratch(
             *(

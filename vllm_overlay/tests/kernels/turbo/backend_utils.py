@@ -144,7 +144,10 @@ def set_scratch(
 
 
 def make_impl(
-    config: VllmConfig, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+    config: VllmConfig,
+    num_heads: int = NUM_HEADS,
+    num_kv_heads: int = NUM_KV_HEADS,
+    sliding_window: int | None = None,
 ) -> TurboAttentionImpl:
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
@@ -152,6 +155,7 @@ def make_impl(
             HEAD_SIZE,
             SCALE,
             num_kv_heads,
+            sliding_window=sliding_window,
             kv_cache_dtype=config.cache_config.cache_dtype,
         )
 
@@ -196,9 +200,21 @@ def add_layer(
 
 @dataclass
 class Batch:
-    """A batch as the model runner hands it over, its context in the cache."""
+    """A batch as the model runner hands it over, its context in the cache.
+
+    Attributes:
+        cache: (num_blocks, H, N, C) uint8.
+        table: (R, max_blocks) int32, the blocks of all tokens.
+        common: What the runner says of the batch.
+        query: (T, Hq, D), with rows of padding.
+        key: (T, H, D), likewise.
+        value: (T, H, D), likewise.
+        requests: Query length and context length of each.
+
+    """
 
     cache: torch.Tensor
+    table: torch.Tensor
     common: CommonAttentionMetadata
     query: torch.Tensor
     key: torch.Tensor
@@ -242,12 +258,26 @@ class Batch:
         rows = num_tokens + PADDING
         return Batch(
             cache,
+            table,
             common,
             gaussian(rows, impl.num_heads, HEAD_SIZE, dtype=dtype, seed=1),
             gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=2),
             gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=3),
             requests,
         )
+
+    def free_hidden_blocks(self, sliding_window: int) -> None:
+        """Have the runner's table lack the blocks that no query token sees: vLLM has
+        block 0 in their place, whatever that holds.
+        """
+        block_size = self.cache.shape[2]
+        (unused, *_) = set(range(len(self.cache))) - set(self.table.flatten().tolist())
+        self.cache[unused] = 0xFF
+        seen = self.table.clone()
+        for row, (_, context) in enumerate(self.requests):
+            first = max(context + 1 - sliding_window, 0)
+            seen[row, : first // block_size] = unused
+        self.common.block_table_tensor = seen
 
     def run(
         self, impl: TurboAttentionImpl, metadata: TurboMetadata, path: str
@@ -283,7 +313,7 @@ class Batch:
             begin = part.stop
             raw = not impl.runner.stored
             length = context if raw else context + num_queries
-            table = self.common.block_table_tensor[row]
+            table = self.table[row]
             key, value = load_context(self.cache, table, length, impl.runner.layout)
             part_of_key = None
             if offset is not None:
@@ -303,7 +333,14 @@ class Batch:
                 rounded = reference.inverse_rotate(rotated)
                 num_newest = num_queries if raw else 0
                 target = attention_of_rounded(
-                    rounded, query, key, value, num_newest, SCALE, part_of_key
+                    rounded,
+                    query,
+                    key,
+                    value,
+                    num_newest,
+                    SCALE,
+                    part_of_key,
+                    impl.runner.sliding_window,
                 )
             assert_by_2x_rule(
                 output[part],
@@ -314,6 +351,7 @@ class Batch:
                 impl.runner.shape.dtype,
                 True,
                 target,
+                impl.runner.sliding_window,
             )
 
 
@@ -354,7 +392,8 @@ def flash_attn_stand_in(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
-    return_softmax_lse: bool,
+    return_softmax_lse: bool = False,
+    window_size: list[int] | None = None,
     lse_of_none: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's varlen function in PyTorch, with what turbo passes it.
@@ -366,7 +405,11 @@ def flash_attn_stand_in(
         ``out`` and the LSE, (Hq, T) fp32.
 
     """
-    assert return_softmax_lse
+    sliding_window = None
+    if window_size is not None:
+        before, after = window_size
+        assert causal and after == 0
+        sliding_window = before + 1
     assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
     assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
     lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
@@ -378,7 +421,12 @@ def flash_attn_stand_in(
             out[queries] = 0
             continue
         result, row_lse = reference.attention(
-            q[queries].float(), k[keys].float(), v[keys].float(), softmax_scale, causal
+            q[queries].float(),
+            k[keys].float(),
+            v[keys].float(),
+            softmax_scale,
+            causal,
+            sliding_window,
         )
         out[queries] = result.to(out.dtype)
         lse[:, queries] = row_lse.T

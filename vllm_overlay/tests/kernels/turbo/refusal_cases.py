@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     RSWASpec,
     SinkFullAttentionSpec,
-    SlidingWindowSpec,
+    SlidingWindowMLASpec,
     get_kv_quant_mode,
 )
 
@@ -100,10 +100,6 @@ SELECTIONS = {
     "MLA": (dict(use_mla=True), "MLA"),
     "sparse": (dict(use_sparse=True), "sparse"),
     "sinks": (dict(has_sink=True), "sinks"),
-    "sliding window, sinks": (
-        dict(has_sliding_window=True, has_sink=True),
-        "sinks.*sliding window .*--kv-cache-dtype-skip-layers sliding_window",
-    ),
     "mm-prefix": (dict(use_mm_prefix=True), "multimodal.*--language-model-only"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
@@ -130,11 +126,10 @@ def make_impl(config: VllmConfig, **changes) -> TurboAttentionImpl:
 
 IMPL_ARGUMENTS = {
     "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
-    "sliding window": (
-        dict(sliding_window=128),
-        "sliding window .*--kv-cache-dtype-skip-layers sliding_window",
+    "sliding window of large heads": (
+        dict(sliding_window=128, head_size=512),
+        "sliding window of heads .*--kv-cache-dtype-skip-layers sliding_window",
     ),
-    "longest window that binds": (dict(sliding_window=2047), "sliding window"),
     "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
     "sinks": (dict(sinks=torch.zeros(4)), "sinks"),
     "KV sharing": (dict(kv_sharing_target_layer_name="layers.0"), "KV sharing"),
@@ -188,9 +183,9 @@ SPECS = {
         lambda: make_spec(ChunkedLocalAttentionSpec, attention_chunk_size=64),
         "ChunkedLocal",
     ),
-    "sliding window": (
-        lambda: make_spec(SlidingWindowSpec, sliding_window=64),
-        "SlidingWindow",
+    "sliding window of sparse attention": (
+        lambda: make_spec(SlidingWindowMLASpec, sliding_window=64),
+        "SlidingWindowMLA",
     ),
     "MLA": (lambda: make_spec(MLAAttentionSpec), "MLA"),
     "R-SWA": (lambda: make_spec(RSWASpec, rswa_window=64), "RSWA"),

@@ -38,7 +38,7 @@ def choice(monkeypatch, workspace):
     """Nothing has been chosen in this process, and nothing is warm."""
     monkeypatch.setattr(kernels, "_chosen", [])
     monkeypatch.setattr(kernels, "_launch_refusal", None)
-    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda layout: None)
+    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda *args: None)
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(warm_up, "_warm", set())
     kernels.share_kernels.cache_clear()

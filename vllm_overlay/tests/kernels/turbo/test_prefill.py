@@ -240,7 +240,7 @@ def check_prefill(
         limits,
         DEVICE,
     )
-    buffered = plan.max_buffered_tokens
+    buffered = plan.max_buffered_tokens()
     num_buffered = buffered or 0
     assert (num_buffered > 0) == (stored or any(context_lens))
     assert num_buffered <= limits.slice_tokens

@@ -113,7 +113,7 @@ def test_limits_without_flash_attention(stored):
     table = torch.zeros(2, 8, dtype=torch.int32)
     plan = plan_prefill(starts, starts.diff(), table, stored, limits, DEVICE)
     assert [part.tokens.stop for part in plan.slices] == [2048, 4096, 6144, 8192]
-    assert plan.max_buffered_tokens == (2048 if stored else 0)
+    assert plan.max_buffered_tokens() == (2048 if stored else 0)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
@@ -129,7 +129,7 @@ def test_scratch_of_a_plan(stored):
         found = [part.tokens.stop - part.tokens.start for part in plan.slices]
         assert found == ([15] * 4 if stored else lens)
         own = [length for part, length in zip(plan.slices, found) if part.cached]
-        assert plan.max_buffered_tokens == (max(own) if own else None)
+        assert plan.max_buffered_tokens() == (max(own) if own else None)
         for part in plan.slices:
             assert (part.raw is None) == stored
             for cached in part.cached:
@@ -166,14 +166,14 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
             starts, query_lens + contexts, table, False, PrefillLimits(16, 32), DEVICE
         )
         assert any(part.has_neighbours for part in plan.slices)
-        assert plan.max_buffered_tokens == (0 if contexts == 0 else 16)
+        assert plan.max_buffered_tokens() == (0 if contexts == 0 else 16)
         for part in plan.slices:
             assert part.raw is not None
             assert not part.has_neighbours or part.raw.num_tokens <= 32
     alone = plan_prefill(
         starts[:2], query_lens[:1], table[:1], False, PrefillLimits(16, 32), DEVICE
     )
-    assert alone.max_buffered_tokens is None
+    assert alone.max_buffered_tokens() is None
 
 
 @pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])

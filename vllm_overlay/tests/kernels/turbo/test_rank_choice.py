@@ -76,7 +76,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
         )
     monkeypatch.setattr(kernels, "_chosen", [])
     monkeypatch.setattr(kernels, "_launch_refusal", None)
-    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda layout: None)
+    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda *args: None)
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(warm_up, "_warm", set())
     monkeypatch.setattr(warm_up, "model_parallel_is_initialized", lambda: True)

@@ -136,16 +136,11 @@ def test_impl_takes_what_means_nothing(config):
 
 
 def test_window_that_never_binds(config):
-    """It is as long as the longest sequence: the layer is planned as without one."""
+    """It is as long as the longest sequence: the layer attends as without one."""
     assert "turbo" in select(has_sliding_window=True)
-    make_impl(config, sliding_window=2048)
-    specs = []
-    for window in (None, 2048, 4096):
-        layer = make_layer(config, per_layer_sliding_window=window)
-        spec = layer.get_kv_cache_spec(config)
-        specs.append(customize_attention_spec(layer.get_attn_backend(), spec))
-    assert specs[0] == specs[1] == specs[2]
-    make_builder(config, specs[1])
+    for window, binds in ((2047, True), (2048, False), (4096, False)):
+        impl = make_impl(config, sliding_window=window)
+        assert impl.runner.sliding_window == (window if binds else None)
 
 
 def test_window_of_a_drafter(config):
@@ -154,9 +149,20 @@ def test_window_of_a_drafter(config):
     target = copy(config.model_config)
     target.max_model_len = 4096
     drafting.speculative_config.target_model_config = target
-    with refused("sliding window"):
-        make_impl(drafting, sliding_window=4095)
-    make_impl(drafting, sliding_window=4096)
+    assert make_impl(drafting, sliding_window=4095).runner.sliding_window == 4095
+    assert make_impl(drafting, sliding_window=4096).runner.sliding_window is None
+
+
+def test_window_is_packed(config):
+    """Its pages are as large as those of a layer without."""
+    layers = [make_layer(config, per_layer_sliding_window=w) for w in (None, 64)]
+    pages = []
+    for layer in layers:
+        spec = layer.get_kv_cache_spec(config)
+        spec = customize_attention_spec(layer.get_attn_backend(), spec)
+        pages.append(spec.page_size_bytes)
+        make_builder(config, spec)
+    assert pages[0] == pages[1]
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "mtp", "draft_model"])
@@ -234,7 +240,10 @@ def make_layer(config: VllmConfig, **changes) -> Attention:
 
 LAYERS = {
     "sinks": (dict(sinks=torch.zeros(4)), "sinks"),
-    "sliding window": (dict(per_layer_sliding_window=64), "sliding window"),
+    "sliding window of large heads": (
+        dict(per_layer_sliding_window=64, head_size=512),
+        "sliding window of heads",
+    ),
     "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
     "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
     "head size": (dict(head_size=72), "head_size"),

@@ -41,7 +41,11 @@ from vllm.v1.attention.ops.turbo import reference, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan, find_extends
-from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill, prefill_limits
+from vllm.v1.attention.ops.turbo.planning.prefill import (
+    FLASH_ATTN_MAX_HEAD_SIZE,
+    plan_prefill,
+    prefill_limits,
+)
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
@@ -50,11 +54,8 @@ from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
 from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
-    FullAttentionSpec,
     KVCacheLayout,
     KVCacheSpec,
-    SlidingWindowSpec,
-    replace_as,
 )
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
@@ -150,6 +151,10 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,
@@ -168,14 +173,9 @@ class TurboAttentionBackend(AttentionBackend):
 
     @classmethod
     def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """What the base class finds in a configuration, with the flags that help.
-
-        A sliding window alone is no reason: the implementation is told its length,
-        and refuses one that binds.
-        """
+        """What the base class finds in a configuration, with the flags that help."""
         found = super().validate_configuration(*args, **kwargs)
-        reasons = [refusals.HINTED.get(reason, reason) for reason in found]
-        return [] if reasons == [refusals.SLIDING_WINDOW] else reasons
+        return [refusals.HINTED.get(reason, reason) for reason in found]
 
     @classmethod
     def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
@@ -191,14 +191,6 @@ class TurboAttentionBackend(AttentionBackend):
         """Pack K and V of a token and head into one slot."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
             return spec
-        if type(spec) is SlidingWindowSpec:
-            # The implementation was built, so the window never binds.
-            spec = replace_as(
-                spec,
-                FullAttentionSpec,
-                drop=("extra_retained_tokens",),
-                sliding_window=None,
-            )
         layout = TurboFormat.from_cache_dtype(
             spec.kv_quant_mode.name.lower(), spec.head_size
         )
@@ -238,12 +230,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     ) -> None:
         vllm_config = get_current_vllm_config()
         speculative = vllm_config.speculative_config
-        window_binds = sliding_window is not None and (
-            sliding_window < refusals.longest_sequence(vllm_config)
-        )
+        if sliding_window is not None and (
+            sliding_window >= refusals.longest_sequence(vllm_config)
+        ):
+            sliding_window = None
         optional = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window if window_binds else None,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
@@ -256,6 +248,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.MICRO_BATCHES)
         if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
             reasons.append(refusals.NO_FLASH_ATTN)
+        if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+            reasons.append(refusals.SLIDING_WINDOW_OF_LARGE_HEADS)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         self.num_heads = num_heads
@@ -270,7 +264,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.scale,
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
             vllm_config,
-            window_choice(vllm_config),
+            window_choice(vllm_config, sliding_window),
+            sliding_window,
         )
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
@@ -340,6 +335,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 output,
                 self.runner.key_offset,
                 window,
+                self.runner.sliding_window,
             )
         return output
 
@@ -430,11 +426,20 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         runners = [layer.impl.runner for layer in layers]
         # One of each shape: layers alike have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
+        # Not by the spec: without the hybrid cache manager layers with a window and
+        # without are in one group.
+        full = [runner for runner in runners if runner.sliding_window is None]
+        self.has_full_attention = bool(full)
         self.prefill_limits = prefill_limits(
-            max((runner.shape for runner in runners), key=lambda x: x.num_heads),
+            max((x.shape for x in full or runners), key=lambda x: x.num_heads),
             self.stored,
-            any(runner.key_offset is not None for runner in runners),
+            any(runner.key_offset is not None for runner in full),
         )
+        self.window_tokens: dict[int, int] = {}
+        for runner in runners:
+            if runner.sliding_window is not None:
+                num_tokens = runner.prefill_limits.piece_tokens
+                self.window_tokens[runner.sliding_window] = num_tokens
         log_turbo_cache(vllm_config)
 
     @property
@@ -481,8 +486,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
                     seq_lens_cpu[num_packed:],
                     common.block_table_tensor[num_packed:],
                     self.stored,
-                    self.prefill_limits,
+                    self.prefill_limits if self.has_full_attention else None,
                     self.device,
+                    self.window_tokens,
                 )
         metadata = TurboMetadata(
             num_actual_tokens=common.num_actual_tokens,

@@ -111,8 +111,13 @@ class TurboWindowBackend(AttentionBackend):
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
 
 
-def window_choice(vllm_config: VllmConfig) -> int:
+def window_choice(vllm_config: VllmConfig, sliding_window: int | None = None) -> int:
     """Tokens that are wanted of a recent window, at most; zero for no window.
+
+    Args:
+        vllm_config: The engine's configuration.
+        sliding_window: Tokens that the layer's query tokens see, at most; None for no
+            limit.
 
     Raises:
         ValueError: If so many are asked for, and the engine can have no window.
@@ -120,6 +125,11 @@ def window_choice(vllm_config: VllmConfig) -> int:
     """
     choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
     if choice == 0:
+        return 0
+    if sliding_window is not None:
+        logger.info_once(
+            "Turbo KV cache: layers with a sliding window have no recent window."
+        )
         return 0
     features = refusals.WINDOW_FEATURES.items()
     reason = next((reason for reason, found in features if found(vllm_config)), None)

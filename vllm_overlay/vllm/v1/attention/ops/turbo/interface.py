@@ -234,6 +234,7 @@ class AttentionFn(Protocol):
         newest: NewestTokens | None = None,
         offset: OffsetScores | None = None,
         window: RecentWindow | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -251,6 +252,9 @@ class AttentionFn(Protocol):
                 None if nothing was.
             window: Where the newest cached tokens are read instead; only together with
                 ``newest``. None if nowhere.
+            sliding_window: Tokens that a query token sees, at most, itself the last;
+                not together with ``window``. None: all before it. Pages that no query
+                token sees are not read for what they hold.
 
         """
 

@@ -49,10 +49,20 @@ def cuda_kernels(reason: str = "") -> KernelSet:
     return CudaKernels(reason)
 
 
-def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why there are no CUDA kernels for this device and layout, if so."""
+def cuda_unsupported_reason(
+    layout: TurboFormat, has_sliding_window: bool = False
+) -> str | None:
+    """Why there are no CUDA kernels for this device and layout, if so.
+
+    Args:
+        layout: The cache's format.
+        has_sliding_window: Whether a query token sees a few tokens at most.
+
+    """
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
         return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
+    if has_sliding_window:
+        return "the CUDA kernels have no sliding window"
     from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 
     return cuda_decode.unsupported_reason(layout)
@@ -127,6 +137,7 @@ def choose_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_sliding_window: bool = False,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -137,6 +148,7 @@ def choose_kernels(
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
+        has_sliding_window: Whether a query token sees a few tokens at most.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -145,7 +157,8 @@ def choose_kernels(
     asked_for = f"turbo_kernel is {choice}"
     if choice == "triton":
         return triton_kernels(asked_for)
-    unsupported = cuda_unsupported_reason(layout) or _launch_refusal
+    unsupported = cuda_unsupported_reason(layout, has_sliding_window)
+    unsupported = unsupported or _launch_refusal
     error = None
     if not unsupported:
         error = cuda_build_error(
@@ -171,11 +184,18 @@ def share_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_sliding_window: bool = False,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
         choose_kernels(
-            choice, layout, num_queries_per_kv, query_len, has_key_offset, with_window
+            choice,
+            layout,
+            num_queries_per_kv,
+            query_len,
+            has_key_offset,
+            with_window,
+            has_sliding_window,
         )
     )
     _chosen.append(chosen)

@@ -28,6 +28,7 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillPlan,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
+from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
@@ -238,3 +239,72 @@ def prefill_attention(
         )
         if lse is not None:
             merge_attn_states(result, result, lse, target, raw_lse)
+
+
+def sliding_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slices: list[WindowSlice],
+    sliding_window: int,
+    scale: float,
+    layout: TurboFormat,
+    scratch: PrefillScratch | None,
+    output: torch.Tensor,
+    flash_attn: Callable[..., torch.Tensor],
+    key_offset: torch.Tensor | None = None,
+) -> None:
+    """As ``prefill_attention``, where a query token sees a few tokens before it.
+
+    Args:
+        query: (T, Hq, D).
+        key: (T, H, D), raw.
+        value: (T, H, D), raw.
+        kv_cache: (num_blocks, H, N, C) uint8.
+        slices: How the requests are served: the plan's of this window.
+        sliding_window: Tokens that a query token sees, at most, itself the last.
+        scale: Softmax scale.
+        layout: The cache's format.
+        scratch: Scratch for a piece; None if no slice has runs.
+        output: (T, Hq, D), written; contiguous.
+        flash_attn: FlashAttention's varlen function, version bound.
+        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
+            nothing was.
+
+    """
+    from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
+
+    for query_slice in slices:
+        tokens, runs = query_slice.tokens, query_slice.runs
+        run_key, run_value = key[tokens], value[tokens]
+        cu_lens, max_len = query_slice.query_start_loc, query_slice.max_query_len
+        if runs is not None:
+            assert scratch is not None
+            run_key = scratch.key[: runs.num_tokens]
+            run_value = scratch.value[: runs.num_tokens]
+            lay_out_runs(
+                kv_cache,
+                query_slice.block_table,
+                runs,
+                key,
+                value,
+                layout,
+                run_key,
+                run_value,
+                key_offset,
+            )
+            cu_lens, max_len = runs.cu_lens, runs.max_len
+        flash_attn(
+            q=query[tokens],
+            k=run_key,
+            v=run_value,
+            out=output[tokens],
+            cu_seqlens_q=query_slice.query_start_loc,
+            max_seqlen_q=query_slice.max_query_len,
+            cu_seqlens_k=cu_lens,
+            max_seqlen_k=max_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=[sliding_window - 1, 0],
+        )

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 # Reasons by what is not served, in the words of
 # ``AttentionBackend.validate_configuration`` where it has them, with the flag that
 # helps in brackets.
-SLIDING_WINDOW = (
-    "sliding window not supported (--kv-cache-dtype-skip-layers sliding_window keeps "
-    "such layers in the model's dtype)"
+SLIDING_WINDOW_OF_LARGE_HEADS = (
+    "sliding window of heads of more than 256 (--kv-cache-dtype-skip-layers "
+    "sliding_window keeps such layers in the model's dtype)"
 )
 MM_PREFIX = (
     "partial multimodal token full attention not supported (--language-model-only "
@@ -24,17 +28,17 @@ NON_CAUSAL = "non-causal attention not supported"
 # Of an attention layer's arguments, by reason. Any other is refused by its name.
 LAYER_ARGUMENTS = {
     "ALiBi": "alibi_slopes",
-    SLIDING_WINDOW: "sliding_window",
     "logits soft cap": "logits_soft_cap",
     "KV sharing between layers": "kv_sharing_target_layer_name",
 }
 
-# Of a layer's cache spec, by reason. Full attention stands for a sliding window and for
-# chunks without the hybrid cache manager.
-SPEC_FEATURES: dict[str, Callable[[FullAttentionSpec], bool]] = {
-    SLIDING_WINDOW: lambda spec: spec.sliding_window is not None,
-    "chunked local attention": lambda spec: spec.attention_chunk_size is not None,
-    NON_CAUSAL: lambda spec: spec.non_causal,
+# Of a layer's cache spec, by reason. Full attention stands for chunks without the
+# hybrid cache manager.
+SPEC_FEATURES: dict[str, Callable[[AttentionSpec], bool]] = {
+    "chunked local attention": (
+        lambda spec: getattr(spec, "attention_chunk_size", None) is not None
+    ),
+    NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
     "head_size_v other than head_size": (
         lambda spec: spec.head_size_v != spec.head_size
     ),
@@ -64,7 +68,7 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
 }
 
 # Reasons by what ``validate_configuration`` calls them.
-HINTED = {reason.partition(" (")[0]: reason for reason in (SLIDING_WINDOW, MM_PREFIX)}
+HINTED = {reason.partition(" (")[0]: reason for reason in (MM_PREFIX,)}
 
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
@@ -87,7 +91,7 @@ REASONS = (
     "sparse not supported",
     "compute capability not supported",
     "attention type <type> not supported",
-    SLIDING_WINDOW,
+    SLIDING_WINDOW_OF_LARGE_HEADS,
     "R-SWA not supported",
     NON_CAUSAL,
     "non-causal MLA attention with DCP not supported",
@@ -203,7 +207,7 @@ def unsupported_layer_arguments(
 
 def unsupported_spec_features(spec: AttentionSpec) -> list[str]:
     """What of a layer's cache spec is not implemented."""
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         kind = type(spec).__name__.removesuffix("Spec")
         return [f"layers of kind {kind}"]
     return [reason for reason, found in SPEC_FEATURES.items() if found(spec)]

@@ -34,7 +34,11 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
     num_bytes,
 )
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.attention.ops.turbo.prefill import get_flash_attn, prefill_attention
+from vllm.v1.attention.ops.turbo.prefill import (
+    get_flash_attn,
+    prefill_attention,
+    sliding_window_attention,
+)
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     is_workspace_manager_initialized,
@@ -80,6 +84,8 @@ class TurboRunner:
         prefill_limits: What bounds the scratch of a prefill.
         flash_attn: FlashAttention's varlen function, or what serves as it; None on a
             CPU.
+        sliding_window: Tokens that a query token sees, at most, itself the last; None
+            for all before it.
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing. It is set when weights have been loaded, once.
@@ -93,6 +99,7 @@ class TurboRunner:
         layout: TurboFormat,
         vllm_config: VllmConfig,
         window_wanted: int = 0,
+        sliding_window: int | None = None,
     ) -> None:
         self.shape = shape
         self.scale = scale
@@ -106,7 +113,10 @@ class TurboRunner:
             vllm_config
         )
         self.cache_config = vllm_config.cache_config
-        self.prefill_limits = prefill_limits(shape, self.stored)
+        self.prefill_limits = prefill_limits(
+            shape, self.stored, sliding_window=sliding_window
+        )
+        self.sliding_window = sliding_window
         self.key_offset: torch.Tensor | None = None
         self.window_wanted = window_wanted
         self.num_sms = 1
@@ -128,6 +138,7 @@ class TurboRunner:
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
+            self.sliding_window is not None,
         )
 
     @property
@@ -199,16 +210,14 @@ class TurboRunner:
             return
         assert self.flash_attn is not None
         specs = PrefillScratch.specs(
-            self.shape, prefill.max_buffered_tokens, self.prefill_limits.piece_tokens
+            self.shape,
+            prefill.max_buffered_tokens(self.sliding_window),
+            self.prefill_limits.piece_tokens,
         )
         scratch = take_scratch(specs, query.device)
         rows = slice(step.num_packed_tokens, query.shape[0])
-        prefill_attention(
-            query[rows],
-            key[rows],
-            value[rows],
-            kv_cache,
-            prefill,
+        tokens = query[rows], key[rows], value[rows], kv_cache
+        others = (
             self.scale,
             self.layout,
             PrefillScratch(*scratch) if scratch else None,
@@ -216,6 +225,11 @@ class TurboRunner:
             self.flash_attn,
             self.key_offset,
         )
+        if self.sliding_window is None:
+            prefill_attention(*tokens, prefill, *others)
+        else:
+            slices = prefill.window_slices[self.sliding_window]
+            sliding_window_attention(*tokens, slices, self.sliding_window, *others)
 
     def _store_and_decode(
         self,
@@ -273,6 +287,7 @@ class TurboRunner:
                 newest,
                 offset,
                 None if window is None else window.from_sequence(call.first_request),
+                self.sliding_window,
             )
 
     def _largest_scratch(self) -> list[TensorSpecs]:

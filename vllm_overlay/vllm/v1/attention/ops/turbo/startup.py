@@ -60,12 +60,19 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
+def _kind(impl: "TurboAttentionImpl") -> tuple[int, int, int | None]:
+    """What layers alike have in common."""
+    return impl.num_kv_heads, impl.head_size, impl.runner.sliding_window
+
+
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:
-    """What layers of one shape store, and by which kernels."""
+    """What layers alike store, and by which kernels."""
     slot_bytes = impl.num_kv_heads * impl.runner.layout.slot_size
+    window = impl.runner.sliding_window
+    sliding = "" if window is None else f", sliding window: {window}"
     return (
         f"{slot_bytes} bytes a token and layer (layers: {count}, "
-        f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}; "
+        f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}{sliding}; "
         f"{impl.runner.kernels_used})"
     )
 
@@ -77,12 +84,12 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
         impls: Of the layers on this rank that have a turbo dtype.
 
     """
-    shapes = {(impl.num_kv_heads, impl.head_size): impl for impl in impls}
-    counts = Counter((impl.num_kv_heads, impl.head_size) for impl in impls)
-    layers = ", ".join(_layers(impl, counts[shape]) for shape, impl in shapes.items())
+    kinds = {_kind(impl): impl for impl in impls}
+    counts = Counter(_kind(impl) for impl in impls)
+    layers = ", ".join(_layers(impl, counts[kind]) for kind, impl in kinds.items())
     packed = sum(impl.num_kv_heads * impl.runner.layout.slot_size for impl in impls)
     unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
-    workspace = max(impl.runner.workspace_bytes for impl in shapes.values())
+    workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
     seen = "stored" if impls[0].runner.stored else "raw"
     windows = {0 if impl.window is None else impl.window.num_tokens for impl in impls}
     window = ""

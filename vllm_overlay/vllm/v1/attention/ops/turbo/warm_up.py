@@ -97,16 +97,21 @@ def small_step(
     decode_starts = torch.tensor([0, query_len], dtype=torch.int32)
     table = table.view(-1, width)
     limits = runner.prefill_limits
+    window_tokens = {}
+    if runner.sliding_window is not None:
+        window_tokens[runner.sliding_window] = limits.piece_tokens
+    limits = limits._replace(
+        piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
+        has_key_offset=runner.key_offset is not None,
+    )
     prefill = plan_prefill(
         starts,
         lengths[first_prefill:],
         table[first_prefill:],
         runner.stored,
-        limits._replace(
-            piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
-            has_key_offset=runner.key_offset is not None,
-        ),
+        None if window_tokens else limits,
         device,
+        window_tokens,
     )
     step = StepPlan(
         num_actual_tokens=len(slots),
@@ -249,6 +254,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.kernel_choice,
         runner.key_offset is not None,
         runner.window_wanted > 0,
+        runner.sliding_window,
         runner.max_query_len,
         device,
     )

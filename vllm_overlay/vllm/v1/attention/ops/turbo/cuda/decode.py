@@ -218,6 +218,7 @@ def decode_attention(
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -229,6 +230,7 @@ def decode_attention(
             their functions raise.
 
     """
+    assert sliding_window is None, "see cuda_unsupported_reason"
     attend(
         load, query, kv_cache, layout, batch, partials, output, newest, offset, window
     )

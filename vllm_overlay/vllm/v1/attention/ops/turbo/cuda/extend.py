@@ -172,6 +172,7 @@ def extend_attention(
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -183,6 +184,7 @@ def extend_attention(
             function raises.
 
     """
+    assert sliding_window is None, "see cuda_unsupported_reason"
     cuda_decode.attend(
         load, query, kv_cache, layout, batch, partials, output, newest, offset, window
     )

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a prefill does at a time, planned on the host."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,11 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
+from vllm.v1.attention.ops.turbo.planning.sliding_window import (
+    LEAST_TOKENS,
+    WindowSlice,
+    plan_window_slices,
+)
 
 # Dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
@@ -28,7 +34,8 @@ class PrefillLimits(NamedTuple):
 
     Attributes:
         slice_tokens: Query tokens of a slice.
-        piece_tokens: Tokens that are dequantised at a time.
+        piece_tokens: Tokens that are dequantised at a time; under a sliding window all
+            that are seen at a time.
         raw_tokens: Query tokens of a slice that reads nothing from the cache; None:
             as many as there are.
         has_key_offset: Whether an offset was taken off the keys of some layer. Then a
@@ -44,19 +51,29 @@ class PrefillLimits(NamedTuple):
 
 
 def prefill_limits(
-    shape: LayerShape, stored: bool, has_key_offset: bool = False
+    shape: LayerShape,
+    stored: bool,
+    has_key_offset: bool = False,
+    sliding_window: int | None = None,
 ) -> PrefillLimits:
     """Tokens that ROW_BYTES and PIECE_BYTES hold, at least one.
+
+    Under a sliding window there are no rotated queries. A piece has room for what one
+    token sees, and for some more tokens.
 
     Args:
         shape: The layer's; of layers that share a plan, that with most query heads.
         stored: Whether a slice's own tokens are read from the cache: as one piece.
         has_key_offset: Whether an offset was taken off the keys of some layer.
+        sliding_window: Tokens that a query token sees, at most; None for no limit.
 
     """
     head_bytes = shape.head_size * shape.dtype.itemsize
     slice_tokens = max(1, ROW_BYTES // (shape.num_heads * head_bytes))
     piece_tokens = max(1, PIECE_BYTES // (2 * shape.num_kv_heads * head_bytes))
+    if sliding_window is not None:
+        least = sliding_window - 1 + LEAST_TOKENS
+        return PrefillLimits(0, max(piece_tokens, least), None, has_key_offset)
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
     raw_tokens = None
@@ -158,10 +175,12 @@ class PrefillPlan:
     """The prefill requests of a batch; R requests, T tokens.
 
     Attributes:
-        slices: The query tokens, as they are attended from one after the other.
+        slices: The query tokens, as they are attended from one after the other; none
+            if all layers have sliding windows.
         block_table: (R, max_blocks) int32 on the device.
         query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
         seq_lens_cpu: (R,) int32 lengths on the host, query tokens included.
+        window_slices: By the layers' sliding windows, likewise.
 
     """
 
@@ -169,10 +188,18 @@ class PrefillPlan:
     block_table: torch.Tensor
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
+    window_slices: dict[int, list[WindowSlice]] = field(default_factory=dict)
 
-    @property
-    def max_buffered_tokens(self) -> int | None:
-        """Query tokens that ``PrefillScratch`` is to hold; None: none are needed."""
+    def max_buffered_tokens(self, sliding_window: int | None = None) -> int | None:
+        """Query tokens that ``PrefillScratch`` is to hold; None: none are needed.
+
+        Args:
+            sliding_window: The layer's; None if it has none.
+
+        """
+        if sliding_window is not None:
+            slices = self.window_slices[sliding_window]
+            return 0 if any(x.runs is not None for x in slices) else None
         if not any(x.cached or x.has_neighbours for x in self.slices):
             return None
         lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.cached)
@@ -432,8 +459,9 @@ def plan_prefill(
     seq_lens_cpu: torch.Tensor,
     block_table: torch.Tensor,
     stored: bool,
-    limits: PrefillLimits,
+    limits: PrefillLimits | None,
     device: torch.device,
+    window_tokens: Mapping[int, int] | None = None,
 ) -> PrefillPlan:
     """Plan the prefill of a batch on the host; nothing here synchronises.
 
@@ -442,10 +470,29 @@ def plan_prefill(
         seq_lens_cpu: (R,) int32 on the host, exact.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        limits: What bounds the layers' scratch.
+        limits: What bounds the scratch of layers without a sliding window; None if all
+            have one.
         device: Where the kernels run.
+        window_tokens: Of each sliding window, how many tokens may be seen at a time:
+            ``PrefillLimits.piece_tokens``. None for no windows.
 
     """
+    window_slices = {
+        window: plan_window_slices(
+            query_start_loc_cpu,
+            seq_lens_cpu,
+            block_table,
+            stored,
+            window,
+            max_tokens,
+            device,
+        )
+        for window, max_tokens in (window_tokens or {}).items()
+    }
+    if limits is None:
+        return PrefillPlan(
+            [], block_table, query_start_loc_cpu, seq_lens_cpu, window_slices
+        )
     if stored and limits.has_key_offset:
         query_start_loc_cpu, seq_lens_cpu, rows = cut_at_segments(
             query_start_loc_cpu, seq_lens_cpu
@@ -475,4 +522,6 @@ def plan_prefill(
             )
             for tokens, requests in plan_slices(starts, max_tokens)
         ]
-    return PrefillPlan(slices, block_table, query_start_loc_cpu, seq_lens_cpu)
+    return PrefillPlan(
+        slices, block_table, query_start_loc_cpu, seq_lens_cpu, window_slices
+    )

@@ -23,6 +23,7 @@ def attention(
     value: torch.Tensor,
     scale: float,
     causal: bool = True,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one sequence, in the dtype of its arguments.
 
@@ -32,6 +33,7 @@ def attention(
         value: (T, H, D).
         scale: Factor of the scores.
         causal: Whether query i sees only the first T - Q + i + 1 tokens.
+        sliding_window: Of these, how many of the last; None: all.
 
     Returns:
         Output (Q, Hq, D) and natural log-sum-exp (Q, Hq).
@@ -45,7 +47,10 @@ def attention(
     scores = torch.einsum("qhd,thd->hqt", query, key) * scale
     if causal:
         last = torch.arange(num_queries, device=query.device) + num_tokens - num_queries
-        hidden = torch.arange(num_tokens, device=query.device) > last[:, None]
+        positions = torch.arange(num_tokens, device=query.device)
+        hidden = positions > last[:, None]
+        if sliding_window is not None:
+            hidden |= positions <= last[:, None] - sliding_window
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores.float(), -1)
     weights = torch.softmax(scores, -1)
@@ -65,6 +70,7 @@ def paged_attention(
     output: torch.Tensor,
     key_offset: torch.Tensor | None = None,
     window: RecentWindow | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -84,6 +90,8 @@ def paged_attention(
             nothing was.
         window: Where the newest tokens before the query tokens are read instead of
             from the cache; None if nowhere.
+        sliding_window: Tokens that a query token sees, at most, itself the last; None:
+            all before it. Others are not loaded.
 
     """
     block_size = kv_cache.shape[2]
@@ -91,11 +99,14 @@ def paged_attention(
     for row, (begin, end, seq_len) in enumerate(bounds):
         if begin == end:
             continue
-        positions = torch.arange(seq_len, device=query.device)
+        first = 0
+        if sliding_window is not None:
+            first = max(seq_len - (end - begin) + 1 - sliding_window, 0)
+        positions = torch.arange(first, seq_len, device=query.device)
         blocks = block_table[row, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
         if key is not None and value is not None:
-            slots = slots[: seq_len - (end - begin)]
+            slots = slots[: seq_len - (end - begin) - first]
         num_cached = num_packed = len(slots)
         if window is not None:
             num_packed -= seq_len - int(window.packed_lens[row])
@@ -113,7 +124,13 @@ def paged_attention(
         if key is not None and value is not None:
             keys = torch.cat([keys, key[begin:end].float()])
             values = torch.cat([values, value[begin:end].float()])
-        result, _ = attention(query[begin:end].float(), keys, values, scale)
+        result, _ = attention(
+            query[begin:end].float(),
+            keys,
+            values,
+            scale,
+            sliding_window=sliding_window,
+        )
         output[begin:end] = result.to(output.dtype)
 
 
@@ -129,6 +146,7 @@ def forward(
     output: torch.Tensor,
     key_offset: torch.Tensor | None = None,
     window: RecentWindow | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Store a step's tokens, then attend: what kernels do elsewhere.
 
@@ -145,6 +163,7 @@ def forward(
         key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None for
             nothing.
         window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
+        sliding_window: Tokens that a query token sees, at most; None: all before it.
 
     """
     offset = step.key_offset(key_offset)
@@ -196,4 +215,5 @@ def forward(
             output[rows],
             key_offset,
             own_window,
+            sliding_window,
         )

@@ -86,6 +86,25 @@ def num_kv_splits(
     return max(1, min(MAX_KV_SPLITS, wanted))
 
 
+def splits_of_window(
+    partials: Partials, batch: DecodeBatch, sliding_window: int, block_n: int
+) -> Partials:
+    """Room for as many splits as a sliding window has steps, at most.
+
+    Args:
+        partials: Scratch for any number of splits.
+        batch: The call's sequences.
+        sliding_window: Tokens that a query token sees, at most.
+        block_n: Tokens a step.
+
+    """
+    # The first step begins before the window, the last ends behind it.
+    num_steps = triton.cdiv(sliding_window + batch.query_len - 2, block_n) + 1
+    num_splits = min(batch.num_splits(partials.lse.shape[0]), num_steps)
+    count = num_splits * batch.num_query_slots
+    return Partials(partials.output[:count], partials.lse[:count])
+
+
 def decode_attention(
     query: RotatedQuery,
     kv_cache: torch.Tensor,
@@ -96,6 +115,7 @@ def decode_attention(
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
+    sliding_window: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -112,6 +132,7 @@ def decode_attention(
         offset: What was taken off the cached keys; None if nothing was.
         window: Where the newest cached tokens are read instead, with ``newest``: the
             merge has them. None if nowhere.
+        sliding_window: Tokens that a query token sees, at most; None: all before it.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -120,13 +141,15 @@ def decode_attention(
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
     assert output.stride(2) == 1
-    assert window is None or newest is not None
+    assert window is None or (newest is not None and sliding_window is None)
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
-    num_splits = batch.num_splits(partials.lse.shape[0])
     if tuning is None:
         tuning = default_tuning(head_size)
+    if sliding_window is not None:
+        partials = splits_of_window(partials, batch, sliding_window, tuning.block_n)
+    num_splits = batch.num_splits(partials.lse.shape[0])
     num_queries_per_kv = num_heads // num_kv_heads
     block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_queries_per_kv))
     query_blocks = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
@@ -161,6 +184,7 @@ def decode_attention(
         stride_raw_head,
         num_splits,
         batch.query_len,
+        sliding_window or 0,
         kv_cache.stride(0),
         kv_cache.stride(1),
         batch.block_table.stride(0),
@@ -176,8 +200,11 @@ def decode_attention(
         MULTIPLE=batch.query_len > 1,
         UNIFORM=start_loc is None,
         WITH_NEWEST=newest is not None,
+        SLIDING=sliding_window is not None,
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(partials, batch, output, num_kv_heads, newest, window, offset)
+    merge_splits(
+        partials, batch, output, num_kv_heads, newest, window, offset, sliding_window
+    )

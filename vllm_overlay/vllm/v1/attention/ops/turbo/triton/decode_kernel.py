@@ -132,6 +132,7 @@ def _add_values(
         "block_multiplier",
         "stride_block_table",
         "num_segments",
+        "sliding_window",
     ],
     # A call begins with any of the batch's requests.
     do_not_specialize_on_alignment=[
@@ -159,6 +160,7 @@ def decode_kernel(
     stride_raw_head,
     num_splits,
     max_query_len,
+    sliding_window,
     stride_cache_block: tl.int64,
     stride_cache_head: tl.int64,
     stride_block_table,
@@ -187,13 +189,15 @@ def decode_kernel(
     MULTIPLE: tl.constexpr,
     UNIFORM: tl.constexpr,
     WITH_NEWEST: tl.constexpr,
+    SLIDING: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
 ):
     """Program (b, h, s): split s // P of sequence b, KV head h.
 
     P programs share the queries, BLOCK_H each. MULTIPLE: whether ``max_query_len`` is
-    more than one. STEP_IN_BLOCK: whether a block has whole steps of BLOCK_N tokens. The
-    query tokens themselves are left to the merge, if so asked.
+    more than one. STEP_IN_BLOCK: whether a block has whole steps of BLOCK_N tokens.
+    SLIDING: whether a query token sees ``sliding_window`` tokens at most. The query
+    tokens themselves are left to the merge, if so asked.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     if not MULTIPLE:
@@ -209,10 +213,17 @@ def decode_kernel(
         first_token = tl.load(query_start_loc_ptr + batch)
         query_len = tl.load(query_start_loc_ptr + batch + 1) - first_token
     seq_len = tl.load(seq_lens_ptr + batch)
+    # Tokens up to a sequence's first query token, and itself.
+    first_end = seq_len - query_len + 1
     if WITH_NEWEST:
         seq_len -= query_len
-    split_size = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
-    first = split * split_size
+    lowest = 0
+    begin = 0
+    if SLIDING:
+        lowest = tl.maximum(first_end - sliding_window, 0)
+        begin = lowest // BLOCK_N * BLOCK_N
+    split_size = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), BLOCK_N) * BLOCK_N
+    first = begin + split * split_size
     last = tl.minimum(first + split_size, seq_len)
 
     h = tl.program_id(2) % query_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -251,6 +262,9 @@ def decode_kernel(
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         n = start + 2 * pair_of_block
         inside = n < last, n + 1 < last
+        if SLIDING:
+            # Before, blocks may be another sequence's.
+            inside = inside[0] & (n >= lowest), inside[1] & (n + 1 >= lowest)
         # Steps, and so their first tokens, begin where tiles do.
         token = 2 * pair_of_block % TILE
         tile = start // TILE
@@ -265,7 +279,7 @@ def decode_kernel(
                 block_shift,
                 block_multiplier,
             )
-            block = tl.load(table_ptr + place, mask=inside[0], other=0)
+            block = tl.load(table_ptr + place, mask=inside[0] | inside[1], other=0)
         page_ptr = cache_ptr + block.to(tl.int64) * stride_cache_block
         tile_ptr = page_ptr + tile * TILE_BYTES
         pair = token // 2
@@ -302,14 +316,16 @@ def decode_kernel(
             )
             product = product * query_scale[None, :]
             product = tl.where(inside[i][:, None], product, float("-inf"))
-            if MULTIPLE and not WITH_NEWEST:
-                end = seq_len - query_len + 1 + query_token
+            if MULTIPLE and (SLIDING or not WITH_NEWEST):
+                end = first_end + query_token
                 seen = (n + i)[:, None] < end[None, :]
+                if SLIDING:
+                    seen &= (n + i)[:, None] >= (end - sliding_window)[None, :]
                 product = tl.where(seen, product, float("-inf"))
             scores = scores + (product,)
         new_max = tl.max(tl.maximum(scores[0], scores[1]), 0)
         new_max = tl.maximum(running_max, new_max)
-        if MULTIPLE and not WITH_NEWEST:
+        if SLIDING or (MULTIPLE and not WITH_NEWEST):
             # A query may see none of the tokens so far.
             new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
         rescale = tl.exp2(running_max - new_max)

@@ -49,6 +49,18 @@ def _newest_scores(
     return tl.where(seen, score, float("-inf"))
 
 
+@triton.jit
+def _is_seen(
+    other,  # a token's place among its sequence's newest
+    place,  # [R]
+    num_missing,  # [R] of them that do not exist
+    sliding_window,
+):
+    """Whether rows see the token, [R]."""
+    in_window = place - other < sliding_window
+    return (other >= num_missing) & (other <= place) & in_window
+
+
 @triton.jit(
     do_not_specialize=[
         "num_rows",
@@ -56,6 +68,7 @@ def _newest_scores(
         "max_query_len",
         "num_segments",
         "num_window_rows",
+        "sliding_window",
     ],
     # A call begins with any of the batch's requests.
     do_not_specialize_on_alignment=[
@@ -82,6 +95,7 @@ def _merge_kernel(
     num_rows,
     num_splits,
     max_query_len,
+    sliding_window,
     inverse_sqrt_d,
     score_factor,
     stride_output_token,
@@ -186,7 +200,7 @@ def _merge_kernel(
                 key_ptr,
                 first_token,
                 kv_head,
-                (other >= num_missing) & (other <= place),
+                _is_seen(other, place, num_missing, sliding_window),
                 newest_mask,
                 d,
                 other,
@@ -212,7 +226,7 @@ def _merge_kernel(
                 key_ptr,
                 first_token,
                 kv_head,
-                (other >= num_missing) & (other <= place),
+                _is_seen(other, place, num_missing, sliding_window),
                 newest_mask,
                 d,
                 other,
@@ -270,6 +284,7 @@ def merge_splits(
     newest: NewestTokens | None = None,
     window: RecentWindow | None = None,
     offset: OffsetScores | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -282,6 +297,8 @@ def merge_splits(
         window: Where tokens before those lie that the splits leave out, too; only with
             ``newest``. None if there are none.
         offset: What was taken off the window's keys; None if nothing was.
+        sliding_window: Of the newest tokens, how many a query token sees at most,
+            itself the last; None: all before it.
 
     """
     num_tokens, num_heads, head_size = output.shape
@@ -329,6 +346,7 @@ def merge_splits(
         num_rows,
         num_splits,
         batch.query_len,
+        batch.query_len if sliding_window is None else sliding_window,
         inverse_sqrt(head_size),
         scale * LOG2_E,
         output.stride(0),

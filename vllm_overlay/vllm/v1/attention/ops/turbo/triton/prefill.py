@@ -34,7 +34,7 @@ def _rotate_rows_kernel(
     output_ptr,  # [T, H, D]
     matrix_ptr,  # [D, D] fp16
     num_rows,
-    inverse_sqrt_d,
+    factor,
     stride_x_token,
     stride_x_head,
     stride_output_token,
@@ -54,7 +54,7 @@ def _rotate_rows_kernel(
     integers, rest, unit_size = load_integers(
         x_ptrs, row_mask, HEAD_SIZE, BLOCK_D, True
     )
-    factor = (unit_size * inverse_sqrt_d)[:, None]
+    unit_size = (unit_size * factor)[:, None]
     offset = token * stride_output_token + head * stride_output_head
     for start in tl.static_range(0, HEAD_SIZE, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
@@ -63,18 +63,21 @@ def _rotate_rows_kernel(
         # Integers alone are coarse beside fp16, small coordinates' above all.
         fraction = rotate_integers(rest, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
         rotated += fraction * (1 / 2048)
-        rotated = (rotated * factor).to(output_ptr.dtype.element_ty)
+        rotated = (rotated * unit_size).to(output_ptr.dtype.element_ty)
         mask = row_mask[:, None] & inside[None, :]
         tl.store(output_ptr + offset[:, None] + c[None, :], rotated, mask=mask)
 
 
-def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) -> None:
+def rotate_rows(
+    x: torch.Tensor, output: torch.Tensor, inverse: bool = False, gain: float = 1.0
+) -> None:
     """Rotate vectors to or, with ``inverse``, from rotated space.
 
     Args:
         x: (T, H, D), last axis contiguous.
         output: (T, H, D) of any floating dtype, written; may be ``x``.
         inverse: Whether to rotate back.
+        gain: What vectors are multiplied by, too.
 
     """
     num_tokens, num_heads, head_size = x.shape
@@ -89,7 +92,7 @@ def rotate_rows(x: torch.Tensor, output: torch.Tensor, inverse: bool = False) ->
         output,
         rotation_matrix(head_size, x.device, inverse=inverse),
         num_rows,
-        inverse_sqrt(head_size),
+        inverse_sqrt(head_size) * gain,
         x.stride(0),
         x.stride(1),
         output.stride(0),
@@ -190,6 +193,19 @@ def add_offset_scores(
     )
 
 
+@triton.jit
+def isolated(key, value):
+    """Of vectors, [N, D], V without what is not finite and K to say where that was, in
+    fp32: see ``isolate_broken_values``.
+    """
+    # Infinities and NaN have the largest exponent.
+    exponent = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    is_broken = (tl.max(exponent, 1) == 0x7F800000)[:, None]
+    value = tl.where(is_broken, 0.0, value.to(tl.float32))
+    key = tl.where(is_broken, float("nan"), key.to(tl.float32))
+    return key, value
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _isolate_kernel(
     key_ptr,  # [T, H, D]
@@ -216,11 +232,7 @@ def _isolate_kernel(
     value = tl.load(value_ptrs, mask=inside, other=0.0)
     key_ptrs = key_ptr + token * stride_key_token + head * stride_key_head + d
     key = tl.load(key_ptrs, mask=inside, other=0.0)
-    # Infinities and NaN have the largest exponent.
-    exponent = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    is_broken = (tl.max(exponent, 1) == 0x7F800000)[:, None]
-    value = tl.where(is_broken, 0.0, value.to(tl.float32))
-    key = tl.where(is_broken, float("nan"), key.to(tl.float32))
+    key, value = isolated(key, value)
     offset = row[:, None] * HEAD_SIZE + d
     dtype = isolated_key_ptr.dtype.element_ty
     tl.store(isolated_value_ptr + offset, value.to(dtype), mask=inside)
@@ -282,13 +294,19 @@ def isolate_broken_values(
         "max_blocks",
     ],
     # A slice begins with any of the batch's requests.
-    do_not_specialize_on_alignment=["block_table_ptr", "starts_ptr", "cu_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "starts_ptr",
+        "cu_lens_ptr",
+        "lens_ptr",
+    ],
 )
 def _gather_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [R, max_blocks]
     starts_ptr,  # [R] first position of each request's piece
     cu_lens_ptr,  # [R + 1] where the pieces lie in the output
+    lens_ptr,  # [R] their lengths, or None if they lie end to end
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
     stride_cache_block: tl.int64,
@@ -317,7 +335,10 @@ def _gather_kernel(
     request = tl.program_id(1)
     head = tl.program_id(2)
     begin = tl.load(cu_lens_ptr + request)
-    length = tl.load(cu_lens_ptr + request + 1) - begin
+    if lens_ptr is None:
+        length = tl.load(cu_lens_ptr + request + 1) - begin
+    else:
+        length = tl.load(lens_ptr + request)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if tl.program_id(0) * BLOCK_N >= length:
         return
@@ -389,6 +410,7 @@ def gather_context(
     layout: TurboFormat,
     key: torch.Tensor,
     value: torch.Tensor,
+    lens: torch.Tensor | None = None,
 ) -> None:
     """Dequantise one piece of each request's cached tokens, in rotated space.
 
@@ -396,13 +418,15 @@ def gather_context(
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
         block_table: (R, max_blocks) int32; tokens beyond are those of block 0.
         starts: (R,) int32, first position of each request's piece.
-        cu_lens: (R + 1,) int32, cumulative lengths of the pieces.
+        cu_lens: (R + 1,) int32, where pieces begin in ``key`` and ``value``.
         max_len: Length of the longest piece.
-        num_tokens: Tokens of all pieces, ``cu_lens[-1]``, at most T.
+        num_tokens: ``cu_lens[-1]``, at most T.
         layout: The cache's format.
-        key: (T, H, D) contiguous, of which ``num_tokens`` rows are written. Not
-            multiplied by the codebook's gain.
+        key: (T, H, D) contiguous, of which pieces' rows are written. Not multiplied by
+            the codebook's gain.
         value: (T, H, D), likewise.
+        lens: (R,) int32, lengths of the pieces; None if each ends where the next one
+            begins.
 
     """
     num_kv_heads, block_size = kv_cache.shape[1:3]
@@ -418,6 +442,7 @@ def gather_context(
         block_table,
         starts,
         cu_lens,
+        lens,
         key,
         value,
         kv_cache.stride(0),

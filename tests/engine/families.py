@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Small models of other families than Qwen3's, with seeded weights.
+
+transformers writes them, under the names that its own checkpoints have. Their tokens
+say nothing, but attention decides them: see `scripts/seeded_model.py`.
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from seeded_model import write_tokenizer  # noqa: E402
+
+WINDOW = 48
+SLIDING = ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 64
+
+
+class Family(NamedTuple):
+    """A kind of model.
+
+    Attributes:
+        model_type: Of transformers.
+        changes: Of its configuration, beyond what all have.
+        added: What is added to parameters whose names contain the key.
+        factors: What they are multiplied by.
+
+    """
+
+    model_type: str
+    changes: dict[str, Any] = {}
+    added: dict[str, float] = {}
+    factors: dict[str, float] = {}
+
+
+FAMILIES = {
+    "gemma3": Family(
+        "gemma3_text",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": HEAD_DIM,
+        },
+        # Else the embedding, which is the head, too, would decide every token.
+        {"post_attention_layernorm": 7},
+    ),
+    "cohere2": Family(
+        "cohere2",
+        {"layer_types": SLIDING, "sliding_window": WINDOW, "logit_scale": 1.0},
+    ),
+    # Every other layer is a short convolution.
+    "lfm2": Family(
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+            # Published configurations have these, the class has not.
+            "conv_dim": HEADS * HEAD_DIM,
+            "block_dim": HEADS * HEAD_DIM,
+            "hidden_size": HEADS * HEAD_DIM,
+        },
+        # Else convolutions would decide every token.
+        {},
+        {"self_attn.out_proj": 4},
+    ),
+    "olmo3": Family("olmo3", {"layer_types": SLIDING, "sliding_window": WINDOW}),
+}
+
+
+def write_family(folder: Path, name: str, seed: int = 0) -> Path:
+    """Writes a model's config, weights and tokenizer into a folder, and returns it.
+
+    Matrices are normal. The norm of q, if there is one, is doubled, so that single
+    tokens far back still decide the output.
+    """
+    family = FAMILIES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    common = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": vocab_size - 1,
+        "pad_token_id": vocab_size - 3,
+    }
+    config = AutoConfig.for_model(family.model_type, **common | family.changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in model.named_parameters():
+            if tensor.dim() > 1:
+                tensor.normal_(0, 0.3, generator=generator)
+            added = {"q_norm": 1, "q_layernorm": 1} | family.added
+            tensor += sum(x for part, x in added.items() if part in key)
+            tensor *= math.prod(x for part, x in family.factors.items() if part in key)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

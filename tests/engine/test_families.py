@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Models with windowed layers and hybrids, in all ways of running.
+
+All are asked in one engine. With --all each way has its own.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import WINDOW, write_family
+from harness import Jobs, run_job
+from ways import CHUNK, KL_TOLERANCE, Answers, Ways
+
+# Tokens that a hit within a hybrid's block comes in steps of.
+UNIT = 16
+ALIGNED = {"mamba_cache_mode": "align"}
+WINDOWED = Ways(
+    32, scarce_blocks=45, more={"one kind": {"disable_hybrid_kv_cache_manager": True}}
+)
+# vLLM makes a hybrid's blocks as large as its states; a state is a block.
+HYBRID = Ways(
+    128,
+    ALIGNED | {"prefix_match_unit": UNIT},
+    scarce_blocks=9,
+    more={
+        "whole": {
+            "enable_prefix_caching": True,
+            "enable_chunked_prefill": True,
+            **ALIGNED,
+        }
+    },
+)
+WAYS = {
+    "gemma3": WINDOWED,
+    "cohere2": WINDOWED,
+    "olmo3": WINDOWED,
+    "lfm2": HYBRID,
+}
+GROUPS = {"gemma3": 4, "cohere2": 4, "olmo3": 4, "lfm2": 2}
+WITH_WINDOWS = [name for name, ways in WAYS.items() if ways is WINDOWED]
+all_models = pytest.mark.parametrize("name", WAYS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {name: write_family(folder / name, name) for name in WAYS}
+
+
+class Families:
+    """Runs a family's engines once, the few or all of them."""
+
+    def __init__(self, jobs: Jobs, folder: Path, models: dict[str, Path]) -> None:
+        self.jobs, self.folder, self.models = jobs, folder, models
+        self.found: dict[tuple[str, bool], Any] = {}
+
+    def answers(self, name: str, every: bool = False) -> Answers:
+        key = name, every
+        if key not in self.found:
+            folder = self.folder / f"{name}-{every}"
+            engines = WAYS[name].engines()
+            few = engines.pop("few")
+            chosen = engines if every else {"few": few}
+            self.found[key] = self.jobs.pool.submit(
+                run_job, folder, self.models[name], "v2", chosen
+            )
+        return Answers(WAYS[name], self.found[key].result())
+
+
+@pytest.fixture(scope="module")
+def families(
+    jobs: Jobs, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Families:
+    return Families(jobs, tmp_path_factory.mktemp("runs"), folders)
+
+
+@all_models
+def test_one_engine(families: Families, name: str):
+    """In chunks and one by one, batched behind prefix hits, and batched in chunks."""
+    answers = families.answers(name)
+    steps = answers.call("few", "cold")["steps"]
+    assert any(len(step) > 1 for step in steps)
+    assert sum(new > 1 and computed > 0 for step in steps for new, computed in step)
+    assert not any(answers.cached("few", "cold"))
+    assert sum(answers.cached("few", "warm")) >= sum(answers.whole_blocks()) > 0
+    for call in ("warm", "cold"):
+        assert max(answers.divergence("few", call)) < KL_TOLERANCE
+
+
+@all_models
+def test_groups(families: Families, name: str):
+    assert families.answers(name).engines["few"]["num_kv_cache_groups"] == GROUPS[name]
+
+
+def test_hits_within_a_block(families: Families):
+    """The block that a hybrid's hit ends in is copied, state and pages."""
+    answers = families.answers("lfm2")
+    warm = answers.cached("few", "warm")
+    assert all(num % UNIT == 0 for num in warm)
+    assert sum(num % HYBRID.block > 0 for num in warm) >= 2
+    assert max(answers.divergence("few", "warm")) < KL_TOLERANCE
+
+
+@pytest.mark.parametrize("name", WITH_WINDOWS)
+def test_windows_are_packed(families: Families, name: str):
+    """Pages are as large as full attention's, and windows are outgrown."""
+    pages = families.answers(name).engines["few"]["pages"].values()
+    assert len({size for size, _ in pages}) == 1
+    assert not any(is_padded for _, is_padded in pages)
+    assert max(map(len, WAYS[name].prompts)) > 2 * WINDOW
+
+
+@pytest.mark.matrix
+@all_models
+def test_batched_as_alone(families: Families, name: str):
+    answers = families.answers(name, every=True)
+    first_step = answers.call("plain", "batched")["steps"][0]
+    assert first_step == [[len(prompt), 0] for prompt in answers.ways.prompts]
+    assert max(answers.divergence("plain", "batched")) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
+@all_models
+def test_prefix_hits(families: Families, name: str):
+    """Of whole blocks; a hybrid's of parts of them, too."""
+    answers = families.answers(name, every=True)
+    warm = answers.cached("prefix", "warm")
+    if answers.ways is WINDOWED:
+        assert warm == answers.whole_blocks()
+    else:
+        assert sum(warm) > sum(answers.whole_blocks())
+    for call in ("cold", "warm"):
+        assert max(answers.divergence("prefix", call)) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
+@all_models
+def test_other_ways_to_cache(families: Families, name: str):
+    """A hybrid's hits of whole blocks; windows and full attention in one group."""
+    answers = families.answers(name, every=True)
+    for engine in answers.ways.more:
+        cached = answers.cached(engine, "warm")
+        assert cached == (answers.whole_blocks() if engine == "whole" else [0] * 5)
+        for call in ("cold", "warm"):
+            assert max(answers.divergence(engine, call)) < KL_TOLERANCE
+    if "one kind" in answers.engines:
+        assert answers.engines["one kind"]["num_kv_cache_groups"] == 1
+
+
+@pytest.mark.matrix
+@all_models
+def test_chunked_prefill(families: Families, name: str):
+    answers = families.answers(name, every=True)
+    steps = answers.call("chunked", "chunked")["steps"]
+    assert all(sum(new for new, _ in step) <= CHUNK for step in steps)
+    assert sum(new > 1 and computed > 0 for step in steps for new, computed in step) > 3
+    assert max(answers.divergence("chunked", "chunked")) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
+@all_models
+def test_preemption(families: Families, name: str):
+    answers = families.answers(name, every=True)
+    assert answers.call("scarce", "scarce")["num_preemptions"] > 0
+    divergence = answers.divergence("scarce", "scarce", answers.ways.scarce)
+    assert max(divergence) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
+@all_models
+def test_attention_decides_every_answer(families: Families, name: str):
+    """Guards the tests above: were attention ignored, they would all pass."""
+    answers = families.answers(name, every=True)
+    assert min(answers.divergence("zeroed", "batched")) > 100 * KL_TOLERANCE

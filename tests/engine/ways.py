@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""All ways in which vLLM may serve a prompt, for models of any family.
+
+Query tokens, too, are read from the cache (`turbo_prefill` "stored"), so that answers
+are the same in all of them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import Call, Engine, kl_divergences
+from scenarios import MAX_LEN, text
+
+NUM_GENERATED = 6
+# Query tokens of a step where prompts come in chunks.
+CHUNK = 48
+# Nats at any position: a code that flips by rounding, of many. See test_engine.py.
+KL_TOLERANCE = 1e-3
+NUM_SCARCE = 4
+
+
+@dataclass
+class Ways:
+    """The ways of one kind of model.
+
+    Attributes:
+        block: Tokens of a block.
+        cached: Engine arguments of prefix caching.
+        scarce_blocks: So few that requests which outgrow theirs are preempted.
+        more: Further engines, by name.
+
+    """
+
+    block: int
+    cached: dict[str, Any] = field(default_factory=dict)
+    scarce_blocks: int = 0
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Around a block, several blocks, and one token alone."""
+        n = self.block
+        lengths = (1, n - 1, n, n + 1, 3 * n + 5)
+        return [text(length, seed) for seed, length in enumerate(lengths)]
+
+    @property
+    def scarce(self) -> list[list[int]]:
+        """Of several blocks, which they outgrow while they generate."""
+        length = 3 * self.block - 4
+        return [text(length, 300 + index) for index in range(NUM_SCARCE)]
+
+    def engines(self) -> dict[str, Engine]:
+        """One engine for what all families are asked, and one a way."""
+        common: dict[str, Any] = {
+            "kv_cache_dtype": "turbo4",
+            "dtype": "float32",
+            "block_size": self.block,
+            "attention_config": {"turbo_prefill": "stored"},
+        }
+        chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK}
+        cached = {
+            "enable_prefix_caching": True,
+            "enable_chunked_prefill": True,
+        } | self.cached
+        scarce = {
+            "num_gpu_blocks_override": self.scarce_blocks,
+            "max_model_len": min(MAX_LEN, 8 * self.block),
+        }
+
+        def call(prompts: list[list[int]] = self.prompts, **options: Any) -> Call:
+            return Call(prompts, NUM_GENERATED, **options)
+
+        twice = {"cold": call(), "warm": call()}
+        alone = call(self.prompts + self.scarce, one_by_one=True)
+        few = cached | {"max_num_batched_tokens": CHUNK + self.block}
+        return {
+            "few": Engine(
+                common | few,
+                {
+                    "alone": call(one_by_one=True),
+                    "warm": call(),
+                    "cold": call(forgets=True),
+                },
+            ),
+            "plain": Engine(common, {"alone": alone, "batched": call()}),
+            "prefix": Engine(common | cached, twice),
+            "chunked": Engine(common | chunks, {"chunked": call()}),
+            "scarce": Engine(common | scarce, {"scarce": call(self.scarce)}),
+            "zeroed": Engine(common, {"batched": call()}, zero_attention=True),
+        } | {name: Engine(common | args, twice) for name, args in self.more.items()}
+
+
+class Answers:
+    """What a model's engines have answered.
+
+    Attributes:
+        ways: The model's.
+
+    """
+
+    def __init__(self, ways: Ways, engines: dict[str, Any]) -> None:
+        self.ways = ways
+        self.engines = engines
+        engine = "plain" if "plain" in engines else "few"
+        prompts = ways.prompts + (ways.scarce if engine == "plain" else [])
+        alone = self.call(engine, "alone")["requests"]
+        self.alone = dict(zip(map(tuple, prompts), alone, strict=True))
+
+    def call(self, engine: str, call: str) -> dict[str, Any]:
+        return self.engines[engine]["calls"][call]
+
+    def divergence(
+        self, engine: str, call: str, prompts: list[list[int]] | None = None
+    ) -> list[float]:
+        """Each prompt's largest, from its run alone, in nats."""
+        requests = self.call(engine, call)["requests"]
+        prompts = self.ways.prompts if prompts is None else prompts
+        return [
+            max(kl_divergences(self.alone[tuple(prompt)], request))
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+    def cached(self, engine: str, call: str) -> list[int]:
+        """Tokens of each prompt that were in the cache."""
+        requests = self.call(engine, call)["requests"]
+        return [request["num_cached_tokens"] for request in requests]
+
+    def whole_blocks(self) -> list[int]:
+        """Tokens of each prompt that are hit by whole blocks; the last is computed."""
+        n = self.ways.block
+        return [(len(prompt) - 1) // n * n for prompt in self.ways.prompts]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Layers whose query tokens see the last few tokens, through the backend.
+
+Blocks below a window are another sequence's by then: none of their bytes may count.
+"""
+
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+from vllm.v1.attention.ops.turbo.planning.sliding_window import plan_window_slices
+
+from .backend_utils import (
+    KERNELS,
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .test_key_offset import SEGMENT, batch_with_offset, long_offset
+from .utils import BF16, FP16, ON_GPU, requires_triton
+
+WINDOWS = [1, 15, 16, 17, 128]
+all_windows = pytest.mark.parametrize("window", WINDOWS)
+# Around windows and blocks; prefills behind prefixes that end within a window, and one
+# of more tokens than a buffer has room for.
+REQUESTS = {
+    "decodes": [(1, 15), (1, 16), (1, 17), (1, 0), (1, 127), (1, 129), (1, 300)],
+    "mixed": [(1, 130), (5, 14), (20, 150), (2, 64), (33, 0), (150, 31)],
+    "one first chunk": [(150, 0)],
+}
+# With up to two drafts to verify, of lengths alike and not.
+DRAFTED = {
+    "uniform": [(3, 31), (3, 0), (3, 14), (3, 129)],
+    "ragged": [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)],
+}
+# The interpreter takes seconds for each: of all pairs some.
+KERNEL_CASES = [
+    ("decodes", "raw", 15),
+    ("decodes", "raw", 16),
+    ("decodes", "stored", 17),
+    ("mixed", "raw", 1),
+    ("mixed", "raw", 128),
+    ("mixed", "stored", 17),
+    ("one first chunk", "raw", 17),
+]
+DRAFT_CASES = [
+    ("uniform", "raw", 1),
+    ("uniform", "stored", 2),
+    ("ragged", "raw", 3),
+    ("ragged", "stored", 17),
+    ("ragged", "raw", 128),
+]
+if ON_GPU:
+    modes = ("raw", "stored")
+    KERNEL_CASES = list(product(REQUESTS, modes, WINDOWS))
+    DRAFT_CASES = list(product(DRAFTED, modes, (1, 2, 3, 17, 128)))
+LONG_WINDOWS = [1000, 1024, 4096]
+LONG = [(1, 1023), (1, 1024), (1, 5000), (64, 1500), (3000, 900), (2, 4096), (1, 15)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for 12 tokens more than the longest window."""
+    set_scratch(monkeypatch, piece_tokens=140)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
+
+
+def check(
+    config: VllmConfig,
+    requests: list[tuple[int, int]],
+    window: int,
+    path: str,
+    key_offset: torch.Tensor | None = None,
+) -> Batch:
+    impl = make_impl(config, sliding_window=window)
+    assert impl.runner.sliding_window == window
+    impl.runner.key_offset = key_offset
+    set_path(impl, path)
+    make = Batch.make if key_offset is None else batch_with_offset
+    batch = make(impl, requests)
+    batch.free_hidden_blocks(window)
+    metadata = make_builder(config, impl).build(0, batch.common)
+    batch.check(impl, batch.run(impl, metadata, path))
+    return batch
+
+
+@requires_triton
+@pytest.mark.parametrize("case", REQUESTS)
+@prefill_modes
+@all_windows
+def test_batches_in_pytorch(folder, case, mode, window, small_buffers):
+    config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=512)
+    check(config, REQUESTS[case], window, "torch")
+
+
+@requires_triton
+@pytest.mark.parametrize("case, mode, window", KERNEL_CASES)
+@pytest.mark.parametrize("path", KERNELS)
+def test_batches(folder, case, mode, window, path, small_buffers):
+    config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=512)
+    check(config, REQUESTS[case], window, path)
+
+
+@requires_triton
+@pytest.mark.parametrize("case, mode, window", DRAFT_CASES)
+@pytest.mark.parametrize("path", ["torch", *KERNELS])
+def test_drafts(folder, case, mode, window, path):
+    """Each sees its own window, some of one query token alone."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
+    check(config, DRAFTED[case], window, path)
+
+
+@requires_triton
+@pytest.mark.parametrize("name", ["k4v3"] + ["turbo3"] * ON_GPU)
+@pytest.mark.parametrize("path", KERNELS)
+def test_presets(folder, name, path, small_buffers):
+    config = make_vllm_config(folder, name, BF16, max_num_batched_tokens=512)
+    check(config, REQUESTS["mixed"], 17, path)
+
+
+@requires_triton
+@pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
+@pytest.mark.parametrize("path", ["torch", *KERNELS])
+def test_offset_of_k(folder, mode, window, path, small_buffers, monkeypatch):
+    """Segments begin within windows, and within runs of own tokens."""
+    monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
+    requests = [(1, 63), (1, 64), (1, 70), (1, 700), (40, 50), (150, 31), (5, 640)]
+    check(config, requests, window, path, long_offset())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="of some thousand tokens")
+@prefill_modes
+@pytest.mark.parametrize("window", LONG_WINDOWS)
+@pytest.mark.parametrize("path", KERNELS)
+def test_long_windows(folder, mode, window, path):
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=8192)
+    check(config, LONG, window, path)
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 128])
+@pytest.mark.parametrize("stored", [False, True])
+def test_slices(window, stored):
+    """Each query token is in one slice, with all that it sees of its request and in
+    order; no slice has more than there is room for.
+    """
+    draw, room = random.Random(window), window + 12
+    for _ in range(50):
+        lens = [draw.choice([0, 1, 2, 13, 40, 200]) for _ in range(draw.randint(1, 6))]
+        contexts = [draw.choice([0, 1, window - 1, 300]) for _ in lens]
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+        seq_lens = torch.tensor(lens, dtype=torch.int32) + torch.tensor(contexts).int()
+        table = torch.arange(len(lens), dtype=torch.int32)[:, None]
+        slices = plan_window_slices(
+            starts, seq_lens, table, stored, window, room, torch.device("cpu")
+        )
+        found = []
+        for each in slices:
+            runs, begins = (
+                each.runs,
+                (each.query_start_loc + each.tokens.start).tolist(),
+            )
+            assert begins[-1] == each.tokens.stop
+            assert each.max_query_len == max(each.query_start_loc.diff())
+            if runs is None:
+                assert (len(lens), contexts[0], stored) == (1, 0, False)
+                found += [(0, token) for token in range(each.tokens.stop)]
+                continue
+            run_lens = runs.cu_lens.diff().tolist()
+            assert sum(run_lens) == runs.num_tokens <= room
+            assert runs.max_len == max(run_lens)
+            assert runs.max_cached_len == max(runs.cached_lens)
+            ends = (runs.cu_lens[:-1] + runs.cached_lens)[runs.cached_lens > 0]
+            assert runs.num_rotated == max(ends.tolist(), default=0)
+            rows = zip(begins, begins[1:], each.block_table[:, 0].tolist(), run_lens)
+            for run, (begin, end, request, length) in enumerate(rows):
+                first = int(starts[request])
+                found += [(request, token) for token in range(begin, end)]
+                start, num_cached = int(runs.starts[run]), int(runs.cached_lens[run])
+                position = contexts[request] + begin - first
+                assert start == max(position + 1 - window, 0)
+                assert start + length == contexts[request] + end - first
+                cached_end = start + length if stored else contexts[request]
+                assert num_cached == max(cached_end - start, 0)
+                assert int(runs.own_starts[run]) == end - (length - num_cached)
+        expected = [
+            (request, token)
+            for request, length in enumerate(lens)
+            for token in range(int(starts[request]), int(starts[request]) + length)
+        ]
+        assert found == expected

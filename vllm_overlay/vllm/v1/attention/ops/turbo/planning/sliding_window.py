@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a prefill under a sliding window does at a time, planned on the host.
+
+A query token sees few tokens then: those of them that are cached are dequantised, and
+lie beside the request's own in a buffer, which is attended to in one call.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
+
+# Query tokens that a buffer has room for, beside the tokens before them, at least.
+LEAST_TOKENS = 1024
+
+
+class KeyRuns(NamedTuple):
+    """What R requests see: a run of each one's tokens, cached ones, then own.
+
+    Own ones are used as computed, unless all are read from the cache.
+
+    Attributes:
+        starts: (R,) int32 on the device, position in its request of each run's first
+            token.
+        cached_lens: (R,) int32 on the device, cached tokens of each run.
+        own_starts: (R,) int32 on the device, the place of each run's first own token
+            among the prefills'.
+        cu_lens: (R + 1,) int32 on the device, where runs begin in the buffer.
+        max_len: Tokens of the longest run.
+        num_tokens: Tokens of all runs.
+        max_cached_len: Most cached tokens of a run.
+        num_rotated: Tokens of the buffer up to the last cached one.
+
+    """
+
+    starts: torch.Tensor
+    cached_lens: torch.Tensor
+    own_starts: torch.Tensor
+    cu_lens: torch.Tensor
+    max_len: int
+    num_tokens: int
+    max_cached_len: int
+    num_rotated: int
+
+
+class WindowSlice(NamedTuple):
+    """Query tokens of R requests, one after the other, attended from at a time.
+
+    A request may come several times, each time with other tokens.
+
+    Attributes:
+        tokens: Place of the query tokens among the prefills'.
+        query_start_loc: (R + 1,) int32 on the device, from zero.
+        max_query_len: Most query tokens of a request.
+        block_table: (R, max_blocks) int32 on the device.
+        runs: What they see, to be laid into a buffer; None if that is the query tokens
+            of one request alone.
+
+    """
+
+    tokens: slice
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    block_table: torch.Tensor
+    runs: KeyRuns | None
+
+
+class _Part(NamedTuple):
+    """Query tokens of one request, attended from at a time.
+
+    Attributes:
+        request: Its place among the prefills.
+        begin: The first query token's place among the prefills'.
+        end: That behind the last.
+        start: Position in the request of the first token that is seen.
+        num_cached: Tokens from there on that are read from the cache.
+        num_own: Those that follow.
+
+    """
+
+    request: int
+    begin: int
+    end: int
+    start: int
+    num_cached: int
+    num_own: int
+
+
+def _cut_request(
+    request: int,
+    begin: int,
+    end: int,
+    context_len: int,
+    stored: bool,
+    sliding_window: int,
+    max_tokens: int,
+) -> list[_Part]:
+    """Cut a request's query tokens evenly: the buffer has room for what a part sees."""
+    length, before = end - begin, sliding_window - 1
+    if length == 0:
+        return []
+    if min(context_len, before) + length <= max_tokens:
+        size = length
+    else:
+        size = cdiv(length, cdiv(length, max_tokens - before))
+    parts = []
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        start = max(context_len + first - before, 0)
+        num_cached = max(context_len + (last if stored else 0) - start, 0)
+        num_own = context_len + last - start - num_cached
+        parts.append(
+            _Part(request, begin + first, begin + last, start, num_cached, num_own)
+        )
+    return parts
+
+
+def _lay_out(parts: list[_Part], device: torch.device) -> KeyRuns:
+    """The runs of parts, one after the other."""
+    lens = [part.num_cached + part.num_own for part in parts]
+    cu_lens = [0]
+    for length in lens:
+        cu_lens.append(cu_lens[-1] + length)
+    columns = [
+        [part.start for part in parts],
+        [part.num_cached for part in parts],
+        [part.end - part.num_own for part in parts],
+        cu_lens[1:],
+    ]
+    # One copy. A first column is zero for the sums to begin with.
+    rows = torch.tensor([[0, *column] for column in columns], dtype=torch.int32)
+    starts, cached_lens, own_starts, sums = async_tensor_h2d(rows, device)
+    rotated = [
+        begin + part.num_cached
+        for begin, part in zip(cu_lens, parts)
+        if part.num_cached
+    ]
+    return KeyRuns(
+        starts[1:],
+        cached_lens[1:],
+        own_starts[1:],
+        sums,
+        max(lens),
+        cu_lens[-1],
+        max(part.num_cached for part in parts),
+        max(rotated, default=0),
+    )
+
+
+def plan_window_slices(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    stored: bool,
+    sliding_window: int,
+    max_tokens: int,
+    device: torch.device,
+) -> list[WindowSlice]:
+    """Plan the prefill of a batch under a sliding window; nothing synchronises.
+
+    Args:
+        query_start_loc: (R + 1,) int32 on the host, from zero.
+        seq_lens: (R,) int32 on the host, exact.
+        block_table: (R, max_blocks) int32 on the device.
+        stored: Whether query tokens, too, are read from the cache.
+        sliding_window: Tokens that a query token sees, at most, itself the last.
+        max_tokens: Tokens that the buffer has room for, more than ``sliding_window``.
+        device: Where the kernels run.
+
+    """
+    bounds = query_start_loc.tolist()
+    contexts = (seq_lens - query_start_loc.diff()).tolist()
+    if len(contexts) == 1 and contexts[0] == 0 and not stored:
+        start_loc = async_tensor_h2d(query_start_loc, device)
+        tokens = slice(0, bounds[1])
+        return [WindowSlice(tokens, start_loc, bounds[1], block_table, None)]
+    batches: list[list[_Part]] = []
+    room = 0
+    for request, context_len in enumerate(contexts):
+        for part in _cut_request(
+            request,
+            bounds[request],
+            bounds[request + 1],
+            context_len,
+            stored,
+            sliding_window,
+            max_tokens,
+        ):
+            length = part.num_cached + part.num_own
+            if not batches or length > room:
+                batches.append([])
+                room = max_tokens
+            batches[-1].append(part)
+            room -= length
+    slices = []
+    for parts in batches:
+        first = parts[0].begin
+        starts = [part.begin - first for part in parts] + [parts[-1].end - first]
+        requests = [part.request for part in parts]
+        table = block_table[requests[0] : requests[-1] + 1]
+        if len(set(requests)) < len(requests):
+            rows = torch.tensor([request - requests[0] for request in requests])
+            table = table.index_select(0, async_tensor_h2d(rows, device))
+        slices.append(
+            WindowSlice(
+                slice(first, parts[-1].end),
+                async_tensor_h2d(torch.tensor(starts, dtype=torch.int32), device),
+                max(part.end - part.begin for part in parts),
+                table,
+                _lay_out(parts, device),
+            )
+        )
+    return slices

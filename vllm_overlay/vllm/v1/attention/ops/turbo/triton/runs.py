@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Runs of tokens that a prefill under a sliding window sees: cached ones dequantised,
+own ones as they are, side by side.
+"""
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
+from vllm.v1.attention.ops.turbo.triton.prefill import (
+    gather_context,
+    isolated,
+    rotate_rows,
+)
+
+
+@triton.jit(
+    do_not_specialize=["num_segments"],
+    # They are parts of one tensor.
+    do_not_specialize_on_alignment=[
+        "starts_ptr",
+        "cached_lens_ptr",
+        "own_starts_ptr",
+        "cu_lens_ptr",
+    ],
+)
+def _complete_runs_kernel(
+    run_key_ptr,  # [N, H, D], cached tokens dequantised
+    run_value_ptr,  # [N, H, D]
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    offset_ptr,  # [G, H, D] fp32, missing in the cached keys, or None
+    starts_ptr,  # [R]
+    cached_lens_ptr,  # [R]
+    own_starts_ptr,  # [R]
+    cu_lens_ptr,  # [R + 1]
+    num_segments,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (i, r, h): tokens [i * BLOCK_N, ...) of run r, KV head h."""
+    run = tl.program_id(1)
+    head = tl.program_id(2)
+    begin = tl.load(cu_lens_ptr + run)
+    length = tl.load(cu_lens_ptr + run + 1) - begin
+    cached_len = tl.load(cached_lens_ptr + run)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    run_row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
+    p_run_key = run_key_ptr + run_row[:, None] + d
+    if offset_ptr is not None:
+        # What all keys of a run lack does not count: that of its first token.
+        start = tl.load(starts_ptr + run)
+        first_segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
+        p_first = offset_ptr + (first_segment * NUM_KV_HEADS + head) * HEAD_SIZE + d
+        first_offset = tl.load(p_first, mask=d < HEAD_SIZE, other=0.0)
+        segment = tl.minimum((start + n) // OFFSET_SEGMENT, num_segments - 1)
+        mask = ((n < cached_len) & (segment > first_segment))[:, None] & (d < HEAD_SIZE)
+        p_offset = offset_ptr + ((segment * NUM_KV_HEADS + head) * HEAD_SIZE)[:, None]
+        offset = tl.load(p_offset + d, mask=mask, other=0.0) - first_offset
+        cached = tl.load(p_run_key, mask=mask, other=0.0).to(tl.float32) + offset
+        tl.store(p_run_key, cached.to(run_key_ptr.dtype.element_ty), mask=mask)
+    is_own = (n >= cached_len) & (n < length)
+    mask = is_own[:, None] & (d < HEAD_SIZE)
+    token = (tl.load(own_starts_ptr + run) + n - cached_len).to(tl.int64)
+    key_row = token * stride_key_token + head * stride_key_head
+    key = tl.load(key_ptr + key_row[:, None] + d, mask=mask, other=0.0)
+    if offset_ptr is not None:
+        key = key.to(tl.float32) - first_offset
+    value_row = token * stride_value_token + head * stride_value_head
+    value = tl.load(value_ptr + value_row[:, None] + d, mask=mask, other=0.0)
+    key, value = isolated(key, value)
+    tl.store(p_run_key, key.to(run_key_ptr.dtype.element_ty), mask=mask)
+    p_run_value = run_value_ptr + run_row[:, None] + d
+    tl.store(p_run_value, value.to(run_value_ptr.dtype.element_ty), mask=mask)
+
+
+def lay_out_runs(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    runs: KeyRuns,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TurboFormat,
+    run_key: torch.Tensor,
+    run_value: torch.Tensor,
+    key_offset: torch.Tensor | None = None,
+) -> None:
+    """Lay what requests see into a buffer, not in rotated space.
+
+    With an offset all keys of a run lack that of its first token, which changes no
+    softmax, and leaves numbers that the dtype has more bits for.
+
+    Values that are not finite are kept from other requests as
+    ``isolate_broken_values`` has it.
+
+    Args:
+        kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
+        block_table: (R, max_blocks) int32.
+        runs: What is seen, N tokens.
+        key: (T, H, D) of the prefills' tokens, last axis contiguous.
+        value: (T, H, D), likewise.
+        layout: The cache's format.
+        run_key: (N, H, D) contiguous, written.
+        run_value: (N, H, D), likewise.
+        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
+            nothing was.
+
+    """
+    num_tokens, num_kv_heads, head_size = run_key.shape
+    assert num_tokens == runs.num_tokens and run_value.shape == run_key.shape
+    assert key.stride(2) == value.stride(2) == 1
+    if runs.max_cached_len:
+        gather_context(
+            kv_cache,
+            block_table,
+            runs.starts,
+            runs.cu_lens,
+            runs.max_cached_len,
+            num_tokens,
+            layout,
+            run_key,
+            run_value,
+            runs.cached_lens,
+        )
+        rotated = run_key[: runs.num_rotated]
+        rotate_rows(rotated, rotated, inverse=True, gain=layout.key_codebook.gain)
+        rotated = run_value[: runs.num_rotated]
+        rotate_rows(rotated, rotated, inverse=True)
+    num_segments = 0
+    if key_offset is not None:
+        assert key_offset.is_contiguous()
+        num_segments = key_offset.shape[0]
+    block_n = 32
+    num_runs = runs.starts.shape[0]
+    _complete_runs_kernel[(triton.cdiv(runs.max_len, block_n), num_runs, num_kv_heads)](
+        run_key,
+        run_value,
+        key,
+        value,
+        key_offset,
+        runs.starts,
+        runs.cached_lens,
+        runs.own_starts,
+        runs.cu_lens,
+        num_segments,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=4,
+    )
