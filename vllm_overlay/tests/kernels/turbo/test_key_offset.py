@@ -115,6 +115,26 @@ def test_batches(tmp_path: Path, case, mode, dtype, path, monkeypatch):
 
 
 @requires_triton
+@pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
+@pytest.mark.parametrize("path", ["torch", *KERNELS])
+def test_sliding_windows(tmp_path: Path, mode, window, path, monkeypatch):
+    """Segments begin within windows, and within what a prefill sees of its own."""
+    set_scratch(monkeypatch, piece_tokens=140)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
+    config = make_vllm_config(
+        tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
+    )
+    impl = make_impl(config, sliding_window=window)
+    impl.runner.key_offset = long_offset()
+    set_path(impl, path)
+    requests = [(1, 63), (1, 64), (1, 70), (1, 700), (40, 50), (150, 31), (5, 640)]
+    batch = batch_with_offset(impl, requests)
+    batch.free_hidden_blocks(window)
+    metadata = make_builder(config, impl).build(0, batch.common)
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+@requires_triton
 @prefill_modes
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_drafts(tmp_path: Path, mode, path):

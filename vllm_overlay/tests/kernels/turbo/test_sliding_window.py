@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.planning.sliding_window import plan_window_slices
 
@@ -28,7 +27,6 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
-from .test_key_offset import SEGMENT, batch_with_offset, long_offset
 from .utils import BF16, FP16, ON_GPU, requires_triton
 
 WINDOWS = [1, 15, 16, 17, 128]
@@ -87,18 +85,14 @@ def check(
     requests: list[tuple[int, int]],
     window: int,
     path: str,
-    key_offset: torch.Tensor | None = None,
-) -> Batch:
+) -> None:
     impl = make_impl(config, sliding_window=window)
     assert impl.runner.sliding_window == window
-    impl.runner.key_offset = key_offset
     set_path(impl, path)
-    make = Batch.make if key_offset is None else batch_with_offset
-    batch = make(impl, requests)
+    batch = Batch.make(impl, requests)
     batch.free_hidden_blocks(window)
     metadata = make_builder(config, impl).build(0, batch.common)
     batch.check(impl, batch.run(impl, metadata, path))
-    return batch
 
 
 @requires_triton
@@ -133,17 +127,6 @@ def test_drafts(folder, case, mode, window, path):
 def test_presets(folder, name, path, small_buffers):
     config = make_vllm_config(folder, name, BF16, max_num_batched_tokens=512)
     check(config, REQUESTS["mixed"], 17, path)
-
-
-@requires_triton
-@pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
-def test_offset_of_k(folder, mode, window, path, small_buffers, monkeypatch):
-    """Segments begin within windows, and within runs of own tokens."""
-    monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
-    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
-    requests = [(1, 63), (1, 64), (1, 70), (1, 700), (40, 50), (150, 31), (5, 640)]
-    check(config, requests, window, path, long_offset())
 
 
 @pytest.mark.skipif(not ON_GPU, reason="of some thousand tokens")

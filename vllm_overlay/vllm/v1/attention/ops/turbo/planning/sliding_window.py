@@ -201,9 +201,10 @@ def plan_window_slices(
         starts = [part.begin - first for part in parts] + [parts[-1].end - first]
         requests = [part.request for part in parts]
         table = block_table[requests[0] : requests[-1] + 1]
-        if len(set(requests)) < len(requests):
-            rows = torch.tensor([request - requests[0] for request in requests])
-            table = table.index_select(0, async_tensor_h2d(rows, device))
+        if requests != list(range(requests[0], requests[-1] + 1)):
+            # Some come several times, or have no token.
+            rows = async_tensor_h2d(torch.tensor(requests), device)
+            table = block_table.index_select(0, rows)
         slices.append(
             WindowSlice(
                 slice(first, parts[-1].end),

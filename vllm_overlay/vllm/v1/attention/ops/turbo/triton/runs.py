@@ -4,17 +4,21 @@
 own ones as they are, side by side.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
 from vllm.v1.attention.ops.turbo.triton.prefill import (
     gather_context,
     isolated,
     rotate_rows,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
 
 
 @triton.jit(
@@ -88,7 +92,7 @@ def _complete_runs_kernel(
 def lay_out_runs(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    runs: KeyRuns,
+    runs: "KeyRuns",
     key: torch.Tensor,
     value: torch.Tensor,
     layout: TurboFormat,
