@@ -128,7 +128,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("stored", marks=pytest.mark.matrix), "window"],
+)
 def pair(
     request: pytest.FixtureRequest,
     pool: ThreadPoolExecutor,

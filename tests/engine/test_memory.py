@@ -175,6 +175,7 @@ def test_the_exit_status_says_whether_all_is_well(
     assert bool(found["wrong"]) == bool(status)
 
 
+@pytest.mark.matrix
 def test_a_small_run(model, tmp_path):
     """On a CPU the device's memory is not looked at; all else is."""
     output = tmp_path / "memory.jsonl"

@@ -118,6 +118,7 @@ def test_the_exit_status_says_whether_all_is_well(
     assert bool(json.loads(capsys.readouterr().out)["wrong"]) == bool(status)
 
 
+@pytest.mark.matrix
 def test_a_small_run(model: Path, tmp_path: Path):
     """All but how full the cache is, which so few blocks cannot show."""
     output = tmp_path / "soak.jsonl"
