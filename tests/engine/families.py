@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -31,6 +32,7 @@ class Family(NamedTuple):
         changes: Of its configuration, beyond what all have.
         added: What is added to parameters whose names contain the key.
         factors: What they are multiplied by.
+        has_sinks: Whether layers have attention sinks, which the class lacks.
 
     """
 
@@ -38,6 +40,7 @@ class Family(NamedTuple):
     changes: dict[str, Any] = {}
     added: dict[str, float] = {}
     factors: dict[str, float] = {}
+    has_sinks: bool = False
 
 
 FAMILIES = {
@@ -54,6 +57,17 @@ FAMILIES = {
     "cohere2": Family(
         "cohere2",
         {"layer_types": SLIDING, "sliding_window": WINDOW, "logit_scale": 1.0},
+    ),
+    # As vLLM has it, with attention sinks beside windows.
+    "granite": Family(
+        "granite",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "attention_sinks": True,
+            "attention_multiplier": HEAD_DIM**-0.5,
+        },
+        has_sinks=True,
     ),
     # Every other layer is a short convolution.
     "lfm2": Family(
@@ -99,6 +113,10 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
     }
     config = AutoConfig.for_model(family.model_type, **common | family.changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family.has_sinks:
+        for layer in model.model.layers:
+            # Of a key or two.
+            layer.self_attn.sinks = nn.Parameter(torch.linspace(0, 5, HEADS))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import WINDOW, write_family
-from harness import Jobs, run_job
+from harness import Jobs, kl_divergences, run_job
+from safetensors.torch import load_file, save_file
 from ways import CHUNK, KL_TOLERANCE, Answers, Ways
 
 # Tokens that a hit within a hybrid's block comes in steps of.
@@ -36,9 +38,10 @@ WAYS = {
     "gemma3": WINDOWED,
     "cohere2": WINDOWED,
     "olmo3": WINDOWED,
+    "granite": WINDOWED,
     "lfm2": HYBRID,
 }
-GROUPS = {"gemma3": 4, "cohere2": 4, "olmo3": 4, "lfm2": 2}
+GROUPS = {"gemma3": 4, "cohere2": 4, "olmo3": 4, "granite": 4, "lfm2": 2}
 WITH_WINDOWS = [name for name, ways in WAYS.items() if ways is WINDOWED]
 all_models = pytest.mark.parametrize("name", WAYS)
 
@@ -110,6 +113,23 @@ def test_windows_are_packed(families: Families, name: str):
     assert len({size for size, _ in pages}) == 1
     assert not any(is_padded for _, is_padded in pages)
     assert max(map(len, WAYS[name].prompts)) > 2 * WINDOW
+
+
+@pytest.mark.matrix
+def test_sinks_count(families: Families, tmp_path: Path):
+    """Without them answers are others."""
+    folder = write_family(tmp_path / "granite", "granite")
+    weights = load_file(folder / "model.safetensors")
+    weights |= {k: torch.full_like(v, -99) for k, v in weights.items() if "sinks" in k}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    few = {"few": WAYS["granite"].engines()["few"]}
+    without = run_job(tmp_path / "run", folder, "v2", few)
+    answers = families.answers("granite")
+    requests = without["few"]["calls"]["cold"]["requests"]
+    alone = answers.call("few", "alone")["requests"]
+    # A token alone sees itself and a sink.
+    pairs = zip(alone, requests, strict=True)
+    assert min(max(kl_divergences(*pair)) for pair in pairs) > 100 * KL_TOLERANCE
 
 
 @pytest.mark.matrix

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ def make_impl(
     num_heads: int = NUM_HEADS,
     num_kv_heads: int = NUM_KV_HEADS,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> TurboAttentionImpl:
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
@@ -157,6 +159,7 @@ def make_impl(
             num_kv_heads,
             sliding_window=sliding_window,
             kv_cache_dtype=config.cache_config.cache_dtype,
+            sinks=sinks,
         )
 
 
@@ -299,15 +302,20 @@ class Batch:
 
         CUDA's decode attention takes q in int8 by design, so its target is attention
         from q rounded so. The offset of the first segment is taken off all keys: a
-        softmax does not see it, and what is compared to has no large scores.
+        softmax does not see it, and what is compared to has no large scores. Sinks do.
         """
         offset = impl.runner.key_offset
+        without = torch.zeros(1) if offset is None else offset[0]
         chosen = impl.runner.kernels
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
         num_decodes = next(longer, len(lens))
         num_rounded = num_decodes if chosen and chosen.name == "CUDA" else 0
         begin = 0
+        options: dict[str, Any] = {"sliding_window": impl.runner.sliding_window}
+        if impl.runner.sinks is not None:
+            options["sinks"] = impl.runner.sinks
+            without = torch.zeros_like(without)
         for row, (num_queries, context) in enumerate(self.requests):
             part = slice(begin, begin + num_queries)
             begin = part.stop
@@ -318,14 +326,14 @@ class Batch:
             part_of_key = None
             if offset is not None:
                 segments = torch.arange(length) // interface.OFFSET_SEGMENT
-                shift = (offset - offset[0])[segments.clamp(max=len(offset) - 1)]
+                shift = (offset - without)[segments.clamp(max=len(offset) - 1)]
                 part_of_key = nn.functional.pad(
                     shift, (0, 0, 0, 0, 0, context + num_queries - length)
                 )
                 key += shift
             if raw:
                 own = self.key[part].float()
-                key = torch.cat([key, own if offset is None else own - offset[0]])
+                key = torch.cat([key, own - without.to(own.device)])
                 value = torch.cat([value, self.value[part].float()])
             query, target = self.query[part], None
             if row < num_rounded:
@@ -340,7 +348,7 @@ class Batch:
                     num_newest,
                     SCALE,
                     part_of_key,
-                    impl.runner.sliding_window,
+                    **options,
                 )
             assert_by_2x_rule(
                 output[part],
@@ -351,7 +359,7 @@ class Batch:
                 impl.runner.shape.dtype,
                 True,
                 target,
-                impl.runner.sliding_window,
+                **options,
             )
 
 

@@ -87,8 +87,8 @@ def test_fp32_needs_a_cpu(name, monkeypatch):
 
 
 def test_all_reasons_are_named():
-    with refused("MLA.*sinks.*FLASH_ATTN"):
-        select(AttentionBackendEnum.FLASH_ATTN, use_mla=True, has_sink=True)
+    with refused("multimodal.*MLA.*FLASH_ATTN"):
+        select(AttentionBackendEnum.FLASH_ATTN, use_mla=True, use_mm_prefix=True)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT"])
@@ -98,8 +98,8 @@ def test_other_backend(select, backend):
         select(AttentionBackendEnum[backend])
     assert backend in str(raised.value)
     assert "turbo" in select(AttentionBackendEnum.TURBO)
-    with refused("sinks"):
-        select(AttentionBackendEnum.TURBO, has_sink=True)
+    with refused("multimodal"):
+        select(AttentionBackendEnum.TURBO, use_mm_prefix=True)
 
 
 @selectors
@@ -239,7 +239,6 @@ def make_layer(config: VllmConfig, **changes) -> Attention:
 
 
 LAYERS = {
-    "sinks": (dict(sinks=torch.zeros(4)), "sinks"),
     "sliding window of large heads": (
         dict(per_layer_sliding_window=64, head_size=512),
         "sliding window of heads",

@@ -8,6 +8,7 @@ Triton's interpreter, where a case must stay at a few hundred tokens.
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -279,16 +280,16 @@ def plain_attention(
     scale: float,
     dtype: torch.dtype,
     rotated: bool = False,
-    sliding_window: int | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Attention by PyTorch in ``dtype``, if so asked in rotated space."""
     if not rotated:
         q, k, v = (x.to(dtype) for x in (query, key, value))
-        return reference.attention(q, k, v, scale, sliding_window=sliding_window)[0]
+        return reference.attention(q, k, v, scale, **options)[0]
     size = query.shape[2]
     matrix = rotation_matrix(size, query.device, torch.float32) * size**-0.5
     q, k, v = ((x.float() @ matrix).to(dtype) for x in (query, key, value))
-    output, _ = reference.attention(q, k, v, scale, sliding_window=sliding_window)
+    output, _ = reference.attention(q, k, v, scale, **options)
     return (output.float() @ matrix.T).to(dtype)
 
 
@@ -300,7 +301,7 @@ def attention_of_rounded(
     num_newest: int,
     scale: float,
     offset: torch.Tensor | None = None,
-    sliding_window: int | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Causal attention from q that is rounded for all tokens but the newest.
 
@@ -312,7 +313,7 @@ def attention_of_rounded(
         num_newest: Of the T tokens, those whose scores are from ``query``.
         scale: Softmax scale.
         offset: (T, H, D) fp32, a part of the keys whose scores are from ``query``.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
+        options: For ``reference.attention``.
 
     """
     if offset is None:
@@ -322,9 +323,7 @@ def attention_of_rounded(
     newest = slice(len(keys) - num_newest, len(keys))
     keys[newest] = keys[newest].roll(key.shape[-1], -1)
     both = torch.cat([rounded, query.float()], -1)
-    return reference.attention(both, keys, value, scale, sliding_window=sliding_window)[
-        0
-    ]
+    return reference.attention(both, keys, value, scale, **options)[0]
 
 
 def assert_by_2x_rule(
@@ -336,7 +335,7 @@ def assert_by_2x_rule(
     dtype: torch.dtype,
     rotated: bool = False,
     target: torch.Tensor | None = None,
-    sliding_window: int | None = None,
+    **options: Any,
 ) -> None:
     """Compare one sequence's output to attention in PyTorch.
 
@@ -355,13 +354,11 @@ def assert_by_2x_rule(
         rotated: Whether rotated q, K, V and output are rounded to it.
         target: (Q, Hq, D) fp32, what the output is compared to if that is not fp32
             attention from ``query``. What is allowed stays the same.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
+        options: For ``reference.attention``.
 
     """
-    expected, _ = reference.attention(
-        query.float(), key, value, scale, sliding_window=sliding_window
-    )
-    plain = plain_attention(query, key, value, scale, dtype, rotated, sliding_window)
+    expected, _ = reference.attention(query.float(), key, value, scale, **options)
+    plain = plain_attention(query, key, value, scale, dtype, rotated, **options)
     largest = expected.abs().max().item()
     allowed = 2 * (plain.float() - expected).abs().max().item()
     if target is not None:

@@ -155,6 +155,10 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,
@@ -226,6 +230,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **unsupported: object,
     ) -> None:
         vllm_config = get_current_vllm_config()
@@ -266,6 +271,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             vllm_config,
             window_choice(vllm_config, sliding_window),
             sliding_window,
+            sinks,
         )
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
@@ -336,6 +342,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 self.runner.key_offset,
                 window,
                 self.runner.sliding_window,
+                self.runner.sinks,
             )
         return output
 

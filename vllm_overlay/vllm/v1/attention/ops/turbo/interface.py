@@ -235,6 +235,7 @@ class AttentionFn(Protocol):
         offset: OffsetScores | None = None,
         window: RecentWindow | None = None,
         sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -255,6 +256,8 @@ class AttentionFn(Protocol):
             sliding_window: Tokens that a query token sees, at most, itself the last;
                 not together with ``window``. None: all before it. Pages that no query
                 token sees are not read for what they hold.
+            sinks: (Hq,), of each query head a logit beside its scores that weighs
+                nothing but in the sum of weights; None for none.
 
         """
 

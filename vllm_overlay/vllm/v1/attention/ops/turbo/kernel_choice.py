@@ -50,19 +50,19 @@ def cuda_kernels(reason: str = "") -> KernelSet:
 
 
 def cuda_unsupported_reason(
-    layout: TurboFormat, has_sliding_window: bool = False
+    layout: TurboFormat, feature: str | None = None
 ) -> str | None:
     """Why there are no CUDA kernels for this device and layout, if so.
 
     Args:
         layout: The cache's format.
-        has_sliding_window: Whether a query token sees a few tokens at most.
+        feature: What the layer asks for that they have not; None for nothing.
 
     """
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
         return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
-    if has_sliding_window:
-        return "the CUDA kernels have no sliding window"
+    if feature is not None:
+        return f"the CUDA kernels have no {feature}"
     from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 
     return cuda_decode.unsupported_reason(layout)
@@ -137,7 +137,7 @@ def choose_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
-    has_sliding_window: bool = False,
+    feature: str | None = None,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -148,7 +148,7 @@ def choose_kernels(
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
-        has_sliding_window: Whether a query token sees a few tokens at most.
+        feature: What the layer asks for that they have not; None for nothing.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -157,7 +157,7 @@ def choose_kernels(
     asked_for = f"turbo_kernel is {choice}"
     if choice == "triton":
         return triton_kernels(asked_for)
-    unsupported = cuda_unsupported_reason(layout, has_sliding_window)
+    unsupported = cuda_unsupported_reason(layout, feature)
     unsupported = unsupported or _launch_refusal
     error = None
     if not unsupported:
@@ -184,7 +184,7 @@ def share_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
-    has_sliding_window: bool = False,
+    feature: str | None = None,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
@@ -195,7 +195,7 @@ def share_kernels(
             query_len,
             has_key_offset,
             with_window,
-            has_sliding_window,
+            feature,
         )
     )
     _chosen.append(chosen)

@@ -173,6 +173,7 @@ def prefill_attention(
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
     key_offset: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the prefill requests, whose tokens are stored.
 
@@ -189,9 +190,13 @@ def prefill_attention(
         flash_attn: FlashAttention's varlen function, version bound.
         key_offset: (G, H, D) fp32, taken off the cached keys (see ``OffsetScores``);
             None if nothing was.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        isolate_broken_values,
+        weigh_by_sinks,
+    )
 
     for query_slice in plan.slices:
         queries, result = query[query_slice.tokens], output[query_slice.tokens]
@@ -210,6 +215,9 @@ def prefill_attention(
                 key_offset,
             )
         if query_slice.raw is None:
+            if sinks is not None:
+                assert lse is not None
+                weigh_by_sinks(result, lse, sinks)
             continue
         end = query_slice.tokens.stop
         raw = slice(end - query_slice.raw.num_tokens, end)
@@ -238,7 +246,12 @@ def prefill_attention(
             return_softmax_lse=True,
         )
         if lse is not None:
-            merge_attn_states(result, result, lse, target, raw_lse)
+            # Not in place, as above.
+            merged_lse = None if sinks is None else torch.empty_like(lse)
+            merge_attn_states(result, result, lse, target, raw_lse, merged_lse)
+            raw_lse = merged_lse
+        if sinks is not None:
+            weigh_by_sinks(result, raw_lse, sinks)
 
 
 def sliding_window_attention(
@@ -254,6 +267,7 @@ def sliding_window_attention(
     output: torch.Tensor,
     flash_attn: Callable[..., torch.Tensor],
     key_offset: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """As ``prefill_attention``, where a query token sees a few tokens before it.
 
@@ -271,8 +285,13 @@ def sliding_window_attention(
         flash_attn: FlashAttention's varlen function, version bound.
         key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
             nothing was.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        add_offset_scores,
+        weigh_by_sinks,
+    )
     from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
 
     for query_slice in slices:
@@ -295,7 +314,7 @@ def sliding_window_attention(
                 key_offset,
             )
             cu_lens, max_len = runs.cu_lens, runs.max_len
-        flash_attn(
+        _, lse, *_ = flash_attn(
             q=query[tokens],
             k=run_key,
             v=run_value,
@@ -307,4 +326,17 @@ def sliding_window_attention(
             softmax_scale=scale,
             causal=True,
             window_size=[sliding_window - 1, 0],
+            return_softmax_lse=True,
         )
+        if sinks is None:
+            continue
+        if key_offset is not None and runs is not None:
+            # Where all keys of a run lack the same, sinks have to know of it.
+            add_offset_scores(
+                lse,
+                OffsetScores(query[tokens], key_offset, scale),
+                query_slice.query_start_loc,
+                query_slice.max_query_len,
+                runs.starts,
+            )
+        weigh_by_sinks(output[tokens], lse, sinks)

@@ -87,7 +87,6 @@ REASONS = (
     "block_size not supported",
     MM_PREFIX,
     "MLA not supported",
-    "attention sinks not supported",
     "sparse not supported",
     "compute capability not supported",
     "attention type <type> not supported",

@@ -86,6 +86,8 @@ class TurboRunner:
             CPU.
         sliding_window: Tokens that a query token sees, at most, itself the last; None
             for all before it.
+        sinks: (Hq,), of each query head a logit without a value, whose values weights
+            that are loaded set; None for none.
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing. It is set when weights have been loaded, once.
@@ -100,6 +102,7 @@ class TurboRunner:
         vllm_config: VllmConfig,
         window_wanted: int = 0,
         sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.scale = scale
@@ -117,6 +120,7 @@ class TurboRunner:
             shape, self.stored, sliding_window=sliding_window
         )
         self.sliding_window = sliding_window
+        self.sinks = sinks
         self.key_offset: torch.Tensor | None = None
         self.window_wanted = window_wanted
         self.num_sms = 1
@@ -138,8 +142,15 @@ class TurboRunner:
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
-            self.sliding_window is not None,
+            self.feature_without_cuda,
         )
+
+    @property
+    def feature_without_cuda(self) -> str | None:
+        """What the layer asks for that CUDA's kernels have not, if anything."""
+        if self.sinks is not None:
+            return "attention sinks"
+        return None if self.sliding_window is None else "sliding window"
 
     @property
     def kernels(self) -> KernelSet | None:
@@ -224,6 +235,7 @@ class TurboRunner:
             output[rows],
             self.flash_attn,
             self.key_offset,
+            self.sinks,
         )
         if self.sliding_window is None:
             prefill_attention(*tokens, prefill, *others)
@@ -288,6 +300,7 @@ class TurboRunner:
                 offset,
                 None if window is None else window.from_sequence(call.first_request),
                 self.sliding_window,
+                self.sinks,
             )
 
     def _largest_scratch(self) -> list[TensorSpecs]:

@@ -60,19 +60,23 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
-def _kind(impl: "TurboAttentionImpl") -> tuple[int, int, int | None]:
+def _kind(impl: "TurboAttentionImpl") -> tuple[int, int, int | None, bool]:
     """What layers alike have in common."""
-    return impl.num_kv_heads, impl.head_size, impl.runner.sliding_window
+    runner = impl.runner
+    sizes = impl.num_kv_heads, impl.head_size
+    return *sizes, runner.sliding_window, runner.sinks is not None
 
 
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     """What layers alike store, and by which kernels."""
     slot_bytes = impl.num_kv_heads * impl.runner.layout.slot_size
     window = impl.runner.sliding_window
-    sliding = "" if window is None else f", sliding window: {window}"
+    features = "" if window is None else f", sliding window: {window}"
+    if impl.runner.sinks is not None:
+        features += ", attention sinks"
     return (
         f"{slot_bytes} bytes a token and layer (layers: {count}, "
-        f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}{sliding}; "
+        f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}{features}; "
         f"{impl.runner.kernels_used})"
     )
 

@@ -255,6 +255,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.key_offset is not None,
         runner.window_wanted > 0,
         runner.sliding_window,
+        runner.sinks is not None,
         runner.max_query_len,
         device,
     )

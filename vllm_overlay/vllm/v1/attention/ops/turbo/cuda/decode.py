@@ -219,6 +219,7 @@ def decode_attention(
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -230,7 +231,7 @@ def decode_attention(
             their functions raise.
 
     """
-    assert sliding_window is None, "see cuda_unsupported_reason"
+    assert sliding_window is None and sinks is None, "see cuda_unsupported_reason"
     attend(
         load, query, kv_cache, layout, batch, partials, output, newest, offset, window
     )

@@ -173,6 +173,7 @@ def extend_attention(
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -184,7 +185,7 @@ def extend_attention(
             function raises.
 
     """
-    assert sliding_window is None, "see cuda_unsupported_reason"
+    assert sliding_window is None and sinks is None, "see cuda_unsupported_reason"
     cuda_decode.attend(
         load, query, kv_cache, layout, batch, partials, output, newest, offset, window
     )

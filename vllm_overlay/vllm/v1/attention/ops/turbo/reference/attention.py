@@ -24,6 +24,7 @@ def attention(
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one sequence, in the dtype of its arguments.
 
@@ -34,9 +35,11 @@ def attention(
         scale: Factor of the scores.
         causal: Whether query i sees only the first T - Q + i + 1 tokens.
         sliding_window: Of these, how many of the last; None: all.
+        sinks: (Hq,), of each query head a logit beside its scores, without a value;
+            None for none.
 
     Returns:
-        Output (Q, Hq, D) and natural log-sum-exp (Q, Hq).
+        Output (Q, Hq, D) and natural log-sum-exp (Q, Hq) of the scores.
 
     """
     num_queries, num_heads, _ = query.shape
@@ -54,6 +57,9 @@ def attention(
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores.float(), -1)
     weights = torch.softmax(scores, -1)
+    if sinks is not None:
+        share = torch.sigmoid(lse - sinks.float()[:, None])
+        weights = weights * share[..., None].to(weights.dtype)
     return torch.einsum("hqt,thd->qhd", weights, value), lse.T
 
 
@@ -71,6 +77,7 @@ def paged_attention(
     key_offset: torch.Tensor | None = None,
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -92,6 +99,7 @@ def paged_attention(
             from the cache; None if nowhere.
         sliding_window: Tokens that a query token sees, at most, itself the last; None:
             all before it. Others are not loaded.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
     block_size = kv_cache.shape[2]
@@ -130,6 +138,7 @@ def paged_attention(
             values,
             scale,
             sliding_window=sliding_window,
+            sinks=sinks,
         )
         output[begin:end] = result.to(output.dtype)
 
@@ -147,6 +156,7 @@ def forward(
     key_offset: torch.Tensor | None = None,
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Store a step's tokens, then attend: what kernels do elsewhere.
 
@@ -164,6 +174,7 @@ def forward(
             nothing.
         window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
     offset = step.key_offset(key_offset)
@@ -216,4 +227,5 @@ def forward(
             key_offset,
             own_window,
             sliding_window,
+            sinks,
         )

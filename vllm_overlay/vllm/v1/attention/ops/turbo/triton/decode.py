@@ -116,6 +116,7 @@ def decode_attention(
     offset: OffsetScores | None = None,
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -133,6 +134,7 @@ def decode_attention(
         window: Where the newest cached tokens are read instead, with ``newest``: the
             merge has them. None if nowhere.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -206,5 +208,13 @@ def decode_attention(
         **options,
     )
     merge_splits(
-        partials, batch, output, num_kv_heads, newest, window, offset, sliding_window
+        partials,
+        batch,
+        output,
+        num_kv_heads,
+        newest,
+        window,
+        offset,
+        sliding_window,
+        sinks,
     )

@@ -92,6 +92,7 @@ def _merge_kernel(
     blocks_ptr,  # [B], with a window
     packed_lens_ptr,  # [B], with a window
     offset_ptr,  # [G, H, D] fp32, missing in the window's scores, or None
+    sinks_ptr,  # [Hq], logits in base e, or None
     num_rows,
     num_splits,
     max_query_len,
@@ -127,6 +128,7 @@ def _merge_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):
     """Program i: rows [i * BLOCK_R, ...) of the (sequence, token, head) triples.
 
@@ -209,9 +211,14 @@ def _merge_kernel(
                 stride_key_head,
             )
             largest = tl.maximum(largest, score)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
     # A row without tokens has no finite LSE: its output is zero.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest[:, None]), 1)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - largest)
     output = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     if pages_ptr is not None:
         rescale = tl.exp2(own_largest - largest)
@@ -285,6 +292,7 @@ def merge_splits(
     window: RecentWindow | None = None,
     offset: OffsetScores | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -299,6 +307,8 @@ def merge_splits(
         offset: What was taken off the window's keys; None if nothing was.
         sliding_window: Of the newest tokens, how many a query token sees at most,
             itself the last; None: all before it.
+        sinks: (Hq,) of any floating dtype, contiguous: of each query head a logit
+            without a value; None for none.
 
     """
     num_tokens, num_heads, head_size = output.shape
@@ -326,6 +336,8 @@ def merge_splits(
         newest = NewestTokens(output, output, output, 0.0)
     query, key, value, scale = newest
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+    if sinks is not None:
+        assert sinks.shape == (num_heads,) and sinks.is_contiguous(), sinks.shape
     num_rows = batch.num_query_slots * num_heads
     block_r = 16
     block_d = triton.next_power_of_2(head_size)
@@ -343,6 +355,7 @@ def merge_splits(
         blocks,
         packed_lens,
         table,
+        sinks,
         num_rows,
         num_splits,
         batch.query_len,
@@ -376,6 +389,7 @@ def merge_splits(
         BLOCK_K=32,
         BLOCK_N=max(1, 512 // block_d),
         PRECISION="tf32x3" if current_platform.is_cuda() else "ieee",
+        LOG2_E=LOG2_E,
         # Four would spill a part of a window's rows.
         num_warps=4 if window is None else 8,
     )
