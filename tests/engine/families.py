@@ -69,6 +69,18 @@ FAMILIES = {
         },
         has_sinks=True,
     ),
+    "llama4": Family(
+        "llama4_text",
+        {
+            "layer_types": [kind.replace("sliding", "chunked") for kind in SLIDING],
+            "attention_chunk_size": 64,
+            "no_rope_layers": [int(kind[0] == "s") for kind in SLIDING],
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "intermediate_size_mlp": 2 * HIDDEN,
+            "num_local_experts": 2,
+        },
+    ),
     # Every other layer is a short convolution.
     "lfm2": Family(
         "lfm2",

@@ -32,7 +32,6 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -177,10 +176,6 @@ def make_builder(
 
 
 SPECS = {
-    "chunked local": (
-        lambda: make_spec(ChunkedLocalAttentionSpec, attention_chunk_size=64),
-        "ChunkedLocal",
-    ),
     "sliding window of sparse attention": (
         lambda: make_spec(SlidingWindowMLASpec, sliding_window=64),
         "SlidingWindowMLA",
@@ -188,8 +183,6 @@ SPECS = {
     "MLA": (lambda: make_spec(MLAAttentionSpec), "MLA"),
     "R-SWA": (lambda: make_spec(RSWASpec, rswa_window=64), "RSWA"),
     "sinks": (lambda: make_spec(SinkFullAttentionSpec, sink_len=4), "SinkFull"),
-    # So without the hybrid KV cache manager.
-    "chunked local as full": (lambda: make_spec(attention_chunk_size=64), "chunk"),
     # PrefillPrefixLMAttention's, whose metadata have causal=False.
     "prefix LM": (lambda: make_spec(non_causal=True), "non-causal"),
     "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v|size of V"),

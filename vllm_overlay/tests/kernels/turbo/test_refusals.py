@@ -13,16 +13,12 @@ import torch
 
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention.chunked_local_attention import (
-    create_chunked_local_attention_backend,
-)
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.worker.utils import customize_attention_spec
 
 from .backend_utils import make_vllm_config
@@ -203,14 +199,6 @@ def test_adaptive_verification_is_served():
 def test_spec(config, make, feature):
     with refused(feature):
         make_builder(config, make())
-
-
-def test_chunked_local_backend(config):
-    """As Llama 4's layers make it, of this backend."""
-    backend = create_chunked_local_attention_backend(TurboAttentionBackend, 64)
-    spec = make_spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)
-    with refused("ChunkedLocal"):
-        make_builder(config, spec, backend.get_builder_cls())
 
 
 def test_permuted_kv_transfer(config):

@@ -28,7 +28,12 @@ from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import RecentWindow
 from vllm.v1.attention.ops.turbo.window_format import MAX_ROWS, WindowFormat
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+)
 
 logger = init_logger(__name__)
 
@@ -185,8 +190,13 @@ class TurboWindow(AttentionLayerBase):
         """
         context = vllm_config.compilation_config.static_forward_context
         spec = context[self.main_layer_name].get_kv_cache_spec(vllm_config)
-        # Drafters have a step's keys once more in the next one.
-        if self.is_draft_layer or not isinstance(spec, AttentionSpec):
+        # Drafters have a step's keys once more in the next one; each chunk of chunked
+        # local attention is a request to its layer, and has no block of its own.
+        if (
+            self.is_draft_layer
+            or not isinstance(spec, AttentionSpec)
+            or isinstance(spec, ChunkedLocalAttentionSpec)
+        ):
             return None
         window_format = WindowFormat(self.layout, spec.block_size)
         room = max(window_format.num_rows - self.query_len, 0)

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
 )
@@ -32,12 +33,10 @@ LAYER_ARGUMENTS = {
     "KV sharing between layers": "kv_sharing_target_layer_name",
 }
 
-# Of a layer's cache spec, by reason. Full attention stands for chunks without the
-# hybrid cache manager.
+# What kinds of cache specs are served.
+SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# Of a layer's cache spec, by reason.
 SPEC_FEATURES: dict[str, Callable[[AttentionSpec], bool]] = {
-    "chunked local attention": (
-        lambda spec: getattr(spec, "attention_chunk_size", None) is not None
-    ),
     NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
     "head_size_v other than head_size": (
         lambda spec: spec.head_size_v != spec.head_size
@@ -114,7 +113,6 @@ REASONS = (
     "layer argument <name>",
     "layers of kind <kind>",
     "layer <name> of <model> (<kind>, <backend>)",
-    "chunked local attention",
     "head_size_v other than head_size",
     "tokens_per_state other than 1",
     NO_FLASH_ATTN,
@@ -206,7 +204,7 @@ def unsupported_layer_arguments(
 
 def unsupported_spec_features(spec: AttentionSpec) -> list[str]:
     """What of a layer's cache spec is not implemented."""
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+    if type(spec) not in SPECS:
         kind = type(spec).__name__.removesuffix("Spec")
         return [f"layers of kind {kind}"]
     return [reason for reason, found in SPEC_FEATURES.items() if found(spec)]
