@@ -27,7 +27,8 @@ class Ways:
     Attributes:
         block: Tokens of a block.
         cached: Engine arguments of prefix caching.
-        scarce_blocks: So few that requests which outgrow theirs are preempted.
+        scarce_blocks: So few that requests which outgrow theirs are preempted; zero if
+            none does.
         more: Further engines, by name.
 
     """
@@ -74,7 +75,7 @@ class Ways:
         twice = {"cold": call(), "warm": call()}
         alone = call(self.prompts + self.scarce, one_by_one=True)
         few = cached | {"max_num_batched_tokens": CHUNK + self.block}
-        return {
+        found = {
             "few": Engine(
                 common | few,
                 {
@@ -86,9 +87,13 @@ class Ways:
             "plain": Engine(common, {"alone": alone, "batched": call()}),
             "prefix": Engine(common | cached, twice),
             "chunked": Engine(common | chunks, {"chunked": call()}),
-            "scarce": Engine(common | scarce, {"scarce": call(self.scarce)}),
             "zeroed": Engine(common, {"batched": call()}, zero_attention=True),
-        } | {name: Engine(common | args, twice) for name, args in self.more.items()}
+        }
+        if self.scarce_blocks:
+            calls = {"scarce": call(self.scarce)}
+            found["scarce"] = Engine(common | scarce, calls)
+        more = {name: Engine(common | args, twice) for name, args in self.more.items()}
+        return found | more
 
 
 class Answers:
