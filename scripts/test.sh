@@ -39,10 +39,11 @@ lint() {
 
 # The series applies to the pinned source without fuzz, and comes back byte for byte.
 # vLLM's own checks pass on its files, it steps to a release where lines have moved, and
-# each of its entries stands alone.
+# each of its entries stands alone. The recipes that the tables name are vLLM's.
 series() {
   "$python" scripts/series.py index --check
   "$python" scripts/series.py sdist --git "$scratch/vllm"
+  python scripts/recipes.py --sdist "$scratch/vllm"
   "$python" scripts/series.py lint --base "$scratch/vllm"
   "$python" scripts/series.py import "$scratch/vllm"
   "$python" scripts/series.py export --check "$scratch/vllm"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Builds the layers and the cache's plan of a model without weights, as an engine does.
+
+``device.pretend`` must have been called: the platform is the one that it makes.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from seeded_model import write_tokenizer
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from turbo_recipes.device import WithoutMemory
+from turbo_recipes.shapes import Shape
+from turbo_recipes.verdict import Build
+from vllm import EngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    model_parallel_is_initialized,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.transformers_utils import config as hf_configs
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.core.kv_cache_planning import (
+    get_global_kv_cache_groups,
+    get_kv_cache_configs,
+)
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec, init_attn_backend
+from vllm.v1.worker.workspace import init_workspace_manager
+
+# A model of any length has room: what is asked is which layers are served.
+CACHE_MEMORY = 2**50
+ARGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "enforce_eager": True,
+    "trust_remote_code": True,
+    # Which of the kernels decode does not change what is served.
+    "attention_config": {"turbo_kernel": "triton"},
+}
+
+
+def inspect_in_this_process() -> None:
+    """Have vLLM look at models' classes here, and not in a process for each."""
+
+    def inspect(self: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect  # type: ignore[method-assign]
+
+
+def start_parallel_state() -> None:
+    """A world of one process, once."""
+    if model_parallel_is_initialized():
+        return
+    # Without a model, groups for experts are made too.
+    with (
+        tempfile.NamedTemporaryFile() as rendezvous,
+        set_current_vllm_config(VllmConfig()),
+    ):
+        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    init_workspace_manager(torch.device("meta"))
+
+
+def register_stand_in(model_type: str) -> None:
+    """A config class without fields, for a checkpoint that brings its own."""
+
+    class StandIn(PreTrainedConfig):
+        def __init__(self, **kwargs: Any) -> None:
+            for name in ("text_config", "llm_config", "vision_config"):
+                value = kwargs.get(name)
+                if isinstance(value, dict):
+                    kind = PreTrainedConfig
+                    if name != "vision_config" and value.get("model_type"):
+                        kind = CONFIG_MAPPING[value["model_type"]]
+                    kwargs[name] = kind(**value)
+            super().__init__(**kwargs)
+
+    StandIn.model_type = model_type
+    hf_configs._CONFIG_REGISTRY[model_type] = StandIn
+
+
+def write_special_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
+    """A tokenizer of bytes that knows these tokens, too."""
+    first = write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    like = tokenizer["added_tokens"][-1]
+    tokenizer["added_tokens"] += [
+        like | {"id": first + index, "content": token}
+        for index, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(tokenizer))
+
+
+@contextmanager
+def checkpoint(shape: Shape) -> Iterator[Path]:
+    """A folder with a model's configuration, and nothing else of it."""
+    if shape.stand_in:
+        register_stand_in(shape.config["model_type"])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if shape.tokens:
+            write_special_tokens(folder, shape.tokens)
+        files = {"config.json": {"dtype": "bfloat16"} | shape.config, **shape.files}
+        for path, content in files.items():
+            (folder / path).write_text(json.dumps(content))
+        yield folder
+
+
+def make(shape: Shape, folder: Path, built: Build, own: dict[str, Any]) -> None:
+    """Make what an engine makes until it serves, as far as it gets."""
+    args = ARGS | {"skip_tokenizer_init": not shape.tokens} | shape.args | own
+    config = built.config = EngineArgs(str(folder), **args).create_engine_config()
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    without_memory = torch.device("meta"), WithoutMemory()
+    with set_current_vllm_config(config), without_memory[0], without_memory[1]:
+        built.stage = "layers"
+        with set_default_torch_dtype(dtype):
+            initialize_model(config)
+        built.stage = "start"
+        current_platform.update_block_size_for_backend(config)
+        register_all_kvcache_specs(config)
+        specs = built.specs = get_kv_cache_spec(config)
+        backends = current_platform._find_non_ssm_backends(config)
+        layouts = [each.name for each in get_supported_kv_cache_layouts(backends)]
+        resolve_kv_cache_layout(config, [layouts], specs.values())
+        built.stage = "plan"
+        built.groups = get_global_kv_cache_groups(config, [dict(specs)])
+        (plan,) = get_kv_cache_configs(config, [specs], [CACHE_MEMORY], built.groups)
+        # Other backends' builders read tensors that have no memory.
+        if is_turbo_cache_dtype(config.cache_config.cache_dtype):
+            built.stage = "metadata"
+            init_attn_backend(plan, config, torch.device("meta"))
+
+
+def build(shape: Shape, cache_dtype: str, **own: Any) -> Build:
+    """Build a model of this shape.
+
+    Args:
+        shape: The model's.
+        cache_dtype: What a user passes as ``--kv-cache-dtype``.
+        **own: Other arguments of ``EngineArgs``.
+
+    """
+    start_parallel_state()
+    built = Build()
+    try:
+        with checkpoint(shape) as folder:
+            make(shape, folder, built, own | {"kv_cache_dtype": cache_dtype})
+    except Exception as error:
+        built.error = error
+    return built

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The verdicts as JSON and as tables for people."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from turbo_recipes.shapes import Shape
+
+# Architectures that an engine has run with a turbo dtype, and what ran them: a test of
+# ours on a CPU, results of an H200.
+RUNS: dict[str, tuple[str, ...]] = {
+    "Qwen3ForCausalLM": (
+        "tests/engine/test_engine.py",
+        "benchmarks/results/h200/equality.jsonl",
+    ),
+    "LlamaForCausalLM": (
+        "tests/engine/test_windows.py",
+        "benchmarks/results/h200/engine.jsonl",
+    ),
+    "Qwen2ForCausalLM": (
+        "tests/engine/test_key_bias.py",
+        "benchmarks/results/h200/quality-qwen2/quality.md",
+    ),
+    "Qwen3MoeForCausalLM": ("benchmarks/results/h200/equality.jsonl",),
+    "Lfm2ForCausalLM": ("tests/engine/test_hybrid.py",),
+}
+# What a refusal is for, by a part of its reason, the first that is found.
+CAUSES = {
+    "MLA": "MLA",
+    "got turbo4": "MLA of its own kind",
+    "main KV cache": "sparse attention of its own kind",
+    "STEP5_DSA": "sparse attention of its own kind",
+    "MINIMAX_M3_SPARSE": "sparse attention of its own kind",
+    "InklingAttention": "attention of its own kind",
+    "DIFFKV": "K and V of different sizes, sliding windows with sinks",
+    "attention sinks": "sliding windows, sinks",
+    "AttentionType": "encoder or cross attention",
+    "non-causal": "sliding windows, non-causal attention",
+    "ChunkedLocalAttention": "chunked local attention",
+    "read by TURBO alone": "R-SWA",
+    "partial multimodal": "sliding windows, image tokens that see each other",
+    "sliding window": "sliding windows",
+}
+# What is known of a refused model beyond its message.
+WAYS_OUT = {"flags", "instead"}
+# What documents say in numbers, on however many lines.
+COUNTS = (
+    "{served} of {total} recipes",
+    "{flagged} more with flags",
+    "{families} kinds of model, of {ran} recipes",
+)
+HEADER = """<!-- SPDX-License-Identifier: Apache-2.0 -->
+# The models of vLLM's recipes
+
+vLLM {version} ships {total} recipes. Each model was built without weights by vLLM's own
+code, with `--kv-cache-dtype turbo4` and what else its recipe's command has, as on one
+H200: its layers, their cache specs, blocks and metadata builders. **{served} of {total}
+are accepted**: all of their attention layers store `turbo4`'s bytes.
+{flagged} more are accepted with flags that the refusal names, which leave layers or
+images out; {refused} are refused in any case. {defects} do something else: crash, or
+start with a layer that stores something else. Of {misled} a flag that the refusal names
+leads to a crash.
+
+Accepted is not run. {families} kinds of model, of {ran} recipes, have run in an engine
+with a turbo dtype, on a CPU or on an H200.
+
+The shapes are written by hand ([`shapes.yaml`](../scripts/turbo_recipes/shapes.yaml)
+says of each where it is from), with the number of layers, heads and head sizes of the
+model where they are known. {guessed} recipes' are in part guesses. This page is made by
+`scripts/recipes.py`, which a test holds to the code.
+
+"""
+
+
+def verdicts_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the JSON says of each recipe, sorted by its name."""
+    recipes = content["recipes"]
+    return {name: content["shapes"][recipes[name]] for name in sorted(recipes)}
+
+
+def make_content(
+    shapes: Iterable[Shape], verdicts: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The content of the JSON."""
+    entries: dict[str, dict[str, Any]] = {}
+    recipes: dict[str, str] = {}
+    for shape in shapes:
+        entry = {
+            "family": shape.family,
+            "architecture": shape.architecture,
+            "source": shape.source,
+        }
+        if shape.note:
+            entry["note"] = shape.note
+        entries[shape.name] = entry | verdicts[shape.name]
+        recipes |= dict.fromkeys(shape.recipes, shape.name)
+    return {
+        "kv_cache_dtype": "turbo4",
+        "shapes": entries,
+        "recipes": dict(sorted(recipes.items())),
+    }
+
+
+def dump(content: dict[str, Any]) -> str:
+    """The JSON's text: a line a shape and a line a recipe."""
+    parts = []
+    for name, value in content.items():
+        if isinstance(value, dict):
+            lines = (
+                f"  {json.dumps(key)}: {json.dumps(each)}"
+                for key, each in value.items()
+            )
+            text = "{\n" + ",\n".join(lines) + "\n }"
+        else:
+            text = json.dumps(value)
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def flags_that_help(verdict: dict[str, Any]) -> list[str]:
+    """The flags with which a refused model is served; none if there are none."""
+    then = verdict.get("flags", {})
+    return then["flags"] if then.get("outcome") == "served" else []
+
+
+def find_cause(verdict: dict[str, Any]) -> str:
+    """What a model is refused for, in words for a table."""
+    if "KV sharing" in verdict.get("flags", {}).get("reason", ""):
+        return "sliding windows, KV sharing between layers"
+    return next(cause for part, cause in CAUSES.items() if part in verdict["reason"])
+
+
+def find_way_out(verdict: dict[str, Any]) -> str:
+    """What to pass instead, as Markdown."""
+    flags = flags_that_help(verdict)
+    parts = ["`" + " ".join(flags) + "`"] if flags else []
+    if verdict["instead"] is None:
+        parts.append("`--kv-cache-dtype auto`, not tried")
+    else:
+        parts.append(f"`--kv-cache-dtype {verdict['instead']}`")
+    return " or ".join(parts)
+
+
+def count(content: dict[str, Any]) -> dict[str, int]:
+    """The numbers of recipes that the texts name."""
+    verdicts = verdicts_of(content).values()
+    run = [each for each in verdicts if each["architecture"] in RUNS]
+    refused = [each for each in verdicts if each["outcome"] == "refused"]
+    flagged = [each for each in refused if flags_that_help(each)]
+    return {
+        "total": len(verdicts),
+        "served": sum(each["outcome"] == "served" for each in verdicts),
+        "defects": sum(each["outcome"] == "defect" for each in verdicts),
+        "misled": sum(
+            each.get("flags", {}).get("outcome") == "defect" for each in verdicts
+        ),
+        "hybrids": sum(each.get("kind") == "hybrid" for each in verdicts),
+        "flagged": len(flagged),
+        "refused": len(refused) - len(flagged),
+        "families": len({each["architecture"] for each in run}),
+        "ran": len(run),
+        "guessed": sum("guess" in each["source"] for each in verdicts),
+    }
+
+
+def _rows(rows: Iterable[Iterable[str]]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _where(architecture: str) -> str:
+    """Where engines have run the architecture: a cell."""
+    paths = RUNS.get(architecture, ())
+    places = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
+    found = [
+        place
+        for start, place in places.items()
+        if any(path.startswith(start) for path in paths)
+    ]
+    return " and ".join(found) or "no"
+
+
+def accepted_table(content: dict[str, Any]) -> str:
+    """The families that are accepted, by the kind of their layers and who ran them."""
+    groups: dict[tuple[bool, bool, str], list[str]] = {}
+    for verdict in verdicts_of(content).values():
+        if verdict["outcome"] == "served":
+            run = _where(verdict["architecture"])
+            is_hybrid = verdict["kind"] == "hybrid"
+            group = is_hybrid, run == "no", run
+            groups.setdefault(group, []).append(verdict["family"])
+    rows = [("accepted", "families", "recipes", "run"), ("---",) * 4]
+    for group in sorted(groups):
+        is_hybrid, _, run = group
+        kind = "attention beside states" if is_hybrid else "full attention"
+        names = ", ".join(sorted(set(groups[group]), key=str.lower))
+        rows.append((kind, names, str(len(groups[group])), run))
+    return _rows(rows)
+
+
+def refused_table(content: dict[str, Any]) -> str:
+    """The families that are refused, by what they need and by the way out."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    numbers: dict[tuple[str, str], int] = {}
+    for verdict in verdicts_of(content).values():
+        if verdict["outcome"] == "refused":
+            cause = find_cause(verdict), find_way_out(verdict)
+            families = groups.setdefault(cause, [])
+            if verdict["family"] not in families:
+                families.append(verdict["family"])
+            numbers[cause] = numbers.get(cause, 0) + 1
+    rows = [("refused for", "recipes", "families", "instead"), ("---",) * 4]
+    for cause in sorted(groups, key=lambda cause: (-numbers[cause], cause)):
+        names = ", ".join(sorted(groups[cause], key=str.lower))
+        rows.append((cause[0], str(numbers[cause]), names, cause[1]))
+    return _rows(rows)
+
+
+def _what(verdict: dict[str, Any]) -> str:
+    """A cell: what is packed, or the message."""
+    if verdict["outcome"] == "served":
+        layers = " + ".join(
+            f"{number} layers of {heads} x {size}"
+            for number, heads, size in verdict["layers"]
+        )
+        if verdict["kind"] == "hybrid":
+            layers += f", blocks of {verdict['block_size']}"
+        return layers
+    if verdict["outcome"] == "refused":
+        then = verdict.get("flags", {})
+        more = ""
+        if then.get("outcome") == "refused":
+            more = f"; with the flag, `{then['reason']}`"
+        elif then and not flags_that_help(verdict):
+            more = f"; with the flag, **{then['outcome']}**: `{then['message']}`"
+        return f"`{verdict['reason']}`{more}; {find_way_out(verdict)}"
+    return f"**{verdict['outcome']}**: {verdict['message']}"
+
+
+def _accepted(verdict: dict[str, Any]) -> str:
+    if verdict["outcome"] == "served":
+        return "yes"
+    return "with flags" if flags_that_help(verdict) else "no"
+
+
+def page(content: dict[str, Any], version: str) -> str:
+    """``docs/recipes.md``."""
+    text = HEADER.format(version=version, **count(content))
+    text += "## Accepted\n\n" + accepted_table(content) + "\n"
+    text += "## Refused\n\n" + refused_table(content) + "\n## All\n\n"
+    text += (
+        "Layers are of KV heads x head size. A refusal's reason is as the user sees it,"
+        "\nwithout what vLLM puts around it; `(guess)` marks shapes that are in part "
+        "guesses.\n\n"
+    )
+    rows = [("recipe", "model class", "accepted", "run", "layers, or why not")]
+    rows.append(("---",) * 5)
+    for name, verdict in verdicts_of(content).items():
+        runs = RUNS.get(verdict["architecture"], ())
+        links = ", ".join(f"[{path.split('/')[-1]}](../{path})" for path in runs)
+        guess = " (guess)" if "guess" in verdict["source"] else ""
+        cells = (_accepted(verdict), links, _what(verdict) + guess)
+        rows.append((name, f"`{verdict['architecture']}`", *cells))
+    return text + _rows(rows)
+
+
+def update(text: str, content: dict[str, Any]) -> str:
+    """A document with this content's numbers and tables in the places of others'."""
+    numbers = count(content)
+    for form in COUNTS:
+        pattern = re.sub(r"\\{\w+\\}", r"\\d+", re.escape(form)).replace(r"\ ", r"\s+")
+        words = iter(form.format(**numbers).split())
+        text = re.sub(
+            pattern,
+            lambda found, words=words: re.sub(r"\S+", lambda _: next(words), found[0]),
+            text,
+            count=1,
+        )
+    for table in (accepted_table(content), refused_table(content)):
+        head = re.escape(table.partition("\n")[0])
+        text = re.sub(rf"{head}\n(?:\|.*\n)+", lambda _, table=table: table, text)
+    return text

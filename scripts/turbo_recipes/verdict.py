@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What became of a model: served, refused with a message, or a defect of ours."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from turbo_recipes.shapes import Shape
+from vllm.config import VllmConfig
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
+
+CACHE_DTYPE = "turbo4"
+# What a refusal names instead, from small to large.
+OTHERS = ("fp8", "auto")
+# Flags that a message may name, and what they set.
+FLAGS: dict[str, dict[str, Any]] = {
+    "--kv-cache-dtype-skip-layers sliding_window": {
+        "kv_cache_dtype_skip_layers": ["sliding_window"]
+    },
+    "--language-model-only": {"language_model_only": True},
+}
+# How vLLM and its models begin and end what the engine says, around the reasons.
+MESSAGES = (
+    # Of several backends that the platform asked, what TURBO said.
+    r"No valid attention backend found.*TURBO: \[(.*), use --kv-cache-dtype .*\]\}\.",
+    # MLA's lists have no TURBO: what the others said, which is the same.
+    r"No valid attention backend found.*?(kv_cache_dtype not supported \(MLA: .*?\)).*",
+    r"Selected backend \S+ is not valid for this configuration\. "
+    r"Reason: \[[\"'](.*?)[\"'](?:, .*)?\]",
+    r"--kv-cache-dtype \S+ does not support this: (.*)\. Use --kv-cache-dtype .*",
+    r"[\w.]+: (attention backend \S+ does not support --kv-cache-dtype \S+)\. .*",
+)
+
+
+@dataclass
+class Build:
+    """How far a model got.
+
+    Attributes:
+        stage: What was being made last.
+        error: What was raised; None if all was made.
+        config: The engine's configuration.
+        specs: Of the cache of each layer, by the layer's name.
+        groups: What shares blocks.
+
+    """
+
+    stage: str = "configuration"
+    error: Exception | None = None
+    config: VllmConfig | None = None
+    specs: dict[str, KVCacheSpec] = field(default_factory=dict)
+    groups: list[KVCacheGroupSpec] = field(default_factory=list)
+
+
+def find_reason(message: str) -> str | None:
+    """The reason in a refusal's message; None if it is none of the cache dtype's."""
+    for pattern in MESSAGES:
+        if found := re.fullmatch(pattern, message, re.DOTALL):
+            return found[1]
+    # Models that read their caches by themselves name what they read.
+    if re.search(rf"{CACHE_DTYPE}|KV cache", message):
+        return message.partition(". ")[0]
+    return None
+
+
+def is_packed(spec: AttentionSpec) -> bool:
+    """Whether a layer's cache has TURBO's bytes."""
+    if not spec.kv_quant_mode.is_turbo:
+        return False
+    layout = TurboFormat.from_cache_dtype(CACHE_DTYPE, spec.head_size)
+    content = spec.state_content_bytes
+    return content == layout.slot_size
+
+
+def find_foreign_layer(
+    specs: dict[str, KVCacheSpec], skips_windows: bool
+) -> str | None:
+    """The first layer whose cache is neither TURBO's nor a state, nor left out."""
+    for name, spec in specs.items():
+        if isinstance(spec, MambaSpec):
+            continue
+        is_packed_layer = isinstance(spec, AttentionSpec) and is_packed(spec)
+        kind = type(spec).__name__
+        if not is_packed_layer and not (skips_windows and kind == "SlidingWindowSpec"):
+            return f"{name} ({kind})"
+    return None
+
+
+def describe_layers(built: Build) -> dict[str, Any]:
+    """What is packed: how many layers of how many KV heads of which size."""
+    packed = [
+        spec
+        for spec in built.specs.values()
+        if isinstance(spec, AttentionSpec) and is_packed(spec)
+    ]
+    shapes = Counter((spec.num_kv_heads, spec.head_size) for spec in packed)
+    state = any(isinstance(spec, MambaSpec) for spec in built.specs.values())
+    assert built.config is not None
+    return {
+        "kind": "hybrid" if state else "full",
+        "layers": [[count, *shape] for shape, count in shapes.items()],
+        "block_size": built.config.cache_config.block_size,
+    }
+
+
+def judge(built: Build, skips_windows: bool = False) -> dict[str, Any]:
+    """A verdict on a model that was built with the cache dtype."""
+    error = built.error
+    if error is None:
+        foreign = find_foreign_layer(built.specs, skips_windows)
+        if foreign is not None or not built.specs:
+            return {"outcome": "defect", "message": f"accepted, with {foreign}"}
+        return {"outcome": "served"} | describe_layers(built)
+    if isinstance(error, ModuleNotFoundError):
+        return {"outcome": "unknown", "message": f"needs {error.name}"}
+    message = str(error)
+    expected = isinstance(error, (ValueError, NotImplementedError))
+    reason = find_reason(message) if expected else None
+    if reason is None:
+        kind = type(error).__name__
+        return {"outcome": "defect", "message": f"{built.stage}: {kind}: {message}"}
+    return {"outcome": "refused", "stage": built.stage, "reason": reason}
+
+
+def examine(shape: Shape, ways_out: bool = True) -> dict[str, Any]:
+    """The verdict on a shape.
+
+    Args:
+        shape: The model's.
+        ways_out: Whether to try, of a refused one, the flags that the message names and
+            the dtypes that others use.
+
+    """
+    # With it comes all of vLLM.
+    from turbo_recipes.build import build
+
+    verdict = judge(build(shape, CACHE_DTYPE))
+    if verdict["outcome"] != "refused" or not ways_out:
+        return verdict
+    flags = [flag for flag in FLAGS if flag in verdict["reason"]]
+    if flags:
+        own = {name: value for flag in flags for name, value in FLAGS[flag].items()}
+        built = build(shape, CACHE_DTYPE, **own)
+        then = judge(built, "kv_cache_dtype_skip_layers" in own)
+        verdict["flags"] = {"flags": flags} | then
+    dtypes = (name for name in OTHERS if build(shape, name).error is None)
+    # Of some nothing can be built here, for want of a package or a tokenizer.
+    verdict["instead"] = next(dtypes, None)
+    return verdict

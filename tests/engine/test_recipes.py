@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which models of vLLM's recipes are served: the tables, held to the code.
+
+One model of each class is built here, in one process. ``scripts/recipes.py --check``
+builds all, and tries the ways out of what is refused.
+"""
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import recipes  # noqa: E402
+from turbo_recipes import table, verdict  # noqa: E402
+from turbo_recipes.shapes import expand, load_shapes  # noqa: E402
+from turbo_series.upstream import load_upstream  # noqa: E402
+
+PAGE = dict(block_size=16, num_kv_heads=2, head_size=64)
+PACKED = TurboAttentionBackend.customize_spec(
+    FullAttentionSpec(
+        **PAGE, dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode("turbo4")
+    )
+)
+CACHES: dict[str, KVCacheSpec] = {
+    "packed": PACKED,
+    "other head size": dataclasses.replace(PACKED, head_size=128),
+    "bf16": FullAttentionSpec(**PAGE, dtype=torch.bfloat16),
+    "window": SlidingWindowSpec(**PAGE, dtype=torch.bfloat16, sliding_window=8),
+    "packed window": SlidingWindowSpec(
+        **PAGE,
+        dtype=torch.uint8,
+        kv_quant_mode=PACKED.kv_quant_mode,
+        state_content_bytes=PACKED.state_content_bytes,
+        sliding_window=8,
+    ),
+    "state": MambaSpec(shapes=((2, 2),), dtypes=(torch.float32,), block_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    return json.loads(recipes.JSON.read_text())
+
+
+def test_verdicts_are_of_the_code():
+    command = [sys.executable, SCRIPTS / "recipes.py", "--check", "--kinds"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("skips_windows", [False, True])
+def test_layers_of_other_bytes_are_found(cache: str, skips_windows: bool):
+    specs = {"first": PACKED, "second": CACHES[cache]}
+    found = verdict.find_foreign_layer(specs, skips_windows)
+    served = {"packed", "packed window", "state"} | (
+        {"window"} if skips_windows else set()
+    )
+    kind = type(CACHES[cache]).__name__
+    assert found == (None if cache in served else f"second ({kind})")
+
+
+ERRORS: dict[str, tuple[Exception, str, str | None]] = {
+    "layer": (
+        ValueError(refusals.refusal("turbo4", ["logits soft cap", "ALiBi"])),
+        "refused",
+        "logits soft cap; ALiBi",
+    ),
+    "backend of a model": (
+        ValueError(
+            "model.layers.0.attn: attention backend OWN does not support "
+            "--kv-cache-dtype turbo4. Use auto, or another dtype that it supports."
+        ),
+        "refused",
+        "attention backend OWN does not support --kv-cache-dtype turbo4",
+    ),
+    "model": (NotImplementedError("a BF16 KV cache. No other"), "refused", None),
+    "crash": (AttributeError("turbo4"), "defect", None),
+    "other": (ValueError("the vocabulary is empty"), "defect", None),
+    "package": (ModuleNotFoundError("No module", name="flashinfer"), "unknown", None),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_are_judged(error: str):
+    raised, outcome, reason = ERRORS[error]
+    found = verdict.judge(verdict.Build("layers", raised))
+    assert found["outcome"] == outcome
+    if reason is not None:
+        assert found["reason"] == reason
+
+
+def test_a_model_without_layers_is_not_served():
+    assert verdict.judge(verdict.Build())["outcome"] == "defect"
+
+
+def test_no_model_is_a_defect(content):
+    found = {name: entry["outcome"] for name, entry in content["shapes"].items()}
+    assert set(found.values()) == {"served", "refused"}, found
+
+
+def test_each_kind_is_checked():
+    shapes = load_shapes()
+    chosen = recipes.one_of_each_kind(shapes)
+    assert {each.architecture for each in chosen} == {
+        each.architecture for each in shapes
+    }
+
+
+def test_differences_are_found(content):
+    (shape,) = (each for each in load_shapes() if each.name == "gpt-oss-20b")
+    found = {
+        key: value
+        for key, value in content["shapes"][shape.name].items()
+        if key in ("outcome", "stage", "reason")
+    }
+    assert not recipes.compare([shape], {shape.name: found}, content)
+    served = {"outcome": "served"}
+    assert recipes.compare([shape], {shape.name: served}, content)
+    whole = found | {"instead": "auto"}
+    assert recipes.compare([shape], {shape.name: whole}, content)
+
+
+def test_json_is_of_the_shapes(content):
+    shapes = {shape.name: shape for shape in load_shapes()}
+    assert set(shapes) == set(content["shapes"])
+    for name, shape in shapes.items():
+        entry = content["shapes"][name]
+        said = [entry[key] for key in ("family", "architecture", "source")]
+        assert said == [shape.family, shape.architecture, shape.source]
+    assert content["recipes"] == {
+        recipe: shape.name for shape in shapes.values() for recipe in shape.recipes
+    }
+
+
+def test_page_is_of_the_json(content):
+    page = table.page(content, load_upstream(ROOT).version)
+    assert recipes.PAGE.read_text() == page
+
+
+documents = pytest.mark.parametrize("path", recipes.DOCUMENTS, ids=lambda x: x.name)
+
+
+@documents
+def test_numbers_and_families_are_told(path: Path, content: dict[str, Any]):
+    text = path.read_text()
+    words = " ".join(text.split())
+    for form in table.COUNTS:
+        assert form.format(**table.count(content)) in words
+    for made in (table.accepted_table, table.refused_table):
+        assert made(content) in text
+
+
+@documents
+def test_documents_are_updated(path: Path, content: dict[str, Any]):
+    text = path.read_text()
+    assert table.update(text, content) == text
+    fewer = copy.deepcopy(content)
+    fewer["shapes"]["llama"] = fewer["shapes"]["gpt-oss-20b"]
+    changed = table.update(text, fewer)
+    assert changed != text
+    words = " ".join(changed.split())
+    for form in table.COUNTS:
+        assert form.format(**table.count(fewer)) in words
+    for made in (table.accepted_table, table.refused_table):
+        assert made(fewer) in changed
+    assert table.update(changed, content) == text
+
+
+def test_what_ran_is_in_the_repository():
+    assert table.RUNS
+    for architecture, paths in table.RUNS.items():
+        assert paths and all((ROOT / path).exists() for path in paths), architecture
+
+
+def make_sdist(folder: Path) -> None:
+    for recipe in json.loads(recipes.JSON.read_text())["recipes"]:
+        path = folder / f"recipes/models/{recipe}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "none": (lambda models: None, []),
+    "another": (
+        lambda models: (models / "openai/gpt-oss-7b.yaml").touch(),
+        ["openai/gpt-oss-7b: of no shape"],
+    ),
+    "one less": (
+        lambda models: (models / "openai/gpt-oss-20b.yaml").unlink(),
+        ["openai/gpt-oss-20b: no recipe of this vLLM"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_recipes_of_an_sdist(change: str, tmp_path: Path):
+    make_sdist(tmp_path)
+    apply, expected = CHANGES[change]
+    apply(tmp_path / "recipes/models")
+    assert recipes.check_sdist(tmp_path, load_shapes()) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("a x 2", ["a", "a"]),
+        ("(a b) x 2 + 1 x 1", ["a", "b", "a", "b", 1]),
+        ("(8 null) x 1 + 0.5 x 1", [8, None, 0.5]),
+        ("all but every 3 of 6", [0, 1, 3, 4]),
+        ("2D", "2D"),
+    ],
+)
+def test_short_forms_of_lists(text: str, items: Any):
+    assert expand({"x": {"y": text}}) == {"x": {"y": items}}
