@@ -12,6 +12,7 @@ from vllm_turbo_cpu_standins import (
     drafting,
     linear,
     paging,
+    quantization,
     sampling,
 )
 
@@ -72,6 +73,15 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "(Tensor(a0!) out, Tensor(a1) mat1, Tensor(a2) mat2, Tensor(a3)? bias, "
         "bool is_vnni) -> ()",
         linear.weight_packed_linear,
+    ),
+    "cpu_gemm_wna16": (
+        "(Tensor input, Tensor q_weight, Tensor(a2!) output, Tensor scales, "
+        "Tensor? zeros, Tensor? bias, SymInt pack_factor, str isa_hint) -> ()",
+        quantization.gemm_wna16,
+    ),
+    "static_scaled_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
+        quantization.static_scaled_fp8_quant,
     ),
     "causal_conv1d_update_cpu_vec": (
         "(Tensor(a0!) x, Tensor(a1!) conv_state, Tensor weight, Tensor? bias, "

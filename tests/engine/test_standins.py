@@ -268,3 +268,44 @@ def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
             torch.testing.assert_close(state[slot], sequence[:, -width + 1 :])
     torch.testing.assert_close(output, torch.cat(expected))
     assert torch.equal(state[[0, 1, 3]], unused)
+
+
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_product_with_codes_of_four_bits(ops, with_zeros: bool):
+    """Columns in blocks of 16; a scale, and perhaps a zero, for 8 consecutive rows."""
+    torch.manual_seed(0)
+    k, n, group = 32, 48, 8
+    codes = torch.randint(16, (k, n))
+    zeros = torch.randint(16, (k // group, n)) if with_zeros else None
+    scales, bias = torch.rand(k // group, n), torch.randn(n)
+
+    def pack(values: torch.Tensor) -> torch.Tensor:
+        words = [
+            sum(code << 4 * place for place, code in enumerate(row[i : i + 8]))
+            for row in values.tolist()
+            for i in range(0, values.shape[1], 8)
+        ]
+        signed = [word - 2**32 if word >= 2**31 else word for word in words]
+        return torch.tensor(signed, dtype=torch.int32).view(len(values), -1)
+
+    blocks = [pack(block).flatten() for block in codes.split(16, dim=1)]
+    rows, out = torch.randn(3, k), torch.empty(3, n)
+    packed = None if zeros is None else pack(zeros)
+    ops.cpu_gemm_wna16(rows, torch.stack(blocks), out, scales, packed, bias, 8, "vec")
+    offset = 8 if zeros is None else zeros.repeat_interleave(group, 0)
+    weight = (codes - offset) * scales.repeat_interleave(group, 0)
+    torch.testing.assert_close(out, rows @ weight + bias)
+
+
+def test_fp8_codes_saturate_and_leave_padding(ops):
+    values = torch.tensor([[1.0, -3.0, 1000.0, -1000.0]])
+    out = torch.full((2, 4), 5.0).to(torch.float8_e4m3fn)
+    ops.static_scaled_fp8_quant(out, values, torch.tensor([2.0]))
+    assert out.float().tolist() == [[0.5, -1.5, 448.0, -448.0], [5.0] * 4]
+
+
+def test_scales_of_groups_are_refused(ops):
+    values = torch.ones(2, 4)
+    out = values.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="whole tensors"):
+        ops.static_scaled_fp8_quant(out, values, torch.ones(2), [1, -1])
