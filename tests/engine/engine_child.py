@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -321,6 +322,7 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
 def run_job(job_path: Path, result_path: Path) -> None:
     job = json.loads(job_path.read_text())
     results = {}
+    emulate_nvfp4()
     for name, engine in job.items():
         print(f"engine {name}", flush=True)
         with ExitStack() as stack:
