@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
@@ -211,8 +213,16 @@ def hand_over(outputs: list[RequestOutput], path: str) -> None:
     wait_for(taken(path))
 
 
+def adapters(call: dict[str, Any]) -> list[LoRARequest | None]:
+    """Returns each prompt's LoRA adapter; a folder has one number in all calls."""
+    return [
+        folder and LoRARequest(folder, 1 + zlib.crc32(folder.encode()), folder)
+        for folder in call["adapters"] or [None] * len(call["prompts"])
+    ]
+
+
 def generate(
-    llm: LLM, requests: list[tuple[dict[str, Any], SamplingParams]]
+    llm: LLM, requests: list[tuple[dict[str, Any], SamplingParams, LoRARequest | None]]
 ) -> list[RequestOutput]:
     """Generates for requests at once; those whose transfer failed are asked again.
 
@@ -225,8 +235,10 @@ def generate(
     outputs: dict[int, RequestOutput] = {}
     for _ in range(TRANSFER_ATTEMPTS):
         missing = [i for i in range(len(requests)) if i not in outputs]
-        prompts, params = map(list, zip(*(requests[i] for i in missing)))
-        found = llm.generate(prompts, params, use_tqdm=False)
+        prompts, params, loras = map(list, zip(*(requests[i] for i in missing)))
+        found = llm.generate(
+            prompts, params, use_tqdm=False, lora_request=loras if any(loras) else None
+        )
         for i, output in zip(missing, found, strict=True):
             if output.outputs[0].finish_reason != "error":
                 outputs[i] = output
@@ -239,9 +251,13 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily for a call's prompts, all at once or one by one."""
     if call["forgets"]:
         llm.reset_prefix_cache()
+    if call["pooled"] is not None:
+        return run_pooled(llm, call)
     requests = [
-        ({"prompt_token_ids": tokens}, sampling_params(call, transfer))
-        for tokens, transfer in zip(call["prompts"], transfers(call), strict=True)
+        ({"prompt_token_ids": tokens}, sampling_params(call, transfer), lora)
+        for tokens, transfer, lora in zip(
+            call["prompts"], transfers(call), adapters(call), strict=True
+        )
     ]
     batches = [[each] for each in requests] if call["one_by_one"] else [requests]
     outputs = []
@@ -257,6 +273,24 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
         taken(call["taken_over"]).touch()
     return {
         "requests": [summarise(output) for output in outputs],
+        "steps": recorder.steps,
+        "num_preemptions": recorder.num_preemptions,
+    }
+
+
+def run_pooled(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
+    """Pools a call's prompts, all at once."""
+    prompts = [{"prompt_token_ids": tokens} for tokens in call["prompts"]]
+    with StepRecorder().watching() as recorder:
+        outputs = llm.encode(prompts, pooling_task=call["pooled"], use_tqdm=False)
+    return {
+        "requests": [
+            {
+                "data": output.outputs.data.float().flatten().tolist(),
+                "num_cached_tokens": output.num_cached_tokens,
+            }
+            for output in outputs
+        ],
         "steps": recorder.steps,
         "num_preemptions": recorder.num_preemptions,
     }

@@ -51,6 +51,8 @@ class Call:
         handed_over: A file for what another engine needs to go on after the prompts;
             this one lives on until that engine has done so.
         taken_over: The file of the engine that this one goes on from.
+        adapters: The folder of each prompt's LoRA adapter, or None.
+        pooled: What to make of the prompts' hidden states instead of tokens: a task.
 
     """
 
@@ -62,6 +64,8 @@ class Call:
     remade_key_offset: bool = False
     handed_over: str | None = None
     taken_over: str | None = None
+    adapters: list[str | None] | None = None
+    pooled: str | None = None
 
 
 @dataclass
@@ -136,7 +140,8 @@ def run_job(
         By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
         a layer's, and whether some are padding), `num_kv_cache_groups` and `calls`, if
         drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
-        (`tokens`, `logprobs`, `num_cached_tokens`), `steps` and `num_preemptions`.
+        (`tokens` and `logprobs`, or `data` if pooled, and `num_cached_tokens`), `steps`
+        and `num_preemptions`.
 
     """
     folder.mkdir(parents=True, exist_ok=True)

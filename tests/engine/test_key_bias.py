@@ -4,24 +4,17 @@
 
 import re
 import shutil
-import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences
+import trained
+from harness import Call, Engine, Jobs
 from safetensors.torch import load_file, save_file
+from trained import MAX_TOKENS, TRAINED
 
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks  # noqa: E402
-
-# It was trained to find facts, with biases as long as those of Qwen2.5-7B.
-TRAINED = MODEL.with_name("needle-qwen2")
 # Of its five layers, those that are warned of if nothing is taken off.
 LONG = "0, 4"
-MAX_TOKENS = 24
 
 
 def with_other_biases(folder: Path) -> str:
@@ -36,20 +29,9 @@ def with_other_biases(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def tasks() -> list[dict[str, Any]]:
-    plan = Plan(0, 0, 0, 0, (480,), (0.2, 0.8), 1)
-    text = HELD_OUT.read_text(encoding="utf-8")
-    return build_tasks(text, plan, 7, Vocabulary(TRAINED))
-
-
-@pytest.fixture(scope="module")
-def result(
-    jobs: Jobs,
-    tasks: list[dict[str, Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     other = with_other_biases(tmp_path_factory.mktemp("qwen2") / "other")
-    prompts = [task["prompt"] for task in tasks]
+    prompts = trained.prompts()
 
     def engine(dtype: str, remade: bool = False, **options: Any) -> Engine:
         calls = {"reloaded": Call(prompts, MAX_TOKENS, False, other, remade)}
@@ -90,30 +72,25 @@ def test_long_biases_without_an_offset_are_named(logs: tuple[str, str]):
     assert line.endswith("--kv-cache-dtype-skip-layers " + LONG.replace(",", ""))
 
 
-def right(result: dict[str, Any], tasks: list[dict[str, Any]], name: str) -> list[bool]:
-    """Which of its answers an engine gets right."""
-    requests = result[name]["calls"]["batched"]["requests"]
-    return [
-        request["tokens"][: len(task["answer"])] == task["answer"]
-        for request, task in zip(requests, tasks, strict=True)
-    ]
+def right(result: dict[str, Any], name: str) -> list[bool]:
+    """Which facts an engine has found."""
+    return trained.right(result[name]["calls"]["batched"]["requests"])
 
 
-def test_the_offset_brings_answers_back(result: dict[str, Any], tasks):
-    assert all(right(result, tasks, "auto"))
-    assert all(right(result, tasks, "offset"))
-    assert not all(right(result, tasks, "none"))
+def test_the_offset_brings_answers_back(result: dict[str, Any]):
+    assert all(right(result, "auto"))
+    assert all(right(result, "offset"))
+    assert not all(right(result, "none"))
 
 
 def divergence(
     result: dict[str, Any], reference: str, name: str, call: str = "batched"
 ) -> float:
     """Of an engine from another, in nats a token."""
-    pairs = zip(
+    return trained.divergence(
         result[reference]["calls"][call]["requests"],
         result[name]["calls"][call]["requests"],
     )
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
 
 
 def test_the_offset_brings_distributions_back(result: dict[str, Any]):

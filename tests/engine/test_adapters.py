@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A LoRA adapter on every linear layer, Q, K and V among them, beside the base model.
+
+K has a long bias in the base model, below the adapter: an offset is taken off it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trained
+from harness import Call, Engine, Jobs
+from safetensors.torch import load_file, save_file
+from trained import MAX_TOKENS, TRAINED, divergence
+
+pytestmark = pytest.mark.matrix
+
+DTYPE, OWN = "turbo4", "float16"
+RANK = 8
+# What an adapter adds to a weight, in deviations of the weight: the model still finds
+# its facts, and answers otherwise than without.
+STRENGTH = 0.2
+# In nats a token.
+KL_BOUND = 0.01
+
+
+def write_adapter(folder: Path) -> str:
+    """Writes a seeded adapter as PEFT would."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors, modules = {}, set()
+    for name, weight in load_file(TRAINED / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            continue
+        n, k = weight.shape
+        size = STRENGTH * weight.float().std() / RANK**0.5
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {
+            f"{layer}.lora_A.weight": torch.randn(RANK, k, generator=generator),
+            f"{layer}.lora_B.weight": size * torch.randn(n, RANK, generator=generator),
+        }
+        modules.add(name.split(".")[-2])
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "bias": "none",
+        "target_modules": sorted(modules),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "seeded")
+    prompts = trained.prompts()
+    calls = {
+        "base": Call(prompts, MAX_TOKENS),
+        "adapted": Call(prompts, MAX_TOKENS, adapters=[adapter] * len(prompts)),
+        "mixed": Call(
+            [prompt for prompt in prompts for _ in range(2)],
+            1,
+            adapters=[None, adapter] * len(prompts),
+        ),
+    }
+    args = {"enable_lora": True, "max_lora_rank": RANK, "enable_prefix_caching": True}
+    engines = {
+        dtype: Engine(args | {"kv_cache_dtype": dtype}, calls, model=str(TRAINED))
+        for dtype in (OWN, DTYPE)
+    }
+    return jobs.start("adapters", "v1", engines).result()
+
+
+def requests(result: dict[str, Any], dtype: str, call: str) -> list[dict[str, Any]]:
+    return result[dtype]["calls"][call]["requests"]
+
+
+@pytest.mark.parametrize("call", ["base", "adapted"])
+def test_answers_as_with_its_own_dtype(result: dict[str, Any], call: str):
+    own, packed = (requests(result, dtype, call) for dtype in (OWN, DTYPE))
+    assert all(trained.right(own)) and all(trained.right(packed))
+    assert 0 < divergence(own, packed) < KL_BOUND
+
+
+def test_adapter_matters(result: dict[str, Any]):
+    """Guards the tests above; pages of the base model are none of the adapter's."""
+    base, adapted = (requests(result, DTYPE, call) for call in ("base", "adapted"))
+    assert divergence(base, adapted) > 2 * KL_BOUND
+    assert not any(request["num_cached_tokens"] for request in adapted)
+
+
+def test_adapter_beside_the_base_model(result: dict[str, Any]):
+    """In one batch, each from its own pages."""
+    packed = requests(result, DTYPE, "mixed")
+    assert all(request["num_cached_tokens"] for request in packed)
+    for place in range(2):
+        shares = [requests(result, dtype, "mixed")[place::2] for dtype in (OWN, DTYPE)]
+        assert 0 < divergence(*shares) < KL_BOUND

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Models that give vectors and scores instead of tokens, with causal attention.
+
+Prompts come in chunks: without, none of them would read the cache.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trained
+from harness import Call, Engine, Jobs
+from safetensors.torch import load_file, save_file
+from trained import TRAINED
+
+pytestmark = pytest.mark.matrix
+
+DTYPE, OWN = "turbo4", "float16"
+ARGS = {"runner": "pooling", "max_num_batched_tokens": 128}
+ARGS |= {"enable_chunked_prefill": True, "enable_prefix_caching": True}
+# One less the cosine of what two dtypes give: a third of it is seen. Without attention
+# it is 0.8 and more.
+DISTANCE = 0.01
+# Of each kind of model, what it makes of a prompt.
+TASKS = {"embedding": "embed", "reward": "token_classify"}
+
+
+def write_reward_model(folder: Path) -> str:
+    """Writes the trained model with a seeded head that scores each token."""
+    shutil.copytree(TRAINED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen2ForRewardModel"]
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    generator, hidden = torch.Generator().manual_seed(0), config["hidden_size"]
+    for place, size in ((0, hidden), (2, 1)):
+        weight = torch.randn(size, hidden, generator=generator) / hidden**0.5
+        weights[f"score.{place}.weight"] = weight.to(torch.bfloat16)
+        weights[f"score.{place}.bias"] = torch.zeros(size, dtype=torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    reward = write_reward_model(tmp_path_factory.mktemp("pooling") / "reward")
+    models = {
+        "embedding": ({"convert": "embed"}, str(TRAINED)),
+        "reward": ({}, reward),
+    }
+
+    def engine(name: str, dtype: str, zeroed: bool = False, **more: Any) -> Engine:
+        own, folder = models[name]
+        args = ARGS | own | {"kv_cache_dtype": dtype} | more
+        call = Call(trained.prompts(), pooled=TASKS[name])
+        calls = {"cold": call, "warm": call}
+        return Engine(args, calls, zeroed, folder, may_fail=bool(more))
+
+    engines = {}
+    for name in models:
+        engines |= {f"{name}-{dtype}": engine(name, dtype) for dtype in (OWN, DTYPE)}
+        engines[f"{name}-zeroed"] = engine(name, DTYPE, zeroed=True)
+    engines["bidirectional"] = engine(
+        "embedding",
+        DTYPE,
+        hf_overrides={"is_causal": False},
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=4096,
+    )
+    return jobs.start("pooling", "v1", engines).result()
+
+
+def distances(result: dict[str, Any], name: str, other: str, call: str) -> list[float]:
+    """Of each prompt, from what the model gives with its own dtype."""
+    pairs = zip(
+        *(result[f"{name}-{each}"]["calls"][call]["requests"] for each in (OWN, other)),
+        strict=True,
+    )
+    vectors = [[torch.tensor(each["data"]) for each in pair] for pair in pairs]
+    return [1 - torch.cosine_similarity(*pair, dim=0).item() for pair in vectors]
+
+
+@pytest.mark.parametrize("call", ["cold", "warm"])
+@pytest.mark.parametrize("name", TASKS)
+def test_gives_as_with_its_own_dtype(result: dict[str, Any], name: str, call: str):
+    found = distances(result, name, DTYPE, call)
+    assert min(found) > 0
+    assert max(found) < DISTANCE
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_attention_decides_what_is_given(result: dict[str, Any], name: str):
+    """Guards the test above."""
+    assert min(distances(result, name, "zeroed", "cold")) > 10 * DISTANCE
+
+
+def test_vectors_from_prefix_hits(result: dict[str, Any]):
+    """All tokens' scores need all tokens: these have no hits."""
+    for name, hits in (("embedding", True), ("reward", False)):
+        warm = result[f"{name}-{DTYPE}"]["calls"]["warm"]["requests"]
+        assert all(bool(each["num_cached_tokens"]) == hits for each in warm)
+
+
+def test_bidirectional_models_are_refused(result: dict[str, Any]):
+    error = result["bidirectional"]["error"]
+    assert f"--kv-cache-dtype {DTYPE} does not support this: attention type" in error
