@@ -18,6 +18,8 @@ from quality_cases import HELD_OUT
 DTYPES = (*TURBO_DTYPES, "fp8")
 MAX_CONTEXT = 8192
 LAYERS = 3
+# Of an engine on a CPU, unless the user says another.
+CPU_ARGS = {"dtype": "float16"}
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -104,12 +106,18 @@ def read_model(args: argparse.Namespace) -> None:
                 f"{', '.join(KV_CACHE_DTYPES)}; scripts/apply.sh applies the series"
             )
     try:
-        config = EngineArgs(args.model, **args.engine_args).create_model_config()
+        of_device = CPU_ARGS if args.on_cpu else {}
+        engine_args = of_device | args.engine_args
+        config = EngineArgs(args.model, **engine_args).create_model_config()
         args.tokenizer = cached_tokenizer_from_config(config)
     except Exception as error:
         raise ValueError(f"{args.model}: {first_lines(error)}") from error
     args.model_context = config.max_model_len
     args.vocab_size = config.get_vocab_size()
+    # A quantised checkpoint's scheme decides what auto is, and that may be FP8.
+    own = str(config.dtype).removeprefix("torch.")
+    is_plain = getattr(config.hf_config, "quantization_config", None) is None
+    args.unquantised = "auto" if is_plain or own not in KV_CACHE_DTYPES else own
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -128,6 +136,7 @@ def complete(args: argparse.Namespace) -> None:
         args.text_content = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text {args.text}: {error}") from error
+    args.on_cpu = not has_gpu()
     read_model(args)
     longest = args.max_context or min(MAX_CONTEXT, args.model_context)
     if longest > args.model_context:
@@ -151,4 +160,3 @@ def complete(args: argparse.Namespace) -> None:
         args.output.mkdir(parents=True)
     if not args.output.is_dir():
         raise ValueError(f"--output {args.output} is not a folder")
-    args.on_cpu = not has_gpu()

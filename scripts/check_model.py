@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
 from arm_process import TURBO_DTYPES, WINDOW, read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
-from check_args import build_parser, complete  # noqa: E402
+from check_args import CPU_ARGS, build_parser, complete  # noqa: E402
 from check_cases import build_cases  # noqa: E402
 from check_metrics import (  # noqa: E402
     Records,
@@ -99,8 +99,9 @@ def arms_of(names: list[str]) -> list[Arm]:
 
 def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of an arm's `LLM`."""
+    is_reference = arm.cache_dtype == REFERENCE
     options: dict[str, Any] = {
-        "kv_cache_dtype": arm.cache_dtype,
+        "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
         "max_model_len": args.plan.max_context,
         "max_num_seqs": 16,
         # Of a longer prompt, all chunks but the first read the cache.
@@ -117,7 +118,7 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     if arm.skip_layers:
         options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
     if args.on_cpu:
-        options |= {"dtype": "float16", "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        options |= CPU_ARGS | {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         options |= ENGINE_ARGS
     options |= args.engine_args
     if arm.has_window:

@@ -19,8 +19,8 @@ from child_runner import side_by_side
 from harness import SCRIPTS, TIMEOUT_S
 from quality_metrics import kl_divergence
 from scenarios import GAIN
-from test_key_bias import TRAINED
 from test_quality import KL_BOUND
+from trained import TRAINED
 
 MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
 CHILD = Path(__file__).with_name("check_full_child.py")

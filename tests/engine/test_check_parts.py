@@ -16,8 +16,10 @@ import pytest
 import torch
 from arm_process import read_result, run_arm
 from check_advice import advise, layers_to_skip, loses_needles
+from check_args import build_parser, complete
 from check_cases import CUE, Plan, build_cases
 from check_metrics import compare_needles, compare_records, rank_layers
+from checkpoint_kinds import KINDS, write_checkpoint
 from harness import SCRIPTS
 from quality_metrics import compare
 from quickstart import is_right
@@ -268,6 +270,21 @@ def test_bad_input_is_named_at_start(
     if message:
         assert raised.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [None, "cache", "modelopt-fp8"])
+def test_the_reference_is_not_quantised(kind: str | None, tmp_path: Path):
+    """Nor if the checkpoint has a scheme, which decides what auto is."""
+    folder = str(MODEL)
+    if kind is not None:
+        folder = write_checkpoint(MODEL, tmp_path / kind, KINDS[kind])
+    args = build_parser("").parse_args([folder, "--output", str(tmp_path / "output")])
+    complete(args)
+    found = {
+        name: check_model.engine_args(check_model.arm_of(name), args)["kv_cache_dtype"]
+        for name in ("auto", "turbo4")
+    }
+    assert found == {"auto": "float16" if kind else "auto", "turbo4": "turbo4"}
 
 
 @pytest.mark.parametrize(("error", "status"), [({}, 0), ({"error": "no"}, 1)])
