@@ -5,6 +5,7 @@
 Each kind is asked for facts in texts, with a turbo dtype and with the model's own.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,12 @@ from trained import MAX_TOKENS, TRAINED
 
 sys.path.insert(0, str(SCRIPTS))
 
+import checkpoints  # noqa: E402
 from checkpoint_kinds import KINDS, write_checkpoint  # noqa: E402
 
 DTYPE = "turbo4"
 # Else a checkpoint's scheme decides.
 OWN = "float16"
-# In nats a token. NVFP4 rounds activations to 4 bits: what differs at all is rounded to
-# different codes, and the two are further apart.
-KL_BOUND = {"modelopt-nvfp4": 0.1, "modelopt-nvfp4-cache": 0.1}
 # Weights that are unpacked by a stand-in, and scales that a tool writes elsewhere.
 ALWAYS = ("awq", "modelopt-fp8")
 WITH_SCALES_ALONE = ("cache", "cache-per-head")
@@ -66,7 +65,7 @@ def test_kind_answers_as_with_its_own_dtype(asked: dict[str, Any], kind: str):
         for dtype in (OWN, DTYPE)
     )
     assert all(trained.right(own)) and all(trained.right(packed))
-    assert 0 < trained.divergence(own, packed) < KL_BOUND.get(kind, 0.01)
+    assert 0 < trained.divergence(own, packed) < KINDS[kind].kl_bound
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +88,67 @@ def outcome(
 @pytest.mark.parametrize("name", WITH_SCALES_ALONE)
 def test_scales_are_not_read(outcome: dict[str, Any], name: str):
     assert outcome[name] == outcome["none"]
+
+
+def figures(kind: str, kl: float = 0.01, **changes: Any) -> dict[str, Any]:
+    row = {"kind": kind, "kl_mean": kl, "lost": 0, "capacity": 3.76}
+    return row | changes
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        (figures("awq", 0.039), ""),
+        (figures("awq", 0.041), "more than 4.0 times as far off as plain"),
+        (figures("modelopt-nvfp4", 0.49), ""),
+        (figures("modelopt-nvfp4", 0.51), "more than 50.0 times as far off as plain"),
+        (figures("awq", lost=1), "facts lost"),
+        # As if the cache that it is compared with were FP8.
+        (figures("awq", capacity=1.88), "another capacity"),
+        ({"kind": "awq", "error": "no kernel"}, "awq did not run"),
+    ],
+)
+def test_checkpoints_are_judged(row: dict[str, Any], wrong: str):
+    assert checkpoints.judge(row, figures("plain")) == wrong
+
+
+def test_nothing_is_judged_by_what_did_not_run():
+    plain = {"kind": "plain", "error": "no GPU"}
+    assert checkpoints.judge(figures("awq"), plain) == "plain did not run"
+    assert checkpoints.judge(plain, plain) == "plain did not run"
+
+
+def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By what tells the models apart; routers to experts are not quantised."""
+
+    def check(folder: Path, _output: Path) -> dict[str, Any]:
+        config = json.loads((folder / "config.json").read_text())
+        quantised = config.get("quantization_config", {})
+        plain = quantised.get("modules_to_not_convert", [])
+        found = figures("", 1.0 if quantised and not plain else 0.01, plain=plain)
+        del found["kind"]
+        return found
+
+    monkeypatch.setattr(checkpoints, "check", check)
+    output = tmp_path / "rows.jsonl"
+    assert checkpoints.main(["--kinds", "fp8", "--output", str(output)]) == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    found = [(row["model"], row["plain"], row["wrong"]) for row in rows]
+    wrong = "more than 4.0 times as far off as plain"
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+    assert found == [
+        ("trained", [], ""),
+        ("trained", [], wrong),
+        ("experts", [], ""),
+        ("experts", routers, ""),
+    ]
+
+
+@pytest.mark.matrix
+def test_checkpoints_of_a_kind(tmp_path: Path):
+    output = tmp_path / "rows.jsonl"
+    options = ["--models", "trained", "--kinds", "awq", "--output", str(output)]
+    assert checkpoints.main(options) == 0
+    plain, packed = map(json.loads, output.read_text().splitlines())
+    assert packed["kl_mean"] > plain["kl_mean"] > 0
+    assert packed["backends"] == ["TURBO"] and packed["found"] > 0

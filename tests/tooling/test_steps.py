@@ -230,6 +230,7 @@ SECTIONS = {
     "quality": "scripts/quality.py",
     "lab": "tests/quality/lab/choices.py",
     "equality": "scripts/equality.py",
+    "checkpoints": "scripts/checkpoints.py",
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
 }

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Puts checkpoints of every kind through `check_model.py`, on a GPU.
+
+Two models are written as each tool would: the trained Qwen2, whose biases of K are
+long, and a seeded one with experts, for the kernels of a MoE. With a turbo dtype each
+is to find as many facts as with its unquantised cache, and its divergence from that to
+be no more than a few times what it is of the same model with plain weights: roundings
+of weights and activations make a difference larger.
+
+A row a checkpoint is written as it is known. The status is 1 if one is not as it should
+be, or did not run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from checkpoint_kinds import KINDS, write_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common import Report  # noqa: E402
+from seeded_model import build_parser as model_parser  # noqa: E402
+from seeded_model import write_model  # noqa: E402
+
+TRAINED = ROOT / "models" / "needle-qwen2"
+EXPERTS = ["--experts", "8", "--initializer-range", "0.1"]
+MODELS = ("trained", "experts")
+PLAIN = "plain"
+DTYPE = "turbo4"
+# Short texts, of which all of a small vocabulary is told apart.
+OPTIONS = [
+    "--kv-cache-dtype", DTYPE, "--max-context", "1024", "--texts", "4",
+    "--decode-steps", "64", "--needles", "2", "--top", "259",
+]  # fmt: skip
+
+
+def write(model: str, kind: str, scratch: Path) -> Path:
+    """Writes a model's checkpoint of a kind, and returns its folder."""
+    source = TRAINED
+    if model == "experts":
+        source = scratch / "experts"
+        if not source.exists():
+            write_model(source, model_parser().parse_args([str(source), *EXPERTS]))
+    if kind == PLAIN:
+        return source
+    folder = scratch / f"{model}-{kind}"
+    write_checkpoint(source, folder, KINDS[kind])
+    return folder
+
+
+def check(folder: Path, output: Path) -> dict[str, Any]:
+    """Returns what check_model.py says of a checkpoint: `error`, or its figures."""
+    command = [sys.executable, str(ROOT / "scripts" / "check_model.py"), str(folder)]
+    done = subprocess.run(
+        [*command, *OPTIONS, "--output", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        return {"error": done.stdout[-2000:]}
+    report = json.loads((output / "check.json").read_text())
+    packed = next(row for row in report["arms"] if row["cache_dtype"] == DTYPE)
+    return {
+        "kl_mean": packed["kl_mean"],
+        "top1": packed["top1"],
+        "lost": packed["needles"]["lost"],
+        "found": packed["needles"]["found"],
+        "capacity": packed["capacity"],
+        "backends": packed["backends"],
+    }
+
+
+def judge(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Returns what is wrong with a checkpoint, or nothing.
+
+    Args:
+        row: The checkpoint's.
+        plain: That of the same model with plain weights; it may be the same.
+
+    """
+    for each in (row, plain):
+        if "error" in each:
+            return f"{each['kind']} did not run"
+    growth = 1.0 if row is plain else KINDS[row["kind"]].kl_growth
+    if row["kl_mean"] > growth * plain["kl_mean"]:
+        return f"more than {growth} times as far off as {PLAIN}"
+    if row["lost"] > plain["lost"]:
+        return "facts lost"
+    if row["capacity"] != plain["capacity"]:
+        return "another capacity"
+    return ""
+
+
+def run(args: argparse.Namespace, scratch: Path, report: Report) -> bool:
+    """Checks all checkpoints, and returns whether all are as they should be."""
+    is_right = True
+    for model in args.models:
+        plain: dict[str, Any] = {}
+        for kind in (PLAIN, *args.kinds):
+            row: dict[str, Any] = {"model": model, "kind": kind}
+            row |= check(write(model, kind, scratch), scratch / f"{model}-{kind}-check")
+            plain = plain or row
+            wrong = judge(row, plain)
+            report.row(**row, wrong=wrong)
+            is_right = is_right and not wrong
+    return is_right
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="rows are added to it")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    args = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as scratch:
+        return 0 if run(args, Path(scratch), Report(args.output)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
