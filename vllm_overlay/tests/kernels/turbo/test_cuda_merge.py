@@ -117,7 +117,7 @@ def merge(
         output,
         NUM_KV_HEADS,
         newest,
-        num_warps,
+        num_warps=num_warps,
     )
     assert buffer[:, 0].isnan().all()
     return output
