@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
@@ -24,7 +23,6 @@ from .utils import (
     BF16,
     DEVICE,
     FP16,
-    ON_GPU,
     all_pages,
     assert_by_2x_rule,
     fill_cache,
@@ -35,10 +33,7 @@ from .utils import (
     new_cache,
     num_blocks_for,
     random_pages,
-)
-
-requires_cuda = pytest.mark.skipif(
-    not (ON_GPU and current_platform.is_cuda()), reason="needs an NVIDIA GPU"
+    requires_cuda,
 )
 
 LAYOUTS = [

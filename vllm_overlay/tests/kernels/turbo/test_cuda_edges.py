@@ -30,8 +30,15 @@ from .cuda_steps import (
     rows_of,
     served_splits,
 )
-from .test_cuda_decode import all_layouts, requires_cuda
-from .utils import BF16, DEVICE, INVALID_BLOCK, slots_of
+from .test_cuda_decode import all_layouts
+from .utils import (
+    BF16,
+    DEVICE,
+    INVALID_BLOCK,
+    requires_cuda,
+    requires_nvidia,
+    slots_of,
+)
 
 pytestmark = requires_cuda
 
@@ -315,6 +322,7 @@ def replace_contents(step: Step, other: Step) -> None:
         x.copy_(y)
 
 
+@requires_nvidia
 @each_preset
 @pytest.mark.parametrize("raw_newest", [False, True])
 def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
@@ -364,6 +372,7 @@ def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
         assert expected.isfinite().all()
 
 
+@requires_nvidia
 @each_preset
 def test_two_streams(layout):
     """Each stream's kernels wait for that stream's work, and for no other's."""

@@ -17,7 +17,6 @@ from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, Rotated
 from .compile_kernels import ARCHITECTURES
 from .test_cuda_multi import (
     BLOCK_SIZE,
-    CAN_RUN_CUDA,
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
@@ -34,10 +33,10 @@ from .utils import (
     new_cache,
     num_blocks_for,
     random_pages,
+    requires_cuda,
     slots_of,
 )
 
-requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 # Tokens of a step of the kernel's.
 STEP = 128
 

@@ -31,10 +31,9 @@ from .cuda_steps import (
     random_sequences,
     step_of,
 )
-from .test_cuda_multi import CAN_RUN_CUDA
-from .utils import BF16, DEVICE
+from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia
 
-pytestmark = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+pytestmark = requires_nvidia
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 ATTENTION = {
@@ -66,7 +65,7 @@ def copy_late(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 requires_overlap = pytest.mark.skipif(
-    not (CAN_RUN_CUDA and current_platform.has_device_capability(90)),
+    not (ON_NVIDIA and current_platform.has_device_capability(90)),
     reason="needs a GPU on which kernels overlap",
 )
 
@@ -126,7 +125,7 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
 
 
 @pytest.mark.skipif(
-    not CAN_RUN_CUDA or torch.accelerator.device_count() < 2, reason="needs two GPUs"
+    not ON_NVIDIA or torch.accelerator.device_count() < 2, reason="needs two GPUs"
 )
 @pytest.mark.parametrize("kernel", ATTENTION)
 def test_kernels_run_where_their_tensors_are(kernel):

@@ -17,11 +17,11 @@ from vllm.v1.attention.ops.turbo.triton.merge import (
 )
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
-from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
+from .utils import BF16, CAN_RUN_CUDA, DEVICE, FP16, gaussian, requires_nvidia
 
 
 def can_build() -> bool:
-    if not ON_GPU:
+    if not CAN_RUN_CUDA:
         return False
     try:
         cuda_merge.load(128, DEVICE)
@@ -226,7 +226,7 @@ def test_one_split_does_not_depend_on_the_batch():
     assert torch.equal(output[7:8], alone)
 
 
-@requires_cuda
+@requires_nvidia
 def test_it_waits_for_the_kernel_before_it():
     """What is merged was written by the kernel right before, also in a graph."""
     partial, lse = partial_results([6] * 64, 6, 8, 128)
@@ -300,7 +300,7 @@ def test_partial_results_beyond_4_gib(num_warps):
     assert (alone != 0).any()
 
 
-@requires_cuda
+@requires_nvidia
 @with_newest
 def test_a_graph_is_replayed_with_other_inputs(with_newest):
     """Lengths and newest tokens are what is in the tensors at the replay."""
@@ -329,7 +329,7 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
         assert torch.equal(output, merge(*batch, BF16, given))
 
 
-@requires_cuda
+@requires_nvidia
 def test_two_streams():
     """Each merge waits for its own stream's work, and for no other's."""
     sources = [partial_results(counts, 6, 8, 128) for counts in ([6] * 64, [3] * 64)]

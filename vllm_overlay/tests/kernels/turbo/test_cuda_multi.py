@@ -10,7 +10,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
@@ -39,10 +38,11 @@ from .utils import (
     make_block_table,
     new_cache,
     num_blocks_for,
+    requires_cuda,
+    requires_nvidia,
     slots_of,
 )
 
-CAN_RUN_CUDA = ON_GPU and current_platform.is_cuda()
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
 ATTENTION = {
     "cuda": cuda_decode.decode_attention,
@@ -51,7 +51,6 @@ ATTENTION = {
 }
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query, "extend": lambda q: q.to(FP16).float()}
-requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
@@ -319,7 +318,7 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
         assert is_equal[:, :place].all() and not is_equal[:, place:].any()
 
 
-@requires_cuda
+@requires_nvidia
 @newest_or_stored
 @pytest.mark.parametrize(
     "kernel, query_lens",

@@ -9,19 +9,14 @@ from itertools import accumulate
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.store import StoreTuning
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import (
-    OFFSET_SEGMENT,
-    KeyOffset,
-    OffsetScores,
-)
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, OffsetScores
 
 from .store_checks import random_slots
 from .test_cuda_multi import (
-    CAN_RUN_CUDA,
     LAYOUT,
     NUM_KV_HEADS,
     ROUNDING,
@@ -35,9 +30,10 @@ from .utils import (
     layer_caches,
     load_context,
     model_dtypes,
+    requires_cuda,
 )
 
-pytestmark = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+pytestmark = requires_cuda
 
 LAYOUTS = [
     LAYOUT,
@@ -47,8 +43,11 @@ LAYOUTS = [
 some_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
 )
+# An emulated GPU has shorter ones.
+SEGMENT = interface.OFFSET_SEGMENT
 # Around the borders of segments, and without one; some have fewer than the queries.
-SEQ_LENS = [2047, 2048, 2049, 4100, 6200, 0, 2, 130]
+SEQ_LENS = [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 4, 3 * SEGMENT + 56]
+SEQ_LENS += [0, 2, 130]
 # By how much the offsets of segments differ, of a norm of 400, and what queries have in
 # common with them: all segments have a say, or one, or scores are in the thousands.
 KINDS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
@@ -61,7 +60,7 @@ def directions(*shape: int, seed: int) -> torch.Tensor:
 
 def segments_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Which offsets the tokens of a sequence have; those of no sequence have any."""
-    segments = indices.clamp(min=0) // OFFSET_SEGMENT
+    segments = indices.clamp(min=0) // SEGMENT
     return segments.clamp(max=offsets.shape[0] - 1)
 
 
@@ -207,7 +206,9 @@ def test_offsets(kernel, with_newest, kind):
 @pytest.mark.parametrize("num_offsets", [1, 2, 4, 7])
 def test_the_last_offset_is_that_of_all_that_follow(kernel, with_newest, num_offsets):
     query_len = 1 if kernel == "cuda" else 8
-    batch = OffsetBatch([2100, 9000], query_len, 4, num_offsets=num_offsets)
+    batch = OffsetBatch(
+        [SEGMENT + 52, 4 * SEGMENT + 808], query_len, 4, num_offsets=num_offsets
+    )
     check(batch, kernel, with_newest)
 
 
@@ -217,7 +218,11 @@ def test_the_last_offset_is_that_of_all_that_follow(kernel, with_newest, num_off
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
     "seq_lens",
-    [[12_345], [2040 + i for i in range(20)], [6200] + [40] * 63],
+    [
+        [6 * SEGMENT + 57],
+        [SEGMENT - 8 + i for i in range(20)],
+        [3 * SEGMENT + 56] + [40] * 63,
+    ],
     ids=["one", "many", "ragged"],
 )
 def test_splits(kernel, with_newest, kind, num_splits, seq_lens):
@@ -228,7 +233,7 @@ def test_splits(kernel, with_newest, kind, num_splits, seq_lens):
 
 @kernels
 def test_one_split_does_not_depend_on_the_batch(kernel):
-    seq_lens, query_len = [2049, 0, 4100], 3
+    seq_lens, query_len = [SEGMENT + 1, 0, 2 * SEGMENT + 4], 3
     batch = OffsetBatch(seq_lens, query_len, 4)
     together = batch.run(kernel, True, 1)
     for row, length in enumerate(seq_lens):
@@ -251,7 +256,8 @@ def repeated(values: list[int], count: int) -> list[int]:
 def test_store(layout, dtype, parts, num_seqs):
     """The bytes of keys less the offset of each, whoever has empty neighbours."""
     lens = repeated([1, 0, 3, 0, 0, 40, 1, 2], num_seqs)
-    ends = repeated([2049, 5, 4098, 0, 7000, 6170, 2048, 1], num_seqs)
+    ends = [SEGMENT + 1, 5, 2 * SEGMENT + 2, 0, 3 * SEGMENT + 856, 3 * SEGMENT + 26]
+    ends = repeated([*ends, SEGMENT, 1], num_seqs)
     # What is padded to a CUDA graph's size: sequences, then tokens.
     lens += [0, 0]
     ends += [0, 3]

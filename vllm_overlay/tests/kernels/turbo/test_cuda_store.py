@@ -30,18 +30,19 @@ from .store_checks import (
 )
 from .utils import (
     BF16,
+    CAN_RUN_CUDA,
     DEVICE,
-    ON_GPU,
     all_pages,
     all_presets,
     gaussian,
     layer_caches,
     model_dtypes,
+    requires_nvidia,
 )
 
 
 def can_build() -> bool:
-    if not ON_GPU:
+    if not CAN_RUN_CUDA:
         return False
     try:
         load(TurboFormat.from_cache_dtype("turbo4", 128), DEVICE)
@@ -150,6 +151,7 @@ def test_page_beyond_4_gib(name):
     check_page_beyond_4_gib(store, name)
 
 
+@requires_nvidia
 def test_stream_stays(monkeypatch):
     """What vLLM has not chosen a stream of its own for yet must not switch to one in
     the middle of a step: it would leave all memory that is cached for the old one.

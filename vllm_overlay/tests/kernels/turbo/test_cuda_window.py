@@ -10,7 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
@@ -24,14 +24,25 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
     WindowUpdate,
 )
-from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
-from vllm.v1.attention.ops.turbo.reference.window import planes, update_window
+from vllm.v1.attention.ops.turbo.reference.window import (
+    load_window,
+    planes,
+    update_window,
+)
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
-from .test_cuda_multi import ATTENTION, CAN_RUN_CUDA
-from .utils import BF16, DEVICE, gaussian, model_dtypes
+from .test_cuda_multi import ATTENTION, LAYOUT, ROUNDING
+from .utils import (
+    BF16,
+    DEVICE,
+    attention_of_rounded,
+    gaussian,
+    load_context,
+    model_dtypes,
+    requires_cuda,
+)
 
-pytestmark = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+pytestmark = requires_cuda
 
 LAYOUTS = [
     TurboFormat.from_cache_dtype(name, size)
@@ -45,8 +56,10 @@ with_offset = pytest.mark.parametrize(
     "with_offset", [False, True], ids=["plain", "offset"]
 )
 BLOCK_SIZE = 64
+# An emulated GPU has shorter ones.
+SEGMENT = interface.OFFSET_SEGMENT
 # Around the borders of segments, blocks and windows; the last but one has no page.
-CONTEXTS = [0, 1, 63, 64, 65, 2040, 2100, 40, 300]
+CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 52, 40, 300]
 WITHOUT_PAGE = 7
 GROUP = 4
 
@@ -175,23 +188,42 @@ class Scene:
         )
         return output
 
-    def expected(self) -> torch.Tensor:
-        output = torch.empty_like(self.query[: self.starts[-1]], dtype=torch.float32)
-        paged_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.caches[1],
-            self.table,
-            self.starts,
-            self.lens,
-            self.layout.head_size**-0.5,
-            self.layout,
-            output,
-            self.offsets,
-            self.windows[1],
-        )
-        return output
+    def expected(self, kernel: str) -> list[torch.Tensor]:
+        """(Q, Hq, D) fp32 of each sequence, from q as the kernel rounds it for what is
+        packed, less its offset, and as it is for all else.
+        """
+        window = self.windows[1]
+        outputs = []
+        for row, length in enumerate(self.lens):
+            part = slice(*self.starts[row : row + 2])
+            query, num_own = self.query[part], part.stop - part.start
+            num_packed = int(window.packed_lens[row]) - num_own
+            positions = torch.arange(length - num_own, device=DEVICE)
+            cached = load_context(
+                self.caches[1], self.table[row], num_packed, self.layout
+            )
+            recent = load_window(window, row, positions[num_packed:])
+            key, value = (torch.cat(both) for both in zip(cached, recent))
+            taken_off = torch.zeros_like(key)
+            if self.offsets is not None:
+                segments = (positions // SEGMENT).clamp(max=len(self.offsets) - 1)
+                key = key + self.offsets[segments]
+                taken_off[:num_packed] = self.offsets[segments[:num_packed]]
+            newest = self.key[part].float()
+            # As attend() has them.
+            rotated = reference.rotate(query.float()).half().float()
+            outputs.append(
+                attention_of_rounded(
+                    reference.inverse_rotate(ROUNDING[kernel](rotated)),
+                    query,
+                    torch.cat([key, newest]),
+                    torch.cat([value, self.value[part].float()]),
+                    length - num_packed,
+                    self.layout.head_size**-0.5,
+                    torch.cat([taken_off, torch.zeros_like(newest)]),
+                )
+            )
+        return outputs
 
 
 @all_layouts
@@ -218,7 +250,7 @@ def test_rows_and_counts(layout, dtype, with_offset):
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 9])
 @pytest.mark.parametrize("num_tokens", [0, 5, 64])
 def test_heads_and_tokens(num_kv_heads, num_tokens):
-    scene = Scene(LAYOUTS[0], num_kv_heads, num_tokens=num_tokens)
+    scene = Scene(LAYOUT, num_kv_heads, num_tokens=num_tokens)
     scene.step([1] * len(CONTEXTS))
     assert max(scene.check()) <= num_tokens
 
@@ -227,7 +259,7 @@ def test_heads_and_tokens(num_kv_heads, num_tokens):
 @pytest.mark.parametrize("what", ["tag", "place", "packed"])
 def test_a_row_that_differs_in_one_head_ends_the_count(layout, what):
     scene = Scene(layout)
-    row, position = 5, 2040 - 4
+    row, position = 5, CONTEXTS[5] - 4
     for cache in scene.caches:
         if what == "packed":
             block = int(scene.table[row, position // BLOCK_SIZE])
@@ -247,7 +279,7 @@ def test_a_row_that_differs_in_one_head_ends_the_count(layout, what):
 
 
 def test_tokens_that_are_not_stored_have_no_row():
-    scene = Scene(LAYOUTS[0])
+    scene = Scene(LAYOUT)
     scene.step([2] * len(CONTEXTS), dropped=5)
     scene.check()
     scene.step([1] * len(CONTEXTS))
@@ -256,7 +288,7 @@ def test_tokens_that_are_not_stored_have_no_row():
 
 def test_a_prefix_that_is_found_while_it_is_computed():
     """Its rows are compared to what this step stores, not to what was there."""
-    scene = Scene(LAYOUTS[0])
+    scene = Scene(LAYOUT)
     # Sequence 8 goes on in a block of sequence 3, at the same positions, which the
     # step writes: what was there before is in the rows of its page.
     first = CONTEXTS[8] // BLOCK_SIZE
@@ -272,24 +304,26 @@ def test_a_prefix_that_is_found_while_it_is_computed():
 @with_offset
 @all_layouts
 def test_attention(layout, kernel, num_splits, with_offset):
-    """Long sequences' error is that of decode's 8-bit queries; short ones are read from
-    the window alone, in fp32.
+    """Error is that of weights and values in fp16, and of the scores of keys that an
+    offset has made ten times as long; short sequences are read from the window alone,
+    in fp32.
     """
     scene = Scene(layout, with_offset=with_offset)
+    tolerance = 2**-8 if with_offset else 2**-9
     for query_lens in ([1] * len(CONTEXTS), [2, 1, 3, 1, 2, 1, 3, 1, 1]):
         scene.step(query_lens)
         counts = scene.check()
-        output, expected = scene.attend(kernel, num_splits), scene.expected()
+        output, expected = scene.attend(kernel, num_splits), scene.expected(kernel)
         for row, length in enumerate(scene.lens):
             part = slice(*scene.starts[row : row + 2])
-            error = (output[part] - expected[part]).abs().max()
-            largest = expected[part].abs().max()
+            error = (output[part] - expected[row]).abs().max()
+            largest = expected[row].abs().max()
             alone = counts[row] == length - query_lens[row]
-            assert error <= largest * (2**-14 if alone else 2**-5), (row, error)
+            assert error <= largest * (2**-14 if alone else tolerance), (row, error)
 
 
 def test_a_window_is_only_with_the_newest_tokens():
-    scene = Scene(LAYOUTS[0])
+    scene = Scene(LAYOUT)
     scene.step([1] * len(CONTEXTS))
     query = scene.query[: len(CONTEXTS)]
     partial = torch.zeros(len(CONTEXTS), *query.shape[1:], device=DEVICE)

@@ -25,13 +25,18 @@ from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .backend_utils import Batch, make_builder, make_impl, make_vllm_config
-from .test_cuda_multi import CAN_RUN_CUDA
-from .utils import CACHE_LAYOUTS, DEVICE, FP16, new_cache, requires_triton
+from .utils import (
+    CACHE_LAYOUTS,
+    DEVICE,
+    FP16,
+    new_cache,
+    requires_cuda,
+    requires_triton,
+)
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 64)
 SLOT = LAYOUT.slot_size
 NUM_HEADS, NUM_KV_HEADS = 4, 2
-requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS, ids=lambda x: x.name)

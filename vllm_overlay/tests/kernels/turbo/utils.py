@@ -62,6 +62,16 @@ CAN_RUN_KERNELS = HAS_TRITON and (ON_GPU or os.environ.get("TRITON_INTERPRET") =
 requires_triton = pytest.mark.skipif(
     not CAN_RUN_KERNELS, reason="needs a GPU, or TRITON_INTERPRET=1"
 )
+ON_NVIDIA = ON_GPU and current_platform.is_cuda()
+# Whether CUDA's kernels run on tensors of a CPU, by an emulator that whoever runs the
+# tests has installed. It takes seconds for a few thousand tokens.
+CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
+CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
+requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+# Streams, graphs, launches that fail, and what takes a GPU's memory or speed.
+requires_nvidia = pytest.mark.skipif(
+    not ON_NVIDIA, reason="needs an NVIDIA GPU, not an emulated one"
+)
 all_presets = pytest.mark.parametrize("name", TURBO_PRESETS)
 # The interpreter takes seconds a case: of k4v3 each half is another preset's, and what
 # does not depend on how codes are packed is asked of one.
