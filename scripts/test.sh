@@ -76,6 +76,11 @@ kernels() {
   # The interpreter takes one core.
   OMP_NUM_THREADS=1 python -m pytest -q "$@" -n logical --dist worksteal \
     vllm_overlay/tests/kernels/turbo
+  if without_gpu; then
+    # CUDA's kernels, a few cases of them, on an emulated GPU.
+    OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
+      -n logical --dist worksteal vllm_overlay/tests/kernels/turbo/test_cuda_*.py
+  fi
 }
 
 # The paper, the lab and the small model: PyTorch on the CPU, with or without a GPU.

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A plugin for pytest, under which the tests' CUDA kernels run on the emulated GPU:
+`-p vllm_turbo_cpu_standins.cuda.plugin`.
+
+Of the tests a few are selected, each of which takes seconds; `--all-emulated` has all
+run that can be.
+"""
+
+import os
+import re
+
+import pytest
+
+# The tests' own switch: they are imported after this.
+os.environ["TURBO_CUDA_EMULATION"] = "1"
+
+# Two layouts: one of four bits, with an offset of K, and one of three, with another
+# head size. Each module of kernels takes the compiler seconds, so there are few.
+_SELECTED = re.compile(
+    r"""test_cuda_(
+    store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
+    |store\.py::test_(partial_blocks\[17-.*|rotated_query\[bf16-128)-turbo4\]
+    |merge\.py::test_against_fp64\[\[64,.*-64-(2|8)-True-bf16-128\]
+    |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
+    |offset\.py::test_decodes\[(1-4|3-4)-newest-bf16-turbo4-128\]
+    |offset\.py::test_extends\[7-stored-fp16-turbo4-128\]
+    |window\.py::test_rows_and_counts\[(offset-bf16-turbo4-128|plain-fp16-turbo3-64)\]
+    |window\.py::test_a_row.*turbo4-128\]
+    |window\.py::test_(tokens_that|a_prefix|a_window)
+    |window\.py::test_attention\[turbo4-128-offset-(8-cuda|1-extend)\]
+    |window\.py::test_attention\[turbo3-64-plain-8-cuda\]
+    )""",
+    re.VERBOSE,
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the choice between some of the tests and all."""
+    parser.addoption(
+        "--all-emulated", action="store_true", help="all tests of CUDA kernels"
+    )
+
+
+def pytest_configure() -> None:
+    """Installs the emulated GPU, before tests are imported."""
+    from vllm_turbo_cpu_standins.cuda.device import install
+
+    install()
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves the tests that are selected."""
+    if config.getoption("--all-emulated"):
+        return
+    chosen = [item for item in items if _SELECTED.search(item.nodeid)]
+    config.hook.pytest_deselected(items=[x for x in items if x not in chosen])
+    items[:] = chosen

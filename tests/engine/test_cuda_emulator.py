@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The emulated GPU: small kernels do what they say, and mistakes do not go unseen."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_turbo_cpu_standins.cuda import build
+from vllm_turbo_cpu_standins.cuda.translate import translate
+
+SOURCE = Path(__file__).parent / "emulated.cu"
+SUM, REVERSE, HALVES, COPY, MULTIPLY = range(5)
+THREADS = 64
+needs_compiler = pytest.mark.skipif(
+    build.compiler() is None, reason="needs a C++ compiler"
+)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Callable[..., None]:
+    library = build.build(SOURCE, SOURCE.parent, "emulated")
+    return build.load(library, "emulated")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [SUM, REVERSE, HALVES])
+def test_kernels_that_are_right(emulated, kernel):
+    x = torch.arange(1.0, THREADS + 1)
+    expected = {
+        SUM: x.sum().expand(THREADS),
+        REVERSE: x.view(2, 32).flip(1).flatten(),
+        HALVES: x.view(4, 16)[[1, 0, 3, 2]].flatten(),
+    }
+    y = torch.zeros(THREADS)
+    emulated(kernel, x, y, 0, 1)
+    assert torch.equal(y, expected[kernel])
+
+
+@needs_compiler
+def test_copies(emulated):
+    x, y = torch.randn(8 * THREADS), torch.zeros(8 * THREADS)
+    emulated(COPY, x, y, 0, 1)
+    assert torch.equal(x, y)
+
+
+@needs_compiler
+def test_a_matrix_product(emulated):
+    """Of integers, which are exact."""
+    a = torch.randint(-9, 10, (16, 16)).float()
+    b = torch.randint(-9, 10, (16, 8)).float()
+    y = torch.zeros(16, 8)
+    emulated(MULTIPLY, torch.cat([a.flatten(), b.flatten()]), y, 0, 1)
+    assert torch.equal(y, a @ b)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kernel, defect, message",
+    [
+        (SUM, 1, r"that thread \d+ reads, and nothing orders the two(.|\n)*in .*sum"),
+        (SUM, 2, "an index is past the end of its array|of no variable"),
+        (REVERSE, 1, "no thread can go on:(.|\n)*syncwarp(.|\n)*32 threads have ended"),
+        (REVERSE, 2, "lanes of a warp differ: this one is at ballot"),
+        (REVERSE, 3, "that thread 15 reads, and nothing orders the two"),
+        (REVERSE, 4, "writes 4 bytes that thread 1 writes|of global memory"),
+        (REVERSE, 5, "writes 4 bytes of global memory, of no tensor"),
+        (REVERSE, 6, "writes 4 bytes of shared memory, of no variable"),
+        (REVERSE, 7, "not aligned for what is there|no multiple"),
+        (HALVES, 1, "no thread can go on:(.|\n)*waits at barrier 1"),
+        (HALVES, 2, "and nothing orders the two"),
+        (COPY, 1, "reads 4 bytes that a copy is on its way to"),
+    ],
+)
+def test_mistakes_are_seen(emulated, kernel, defect, message):
+    x, y = torch.ones(8 * THREADS), torch.zeros(8 * THREADS)[:THREADS]
+    if kernel == COPY:
+        y = torch.zeros(8 * THREADS)
+    with pytest.raises(RuntimeError, match=message):
+        emulated(kernel, x, y, defect, 1)
+    # The next launch is as if that had not been.
+    emulated(SUM, x, torch.zeros(THREADS), 0, 1)
+
+
+@needs_compiler
+def test_blocks_that_write_the_same_place_are_seen(emulated):
+    """Unless they write the same there."""
+    x, y = torch.ones(THREADS), torch.zeros(THREADS)
+    emulated(SUM, x, y, 0, 2)
+    with pytest.raises(RuntimeError, match="that another block writes"):
+        emulated(SUM, x, y, 3, 2)
+
+
+def test_translation_keeps_lines_and_names_what_it_does_not_know():
+    source = 'int f() {\n  asm("ex2.approx.ftz.f32 %0,\\n"\n "%1;" : "=f"(y) : "f"(x));'
+    translated = translate(source, "a.cu")
+    assert translated.count("\n") == source.count("\n") + 1
+    assert "exp2_approx(::emulator::Site::current(), y, x)" in translated
+    with pytest.raises(ValueError, match=r"a\.cu:2: .* no instruction 'nop;'"):
+        translate('\nasm volatile("nop;");', "a.cu")
