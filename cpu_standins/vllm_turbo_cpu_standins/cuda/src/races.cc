@@ -116,26 +116,35 @@ void note_write(Cell& cell, const Access& access) {
   if (access.is_copy) cell.is_copied = false;
 }
 
-// What the access races with; empty: nothing.
-std::string conflict_of(const Cell& cell, const Access& access,
-                        bool is_shared) {
+// What an access races with; null: nothing.
+struct Conflict {
+  const char* what = nullptr;
+  int thread = -1;  // if it is of the block
+
+  std::string text() const {
+    const std::string who = thread < 0 ? "" : std::to_string(thread) + " ";
+    return std::string("that ") + (thread < 0 ? "" : "thread ") + who + what;
+  }
+};
+
+Conflict conflict_of(const Cell& cell, const Access& access, bool is_shared) {
   const bool of_block = cell.write_block == block_number;
   if (of_block && cell.is_copied && !access.is_copy)
-    return "that a copy is on its way to";
+    return {"a copy is on its way to"};
   const bool are_atomic = access.is_atomic && cell.is_atomic;
   if (of_block && !are_atomic && !is_seen(cell.write_thread, cell.write_clock))
-    return "that thread " + std::to_string(cell.write_thread) + " writes";
+    return {"writes", cell.write_thread};
   if (!is_shared && !are_atomic && !of_block &&
       cell.write_block >= first_of_launch)
-    return "that another block writes";
-  if (!access.writes) return "";
+    return {"another block writes"};
+  if (!access.writes) return {};
   const int reader = racing_reader(cell);
-  if (reader >= 0) return "that thread " + std::to_string(reader) + " reads";
+  if (reader >= 0) return {"reads", reader};
   if (!is_shared &&
       (cell.is_read_widely ||
        (cell.read_block >= first_of_launch && cell.read_block != block_number)))
-    return "that another block reads";
-  return "";
+    return {"another block reads"};
+  return {};
 }
 
 }  // namespace
@@ -182,15 +191,15 @@ void check_race(const Access& access, bool is_shared) {
   const auto* p = static_cast<const uint8_t*>(access.p);
   for (size_t i = 0; i < access.bytes; i += kCellBytes) {
     Cell& cell = cell_of(p + i);
-    const std::string conflict = conflict_of(cell, access, is_shared);
-    if (!conflict.empty()) {
+    const Conflict conflict = conflict_of(cell, access, is_shared);
+    if (conflict.what != nullptr) {
       if (!access.writes || access.is_copy || cell.is_copied ||
           access.bytes > sizeof pending.before)
-        fail(access, conflict + ", and nothing orders the two");
+        fail(access, conflict.text() + ", and nothing orders the two");
       pending.access = access;
       std::memcpy(pending.before, p, access.bytes);
       pending.thread = current;
-      pending.message = conflict;
+      pending.message = conflict.text();
       return;
     }
     if (access.writes) {
