@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/quality-qwen2/quality.md",
     ),
     "Qwen3MoeForCausalLM": ("benchmarks/results/h200/equality.jsonl",),
-    "Lfm2ForCausalLM": ("tests/engine/test_hybrid.py",),
+    "Lfm2ForCausalLM": ("tests/engine/test_families.py",),
 }
 # What a refusal is for, by a part of its reason, the first that is found.
 CAUSES = {
@@ -35,14 +35,14 @@ CAUSES = {
     "STEP5_DSA": "sparse attention of its own kind",
     "MINIMAX_M3_SPARSE": "sparse attention of its own kind",
     "InklingAttention": "attention of its own kind",
-    "DIFFKV": "K and V of different sizes, sliding windows with sinks",
-    "attention sinks": "sliding windows, sinks",
+    "DIFFKV": "K and V of different sizes",
     "AttentionType": "encoder or cross attention",
-    "non-causal": "sliding windows, non-causal attention",
-    "ChunkedLocalAttention": "chunked local attention",
+    "non-causal": "non-causal attention",
+    "FlashInfer attention": "FlashInfer's attention by name",
+    "KV sharing": "KV sharing between layers",
+    "TurboAttentionBackend": "blocks that are pooled, of its own kind",
     "read by TURBO alone": "R-SWA",
-    "partial multimodal": "sliding windows, image tokens that see each other",
-    "sliding window": "sliding windows",
+    "partial multimodal": "image tokens that see each other",
 }
 # What is known of a refused model beyond its message.
 WAYS_OUT = {"flags", "instead"}
@@ -128,8 +128,6 @@ def flags_that_help(verdict: dict[str, Any]) -> list[str]:
 
 def find_cause(verdict: dict[str, Any]) -> str:
     """What a model is refused for, in words for a table."""
-    if "KV sharing" in verdict.get("flags", {}).get("reason", ""):
-        return "sliding windows, KV sharing between layers"
     return next(cause for part, cause in CAUSES.items() if part in verdict["reason"])
 
 
@@ -194,7 +192,7 @@ def accepted_table(content: dict[str, Any]) -> str:
     rows = [("accepted", "families", "recipes", "run"), ("---",) * 4]
     for group in sorted(groups):
         is_hybrid, _, run = group
-        kind = "attention beside states" if is_hybrid else "full attention"
+        kind = "attention beside states" if is_hybrid else "attention alone"
         names = ", ".join(sorted(set(groups[group]), key=str.lower))
         rows.append((kind, names, str(len(groups[group])), run))
     return _rows(rows)

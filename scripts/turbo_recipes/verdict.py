@@ -65,8 +65,9 @@ def find_reason(message: str) -> str | None:
     for pattern in MESSAGES:
         if found := re.fullmatch(pattern, message, re.DOTALL):
             return found[1]
-    # Models that read their caches by themselves name what they read.
-    if re.search(rf"{CACHE_DTYPE}|KV cache", message):
+    # Models that read their caches by themselves name what they read, or whose reader
+    # they have no place for.
+    if re.search(rf"{CACHE_DTYPE}|KV cache|TurboAttentionBackend", message):
         return message.partition(". ")[0]
     return None
 
@@ -143,6 +144,8 @@ def examine(shape: Shape, ways_out: bool = True) -> dict[str, Any]:
     from turbo_recipes.build import build
 
     verdict = judge(build(shape, CACHE_DTYPE))
+    if verdict["outcome"] == "unknown" and shape.read:
+        verdict = {"outcome": "refused", "stage": "read", "reason": shape.read}
     if verdict["outcome"] != "refused" or not ways_out:
         return verdict
     flags = [flag for flag in FLAGS if flag in verdict["reason"]]

@@ -130,7 +130,7 @@ def test_each_kind_is_checked():
 
 
 def test_differences_are_found(content):
-    (shape,) = (each for each in load_shapes() if each.name == "gpt-oss-20b")
+    (shape,) = (each for each in load_shapes() if each.name == "gemma-4-e2b")
     found = {
         key: value
         for key, value in content["shapes"][shape.name].items()
@@ -178,7 +178,7 @@ def test_documents_are_updated(path: Path, content: dict[str, Any]):
     text = path.read_text()
     assert table.update(text, content) == text
     fewer = copy.deepcopy(content)
-    fewer["shapes"]["llama"] = fewer["shapes"]["gpt-oss-20b"]
+    fewer["shapes"]["llama"] = fewer["shapes"]["gemma-4-e2b"]
     changed = table.update(text, fewer)
     assert changed != text
     words = " ".join(changed.split())
