@@ -59,7 +59,7 @@ BLOCK_SIZE = 64
 # An emulated GPU has shorter ones.
 SEGMENT = interface.OFFSET_SEGMENT
 # Around the borders of segments, blocks and windows; the last but one has no page.
-CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 52, 40, 300]
+CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 5, 40, 300]
 WITHOUT_PAGE = 7
 GROUP = 4
 
