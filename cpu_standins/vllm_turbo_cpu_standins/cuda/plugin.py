@@ -25,7 +25,7 @@ _SELECTED = re.compile(
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
     |offset\.py::test_decodes\[3-4-newest-bf16-turbo4-128\]
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128\]
-    |window\.py::test_rows_and_counts\[(offset-bf16-turbo4-128|plain-fp16-turbo3-64)\]
+    |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
     |window\.py::test_(tokens_that|a_prefix)
     |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
