@@ -15,8 +15,8 @@ import pytest
 # The tests' own switch: they are imported after this.
 os.environ["TURBO_CUDA_EMULATION"] = "1"
 
-# Two layouts: one of four bits, with an offset of K, and one of three, with another
-# head size. Each module of kernels takes the compiler seconds, so there are few.
+# One layout with an offset of K, and the store of another, of three bits. Each module
+# of kernels takes the compiler seconds, so there are few.
 _SELECTED = re.compile(
     r"""test_cuda_(
     store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
@@ -29,7 +29,6 @@ _SELECTED = re.compile(
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
     |window\.py::test_(tokens_that|a_prefix)
     |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
-    |window\.py::test_attention\[turbo3-64-plain-8-cuda\]
     )""",
     re.VERBOSE,
 )
