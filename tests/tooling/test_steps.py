@@ -122,9 +122,10 @@ def test_every_step(steps: Run, tmp_path: Path) -> None:
     assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint"
     assert calls[1] == "pre-commit run --all-files"
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
-    assert tested[-4:] == [
+    assert tested[-5:] == [
         "tests/tooling",
         "vllm_overlay/tests/kernels/turbo",
+        "vllm_overlay/tests/kernels/turbo/test_cuda_*.py",
         "tests/quality",
         "tests/engine",
     ]
@@ -185,7 +186,8 @@ def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> 
 def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
     """The stand-ins tell; what one step exports is not seen by the next."""
     _, calls, _ = steps("kernels", "quality")
-    kernels, quality = (call for call in calls if "-m pytest" in call)
+    kernels, emulated, quality = (call for call in calls if "-m pytest" in call)
+    assert "-p vllm_turbo_cpu_standins.cuda" in emulated
     assert "TRITON_INTERPRET=1" in kernels and "VLLM_TARGET_DEVICE=cpu" in kernels
     assert "-p vllm_turbo_cpu_standins.interpreter" in kernels
     assert "TRITON_INTERPRET" not in quality

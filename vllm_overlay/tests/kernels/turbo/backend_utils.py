@@ -375,6 +375,7 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
                 runner.layout,
                 runner.shape.num_queries_per_kv,
                 has_key_offset=runner.key_offset is not None,
+                feature=runner.feature_without_cuda,
             )
         except ValueError as error:
             pytest.skip(str(error))

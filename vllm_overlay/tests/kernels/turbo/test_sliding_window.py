@@ -134,7 +134,16 @@ def test_presets(folder, name, path, small_buffers):
 @pytest.mark.parametrize("window", LONG_WINDOWS)
 @pytest.mark.parametrize("path", KERNELS)
 def test_long_windows(folder, mode, window, path):
-    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=8192)
+    config = make_vllm_config(
+        folder,
+        "turbo4",
+        BF16,
+        mode,
+        max_num_batched_tokens=8192,
+        max_position_embeddings=8192,
+    )
+    # Of longer sequences than the other tests': a window has to bind.
+    config.model_config.max_model_len = 8192
     check(config, LONG, window, path)
 
 

@@ -414,7 +414,7 @@ def test_page_of_another_request(name, path):
     # Whose page it was has none from now on.
     scene.blocks[:] = scene.ints([own, scene.blocks[0]])
     assert torch.equal(
-        scene.rows(1)[5].sort().values[0], torch.arange(20 - rows, 20).int() + 1
+        scene.rows(1)[5].sort().values[0].cpu(), torch.arange(20 - rows, 20).int() + 1
     )
     assert scene.step([1, 1], path) == [0, 0]
     assert scene.step([1, 1], path) == [1, 1]
