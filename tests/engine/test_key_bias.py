@@ -34,7 +34,11 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     prompts = trained.prompts()
 
     def engine(dtype: str, remade: bool = False, **options: Any) -> Engine:
-        calls = {"reloaded": Call(prompts, MAX_TOKENS, False, other, remade)}
+        calls = {
+            "reloaded": Call(
+                prompts, MAX_TOKENS, reloaded=other, remade_key_offset=remade
+            )
+        }
         if not remade:
             calls = {"batched": Call(prompts, MAX_TOKENS)} | calls
         # Prompts have some six segments, and come in chunks that end within them.
