@@ -544,6 +544,6 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert calls == [("auto", impl.runner.layout, 2, 1, False, False)]
+    assert calls == [("auto", impl.runner.layout, 2, 1, False, False, None)]
     assert impl.runner.kernels == impl.runner.kernels == "kernels"
     assert len(calls) == 1

@@ -86,6 +86,8 @@ def check_scratch(
     newest: object = None,
     offset: object = None,
     window: object = None,
+    sliding_window: object = None,
+    sinks: object = None,
 ) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.
