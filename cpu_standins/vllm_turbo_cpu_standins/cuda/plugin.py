@@ -27,7 +27,7 @@ _SELECTED = re.compile(
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128\]
     |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
-    |window\.py::test_(tokens_that|a_prefix)
+    |window\.py::test_(tokens_that|a_prefix|no_row)
     |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
     )""",
     re.VERBOSE,

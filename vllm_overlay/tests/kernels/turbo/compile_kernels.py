@@ -28,7 +28,6 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda import window as cuda_window
 from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR, CudaModule
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
@@ -69,13 +68,12 @@ def instances(capability: int) -> dict[str, CudaModule]:
     modules = {}
     for size in cuda_decode.SUPPORTED_HEAD_SIZES:
         modules[f"merge {size}"] = cuda_merge.module(size)
-        for name in TURBO_PRESETS:
-            layout = TurboFormat.from_cache_dtype(name, size)
-            modules[f"window {name} {size}"] = cuda_window.module(layout)
         for name, offset in itertools.product(TURBO_PRESETS, (False, True)):
             layout = TurboFormat.from_cache_dtype(name, size)
             end = " offset" if offset else ""
-            modules[f"store {name} {size}{end}"] = cuda_store.module(layout, offset)
+            for window, kept in ((False, ""), (True, " window")):
+                store = cuda_store.module(layout, offset, window)
+                modules[f"store {name} {size}{end}{kept}"] = store
             for width, paired in (("paired", True), ("full", False)):
                 decode = cuda_decode.module(layout, paired, shared_bytes, offset)
                 modules[f"decode {name} {size} {width}{end}"] = decode

@@ -11,7 +11,6 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda import window as cuda_window
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
@@ -29,7 +28,6 @@ def clear_caches() -> None:
         cuda_decode.load_instance,
         cuda_extend.load_instance,
         cuda_merge.load,
-        cuda_window.load,
     ):
         load.cache_clear()
 
@@ -38,7 +36,7 @@ def clear_caches() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What is built, in order, where nothing has been loaded."""
     modules: Asked = []
-    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge, cuda_window):
+    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge):
         monkeypatch.setattr(
             kernel, "build_and_load", lambda *args: modules.append(args)
         )
@@ -63,7 +61,7 @@ def served(
     cuda_store.load(layout, DEVICE, has_key_offset)
     cuda_merge.load(layout.head_size, DEVICE)
     if with_window:
-        cuda_window.load(layout, DEVICE)
+        cuda_store.load(layout, DEVICE, has_key_offset, True)
     for query_len in query_lens:
         cuda_decode.load(layout, group * query_len, DEVICE, has_key_offset)
     for query_len in extend_lens:

@@ -299,6 +299,21 @@ def test_a_prefix_that_is_found_while_it_is_computed():
     assert scene.check()[8] == 0
 
 
+def test_no_row_counts_beside_tokens_that_another_stores():
+    """The launch that stores them cannot tell which it reads; the reference, which
+    stores first, counts.
+    """
+    scene = Scene(LAYOUT)
+    # Sequence 3 goes on in the last block of sequence 8, past the tokens of that.
+    first = CONTEXTS[8] // BLOCK_SIZE
+    scene.table[3, first] = scene.table[8, first]
+    scene.lens[3] = CONTEXTS[8] + 2
+    scene.step([0, 0, 0, 1, 0, 0, 0, 0, 1])
+    own, other = (window.packed_lens[8].item() for window in scene.windows)
+    length = scene.lens[8]
+    assert (own, other) == (length, length - (scene.format.num_rows - 1))
+
+
 @pytest.mark.parametrize("kernel", ["cuda", "extend"])
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset

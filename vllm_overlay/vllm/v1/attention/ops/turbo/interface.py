@@ -170,7 +170,8 @@ class WindowUpdate(NamedTuple):
 
     It writes the rows of the step's newest tokens, and counts those of the tokens
     before that still are what is packed: ``window.packed_lens`` gets lengths without
-    these. No row is counted that a token of the step takes.
+    these. No row is counted that a token of the step takes, and none need be of a
+    sequence to whose blocks the step stores others' tokens.
 
     Attributes:
         window: The sequences'.

@@ -150,13 +150,12 @@ def _header(*parts: _Constants) -> str:
     return "\n".join(lines) + "\n"
 
 
-def instance_suffix(has_key_offset: bool) -> str:
-    """What the names of instances for keys with an offset end with."""
-    return "_offset" if has_key_offset else ""
-
-
-def _of_offset(has_key_offset: bool) -> _Constants:
-    return {"KEY_OFFSET": int(has_key_offset)}
+def instance_suffix(has_key_offset: bool, with_window: bool = False) -> str:
+    """What the names of instances end with that are for keys with an offset, or keep a
+    recent window.
+    """
+    offset = "_offset" if has_key_offset else ""
+    return offset + ("_window" if with_window else "")
 
 
 def head_size_header(head_size: int) -> str:
@@ -164,13 +163,15 @@ def head_size_header(head_size: int) -> str:
     return _header(_of_head_size(head_size))
 
 
-def layout_header(layout: TurboFormat, has_key_offset: bool = False) -> str:
-    """The constants of the other kernels: those of the head size and of a layout, and
-    whether an offset is taken off K.
+def layout_header(
+    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
+) -> str:
+    """The constants of the other kernels: those of the head size and of a layout,
+    whether an offset is taken off K, and whether the store keeps a recent window.
     """
     return _header(
         _of_head_size(layout.head_size),
-        _of_offset(has_key_offset),
+        {"KEY_OFFSET": int(has_key_offset), "RECENT_WINDOW": int(with_window)},
         _of_pages(layout),
         _of_decoding(layout),
         _of_encoding(layout),

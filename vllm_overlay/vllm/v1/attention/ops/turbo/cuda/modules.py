@@ -12,7 +12,6 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda import window as cuda_window
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 
@@ -56,14 +55,13 @@ def serving_modules(
         device = torch.device("cuda", torch.accelerator.current_device_index())
     head_size = layout.head_size
     loads: dict[str, Callable[[], Callable[..., None]]] = {
-        f"store {cuda_store.instance(layout, has_key_offset)}": partial(
-            cuda_store.load, layout, device, has_key_offset
-        ),
         f"merge {head_size}": partial(cuda_merge.load, head_size, device),
     }
-    if with_window:
-        loads[f"window {cuda_window.instance(layout)}"] = partial(
-            cuda_window.load, layout, device
+    # Drafters' layers have no window.
+    for has_window in (False, True) if with_window else (False,):
+        instance = cuda_store.instance(layout, has_key_offset, has_window)
+        loads[f"store {instance}"] = partial(
+            cuda_store.load, layout, device, has_key_offset, has_window
         )
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)

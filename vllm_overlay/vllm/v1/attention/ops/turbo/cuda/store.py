@@ -15,7 +15,6 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     rotation_fragments,
     single_fragments,
 )
-from vllm.v1.attention.ops.turbo.cuda.window import update_window
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
@@ -61,17 +60,22 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
     return sorted({1, *(limit + 1 for limit in limits)})
 
 
-def instance(layout: TurboFormat, has_key_offset: bool = False) -> str:
+def instance(
+    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
+) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.head_size}{instance_suffix(has_key_offset)}"
+    suffix = instance_suffix(has_key_offset, with_window)
+    return f"{layout.name}_{layout.head_size}{suffix}"
 
 
-def module(layout: TurboFormat, has_key_offset: bool = False) -> CudaModule:
-    """What is built, for models with an offset of K or without."""
+def module(
+    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
+) -> CudaModule:
+    """What is built, for layers with an offset of K or a recent window or without."""
     return CudaModule(
         "store",
-        instance(layout, has_key_offset),
-        layout_header(layout, has_key_offset),
+        instance(layout, has_key_offset, with_window),
+        layout_header(layout, has_key_offset, with_window),
         # The bytes are exact: no multiply-add may be fused.
         ("-fmad=false",),
     )
@@ -79,7 +83,10 @@ def module(layout: TurboFormat, has_key_offset: bool = False) -> CudaModule:
 
 @cache
 def load(
-    layout: TurboFormat, device: torch.device, has_key_offset: bool = False
+    layout: TurboFormat,
+    device: torch.device,
+    has_key_offset: bool = False,
+    with_window: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel of a layout.
 
@@ -87,7 +94,7 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
-    return build_and_load(module(layout, has_key_offset), device)
+    return build_and_load(module(layout, has_key_offset, with_window), device)
 
 
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -114,6 +121,22 @@ def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor,
     return (*matrices, level_tables(layout, device))
 
 
+def _window_arguments(update: WindowUpdate | None) -> tuple:
+    """What the kernel is given of the recent window: see store/params.cuh."""
+    if update is None:
+        return (None, None, None, *[0] * 8, None)
+    window = update.window
+    return (
+        window.pages,
+        window.blocks,
+        window.packed_lens,
+        window.format.num_rows,
+        *window.format.plane_offsets,
+        window.num_tokens,
+        update.block_table,
+    )
+
+
 def store(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -129,7 +152,9 @@ def store(
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
 
-    The recent window, if there is one, is brought up to date by a kernel of its own.
+    The recent window, if there is one, is brought up to date by blocks of the same
+    launch. They see no end of it, so no row counts of a sequence to whose blocks the
+    step stores others' tokens.
 
     Arguments are ``StoreFn``'s, with blocks and heads of the cache at
     multiples of 16 bytes, and vectors at multiples of 8.
@@ -146,7 +171,9 @@ def store(
     if tuning is None:
         tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
     device = kv_cache.device
-    load(layout, device, key_offset is not None)(
+    offset_table = None if key_offset is None else key_offset.table
+    step = window or key_offset  # of the same sequences
+    load(layout, device, key_offset is not None, window is not None)(
         kv_cache,
         slot_mapping,
         key,
@@ -155,8 +182,9 @@ def store(
         query,
         *(rotated_query or (None, None)),
         scale * LOG2_E * layout.key_codebook.gain,
-        *(key_offset or (None, None, None)),
+        offset_table,
+        None if step is None else step.seq_lens,
+        None if step is None else step.query_start_loc,
+        *_window_arguments(window),
         *tuning,
     )
-    if window is not None:
-        update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)

@@ -67,11 +67,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const int head_passes =
       (p.num_columns() + kPassColumns<kPaired> - 1) / kPassColumns<kPaired>;
   const int num_passes = p.num_kv_heads * head_passes;
-  start_next_kernel();
 
   // Lengths are known before the kernel before this one, which stores the
-  // queries, has ended, unless it writes them.
+  // queries, has ended, unless it writes them. Then it also writes what the
+  // next kernel reads at once.
   if (p.lens_are_new) wait_for_previous_kernel();
+  start_next_kernel();
   const Partition cut = partition(p, num_passes, int(gridDim.x) * kWarps, lane);
   wait_for_previous_kernel();
   const Team team(cut.team_size);

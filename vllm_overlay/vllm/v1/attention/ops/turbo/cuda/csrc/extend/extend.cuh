@@ -118,10 +118,11 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps > 4 ? 1 : 2)
       *reinterpret_cast<ExtendShared<kBlockColumns, kWarps, kStages>*>(
           shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  start_next_kernel();
   // Lengths are known before the kernel before this one, which stores the
-  // queries, has ended, unless it writes them.
+  // queries, has ended, unless it writes them. Then it also writes what the
+  // next kernel reads at once.
   if (p.lens_are_new) wait_for_previous_kernel();
+  start_next_kernel();
   const Ranges cut = cut_ranges<kBlockColumns>(p, lane);
   if (threadIdx.x == 0) shared.ranges = cut;
   __syncthreads();

@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   const int index = min(first_row + r, p.num_queries - 1);
   const Row row(p, seq, index);
 
-  // What does not depend on the decode kernel is done while that still runs.
+  // What does not depend on the decode kernel is done while that still runs. It
+  // lets this one begin when the store has ended, which writes the window.
   const Signs signs(lane);
   Newest newest;
   if constexpr (kWithNewest) {
@@ -210,17 +211,14 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
       newest.attend<T>(p, seq, row, lane);
     }
   }
-  wait_for_previous_kernel();
-  int packed_len = 0;
-  if constexpr (kWithWindow) packed_len = __ldcg(p.packed_lens + seq);
-  load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
-  __syncthreads();
   if constexpr (kWithWindow) {
     if (row.place < row.query_len) {
-      attend_recent<T>(newest, p, seq, row, packed_len, warp & (warps - 1),
-                       warps, lane);
+      attend_recent<T>(newest, p, seq, row, warp & (warps - 1), warps, lane);
     }
   }
+  wait_for_previous_kernel();
+  load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
+  __syncthreads();
 
   const float* lse = shared.lse[r];
   const float low = lse[lane], high = lse[32 + lane];

@@ -28,10 +28,15 @@ __device__ __forceinline__ float4 codes_of(uint32_t word) {
           code_of(flipped, 3)};
 }
 
+// Load the codes of kVector coordinates.
+__device__ __forceinline__ uint32_t load_codes(const uint8_t* codes) {
+  return __ldcg(reinterpret_cast<const uint32_t*>(codes));
+}
+
 // Load a lane's scale, of its coordinates of a chunk.
 __device__ __forceinline__ float load_scale(const uint8_t* row, int first) {
   const auto* scales = reinterpret_cast<const uint16_t*>(row);
-  return __uint_as_float(uint32_t(scales[first / SCALE_GROUP]) << 16);
+  return __uint_as_float(uint32_t(__ldcg(scales + first / SCALE_GROUP)) << 16);
 }
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b) {
@@ -75,15 +80,15 @@ struct RecentOffset {
   }
 };
 
-// Add to a row's newest tokens those of the window: a warp's, of several that
-// share a row.
-//
-// packed_len: of the sequence, without them; they lie before its query tokens.
+// Add to a row's newest tokens those of the window, which lie before them: a
+// warp's, of several that share a row. Nothing is taken from L1, which may have
+// what was there before the store.
 template <typename T>
 __device__ __forceinline__ void attend_recent(Newest& newest,
                                               const MergeParams& p, int seq,
-                                              const Row& row, int packed_len,
-                                              int warp, int warps, int lane) {
+                                              const Row& row, int warp,
+                                              int warps, int lane) {
+  const int packed_len = __ldcg(p.packed_lens + seq);
   const int count = p.seq_lens[seq] - packed_len;
   if (kRecentTokens * warp >= count) return;
   const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
@@ -115,10 +120,8 @@ __device__ __forceinline__ void attend_recent(Newest& newest,
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const int coordinate = 128 * j + first;
-        keys[u][j] = *reinterpret_cast<const uint32_t*>(vectors + window.keys +
-                                                        coordinate);
-        values[u][j] = *reinterpret_cast<const uint32_t*>(
-            vectors + window.values + coordinate);
+        keys[u][j] = load_codes(vectors + window.keys + coordinate);
+        values[u][j] = load_codes(vectors + window.values + coordinate);
         key_scales[u][j] = load_scale(scales + window.key_scales, coordinate);
         value_scales[u][j] =
             load_scale(scales + window.value_scales, coordinate);

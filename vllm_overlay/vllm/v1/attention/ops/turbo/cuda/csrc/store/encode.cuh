@@ -209,14 +209,13 @@ __device__ __forceinline__ void value_codes(
 
 // Quantise a vector, of magnitudes and signs, to four bits, and write it.
 //
-// codes: the side's plane. token: place in the tile. scales: the vector's, or
-// null to write nothing.
+// codes: of the side. scales: the vector's, or null to write nothing.
 template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void encode_4_bits(
     const float (&x)[kGroups][kElements],
     const uint32_t (&signs)[kGroups][kWordsOf<kElements>],
     const int (&floors)[kGroups], float normaliser, const FoldTables& tables,
-    uint8_t* codes, int token, uint8_t* scales) {
+    const CodePlace& codes, uint8_t* scales) {
   int scale_codes[kGroups];
   choose_scales<kIsKey, kIsTiny>(x, floors, normaliser, tables, scale_codes);
   uint32_t words[kGroups][kWordsOf<kElements>];
@@ -230,7 +229,7 @@ __device__ __forceinline__ void encode_4_bits(
   } else {
     value_codes<kIsTiny>(x, chosen, tables, words);
   }
-  store_codes<kIsKey, kElements>(words, signs, codes, token, scales != nullptr);
+  store_codes<kIsKey, kElements>(words, signs, codes, scales != nullptr);
   store_scales<kPartsOf<kElements>>(scale_codes, scales);
 }
 

@@ -4,9 +4,19 @@
 // What the store is given, and where its vectors and bytes are.
 #pragma once
 
+#include "common/window.cuh"
 #include "store/rotate.cuh"
 
 namespace turbo {
+
+// With RECENT_WINDOW: what is written and counted for it.
+struct StoreWindow : WindowPages {
+  const int* block_table;  // [R, max_blocks], of packed pages
+  int* packed_lens;        // [R], written
+  int64_t stride_block_table;
+  int tags, places;  // where these planes begin
+  int num_tokens;    // that attention takes from a page, at most
+};
 
 struct StoreParams {
   const uint16_t* key;          // [T, H, D]
@@ -21,9 +31,11 @@ struct StoreParams {
   float* query_scale;           // [B, Hq]
   const uint4* tables;          // Tables
   // With KEY_OFFSET: what is taken off K, by a token's place in its sequence.
-  const float* key_offset;     // [G, H, D]
+  const float* key_offset;  // [G, H, D]
+  // With KEY_OFFSET or RECENT_WINDOW: whose tokens they are.
   const int* seq_lens;         // [R]
   const int* query_start_loc;  // [R + 1]
+  StoreWindow window;
   int64_t stride_key_token;
   int64_t stride_key_head;
   int64_t stride_value_token;
@@ -70,6 +82,9 @@ struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
   // Whether a query has warps of its own, too, where K and V have.
   bool has_single_queries;
+  // Blocks of the recent windows, the first of the grid, and those of each
+  // sequence that write rows.
+  int window_blocks = 0, window_writers = 0;
 
   explicit KernelParams(const StoreParams& params)
       : StoreParams(params),
@@ -80,10 +95,12 @@ struct KernelParams : StoreParams {
                            kMaxSingleQueries) {}
 };
 
-// Where a token's bytes go: a tile, or null, and a place in it.
+// Where a token's bytes go: a tile, or null, and a place in it. Of a key also
+// the tag of its row in the recent window, or null.
 struct Place {
   uint8_t* tile = nullptr;
   int token = 0;
+  uint8_t* tag = nullptr;
 
   // slot: or -1.
   __device__ __forceinline__ Place(const KernelParams& params, int slot,
@@ -132,20 +149,53 @@ __device__ __forceinline__ int sequence_of(const KernelParams& params,
   return first;
 }
 
-// The offset of a pair's key; null for values, and if there is none. Padding
-// has any.
+// A sequence, and where in it a token of the step is. Padding has any.
+struct Position {
+  int seq = 0, seq_len = 0, index = 0;
+
+  Position() = default;
+  __device__ __forceinline__ Position(const KernelParams& params, int token)
+      : seq(sequence_of(params, token)),
+        seq_len(__ldg(params.seq_lens + seq)),
+        index(seq_len + token - __ldg(params.query_start_loc + seq + 1)) {}
+};
+
+// The offset of a key.
 __device__ __forceinline__ const float* offset_of(const KernelParams& params,
-                                                  bool is_key, int pair) {
+                                                  const Position& position,
+                                                  int kv_head) {
+  const int offset =
+      min(max(position.index, 0) / OFFSET_SEGMENT, params.num_offsets - 1);
+  return params.key_offset +
+         (int64_t(offset) * params.num_kv_heads + kv_head) * HEAD_SIZE;
+}
+
+// The offset of a pair's key; null for values, and if there is none.
+__device__ __forceinline__ const float* offset_of_pair(
+    const KernelParams& params, bool is_key, int pair) {
   if (KEY_OFFSET == 0 || !is_key) return nullptr;
   int head;
   const int token = params.by_kv_heads.divide(pair, head);
-  const int seq = sequence_of(params, token);
-  const int index = __ldg(params.seq_lens + seq) + token -
-                    __ldg(params.query_start_loc + seq + 1);
-  const int offset =
-      min(max(index, 0) / OFFSET_SEGMENT, params.num_offsets - 1);
-  return params.key_offset +
-         (int64_t(offset) * params.num_kv_heads + head) * HEAD_SIZE;
+  return offset_of(params, Position(params, token), head);
+}
+
+// The tag of a stored key's row, or null where none is kept: its sequence has
+// no page, or newer tokens of the step take the row.
+//
+// is_first: for one of the lanes that have the key, which writes of what
+// position the row is.
+__device__ __forceinline__ uint8_t* window_tag(const KernelParams& params,
+                                               const Position& position,
+                                               int kv_head, bool is_first) {
+  const StoreWindow& window = params.window;
+  const int block = __ldg(window.blocks + position.seq);
+  if (block == 0 || position.index < position.seq_len - window.num_rows)
+    return nullptr;
+  const int row = unsigned(position.index) % unsigned(window.num_rows);
+  uint8_t* page = window.page(block, kv_head);
+  if (is_first)
+    reinterpret_cast<int*>(page + window.places)[row] = position.index + 1;
+  return page + window.tags + row * KEY_CODE_BYTES;
 }
 
 __device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,

@@ -8,6 +8,14 @@
 
 namespace turbo {
 
+// Where a vector's codes go: a token's place in a tile's plane and, of a key
+// that the recent window takes a row of, the tag of this.
+struct CodePlace {
+  uint8_t* plane;
+  int token;
+  uint8_t* tag;  // or null
+};
+
 // Lanes that share a group, when each has kElements of its coordinates:
 // coordinate e is number e / kParts of lane e % kParts.
 template <int kElements>
@@ -38,13 +46,18 @@ __device__ __forceinline__ uint16_t half_of_word(uint32_t word, int parity) {
 // Write a unit, of group `group` (or that and NUM_GROUPS), of a token in its
 // tile: see TurboFormat for the order.
 template <bool kIsKey>
-__device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
-                                           int token, int group, int upper) {
+__device__ __forceinline__ void store_unit(uint32_t codes,
+                                           const CodePlace& target, int group,
+                                           int upper) {
+  const int token = target.token;
   if constexpr (kIsKey) {
-    auto* row = reinterpret_cast<uint32_t*>(plane + token * KEY_ROW_BYTES);
-    row[group + upper * NUM_GROUPS] = codes;
+    const int word = group + upper * NUM_GROUPS;
+    uint8_t* row = target.plane + token * KEY_ROW_BYTES;
+    reinterpret_cast<uint32_t*>(row)[word] = codes;
+    if (RECENT_WINDOW && target.tag != nullptr)
+      reinterpret_cast<uint32_t*>(target.tag)[word] = codes;
   } else {
-    uint8_t* place = plane + token / 8 * (4 * HEAD_SIZE) + 64 * group +
+    uint8_t* place = target.plane + token / 8 * (4 * HEAD_SIZE) + 64 * group +
                      token % 8 / 2 * 16 + 8 * upper + token % 2 * 2;
     *reinterpret_cast<uint16_t*>(place) = half_of_word<2>(codes, 0);
     *reinterpret_cast<uint16_t*>(place + 4) = half_of_word<2>(codes, 1);
@@ -54,13 +67,12 @@ __device__ __forceinline__ void store_unit(uint32_t codes, uint8_t* plane,
 // Write the code words of a vector.
 //
 // words: the lane's parts, magnitudes. signs: of the codes, in their lowest
-// bits. plane: the side's codes in a tile. token: in it. is_stored: whether to
-// write at all.
+// bits. is_stored: whether to write at all.
 template <bool kIsKey, int kElements, int kGroups>
 __device__ __forceinline__ void store_codes(
     const uint32_t (&words)[kGroups][kWordsOf<kElements>],
-    const uint32_t (&signs)[kGroups][kWordsOf<kElements>], uint8_t* plane,
-    int token, bool is_stored) {
+    const uint32_t (&signs)[kGroups][kWordsOf<kElements>],
+    const CodePlace& target, bool is_stored) {
   constexpr int kParts = kPartsOf<kElements>;
   const int part = part_of_lane<kParts>();
   // Half of the levels are negative; codes of these run the other way.
@@ -77,15 +89,15 @@ __device__ __forceinline__ void store_codes(
     }
     if constexpr (kParts == 1) {
       if (!is_group) continue;
-      store_unit<kIsKey>(codes[0], plane, token, group, 0);
-      store_unit<kIsKey>(codes[1], plane, token, group, 1);
+      store_unit<kIsKey>(codes[0], target, group, 0);
+      store_unit<kIsKey>(codes[1], target, group, 1);
     } else {
       if constexpr (kParts == 4) {
         codes[0] <<= part / 2 * 4;
         codes[0] |= __shfl_xor_sync(~0u, codes[0], 2);
       }
       if (is_group && part < 2) {
-        store_unit<kIsKey>(codes[0], plane, token, group, part);
+        store_unit<kIsKey>(codes[0], target, group, part);
       }
     }
   }
@@ -98,61 +110,73 @@ __device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
   return (x | x << 2) & 0x33333333u;
 }
 
+// Write the branches and path bits of a group of K to a token's rows of them.
+// path: with the next group's, where words hold two.
+__device__ __forceinline__ void store_key_rows(uint32_t branches, uint32_t path,
+                                               uint8_t* branch_row,
+                                               uint8_t* path_row, int group) {
+  reinterpret_cast<uint32_t*>(branch_row)[group] = branches;
+  if constexpr (NUM_GROUPS % 2 == 1) {
+    reinterpret_cast<uint16_t*>(path_row)[group] = static_cast<uint16_t>(path);
+  } else if (group % 2 == 0) {
+    reinterpret_cast<uint32_t*>(path_row)[group / 2] = path;
+  }
+}
+
 // Write the branches and path bits of a group of K. All lanes take part:
 // neighbouring groups share words.
 __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
-                                               uint8_t* plane, int token,
+                                               const CodePlace& target,
                                                int group, bool is_stored) {
   constexpr int kPathBytes = HEAD_SIZE / 8;
-  uint8_t* branch_row = plane + token * KEY_ROW_BYTES;
-  uint8_t* path_row = plane + PATHS_OFFSET + token * kPathBytes;
-  if (is_stored) reinterpret_cast<uint32_t*>(branch_row)[group] = branches;
-  if constexpr (NUM_GROUPS % 2 == 1) {
-    if (is_stored) {
-      reinterpret_cast<uint16_t*>(path_row)[group] =
-          static_cast<uint16_t>(path);
-    }
-  } else {
-    uint32_t word = spread_pairs(path) << (group % 2 * 2);
-    word |= __shfl_xor_sync(~0u, word, 4);
-    if (is_stored && group % 2 == 0) {
-      reinterpret_cast<uint32_t*>(path_row)[group / 2] = word;
-    }
+  if constexpr (NUM_GROUPS % 2 == 0) {
+    path = spread_pairs(path) << (group % 2 * 2);
+    path |= __shfl_xor_sync(~0u, path, 4);
   }
+  if (!is_stored) return;
+  store_key_rows(branches, path, target.plane + target.token * KEY_ROW_BYTES,
+                 target.plane + PATHS_OFFSET + target.token * kPathBytes,
+                 group);
+  if (RECENT_WINDOW && target.tag != nullptr)
+    store_key_rows(branches, path, target.tag, target.tag + KEY_ROW_BYTES,
+                   group);
 }
 
 // Write the branches and path bits of a group of V.
 __device__ __forceinline__ void store_value_path(uint32_t branches,
-                                                 uint32_t path, uint8_t* plane,
-                                                 int token, int group) {
+                                                 uint32_t path,
+                                                 const CodePlace& target,
+                                                 int group) {
+  const int token = target.token;
   const int h = token / 8, t = token % 8 / 2, j = token % 2;
-  uint8_t* place = plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
+  uint8_t* place =
+      target.plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
   // Of each code the branch of the group's other unit comes first.
   const uint32_t swapped =
       (branches & 0x33333333u) << 2 | (branches >> 2 & 0x33333333u);
   *reinterpret_cast<uint16_t*>(place) = half_of_word<4>(swapped, 0);
   *reinterpret_cast<uint16_t*>(place + 4) = half_of_word<4>(swapped, 1);
-  place = plane + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t + 2 * j;
+  place =
+      target.plane + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t + 2 * j;
   *reinterpret_cast<uint16_t*>(place) = static_cast<uint16_t>(path);
 }
 
 // Write a vector's branches and path bits.
 //
-// branches: two bits a code. plane: the side's codes in a tile. token: in it.
-// is_stored: whether to write at all.
+// branches: two bits a code. is_stored: whether to write at all.
 template <bool kIsKey, int kParts, int kGroups>
 __device__ __forceinline__ void store_paths(const uint32_t (&branches)[kGroups],
                                             const uint32_t (&paths)[kGroups],
-                                            uint8_t* plane, int token,
+                                            const CodePlace& target,
                                             bool is_stored) {
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
     const int group = group_of_lane<kParts>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
     if constexpr (kIsKey) {
-      store_key_path(branches[j], paths[j], plane, token, group, is_group);
+      store_key_path(branches[j], paths[j], target, group, is_group);
     } else if (is_group) {
-      store_value_path(branches[j], paths[j], plane, token, group);
+      store_value_path(branches[j], paths[j], target, group);
     }
   }
 }

@@ -42,11 +42,16 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   int slot = -1, head;
   const int token = params.by_kv_heads.divide(pair, head);
   SingleInput input = {};
+  Position position;
   if (!is_query) slot = static_cast<int>(__ldg(params.slot_mapping + token));
+  if (is_key && (KEY_OFFSET != 0 || RECENT_WINDOW != 0))
+    position = Position(params, token);
   if (!is_query || is_row) {
+    const bool has_offset = KEY_OFFSET != 0 && is_key;
     input = load_single<kIsBf16>(
         is_query ? query_of(params, row) : vector_of(params, is_key, pair),
-        offset_of(params, is_key, pair), params.single_matrix);
+        has_offset ? offset_of(params, position, head) : nullptr,
+        params.single_matrix);
   }
   load_tables(params, tables);
 
@@ -70,15 +75,17 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
     }
     return;
   }
-  const Place place(params, slot, head);
+  Place place(params, slot, head);
   if (is_key) {
+    if (RECENT_WINDOW != 0 && slot >= 0) {
+      const bool is_first = threadIdx.x % (32 * kSingleWarps) == 0;
+      place.tag = window_tag(params, position, head, is_first);
+    }
     if constexpr (kIsTrellis<true>) put_in_row(y[0]);
-    encode_vector<true, kSingleParts>(y, exponent, tables.key, place.tile,
-                                      place.token);
+    encode_vector<true, kSingleParts>(y, exponent, tables.key, place);
   } else {
     if constexpr (kIsTrellis<false>) put_in_row(y[0]);
-    encode_vector<false, kSingleParts>(y, exponent, tables.value, place.tile,
-                                       place.token);
+    encode_vector<false, kSingleParts>(y, exponent, tables.value, place);
   }
 }
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Store: rotate and quantise K and V into their pages, rotate q, in one launch.
+// Store: rotate and quantise K and V into their pages, rotate q, and bring
+// recent windows up to date, in one launch.
 #pragma once
 
 #include "common/warp.cuh"
 #include "store/single.cuh"
+#include "store/window.cuh"
 
 namespace turbo {
 
@@ -64,7 +66,7 @@ __device__ __forceinline__ void encode_column(const float (&y)[kKvBlocks][4],
           y, kIsKey ? 0 : 1, j, i);
     }
   }
-  encode_vector<kIsKey, kParts>(x, exponent, tables, place.tile, place.token);
+  encode_vector<kIsKey, kParts>(x, exponent, tables, place);
 }
 
 // Store K, V or both of kWarpPairs (token, head) pairs.
@@ -94,11 +96,16 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
     bool has_nan;
     load_integers<kIsBf16>(
         is_loaded ? vector_of(params, is_key, loaded) : nullptr,
-        offset_of(params, is_key && is_loaded, loaded), integers, exponent,
+        offset_of_pair(params, is_key && is_loaded, loaded), integers, exponent,
         has_nan);
     rotate(integers, params.kv_matrix, y);
   }
-  const Place place(params, slot, head);
+  Place place(params, slot, head);
+  if (RECENT_WINDOW != 0 && with_key && slot >= 0) {
+    const bool is_first =
+        group_of_lane<kParts>(0) == 0 && part_of_lane<kParts>() == 0;
+    place.tag = window_tag(params, Position(params, token), head, is_first);
+  }
   const int key_exponent = from_loader(exponent, 2 * pair_column);
   const int value_exponent = from_loader(exponent, 2 * pair_column + 1);
   if (with_key) encode_column<true, kParts>(y, key_exponent, tables.key, place);
@@ -163,7 +170,14 @@ __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
   start_next_kernel();
-  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if constexpr (RECENT_WINDOW != 0) {
+    if (int(blockIdx.x) < params.window_blocks) {
+      update_window<kIsBf16>(params, blockIdx.x);
+      return;
+    }
+  }
+  const int block = int(blockIdx.x) - params.window_blocks;
+  const int warp = (block * int(blockDim.x) + int(threadIdx.x)) / 32;
   const int pair_warps = num_pair_warps<kParts>(params);
   const int kv_warps = kParts > 1 ? 2 * pair_warps : pair_warps;
   const bool is_query = warp >= kv_warps;

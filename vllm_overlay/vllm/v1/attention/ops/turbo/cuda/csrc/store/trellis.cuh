@@ -308,14 +308,13 @@ __device__ __forceinline__ void paths_of(
 
 // Quantise a vector to three bits and write it.
 //
-// x: normalised, with signs. codes: the side's code plane. scales: the
-// vector's. kParts: lanes that have the same group, and share the candidates of
-// its scale.
+// x: normalised, with signs. codes: of the side. scales: the vector's. kParts:
+// lanes that have the same group, and share the candidates of its scale.
 template <bool kIsKey, int kParts>
 __device__ __forceinline__ void encode_3_bits(
     const float (&x)[kLaneGroups][SCALE_GROUP],
     const int (&floors)[kLaneGroups], float normaliser,
-    const WindowTables& tables, uint8_t* codes, int token, uint8_t* scales) {
+    const WindowTables& tables, const CodePlace& codes, uint8_t* scales) {
   constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
   int scale_codes[kLaneGroups];
   int errors[kLaneGroups][NUM_SCALE_CANDIDATES];
@@ -345,7 +344,7 @@ __device__ __forceinline__ void encode_3_bits(
         Windows(scale_value(scale_codes[j]), normaliser, kGuess, tables);
   }
   paths_of<kIsKey>(x, windows, paths, branches);
-  store_paths<kIsKey, kParts>(branches, paths, codes, token,
+  store_paths<kIsKey, kParts>(branches, paths, codes,
                               scales != nullptr && part == 0);
   store_scales<kParts>(scale_codes, scales);
 }

@@ -143,12 +143,12 @@ __device__ __forceinline__ int products_of_part(
 
 // Quantise a vector to three bits and write it.
 //
-// x: the part's coordinates, normalised, with signs. codes: the side's code
-// plane. scales: the vector's.
+// x: the part's coordinates, normalised, with signs. codes: of the side.
+// scales: the vector's.
 template <bool kIsKey, int kGroups>
 __device__ __forceinline__ void encode_3_bits_by_parts(
     const float (&x)[kGroups][kPartCodes], const int (&floors)[kGroups],
-    float normaliser, const WindowTables& tables, uint8_t* codes, int token,
+    float normaliser, const WindowTables& tables, const CodePlace& codes,
     uint8_t* scales) {
   constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
   constexpr int kRounds = kIsKey ? UNBIAS_ROUNDS + 1 : 1;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
         reduce_parts<Sum, kPathParts>(static_cast<int>(of_part << shift));
   }
   store_paths<kIsKey, kPathParts>(
-      branches, paths, codes, token,
+      branches, paths, codes,
       scales != nullptr && part_of_lane<kPathParts>() == 0);
   store_scales<kPathParts>(scale_codes, scales);
 }

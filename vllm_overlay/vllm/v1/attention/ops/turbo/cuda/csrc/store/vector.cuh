@@ -37,12 +37,12 @@ __device__ __forceinline__ void load_tables(const KernelParams& params,
 // Quantise a rotated vector and write it.
 //
 // x: integers. exponent: of the vector, see load_integers.
-// tile: or null to write nothing. token: place in the tile.
+// place: of its bytes; without a tile nothing is written.
 template <bool kIsKey, int kParts, int kGroups, int kElements>
 __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
                                               int exponent,
                                               const SideTables<kIsKey>& tables,
-                                              uint8_t* tile, int token) {
+                                              const Place& place) {
   constexpr int kCodesOffset = kIsKey ? 0 : VALUE_CODES_OFFSET;
   constexpr int kScalesOffset =
       kIsKey ? KEY_SCALES_OFFSET : VALUE_SCALES_OFFSET;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
     // Where nothing is stored zeros are no concern.
     const bool is_counted =
         largest[j] > 0.0f ||
-        (tile != nullptr && group_of_lane<kParts>(j) < NUM_GROUPS);
+        (place.tile != nullptr && group_of_lane<kParts>(j) < NUM_GROUPS);
     is_tiny |= is_counted && largest[j] < 16 * SMALLEST_SCALE;
   }
   if (__any_sync(~0u, largest_of_all >= SCALE_MAX)) {
@@ -97,21 +97,20 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
         x[j][i] = fminf(fmaxf(x[j][i], -limit), limit);
     }
   }
-  uint8_t* scales = tile + kScalesOffset + token * SCALE_BYTES;
-  scales = tile == nullptr ? nullptr : scales;
-  uint8_t* codes = tile + kCodesOffset;
+  uint8_t* scales = place.tile + kScalesOffset + place.token * SCALE_BYTES;
+  scales = place.tile == nullptr ? nullptr : scales;
+  const CodePlace codes{place.tile + kCodesOffset, place.token, place.tag};
   if constexpr (kIsTrellis<kIsKey> && kElements == kPartCodes) {
-    encode_3_bits_by_parts<kIsKey>(x, floors, normaliser, tables, codes, token,
+    encode_3_bits_by_parts<kIsKey>(x, floors, normaliser, tables, codes,
                                    scales);
   } else if constexpr (kIsTrellis<kIsKey>) {
-    encode_3_bits<kIsKey, kParts>(x, floors, normaliser, tables, codes, token,
-                                  scales);
+    encode_3_bits<kIsKey, kParts>(x, floors, normaliser, tables, codes, scales);
   } else if (__any_sync(~0u, is_tiny)) {
     encode_4_bits<kIsKey, true>(x, signs, floors, normaliser, tables, codes,
-                                token, scales);
+                                scales);
   } else {
     encode_4_bits<kIsKey, false>(x, signs, floors, normaliser, tables, codes,
-                                 token, scales);
+                                 scales);
   }
 }
 
