@@ -22,6 +22,7 @@ TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
 OFFSETS = "test_cuda_offset.py::test_offsets"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
+WINDOWS = "test_cuda_sliding_window.py::test_"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest.
 PASSED, FAILED = 0, 1
@@ -60,8 +61,8 @@ DEFECTS = {
     ),
     "extend-hidden": Defect(
         "extend/segment.cuh",
-        "num_tokens < kStepTokens + p.most_hidden,",
-        "num_tokens < kStepTokens,",
+        "num_tokens < kStepTokens + p.most_hidden);",
+        "num_tokens < kStepTokens);",
         HIDDEN,
         "extend",
     ),
@@ -79,6 +80,54 @@ DEFECTS = {
         "0.0f;",
         OFFSETS,
         "extend",
+    ),
+    # A query token sees one token too few, or too many.
+    "decode-window": Defect(
+        "decode/values.cuh",
+        "token >= limits[i % 2].first",
+        "token > limits[i % 2].first",
+        f"{WINDOWS}decodes",
+        "turbo4",
+    ),
+    "extend-window": Defect(
+        "extend/segment.cuh",
+        "max(p.first_seen(segment.seq, token), begin)",
+        "max(p.first_seen(segment.seq, token) - 1, begin)",
+        f"{WINDOWS}extends",
+        "turbo4",
+    ),
+    "merge-window": Defect(
+        "merge/newest.cuh",
+        "1 - missing, p.sliding_window)",
+        "1 - missing, p.sliding_window + 1)",
+        f"{WINDOWS}decodes",
+        "turbo4",
+    ),
+    # Scores of a query's first step are compared to none of its own.
+    "extend-begins": Defect(
+        "extend/segment.cuh",
+        "shared.firsts[column] >= token;",
+        "shared.segment.first_tile * TILE_TOKENS == token;",
+        f"{WINDOWS}scores_far_below_zero",
+    ),
+    # Values of tiles that are not read are added.
+    "decode-unseen": Defect(
+        "decode/segment.cuh",
+        "clear_unseen(tiles + offset, lane);",
+        ";",
+        f"{WINDOWS}offsets",
+        "turbo4 and not extend",
+    ),
+    "extend-unseen": Defect(
+        "extend/segment.cuh",
+        "clear_unseen(stage, segment.first_seen_tile - tile);",
+        ";",
+        f"{WINDOWS}offsets",
+        "turbo4 and extend",
+    ),
+    # Sinks have no weight.
+    "merge-sinks": Defect(
+        "merge/newest.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
     ),
     # Tokens have the offset of others of their sequence.
     "store-offset": Defect(
@@ -118,8 +167,8 @@ SANITIZER_DEFECTS = {
     # Warps that read weights before these are written.
     "racecheck-weights": Defect(
         SEGMENT,
-        "                tile == segment.first_tile);\n  " + BARRIER,
-        "                tile == segment.first_tile);\n",
+        "num_tokens < kStepTokens + p.most_hidden);\n  " + BARRIER,
+        "num_tokens < kStepTokens + p.most_hidden);\n",
     ),
 }
 

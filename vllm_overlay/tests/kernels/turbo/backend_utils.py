@@ -25,7 +25,6 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
@@ -34,12 +33,17 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import interface, reference
-from vllm.v1.attention.ops.turbo.kernel_choice import share_kernels, triton_kernels
+from vllm.v1.attention.ops.turbo.kernel_choice import (
+    cuda_kernels,
+    share_kernels,
+    triton_kernels,
+)
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
 
 from .utils import (
     BF16,
+    CAN_RUN_CUDA,
     DEVICE,
     ON_GPU,
     assert_by_2x_rule,
@@ -70,7 +74,7 @@ BATCHES = {
     "context of several pieces": [(1, 5), (2, 150), (10, 140)],
 }
 all_batches = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
-KERNELS = ["triton", "cuda"] if ON_GPU and current_platform.is_cuda() else ["triton"]
+KERNELS = ["triton", "cuda"] if CAN_RUN_CUDA else ["triton"]
 kernel_paths = pytest.mark.parametrize("path", KERNELS)
 all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
 prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
@@ -375,13 +379,11 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
                 runner.layout,
                 runner.shape.num_queries_per_kv,
                 has_key_offset=runner.key_offset is not None,
-                feature=runner.feature_without_cuda,
             )
         except ValueError as error:
             pytest.skip(str(error))
     else:
-        assert path == "triton", path
-        runner.kernels = triton_kernels()
+        runner.kernels = {"cuda": cuda_kernels, "triton": triton_kernels}[path]()
     if not ON_GPU:
         runner.flash_attn = partial(flash_attn_stand_in)
 

@@ -105,6 +105,7 @@ def merge(
     dtype: torch.dtype,
     newest: NewestTokens | None = None,
     num_warps: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Merge into rows of a wider tensor; what lies between them must stay."""
     num_heads, head_size = partial.shape[1:]
@@ -117,6 +118,7 @@ def merge(
         output,
         NUM_KV_HEADS,
         newest,
+        sinks=sinks,
         num_warps=num_warps,
     )
     assert buffer[:, 0].isnan().all()
@@ -151,6 +153,56 @@ def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_spli
         assert (output - expected).abs().max() <= allowed
         again = merge(*arguments, dtype, newest, num_warps)
         assert torch.equal(output, again)
+
+
+@requires_cuda
+@all_sizes
+@with_newest
+@pytest.mark.parametrize("num_warps", [1, 8])
+@pytest.mark.parametrize(
+    "counts, num_splits", [([1, 0, 1], 1), ([8, 3, 0, 1, 9], 51)], ids=str
+)
+@pytest.mark.parametrize("sinks_dtype", TOLERANCES, ids=str)
+def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtype):
+    """As one split more, whose values are zero; alone they give zero."""
+    num_heads = 4 * NUM_KV_HEADS
+    sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE).repeat(2)
+    partial, lse = partial_results(counts, num_splits, num_heads, head_size)
+    newest = newest_tokens(len(counts), 4, head_size, torch.float32)
+    newest = newest if with_newest else None
+    arguments = partial, lse, lengths(counts)
+    output = merge(*arguments, torch.float32, newest, num_warps, sinks.to(sinks_dtype))
+    shape = (len(counts), num_splits, num_heads)
+    ones = (sinks / math.log(2)).expand(len(counts), 1, -1)
+    lse = torch.cat([lse.view(shape), ones], 1).flatten(0, 1)
+    partial = torch.cat(
+        [
+            partial.view(*shape, head_size),
+            torch.zeros_like(ones)[..., None].expand(-1, -1, -1, head_size),
+        ],
+        1,
+    ).flatten(0, 1)
+    expected = expected_output(partial, lse, lengths(counts), newest)
+    allowed = TOLERANCES[torch.float32] * expected.abs().max()
+    assert (output - expected).abs().max() <= allowed
+
+
+SINKS_NOT_TAKEN = {
+    "heads": ((7,), torch.float32, "7 along axis 0, not 8"),
+    "axes": ((8, 1), torch.float32, "of 2 axes, not 1"),
+    "dtype": ((8,), torch.float64, "of float64, not float32"),
+}
+
+
+@requires_cuda
+@pytest.mark.parametrize("name", SINKS_NOT_TAKEN)
+def test_sinks_that_are_not_taken(name):
+    shape, dtype, message = SINKS_NOT_TAKEN[name]
+    partial, lse = partial_results([1], 1, 8, 128)
+    sinks = torch.zeros(shape, dtype=dtype, device=DEVICE)
+    error = TypeError if name == "dtype" else ValueError
+    with pytest.raises(error, match=f"sinks: {message}"):
+        merge(partial, lse, lengths([1]), BF16, sinks=sinks)
 
 
 @requires_cuda

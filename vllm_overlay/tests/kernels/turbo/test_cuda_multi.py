@@ -6,6 +6,7 @@ CUDA's kernels and Triton's, against causal attention over the stored K and V.
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
@@ -28,6 +29,7 @@ from .utils import (
     CAN_RUN_KERNELS,
     DEVICE,
     FP16,
+    INVALID_BLOCK,
     ON_GPU,
     PACKINGS,
     assert_by_2x_rule,
@@ -105,7 +107,16 @@ class Batch:
         group: Query heads a KV head.
         dtype: The model's.
 
+    Attributes:
+        sliding_window: Tokens that a query token sees, at most; None: all before it.
+        sinks: (Hq,), of each query head a logit without a value; None for none.
+        seen: The cache and block table that kernels are given; None: all of both.
+
     """
+
+    sliding_window: int | None = None
+    sinks: torch.Tensor | None = None
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -135,6 +146,27 @@ class Batch:
             # What is there of tokens that do not exist, as in padding.
             qkv[start : start + max(query_len - length, 0)] = math.nan
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``reference.attention``."""
+        return {"sliding_window": self.sliding_window, "sinks": self.sinks}
+
+    def slide(self, window: int) -> None:
+        """Have kernels see no more than a window: before the first tile that a query
+        token sees are bytes that no encoder writes, and blocks that there are not.
+        """
+        self.sliding_window = window
+        cache, table = self.cache.clone(), self.table.clone()
+        pages = cache.flatten(2).view(*cache.shape[:2], -1, self.layout.tile_bytes)
+        for row, length in enumerate(self.seq_lens):
+            query_len = self.starts[row + 1] - self.starts[row]
+            tile = max(length - query_len + 1 - window, 0) // TILE_TOKENS
+            block, rest = divmod(tile, BLOCK_SIZE // TILE_TOKENS)
+            if rest:
+                pages[table[row, block], :, :rest] = 0xFF
+            table[row, :block] = INVALID_BLOCK
+        self.seen = cache, table
+
     def decode(
         self,
         kernel: str,
@@ -152,13 +184,14 @@ class Batch:
         output = torch.full(rotated.shape, math.nan, device=DEVICE).to(self.query)
         starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
         newest = NewestTokens(self.query, self.key, self.value, self.scale)
+        cache, table = self.seen or (self.cache, self.table)
         ATTENTION[kernel](
             RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)),
-            self.cache,
+            cache,
             self.layout,
             DecodeBatch(
                 len(self.seq_lens),
-                self.table,
+                table,
                 torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE),
                 self.query_len,
                 None if self.is_uniform else starts,
@@ -167,6 +200,7 @@ class Batch:
             output,
             newest if with_newest else None,
             offset,
+            **self.options,
         )
         return output
 
@@ -197,6 +231,7 @@ class Batch:
                 query.dtype,
                 kernel == "triton",
                 target,
+                **self.options,
             )
 
     def target(
@@ -212,7 +247,9 @@ class Batch:
         """
         rotated = reference.rotate(query.float())
         rounded = reference.inverse_rotate(ROUNDING[kernel](rotated))
-        return attention_of_rounded(rounded, query, key, value, num_newest, self.scale)
+        return attention_of_rounded(
+            rounded, query, key, value, num_newest, self.scale, **self.options
+        )
 
 
 @all_kernels

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch import nn
 
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
@@ -137,7 +138,15 @@ class OffsetBatch(Batch):
         scores = torch.einsum("qhd,thd->hqt", queries, keys) * self.scale
         last = torch.arange(length - seen, length, device=DEVICE)
         hidden = indices > last[:, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        if self.sliding_window is not None:
+            hidden |= indices <= last[:, None] - self.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is not None:
+            # A token more, whose value is zero.
+            sinks = self.sinks.double()[:, None, None].expand(-1, seen, 1)
+            scores = torch.cat([scores, sinks], -1)
+            values = nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
+        weights = scores.softmax(-1)
         target = torch.einsum("hqt,thd->qhd", weights, values)
         plain = torch.einsum(
             "hqt,thd->qhd", weights.to(query.dtype), values.to(query.dtype)

@@ -55,7 +55,7 @@ inline int __reduce_max_sync(unsigned, int x) {
   return reduce(x, -1, [](int a, int b) { return max(a, b); });
 }
 """
-# A line is passes, warps, splits, and lengths; the answer is a partition.
+# A line is passes, warps, splits, a window, and lengths; the answer is a partition.
 PROGRAM = r"""
 #include <cstdio>
 #include <iostream>
@@ -71,7 +71,7 @@ int main() {
     std::istringstream numbers(line);
     int num_passes, num_warps, length;
     turbo::AttentionParams p = {};
-    numbers >> num_passes >> num_warps >> p.num_splits;
+    numbers >> num_passes >> num_warps >> p.num_splits >> p.sliding_window;
     std::vector<int> lengths;
     while (numbers >> length) lengths.push_back(length);
     p.seq_lens = lengths.data();
@@ -97,12 +97,17 @@ int main() {
 """
 
 
+# kAllTokens of common/tensors.cuh.
+ALL_TOKENS = 1 << 30
+
+
 class Case(NamedTuple):
     """What a batch is cut by: as ``partition`` has it, and the sequences' lengths."""
 
     num_passes: int
     num_warps: int
     num_splits: int
+    sliding_window: int
     seq_lens: list[int]
 
 
@@ -137,7 +142,7 @@ def program(tmp_path_factory, has_key_offset) -> Path:
 
 
 def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
-    lines = [" ".join(map(str, [*case[:3], *case.seq_lens])) for case in cases]
+    lines = [" ".join(map(str, [*case[:-1], *case.seq_lens])) for case in cases]
     result = subprocess.run(
         [program], input="\n".join(lines), capture_output=True, text=True
     )
@@ -148,11 +153,16 @@ def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
 
 
 def check(case: Case, cut: Cut, has_key_offset: bool) -> None:
-    """Ranges hold every tile, of no pass more than there are splits. With an offset of
-    K they begin at even tiles of a sequence, for both of a pair are to have the same.
+    """Ranges hold every tile of a window, of no pass more than there are splits. With
+    an offset of K they begin at even tiles of a sequence, for both of a pair are to
+    have the same.
     """
     assert cut.team_size in (1, 4) and case.num_warps % cut.team_size == 0
-    tiles = [-(-length // TILE_TOKENS) for length in case.seq_lens]
+    unit = 2 if has_key_offset else 1
+    firsts = [max(length - case.sliding_window, 0) for length in case.seq_lens]
+    firsts = [first // TILE_TOKENS // unit * unit for first in firsts]
+    ends = [-(-length // TILE_TOKENS) for length in case.seq_lens]
+    tiles = [end - first for first, end in zip(firsts, ends)]
     if has_key_offset:
         tiles = [tile + tile % 2 for tile in tiles]
         assert cut.range % 2 == 0 or not any(tiles)
@@ -175,7 +185,7 @@ def check(case: Case, cut: Cut, has_key_offset: bool) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 2, 31, 32, 33, 300])
 def test_sequences_without_cached_tokens(program, has_key_offset, num_splits, num_seqs):
     """Prompts of one token and padding have no tiles, and no range."""
-    case = Case(8, 1584, num_splits, [0] * num_seqs)
+    case = Case(8, 1584, num_splits, ALL_TOKENS, [0] * num_seqs)
     (cut,) = cut_all(program, [case])
     assert cut.num_ranges == 0
     check(case, cut, has_key_offset)
@@ -192,9 +202,22 @@ def test_random_batches(program, has_key_offset):
         num_warps = generator.choice([4, 8, 20, 16 * 12, 108 * 8, 132 * 12])
         num_passes = generator.choice([1, 2, 8, 48])
         num_splits = generator.choice([1, 2, 3, 8, 64])
-        cases.append(Case(num_passes, num_warps, num_splits, lengths))
+        window = generator.choice([1, 16, 17, 1000, ALL_TOKENS])
+        cases.append(Case(num_passes, num_warps, num_splits, window, lengths))
     cuts = cut_all(program, cases)
     for case, cut in zip(cases, cuts):
         check(case, cut, has_key_offset)
     assert {cut.team_size for cut in cuts} == {1, 4}
     assert {cut.aligned for cut in cuts} == {False, True}
+
+
+@pytest.mark.parametrize("num_splits", [1, 8, 64])
+def test_a_window_alone_is_divided(program, num_splits):
+    """However long sequences are."""
+    window, step = 1024, 2 * TILE_TOKENS
+    cases = [
+        Case(8, 1584, num_splits, window, [window + more * step] * 3)
+        for more in (0, 1, 100, 4000)
+    ]
+    cuts = cut_all(program, cases)
+    assert len(set(cuts)) == 1 and cuts[0].num_ranges > 0

@@ -7,6 +7,7 @@ from the same arguments, and the output has to be right.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def attend(
     query: torch.Tensor,
     key_offset: torch.Tensor | None,
     factor: float,
+    sliding_window: int,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
@@ -102,6 +104,10 @@ def attend(
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_decode, "merge_splits", lambda *args: None)
+        # CUDA's merge is told of all splits that there is room for.
+        patch.setattr(
+            triton_decode, "splits_of_window", lambda partials, *args: partials
+        )
         triton_decode.decode_attention(
             RotatedQuery(rotated_query, query_scale),
             kv_cache,
@@ -113,6 +119,7 @@ def attend(
             None
             if key_offset is None
             else OffsetScores(query, key_offset, factor / LOG2_E),
+            sliding_window=sliding_window or None,
         )
 
 
@@ -132,11 +139,12 @@ def merge(
     query_len: int,
     log2_warps: int,
     window_pages: torch.Tensor | None,
-    *of_window: object,
+    *others: Any,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert window_pages is None
+    *_, sliding_window, sinks = others
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
@@ -145,6 +153,8 @@ def merge(
         output,
         num_kv_heads,
         newest if with_newest else None,
+        sliding_window=sliding_window or None,
+        sinks=sinks,
     )
 
 
@@ -174,10 +184,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [[(1, 40), (1, 0)], [(3, 31), (1, 9), (5, 40)]],
     ids=["decodes", "ragged drafts and an extend"],
 )
-def test_output_of_what_is_launched(tmp_path: Path, requests, mode, launches):
+@pytest.mark.parametrize("window, sinks", [(None, None), (2, [0.0, 1.0, -20.0, 2.0])])
+def test_output_of_what_is_launched(
+    tmp_path: Path, requests, mode, window, sinks, launches
+):
     """From views of a fused projection's output, as models hand them over."""
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
-    impl = make_impl(config)
+    if sinks is not None:
+        sinks = torch.tensor(sinks, dtype=FP16, device=DEVICE)
+    impl = make_impl(config, sliding_window=window, sinks=sinks)
     impl.runner.num_sms = 4
     # By their own name, q would be expected in int8.
     impl.runner.kernels = CudaKernels()._replace(name="Triton")

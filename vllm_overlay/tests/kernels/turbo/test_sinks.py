@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from .backend_utils import (
     KERNELS,
     Batch,
+    kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
@@ -93,14 +94,15 @@ def test_beside_an_offset_of_k(tmp_path: Path, window, mode, path):
 
 
 @requires_triton
-def test_padded_rows_stay_zero(tmp_path: Path):
+@kernel_paths
+def test_padded_rows_stay_zero(tmp_path: Path, path):
     """Sequences without tokens, as a CUDA graph has them."""
     config = make_vllm_config(tmp_path, "turbo4", BF16)
     impl = make_impl(config, sinks=torch.tensor(SINKS, device=DEVICE))
-    set_path(impl, KERNELS[0])
+    set_path(impl, path)
     batch = Batch.make(impl, [(1, 40), (1, 0)])
     batch.common.seq_lens[1] = 0
     batch.common.slot_mapping[1] = -1
     metadata = make_builder(config, impl).build(0, batch.common)
-    output = batch.run(impl, metadata, KERNELS[0])
+    output = batch.run(impl, metadata, path)
     assert (output[1] == 0).all() and (output[0] != 0).any()

@@ -49,20 +49,10 @@ def cuda_kernels(reason: str = "") -> KernelSet:
     return CudaKernels(reason)
 
 
-def cuda_unsupported_reason(
-    layout: TurboFormat, feature: str | None = None
-) -> str | None:
-    """Why there are no CUDA kernels for this device and layout, if so.
-
-    Args:
-        layout: The cache's format.
-        feature: What the layer asks for that they have not; None for nothing.
-
-    """
+def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
+    """Why there are no CUDA kernels for this device and layout, if so."""
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
         return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
-    if feature is not None:
-        return f"the CUDA kernels have no {feature}"
     from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 
     return cuda_decode.unsupported_reason(layout)
@@ -137,7 +127,6 @@ def choose_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
-    feature: str | None = None,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -148,7 +137,6 @@ def choose_kernels(
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
-        feature: What the layer asks for that they have not; None for nothing.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -157,8 +145,7 @@ def choose_kernels(
     asked_for = f"turbo_kernel is {choice}"
     if choice == "triton":
         return triton_kernels(asked_for)
-    unsupported = cuda_unsupported_reason(layout, feature)
-    unsupported = unsupported or _launch_refusal
+    unsupported = cuda_unsupported_reason(layout) or _launch_refusal
     error = None
     if not unsupported:
         error = cuda_build_error(
@@ -184,7 +171,6 @@ def share_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
-    feature: str | None = None,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
@@ -195,7 +181,6 @@ def share_kernels(
             query_len,
             has_key_offset,
             with_window,
-            feature,
         )
     )
     _chosen.append(chosen)

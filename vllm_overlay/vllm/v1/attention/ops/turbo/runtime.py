@@ -142,15 +142,7 @@ class TurboRunner:
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
-            self.feature_without_cuda,
         )
-
-    @property
-    def feature_without_cuda(self) -> str | None:
-        """What the layer asks for that CUDA's kernels have not, if anything."""
-        if self.sinks is not None:
-            return "attention sinks"
-        return None if self.sliding_window is None else "sliding window"
 
     @property
     def kernels(self) -> KernelSet | None:

@@ -12,7 +12,7 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import TurboFormat, fp32
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, half2_bits
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, half2_bits
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 
@@ -49,6 +49,7 @@ def _of_head_size(head_size: int) -> _Constants:
         "HEAD_SIZE": head_size,
         "SCALE_GROUP": fmt.SCALE_GROUP,
         "MAX_SPLITS": MAX_KV_SPLITS,
+        "LOG2_E": _float(fp32(LOG2_E)),
         "OFFSET_SEGMENT": interface.OFFSET_SEGMENT,
         "WINDOW_MAX_ROWS": MAX_ROWS,
         "WINDOW_MAX_CODE": MAX_CODE,

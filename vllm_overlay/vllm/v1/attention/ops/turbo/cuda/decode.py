@@ -173,6 +173,8 @@ def attend(
     newest: NewestTokens | None,
     offset: OffsetScores | None,
     window: RecentWindow | None,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
@@ -188,6 +190,8 @@ def attend(
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
     assert window is None or newest is not None, "a window without the newest tokens"
+    assert window is None or sliding_window is None, "both kinds of window"
+    assert sliding_window is None or sliding_window > 0, sliding_window
     num_queries = num_heads // num_kv_heads * batch.query_len
     original_query, table, scale = offset or (None, None, 0.0)
     load_kernel(layout, num_queries, kv_cache.device, offset is not None)(
@@ -204,8 +208,19 @@ def attend(
         original_query,
         table,
         scale * LOG2_E,
+        sliding_window or 0,
     )
-    merge_splits(partials, batch, output, num_kv_heads, newest, window, offset)
+    merge_splits(
+        partials,
+        batch,
+        output,
+        num_kv_heads,
+        newest,
+        window,
+        offset,
+        sliding_window,
+        sinks,
+    )
 
 
 def decode_attention(
@@ -231,7 +246,17 @@ def decode_attention(
             their functions raise.
 
     """
-    assert sliding_window is None and sinks is None, "see cuda_unsupported_reason"
     attend(
-        load, query, kv_cache, layout, batch, partials, output, newest, offset, window
+        load,
+        query,
+        kv_cache,
+        layout,
+        batch,
+        partials,
+        output,
+        newest,
+        offset,
+        window,
+        sliding_window,
+        sinks,
     )

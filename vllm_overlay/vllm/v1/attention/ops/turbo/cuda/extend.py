@@ -39,7 +39,7 @@ _STEP_TILES = 8
 # Stages of tiles, where shared memory has room: one is copied while one is read.
 _MAX_STAGES = 2
 # What a column takes beside queries and weights, at most, and a warp's part of it.
-_COLUMN_BYTES = 28
+_COLUMN_BYTES = 32
 _WARP_COLUMN_BYTES = 4
 _ALIGNMENT = 128
 # Blocks a multiprocessor that work is divided among, and the splits of all query
@@ -185,7 +185,17 @@ def extend_attention(
             function raises.
 
     """
-    assert sliding_window is None and sinks is None, "see cuda_unsupported_reason"
     cuda_decode.attend(
-        load, query, kv_cache, layout, batch, partials, output, newest, offset, window
+        load,
+        query,
+        kv_cache,
+        layout,
+        batch,
+        partials,
+        output,
+        newest,
+        offset,
+        window,
+        sliding_window,
+        sinks,
     )

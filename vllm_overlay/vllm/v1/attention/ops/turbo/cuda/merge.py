@@ -85,6 +85,8 @@ def merge_splits(
     newest: NewestTokens | None = None,
     window: RecentWindow | None = None,
     offset: OffsetScores | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
     num_warps: int | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
@@ -104,6 +106,10 @@ def merge_splits(
             with ``newest``. None if there are none.
         offset: What the scores of the window's keys lack, of the same softmax scale as
             ``newest``; None if nothing.
+        sliding_window: Of the newest tokens, how many a query token sees at most,
+            itself the last; None: all before it.
+        sinks: (Hq,) bf16, fp16 or fp32, contiguous: of each query head a logit without
+            a value; None for none.
         num_warps: Warps a row; None to choose by the batch.
 
     Raises:
@@ -143,4 +149,6 @@ def merge_splits(
         num_warps.bit_length() - 1,
         *_window_arguments(window),
         None if window is None or offset is None else offset.table,
+        sliding_window or 0,
+        sinks,
     )

@@ -19,7 +19,8 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
                                  TensorView partial_lse,
                                  const Optional<TensorView>& query_start_loc,
                                  int64_t num_seqs, int64_t query_len,
-                                 bool with_newest, bool lens_are_new) {
+                                 bool with_newest, bool lens_are_new,
+                                 int64_t sliding_window) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -55,6 +56,7 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   p.with_newest = with_newest;
   p.lens_are_new = lens_are_new;
   p.most_hidden = with_newest ? 0 : p.query_len - 1;
+  p.sliding_window = sliding_window_of(sliding_window);
   p.num_seqs = to_int("num_seqs", num_seqs);
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
   p.heads_per_kv = static_cast<int>(num_heads / num_kv_heads);
@@ -101,10 +103,12 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
                      int64_t query_len, bool with_newest, bool lens_are_new,
                      Optional<TensorView> original_query,
-                     Optional<TensorView> key_offset, double offset_factor) {
-  AttentionParams p = params_of(query, query_scale, kv_cache, block_table,
-                                seq_lens, partial, partial_lse, query_start_loc,
-                                num_seqs, query_len, with_newest, lens_are_new);
+                     Optional<TensorView> key_offset, double offset_factor,
+                     int64_t sliding_window) {
+  AttentionParams p =
+      params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
+                partial_lse, query_start_loc, num_seqs, query_len, with_newest,
+                lens_are_new, sliding_window);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);

@@ -32,6 +32,8 @@ struct AttentionParams {
   int query_len;    // Q, most query tokens of a sequence: its last
   int with_newest;  // whether query tokens' K and V are left out
   int most_hidden;  // of the others, those that the first query does not see
+  // Tokens that a query token sees, at most, itself the last.
+  int sliding_window;
   // Whether the kernel before this one has written the lengths.
   int lens_are_new;
   // With KEY_OFFSET: what the scores of cached keys get back.
@@ -72,12 +74,37 @@ struct AttentionParams {
   __device__ __forceinline__ int num_tokens(int seq) const {
     return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
   }
+  // The first token that a sequence's query token sees; negative for all.
+  __device__ __forceinline__ int first_seen(int seq, int token) const {
+    return seq_lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
+  }
 };
 
-__device__ __forceinline__ int num_tiles(const AttentionParams& p, int seq) {
-  if (seq >= p.num_seqs) return 0;
-  const int tokens = p.num_tokens(seq);
-  return tokens > 0 ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS : 0;
-}
+// Cached tokens that any of a sequence's queries sees: none if first is last.
+struct SeenTokens {
+  int first, last;
+
+  __device__ __forceinline__ SeenTokens(const AttentionParams& p, int seq)
+      : first(0), last(0) {
+    if (seq >= p.num_seqs) return;
+    last = max(p.num_tokens(seq), 0);
+    first = min(max(p.first_seen(seq, 0), 0), last);
+  }
+  __device__ __forceinline__ int first_tile() const {
+    return first / TILE_TOKENS;
+  }
+};
+
+// Their tiles, from a multiple of kUnit on.
+template <int kUnit>
+struct SeenTiles {
+  int first, count;
+
+  __device__ __forceinline__ explicit SeenTiles(const SeenTokens& tokens)
+      : first(tokens.first_tile() / kUnit * kUnit),
+        count(tokens.first < tokens.last
+                  ? (tokens.last + TILE_TOKENS - 1) / TILE_TOKENS - first
+                  : 0) {}
+};
 
 }  // namespace turbo

@@ -17,6 +17,7 @@ struct Segment {
   int first_column;           // of the KV head's queries
   const uint8_t* cache;       // of the KV head
   int first_tile, last_tile;  // of the sequence
+  int first_seen_tile;        // those before it are not read
   int num_tokens;             // of the sequence
   int split;                  // where the partial result goes
   bool ends;                  // whether it has the sequence's last tile
@@ -29,7 +30,8 @@ __device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
   const int num_partials = p.num_splits * p.num_queries();
 #pragma unroll 1
   for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
-    if (num_tiles(p, seq) > 0) continue;
+    const SeenTokens seen(p, seq);
+    if (seen.first < seen.last) continue;
 #pragma unroll 1
     for (int i = 32 * warp + lane; i < num_partials; i += 32 * kWarps) {
       p.partial_lse[int64_t(seq) * num_partials + i] = -INFINITY;
@@ -37,9 +39,9 @@ __device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
   }
 }
 
-// Zero the scales of V of a token that the sequence does not have: a page holds
-// any bytes there, and a weight of zero does not make a product with infinity
-// or NaN zero.
+// Zero the scales of V of a token that the sequence does not have, or that is
+// not read: there are any bytes, and a weight of zero does not make a product
+// with infinity or NaN zero.
 __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
   uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
                  VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
@@ -78,7 +80,10 @@ struct TileCopies {
   __device__ __forceinline__ void load_addresses(int step) {
     const int tile = first + (step + lane / 2) * stride + lane % 2;
     address = nullptr;
-    if (tile < segment.last_tile) {
+    // Segments begin at the first tile that is seen but where tiles are to have
+    // one offset of K.
+    const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
+    if (is_seen && tile < segment.last_tile) {
       const int block = tile / p.tiles_per_block;
       address = segment.cache + table[block] * p.stride_cache_block +
                 (tile - block * p.tiles_per_block) * TILE_BYTES;

@@ -30,6 +30,15 @@ inline int to_int(const char* name, int64_t value) {
   return static_cast<int>(value);
 }
 
+// More tokens than a sequence has, with room for sums of two such numbers.
+constexpr int kAllTokens = 1 << 30;
+
+// Tokens that a query token sees, at most; of 0: all before it.
+inline int sliding_window_of(int64_t value) {
+  const int window = to_int("sliding_window", value);
+  return window == 0 || window > kAllTokens ? kAllTokens : window;
+}
+
 constexpr DLDataType kBytes = {kDLUInt, 8, 1};
 constexpr DLDataType kInt32 = {kDLInt, 32, 1};
 constexpr DLDataType kInt64 = {kDLInt, 64, 1};

@@ -21,7 +21,7 @@ __device__ __forceinline__ void attend_range(
   int before = 0;
 #pragma unroll 1
   for (int base = 0; base < p.num_seqs && before < last; base += 32) {
-    const int tiles = num_tiles(p, base + lane);
+    const int tiles = DecodeTiles(SeenTokens(p, base + lane)).count;
     const int counted = cut.counted(tiles);
     const int end = before + inclusive_sum(counted, lane) * num_passes;
     const int begin = end - counted * num_passes;
@@ -45,11 +45,15 @@ __device__ __forceinline__ void attend_range(
         segment.kv_head = kv_head;
         segment.first_column = pass % head_passes * kPassColumns<kPaired>;
         segment.cache = p.kv_cache + kv_head * p.stride_cache_head;
-        segment.first_tile = max(first - start, 0);
-        segment.last_tile = min(last - start, seq_tiles);
         segment.num_tokens = p.num_tokens(seq);
+        const int end = (segment.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+        const int pass_first = end - seq_tiles;
+        segment.first_tile = pass_first + max(first - start, 0);
+        segment.last_tile = min(pass_first + last - start, end);
+        if constexpr (KEY_OFFSET != 0)
+          segment.first_seen_tile = SeenTokens(p, seq).first_tile();
         segment.split = index - start / cut.range;
-        segment.ends = segment.last_tile == seq_tiles;
+        segment.ends = segment.last_tile == end;
         attend_segment<kPaired>(shared, p, segment, team);
       }
     }

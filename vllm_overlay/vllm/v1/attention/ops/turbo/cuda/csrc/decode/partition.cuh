@@ -17,6 +17,9 @@ __device__ __forceinline__ int whole_pairs(int tiles) {
   return KEY_OFFSET != 0 ? (tiles + 1) & ~1 : tiles;
 }
 
+// Of a sequence, in tiles: where the first range may begin.
+using DecodeTiles = SeenTiles<KEY_OFFSET != 0 ? 2 : 1>;
+
 // How the tiles of all sequences and passes, in that order, are cut into ranges
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
 // lengths. If there are more, a team has several.
@@ -45,7 +48,7 @@ __device__ __forceinline__ void for_each_length(const AttentionParams& p,
     int tiles[kSideBySide];
 #pragma unroll
     for (int i = 0; i < kSideBySide; ++i)
-      tiles[i] = num_tiles(p, base + 32 * i);
+      tiles[i] = DecodeTiles(SeenTokens(p, base + 32 * i)).count;
 #pragma unroll
     for (int i = 0; i < kSideBySide; ++i) f(tiles[i]);
   }

@@ -41,8 +41,8 @@ struct alignas(128) DecodeShared {
   typename Query<kPaired>::Kept queries[kWarps];
   float reference[kWarps][kColumns];
   float sum[kWarps][kColumns];
-  int rows[kWarps][kColumns];    // the columns' queries of the sequence, or -1
-  int hidden[kWarps][kColumns];  // tokens of the segment that they do not see
+  int rows[kWarps][kColumns];  // the columns' queries of the sequence, or -1
+  TokenLimits limits[kWarps][kColumns];  // what they see
   // What the scores that the references are of lack.
   float missing[KEY_OFFSET ? kWarps : 1][kColumns];
 };
@@ -60,10 +60,10 @@ __device__ __forceinline__ void note_columns(
     const int query_len = p.num_query_tokens(segment.seq);
     const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[warp][lane] = token < query_len ? row : -1;
-    const int after =
-        max(segment.num_tokens - segment.last_tile * TILE_TOKENS, 0);
+    const int end = min(segment.num_tokens, segment.last_tile * TILE_TOKENS);
     const int hidden = p.with_newest ? 0 : query_len - 1 - token;
-    shared.hidden[warp][lane] = max(hidden - after, 0);
+    shared.limits[warp][lane] = {p.first_seen(segment.seq, token) - end,
+                                 min(segment.num_tokens - hidden - end, 0)};
     if constexpr (KEY_OFFSET != 0) shared.missing[warp][lane] = 0.0f;
   }
   __syncwarp();
@@ -174,6 +174,12 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
   team.sync();  // before tiles are copied over what was read here
 }
 
+// Zero the scales of V of the first tile of two, which is not read. The other
+// is.
+__device__ __forceinline__ void clear_unseen(uint8_t* tiles, int lane) {
+  if (lane < TILE_TOKENS) clear_value_scales(tiles, lane);
+}
+
 // Zero the scales of V of two tiles' tokens from num_tokens.
 __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
                                               int lane) {
@@ -237,15 +243,17 @@ __device__ __forceinline__ void attend_segment(
     if constexpr (KEY_OFFSET != 0) {
       const int tile = copies.first + i * copies.stride;
       const int key_offset = offset_of_tile(p, tile);
-      if (i == 0 || key_offset != offset_of_tile(p, tile - copies.stride))
+      if (i == 0 || key_offset != offset_of_tile(p, tile - copies.stride)) {
         change_offset(shared, acc, p, segment, key_offset, lane);
+        if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
+      }
     }
     wait_copies<kStages - 1>();
     __syncwarp();
     if (num_tokens < 2 * TILE_TOKENS)
       clear_missing(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
-    const Visible visible = {num_tokens, p.most_hidden, shared.hidden[warp]};
+    const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
     attend_tiles(acc, tiles + offset, query, visible, lane);
     __syncwarp();
     copies.issue(i + kStages, offset);

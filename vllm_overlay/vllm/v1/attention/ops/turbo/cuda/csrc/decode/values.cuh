@@ -41,12 +41,20 @@ __device__ __forceinline__ void raise(DecodeAccumulator& acc,
   }
 }
 
+// Tokens that a column sees, relative to the last of the segment's: from first
+// to last (exclusive), which is zero or less.
+struct TokenLimits {
+  int first, last;
+};
+
 // Which of tiles' tokens there are: num_tokens, of which a column does not see
-// the last hidden[column], at most most_hidden.
+// the last few, at most most_hidden. Nor does it see those before a sliding
+// window: up to the first that it does, it has no reference, and so the limits
+// are looked at in any case.
 struct Visible {
   int num_tokens;
   int most_hidden;
-  const int* hidden;  // [kColumns]
+  const TokenLimits* limits;  // [kColumns]
 };
 
 // Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
@@ -85,13 +93,16 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
   const bool ends =
       visible.num_tokens < kTiles * TILE_TOKENS + visible.most_hidden;
   if (__any_sync(~0u, above > kMaxExponent || ends)) {
-    const int last[2] = {visible.num_tokens - visible.hidden[2 * t],
-                         visible.num_tokens - visible.hidden[2 * t + 1]};
+    const TokenLimits limits[2] = {visible.limits[2 * t],
+                                   visible.limits[2 * t + 1]};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int half = kPaired ? t / 2 : i / 2 % 2;
-      const int token = TILE_TOKENS * (i / kTileScores) + 8 * half + g;
-      own[i] = token < last[i % 2] ? own[i] * query.factor[i % 2] : -INFINITY;
+      const int token =
+          TILE_TOKENS * (i / kTileScores) + 8 * half + g - visible.num_tokens;
+      const bool is_seen =
+          token >= limits[i % 2].first && token < limits[i % 2].last;
+      own[i] = is_seen ? own[i] * query.factor[i % 2] : -INFINITY;
     }
     raise(acc, own);
 #pragma unroll

@@ -9,6 +9,9 @@
 
 namespace turbo {
 
+// Of a sequence: steps have one offset of K.
+using ExtendTiles = SeenTiles<KEY_OFFSET != 0 ? kStepTiles : 1>;
+
 // What there is to do for a sequence: passes, each for as many queries of a KV
 // head as attend at once, of so many steps.
 struct Work {
@@ -17,7 +20,7 @@ struct Work {
 
 template <int kBlockColumns>
 __device__ __forceinline__ Work work_of(const AttentionParams& p, int seq) {
-  const int tiles = num_tiles(p, seq);
+  const int tiles = ExtendTiles(SeenTokens(p, seq)).count;
   if (tiles == 0) return {0, 0};
   const int columns = p.num_query_tokens(seq) * p.heads_per_kv;
   const int head_passes = (columns + kBlockColumns - 1) / kBlockColumns;
@@ -61,17 +64,20 @@ __device__ __forceinline__ void attend_passes(
     const int start = seq_first + pass * pass_steps;
     if (start >= last) break;
     const int head_passes = passes / p.num_kv_heads;
-    const int tiles = num_tiles(p, seq);
+    const SeenTokens seen(p, seq);
+    const ExtendTiles tiles(seen);
     Segment segment;
     segment.seq = seq;
     segment.kv_head = pass / head_passes;
     segment.first_column = pass % head_passes * kBlockColumns;
     segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
-    segment.first_tile = max(first - start, 0) * kStepTiles;
-    segment.last_tile = min((last - start) * kStepTiles, tiles);
-    segment.num_tokens = p.num_tokens(seq);
+    const int num_tiles = min((last - start) * kStepTiles, tiles.count);
+    segment.first_tile = tiles.first + max(first - start, 0) * kStepTiles;
+    segment.last_tile = tiles.first + num_tiles;
+    segment.first_seen_tile = seen.first_tile();
+    segment.num_tokens = seen.last;
     segment.split = index - start / ranges.size;
-    segment.ends = segment.last_tile == tiles;
+    segment.ends = num_tiles == tiles.count;
     attend_segment(shared, p, segment);
   }
 }

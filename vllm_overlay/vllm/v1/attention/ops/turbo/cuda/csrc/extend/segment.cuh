@@ -47,10 +47,13 @@ struct alignas(128) ExtendShared {
   // By how much the references were raised, and by what that multiplies sums.
   float4 raises[kBlockColumns / 2];
   float of_warps[kWarps][kBlockColumns];
-  int rows[kBlockColumns];    // the columns' queries of the sequence, or -1
-  int limits[kBlockColumns];  // tokens of the sequence that they see
+  int rows[kBlockColumns];  // the columns' queries of the sequence, or -1
+  // The segment's tokens that they see: from the first, and up to a limit.
+  int firsts[kBlockColumns];
+  int limits[kBlockColumns];
   // Here, to leave registers to the scores.
   Segment segment;
+  int last_first;  // the largest of firsts
   Ranges ranges;
   // What the scores that the references are of lack.
   float missing[KEY_OFFSET ? kBlockColumns : 1];
@@ -99,19 +102,23 @@ __device__ __forceinline__ void note_queries(
   const int row = p.query_of(token, segment.kv_head, column);
   const int hidden = p.with_newest ? 0 : query_len - 1 - token;
   shared.rows[thread] = inside ? row : -1;
+  const int begin = segment.first_tile * TILE_TOKENS;
+  shared.firsts[thread] = max(p.first_seen(segment.seq, token), begin);
   shared.limits[thread] = inside ? segment.num_tokens - hidden : 0;
+  if (thread == 0) {
+    shared.last_first = max(p.first_seen(segment.seq, query_len - 1), begin);
+  }
   float* reference =
       reinterpret_cast<float*>(&shared.references[thread / 2]) + thread % 2;
   reference[0] = inside ? p.query_scale[first_query + row] : 0.0f;
   reference[2] = 0.0f;
 }
 
-// Have a block go on to tiles with another offset of K, or begin with such.
+// Have a block go on to a token with another offset of K, or begin with such.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void change_offset(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
-    const AttentionParams& p, const Segment& segment, int offset,
-    bool is_first) {
+    const AttentionParams& p, const Segment& segment, int offset, int token) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int n = warp; n < kBlockColumns / kColumns; n += kWarps) {
@@ -121,7 +128,7 @@ __device__ __forceinline__ void change_offset(
     const float score =
         offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
     if (lane % 4 == 0) {
-      if (!is_first) {
+      if (shared.firsts[column] < token) {
         reinterpret_cast<float*>(
             &shared.references[column / 2])[2 + column % 2] +=
             shared.missing[column] - score;
@@ -131,12 +138,13 @@ __device__ __forceinline__ void change_offset(
   }
 }
 
-// Raise the references to the largest scores. The first time they may fall.
+// Raise the references to the largest scores of a step, from a token on. Those
+// of columns that have seen none before may fall.
 template <int kBlockColumns, int kWarps, int kStages, int kTiles>
 __device__ void raise_references(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
     ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
-    float (&exponents)[kTiles][kBlockColumns / kColumns][4], bool is_first) {
+    float (&exponents)[kTiles][kBlockColumns / kColumns][4], int token) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -159,12 +167,13 @@ __device__ void raise_references(
 #pragma unroll
     for (int w = 1; w < kWarps; ++w)
       largest = fmaxf(largest, shared.of_warps[w][column]);
+    const bool is_new = shared.firsts[column] >= token;
     // A column that sees none of the tokens keeps its reference.
-    if (largest == -INFINITY || !is_first) largest = fmaxf(largest, 0.0f);
+    if (largest == -INFINITY || !is_new) largest = fmaxf(largest, 0.0f);
     float* raised =
         reinterpret_cast<float*>(&shared.raises[column / 2]) + column % 2;
     raised[0] = largest;
-    raised[2] = is_first ? 1.0f : exp2_approx(-largest);
+    raised[2] = is_new ? 1.0f : exp2_approx(-largest);
     reinterpret_cast<float*>(&shared.references[column / 2])[2 + column % 2] +=
         largest;
   }
@@ -187,7 +196,7 @@ template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void weigh_tiles(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
     ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
-    const uint8_t* tiles, int first_tile, bool ends, bool is_first) {
+    const uint8_t* tiles, int first_tile, bool ends) {
   using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   constexpr int kTiles = Block::kWarpTiles,
                 kTilesOfColumns = Block::kColumnTiles;
@@ -196,6 +205,9 @@ __device__ __forceinline__ void weigh_tiles(
   float exponents[kTiles][kTilesOfColumns][4];
   column_scores<kTilesOfColumns>(exponents, tiles + warp * kTiles * TILE_BYTES,
                                  shared.queries, lane);
+  // Whether some column has seen no token so far.
+  const int step_token = first_tile * TILE_TOKENS;
+  const bool begins = step_token <= shared.last_first;
   float above = -INFINITY;
 #pragma unroll
   for (int n = 0; n < kTilesOfColumns; ++n) {
@@ -205,21 +217,23 @@ __device__ __forceinline__ void weigh_tiles(
       float (&x)[4] = exponents[i][n];
       x[0] = fmaf(x[0], r.x, -r.z), x[1] = fmaf(x[1], r.y, -r.w);
       x[2] = fmaf(x[2], r.x, -r.z), x[3] = fmaf(x[3], r.y, -r.w);
-      if (ends) {
-        const int token = (first_tile + warp * kTiles + i) * TILE_TOKENS + g;
+      if (ends || begins) {
+        const int token = step_token + (warp * kTiles + i) * TILE_TOKENS + g;
+        const int2 first = *reinterpret_cast<const int2*>(
+            &shared.firsts[kColumns * n + 2 * t]);
         const int2 limit = *reinterpret_cast<const int2*>(
             &shared.limits[kColumns * n + 2 * t]);
-        x[0] = token < limit.x ? x[0] : -INFINITY;
-        x[1] = token < limit.y ? x[1] : -INFINITY;
-        x[2] = token + 8 < limit.x ? x[2] : -INFINITY;
-        x[3] = token + 8 < limit.y ? x[3] : -INFINITY;
+        x[0] = token >= first.x && token < limit.x ? x[0] : -INFINITY;
+        x[1] = token >= first.y && token < limit.y ? x[1] : -INFINITY;
+        x[2] = token + 8 >= first.x && token + 8 < limit.x ? x[2] : -INFINITY;
+        x[3] = token + 8 >= first.y && token + 8 < limit.y ? x[3] : -INFINITY;
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) above = fmaxf(above, x[c]);
     }
   }
-  if (__syncthreads_or(is_first || above > kMaxExponent))
-    raise_references(shared, acc, exponents, is_first);
+  if (__syncthreads_or(begins || above > kMaxExponent))
+    raise_references(shared, acc, exponents, step_token);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -304,6 +318,13 @@ __device__ void write_columns(
   }
 }
 
+// Zero the scales of V of a step's tokens, which are of tiles that are not
+// read.
+__device__ __forceinline__ void clear_unseen(uint8_t* tiles, int num_tiles) {
+  const int token = threadIdx.x;
+  if (token < num_tiles * TILE_TOKENS) clear_value_scales(tiles, token);
+}
+
 // Zero the scales of V of a step's tokens from num_tokens.
 __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens) {
   const int token = threadIdx.x;
@@ -356,7 +377,7 @@ __device__ __forceinline__ void attend_segment(
       // The barrier after this comes before references are read, and that
       // before it after they were.
       if (is_first || key_offset != offset_of_tile(p, tile - kStepTiles))
-        change_offset(shared, p, segment, key_offset, is_first);
+        change_offset(shared, p, segment, key_offset, tile * TILE_TOKENS);
     }
     if constexpr (kAhead == 0) {
       __syncthreads();  // the step before this one has been attended to
@@ -376,9 +397,10 @@ __device__ __forceinline__ void attend_segment(
                  : offset + kStageBytes;
     const int num_tokens = segment.num_tokens - tile * TILE_TOKENS;
     if (num_tokens < kStepTokens) clear_missing(stage, num_tokens);
+    if constexpr (KEY_OFFSET != 0)
+      clear_unseen(stage, segment.first_seen_tile - tile);
     weigh_tiles(shared, acc, stage, tile,
-                num_tokens < kStepTokens + p.most_hidden,
-                tile == segment.first_tile);
+                num_tokens < kStepTokens + p.most_hidden);
     __syncthreads();
     const int num_tiles = min(segment.last_tile - tile, kStepTiles);
 #pragma unroll 2

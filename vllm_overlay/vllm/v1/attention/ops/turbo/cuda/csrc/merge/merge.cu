@@ -33,6 +33,13 @@ Kernel kernel_of(const TensorView& output, bool with_newest, bool with_window) {
   return kernel_of<float>(with_newest, with_window);
 }
 
+turbo::Floats floats_of(const char* name, const TensorView& x) {
+  if (x.dtype() == turbo::kBFloat16) return turbo::Floats::kBFloat16;
+  if (x.dtype() == turbo::kFloat16) return turbo::Floats::kHalf;
+  turbo::check_dtype(name, x, turbo::kFloat32);
+  return turbo::Floats::kFloat;
+}
+
 // [T, heads, D] of the output's dtype.
 void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
                   int64_t num_heads) {
@@ -50,7 +57,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            Optional<TensorView> window_pages,
            Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
-           int64_t value_scales, Optional<TensorView> key_offset) {
+           int64_t value_scales, Optional<TensorView> key_offset,
+           int64_t sliding_window, Optional<TensorView> sinks) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -91,6 +99,17 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   TVM_FFI_CHECK(p.num_splits <= MAX_SPLITS, ValueError)
       << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
   p.row_shift = static_cast<int>(row_shift);
+  p.with_newest = with_newest;
+  p.sliding_window = turbo::sliding_window_of(sliding_window);
+  if (sinks.has_value()) {
+    const TensorView& x = sinks.value();
+    p.sinks_type = floats_of("sinks", x);
+    turbo::check_axes("sinks", x, 1);
+    turbo::check_size("sinks", x, 0, num_heads);
+    turbo::check_last_axis("sinks", x);
+    turbo::check_device(device, x);
+    p.sinks = x.data_ptr();
+  }
   const bool with_window = window_pages.has_value();
   if (with_window) {
     TVM_FFI_CHECK(with_newest, ValueError)
@@ -114,7 +133,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   const dim3 grid(turbo::to_int("num_seqs", num_seqs),
                   (p.num_queries + rows - 1) / rows);
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  turbo::launch(kernel_of(output, with_newest, with_window), grid,
+  const bool with_more = with_newest || sinks.has_value();
+  turbo::launch(kernel_of(output, with_more, with_window), grid,
                 turbo::kMergeThreads, 0, device, p);
 }
 

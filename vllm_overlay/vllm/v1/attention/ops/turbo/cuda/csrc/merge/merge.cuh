@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Merge of decode attention's splits: a row's partial results are joined,
-// rotated back and, if so asked, joined with the sequence's newest tokens:
-// those that are not quantised, and those of the recent window.
+// rotated back and, if so asked, joined with the sequence's newest tokens,
+// those that are not quantised and those of the recent window, and with a sink.
 //
 // A row is a query, one of a sequence, query token and query head. It has as
 // many warps as the GPU has room for; block (i, j) has the j-th rows of
@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   Newest newest;
   if constexpr (kWithNewest) {
     if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
-      newest.attend<T>(p, seq, row, lane);
+      if (p.sinks != nullptr) newest.begin_with(load_sink(p, row.head));
+      if (p.with_newest) newest.attend<T>(p, seq, row, lane);
     }
   }
   if constexpr (kWithWindow) {

@@ -10,6 +10,20 @@
 
 namespace turbo {
 
+// A query head's sink as a score.
+__device__ __forceinline__ float load_sink(const MergeParams& p, int head) {
+  float sink;
+  if (p.sinks_type == Floats::kFloat) {
+    sink = static_cast<const float*>(p.sinks)[head];
+  } else {
+    const auto bits = static_cast<const uint16_t*>(p.sinks)[head];
+    sink = p.sinks_type == Floats::kHalf
+               ? half_as_float(bits)
+               : __uint_as_float(uint32_t(bits) << 16);
+  }
+  return LOG2_E * sink;
+}
+
 // An LSE to take others relative to.
 __device__ __forceinline__ float or_zero(float lse) {
   return lse == -INFINITY ? 0.0f : lse;
@@ -33,11 +47,17 @@ struct Row {
   }
 };
 
-// Attention of a row to tokens as they are: the newest, up to its own.
+// Attention of a row to tokens as they are: the newest, up to its own; and to a
+// sink, which has no value.
 struct Newest {
   float largest = -INFINITY;   // score
   float total = 0.0f;          // of the weights relative to it
   float4 value[kChunks] = {};  // sum, with these weights
+
+  __device__ __forceinline__ void begin_with(float sink) {
+    largest = sink;
+    total = 1.0f;
+  }
 
   // Add a token or, with what else is a sum of theirs, several.
   __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks],
@@ -88,7 +108,7 @@ struct Newest {
     for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
     // Padding has no tokens; what is there may be NaN.
     const int missing = max(row.query_len - p.seq_lens[seq], 0);
-    const int places = row.place + 1 - missing;
+    const int places = min(row.place + 1 - missing, p.sliding_window);
 #pragma unroll 1
     for (int i = places - 1; i >= 0; --i) {
       const int64_t token = row.token - i;

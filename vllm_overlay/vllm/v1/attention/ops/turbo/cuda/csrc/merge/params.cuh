@@ -11,6 +11,9 @@ namespace turbo {
 // Warps a block.
 constexpr int kMergeWarps = 8;
 
+// What numbers are.
+enum class Floats { kBFloat16, kHalf, kFloat };
+
 struct MergeParams {
   const float* partial;        // [B, S, Q, Hq, D], rotated
   const float* partial_lse;    // [B, S, Q, Hq], base 2; -inf: no tokens
@@ -34,7 +37,12 @@ struct MergeParams {
   int query_len;       // Q, most query tokens of a sequence
   int num_queries;     // Q * Hq
   int num_splits;
-  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
+  int row_shift;       // a row has 1 << row_shift warps, up to kMergeWarps
+  int with_newest;     // whether there are newest tokens
+  int sliding_window;  // of these, those that a query token sees, at most
+  // Of each query head a logit without a value; or null: none.
+  const void* sinks;  // [Hq]
+  Floats sinks_type;
   // With a recent window: its pages, and lengths without the tokens that are
   // taken from them.
   WindowPages window;
