@@ -76,7 +76,7 @@ def test_isolate_broken_values(head_size, dtype):
     """Views of a fused projection, which stay as they are; rows that are broken are
     so in the copy.
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
 
     kv = gaussian(37, 6, head_size, dtype=dtype)
     kv[3, 4, -1] = math.nan

@@ -25,6 +25,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_EXTEND_LEN, max_extend_len
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
+from vllm.v1.attention.ops.turbo.triton import isolate
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
@@ -114,8 +115,9 @@ def without_kernels(
     """Have a layer divide its work as the path's kernels ask for, or as finely as any
     may ("most"), and launch none.
     """
-    for name in ("gather_context", "rotate_rows", "isolate_broken_values"):
+    for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
+    monkeypatch.setattr(isolate, "isolate_broken_values", no_kernel)
     monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
     if path == "most":

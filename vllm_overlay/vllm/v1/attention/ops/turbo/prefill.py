@@ -49,6 +49,42 @@ def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     return partial(flash_attn_varlen_func, fa_version=version)
 
 
+def _attend(
+    flash_attn: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    cu_lens: torch.Tensor,
+    max_len: int,
+    scale: float,
+    causal: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of sequences that lie end to end, into ``output``; returns its LSE.
+
+    K and V have not a row more than the sequences: FlashAttention multiplies what
+    follows the last one by zero, and scratch may hold NaN.
+    """
+    _, lse, *_ = flash_attn(
+        q=query,
+        k=key,
+        v=value,
+        out=output,
+        cu_seqlens_q=query_start_loc,
+        max_seqlen_q=max_query_len,
+        cu_seqlens_k=cu_lens,
+        max_seqlen_k=max_len,
+        softmax_scale=scale,
+        causal=causal,
+        return_softmax_lse=True,
+        **options,
+    )
+    return lse
+
+
 def _attend_to_requests(
     rotated_query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -82,20 +118,18 @@ def _attend_to_requests(
             scratch.value,
         )
         target = output if lse is None else scratch.output[: output.shape[0]]
-        _, piece_lse, *_ = flash_attn(
-            q=rotated_query,
-            # Not a row more: FlashAttention multiplies what follows the last
-            # sequence by zero, and scratch may hold NaN.
-            k=scratch.key[: piece.num_tokens],
-            v=scratch.value[: piece.num_tokens],
-            out=target,
-            cu_seqlens_q=requests.query_start_loc,
-            max_seqlen_q=requests.max_query_len,
-            cu_seqlens_k=piece.cu_lens,
-            max_seqlen_k=piece.max_len,
-            softmax_scale=scale * layout.key_codebook.gain,
+        piece_lse = _attend(
+            flash_attn,
+            rotated_query,
+            scratch.key[: piece.num_tokens],
+            scratch.value[: piece.num_tokens],
+            target,
+            requests.query_start_loc,
+            requests.max_query_len,
+            piece.cu_lens,
+            piece.max_len,
+            scale * layout.key_codebook.gain,
             causal=piece is requests.own,
-            return_softmax_lse=True,
         )
         if offset is not None:
             add_offset_scores(
@@ -193,10 +227,8 @@ def prefill_attention(
         sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import (
-        isolate_broken_values,
-        weigh_by_sinks,
-    )
+    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
+    from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
     for query_slice in plan.slices:
         queries, result = query[query_slice.tokens], output[query_slice.tokens]
@@ -232,18 +264,17 @@ def prefill_attention(
         if lse is not None:
             assert scratch is not None
             target = scratch.output[: queries.shape[0]]
-        _, raw_lse, *_ = flash_attn(
-            q=queries,
-            k=raw_key,
-            v=raw_value,
-            out=target,
-            cu_seqlens_q=query_slice.query_start_loc,
-            max_seqlen_q=query_slice.max_query_len,
-            cu_seqlens_k=query_slice.raw.cu_lens,
-            max_seqlen_k=query_slice.raw.max_len,
-            softmax_scale=scale,
-            causal=True,
-            return_softmax_lse=True,
+        raw_lse = _attend(
+            flash_attn,
+            queries,
+            raw_key,
+            raw_value,
+            target,
+            query_slice.query_start_loc,
+            query_slice.max_query_len,
+            query_slice.raw.cu_lens,
+            query_slice.raw.max_len,
+            scale,
         )
         if lse is not None:
             # Not in place, as above.
@@ -288,11 +319,9 @@ def sliding_window_attention(
         sinks: (Hq,), of each query head a logit without a value; None for none.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import (
-        add_offset_scores,
-        weigh_by_sinks,
-    )
+    from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
     from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
+    from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
     for query_slice in slices:
         tokens, runs = query_slice.tokens, query_slice.runs
@@ -314,19 +343,18 @@ def sliding_window_attention(
                 key_offset,
             )
             cu_lens, max_len = runs.cu_lens, runs.max_len
-        _, lse, *_ = flash_attn(
-            q=query[tokens],
-            k=run_key,
-            v=run_value,
-            out=output[tokens],
-            cu_seqlens_q=query_slice.query_start_loc,
-            max_seqlen_q=query_slice.max_query_len,
-            cu_seqlens_k=cu_lens,
-            max_seqlen_k=max_len,
-            softmax_scale=scale,
-            causal=True,
+        lse = _attend(
+            flash_attn,
+            query[tokens],
+            run_key,
+            run_value,
+            output[tokens],
+            query_slice.query_start_loc,
+            query_slice.max_query_len,
+            cu_lens,
+            max_len,
+            scale,
             window_size=[sliding_window - 1, 0],
-            return_softmax_lse=True,
         )
         if sinks is None:
             continue

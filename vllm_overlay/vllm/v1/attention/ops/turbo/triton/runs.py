@@ -11,11 +11,8 @@ import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton.prefill import (
-    gather_context,
-    isolated,
-    rotate_rows,
-)
+from vllm.v1.attention.ops.turbo.triton.isolate import isolated
+from vllm.v1.attention.ops.turbo.triton.prefill import gather_context, rotate_rows
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
