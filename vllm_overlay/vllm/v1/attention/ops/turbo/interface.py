@@ -203,7 +203,7 @@ class StoreFn(Protocol):
         key_offset: KeyOffset | None = None,
         window: WindowUpdate | None = None,
     ) -> None:
-        """Store T tokens, and rotate Tq queries.
+        """Store T tokens, and rotate Tq queries: at most T, or any number if T is 0.
 
         Args:
             kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.

@@ -123,6 +123,73 @@ def _offset_segment(
     return tl.minimum(place // OFFSET_SEGMENT, num_segments - 1)
 
 
+@triton.jit(do_not_specialize=["num_queries"])
+def _rotate_query_kernel(
+    query_ptr,  # [B, Hq, D]
+    rotated_query_ptr,  # [B, Hq, D] fp16
+    query_scale_ptr,  # [B, Hq] fp32
+    matrix_ptr,  # [D, D] fp16
+    num_queries,
+    query_factor,
+    inverse_sqrt_d,
+    stride_query_token,
+    stride_query_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program (i, j): tokens [i * BLOCK_T, ...) of query head j."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    _rotate_query(
+        query_ptr,
+        rotated_query_ptr,
+        query_scale_ptr,
+        t,
+        tl.program_id(1),
+        matrix_ptr,
+        num_queries,
+        query_factor,
+        inverse_sqrt_d,
+        stride_query_token,
+        stride_query_head,
+        NUM_HEADS,
+        HEAD_SIZE,
+        BLOCK_D,
+        BLOCK_C,
+    )
+
+
+def _rotate_queries(
+    query: torch.Tensor,
+    rotated_query: RotatedQuery,
+    layout: TurboFormat,
+    scale: float,
+) -> None:
+    """What ``store`` does for queries alone."""
+    num_queries, num_heads, head_size = query.shape
+    block_d = triton.next_power_of_2(head_size)
+    tuning = default_tuning(num_queries, head_size)
+    _rotate_query_kernel[(triton.cdiv(num_queries, tuning.block_t), num_heads)](
+        query,
+        *rotated_query,
+        rotation_matrix(head_size, query.device),
+        num_queries,
+        scale * LOG2_E * layout.key_codebook.gain,
+        inverse_sqrt(head_size),
+        query.stride(0),
+        query.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_T=tuning.block_t,
+        BLOCK_D=block_d,
+        BLOCK_C=min(block_d, 64),
+        num_warps=tuning.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -310,7 +377,7 @@ def store(
     num_kv_heads, head_size = key.shape[1], layout.head_size
     num_queries = num_heads = 0
     if query is not None:
-        assert query.shape[0] <= num_tokens, (query.shape, num_tokens)
+        assert num_tokens == 0 or query.shape[0] <= num_tokens, query.shape
         assert rotated_query is not None
         num_queries, num_heads = query.shape[:2]
         assert all(tensor.is_contiguous() for tensor in rotated_query)
@@ -325,6 +392,8 @@ def store(
         num_segments, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
         assert seq_lens.shape[0] == num_seqs > 0, (seq_lens.shape, num_seqs)
     if num_tokens == 0:
+        if query is not None and rotated_query is not None and num_queries > 0:
+            _rotate_queries(query, rotated_query, layout, scale)
         return
     block_d = triton.next_power_of_2(head_size)
     if tuning is None:
