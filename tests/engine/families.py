@@ -54,6 +54,20 @@ FAMILIES = {
         # Else the embedding, which is the head, too, would decide every token.
         {"post_attention_layernorm": 7},
     ),
+    # The last two layers read the caches of the two before them.
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "global_head_dim": HEAD_DIM,
+            "hidden_size_per_layer_input": 0,
+        },
+        # Scores are not scaled; the embedding as in Gemma 3.
+        {"q_norm": -0.75, "post_attention_layernorm": 7},
+    ),
     "cohere2": Family(
         "cohere2",
         {"layer_types": SLIDING, "sliding_window": WINDOW, "logit_scale": 1.0},

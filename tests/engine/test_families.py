@@ -38,13 +38,22 @@ HYBRID = Ways(
 )
 WAYS = {
     "gemma3": WINDOWED,
+    "gemma4": WINDOWED,
     "cohere2": WINDOWED,
     "olmo3": WINDOWED,
     "granite": WINDOWED,
     "llama4": CHUNKED,
     "lfm2": HYBRID,
 }
-GROUPS = {"gemma3": 4, "cohere2": 4, "olmo3": 4, "granite": 4, "llama4": 4, "lfm2": 2}
+GROUPS = {
+    "gemma3": 4,
+    "gemma4": 2,
+    "cohere2": 4,
+    "olmo3": 4,
+    "granite": 4,
+    "llama4": 4,
+    "lfm2": 2,
+}
 WITH_WINDOWS = [name for name, ways in WAYS.items() if ways is WINDOWED]
 all_models = pytest.mark.parametrize("name", WAYS)
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -154,6 +154,7 @@ def make_impl(
     num_kv_heads: int = NUM_KV_HEADS,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    kv_sharing_target_layer_name: str | None = None,
 ) -> TurboAttentionImpl:
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
@@ -164,6 +165,7 @@ def make_impl(
             sliding_window=sliding_window,
             kv_cache_dtype=config.cache_config.cache_dtype,
             sinks=sinks,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )
 
 
@@ -203,6 +205,10 @@ def add_layer(
             prefix=name,
         )
     layer.is_draft_layer = is_draft
+
+
+# Of requests, the first and last positions of tokens that see each other.
+Ranges: TypeAlias = dict[int, list[tuple[int, int]]]
 
 
 @dataclass
@@ -292,6 +298,8 @@ class Batch:
         """Forward by one path; padded rows of the output stay as they are."""
         num_tokens = self.common.num_actual_tokens
         q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
+        if impl.runner.shares_cache:
+            k = v = None
         output = torch.full_like(self.query, 7)
         kernels = impl.runner.kernels
         if path == "torch":
@@ -301,8 +309,14 @@ class Batch:
         assert (output[num_tokens:] == 7).all()
         return output[:num_tokens]
 
-    def check(self, impl: TurboAttentionImpl, output: torch.Tensor) -> None:
-        """Compare each request to attention over what it is to see.
+    def check(
+        self,
+        impl: TurboAttentionImpl,
+        output: torch.Tensor,
+        ranges: Ranges | None = None,
+    ) -> None:
+        """Compare each request to attention over what it is to see, later tokens of the
+        ranges included.
 
         CUDA's decode attention takes q in int8 by design, so its target is attention
         from q rounded so. The offset of the first segment is taken off all keys: a
@@ -340,7 +354,10 @@ class Batch:
                 key = torch.cat([key, own - without.to(own.device)])
                 value = torch.cat([value, self.value[part].float()])
             query, target = self.query[part], None
-            if row < num_rounded:
+            own_ranges = (ranges or {}).get(row, [])
+            options["spans"] = [(first, last + 1) for first, last in own_ranges]
+            is_prefilled = any(last >= context for _, last in own_ranges)
+            if row < num_rounded and not is_prefilled:
                 rotated = reference.round_query(reference.rotate(query))
                 rounded = reference.inverse_rotate(rotated)
                 num_newest = num_queries if raw else 0
@@ -392,6 +409,22 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
 FLASH_ATTN_TILE = 128
 
 
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    hidden: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``reference.attention``, with any mask, (Q, T) bool."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("qhd,thd->hqt", query, key) * scale
+    scores = scores.masked_fill(hidden.to(scores.device), -math.inf)
+    output = torch.einsum("hqt,thd->qhd", torch.softmax(scores, -1), value)
+    return output, torch.logsumexp(scores, -1).T
+
+
 def flash_attn_stand_in(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -416,11 +449,12 @@ def flash_attn_stand_in(
         ``out`` and the LSE, (Hq, T) fp32.
 
     """
-    sliding_window = None
+    sliding_window, left = None, -1
     if window_size is not None:
-        before, after = window_size
-        assert causal and after == 0
-        sliding_window = before + 1
+        left, right = window_size
+        assert left >= 0 and right == (0 if causal else -1)
+        if causal:
+            sliding_window = left + 1
     assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
     assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
     lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
@@ -431,14 +465,16 @@ def flash_attn_stand_in(
         if keys.start == keys.stop:
             out[queries] = 0
             continue
-        result, row_lse = reference.attention(
-            q[queries].float(),
-            k[keys].float(),
-            v[keys].float(),
-            softmax_scale,
-            causal,
-            sliding_window,
-        )
+        operands = [x.float() for x in (q[queries], k[keys], v[keys])]
+        if causal or left < 0:
+            result, row_lse = reference.attention(
+                *operands, softmax_scale, causal, sliding_window
+            )
+        else:
+            num_queries, num_keys = (len(x) for x in operands[:2])
+            first = torch.arange(num_queries) + num_keys - num_queries - left
+            hidden = torch.arange(num_keys) < first[:, None]
+            result, row_lse = masked_attention(*operands, softmax_scale, hidden)
         out[queries] = result.to(out.dtype)
         lse[:, queries] = row_lse.T
         # Rows of the same tile are another sequence's, and weigh nothing.

@@ -19,6 +19,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -98,7 +99,6 @@ SELECTIONS = {
     "block size 24": (dict(block_size=24), "block_size"),
     "MLA": (dict(use_mla=True), "MLA"),
     "sparse": (dict(use_sparse=True), "sparse"),
-    "mm-prefix": (dict(use_mm_prefix=True), "multimodal.*--language-model-only"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
     "PCP": (dict(use_pcp=True), "PCP"),
@@ -129,7 +129,6 @@ IMPL_ARGUMENTS = {
         "sliding window of heads .*--kv-cache-dtype-skip-layers sliding_window",
     ),
     "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
-    "KV sharing": (dict(kv_sharing_target_layer_name="layers.0"), "KV sharing"),
     "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
     "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),
@@ -154,6 +153,26 @@ def speculative_config(config: VllmConfig, method: str) -> VllmConfig:
     # A checkpoint of a drafter would be needed otherwise.
     speculative.method = method
     return with_attribute(config, "speculative_config", speculative)
+
+
+def mm_prefix_config(config: VllmConfig) -> VllmConfig:
+    """Of a model whose image tokens see each other."""
+    model_config = copy(config.model_config)
+    # A cached property of the description, which needs a checkpoint.
+    vars(model_config)["is_mm_prefix_lm"] = True
+    return with_attribute(config, "model_config", model_config)
+
+
+def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
+    changed = speculative_config(config, "draft_model")
+    changed.speculative_config.enable_adaptive_verification = True
+    return changed
+
+
+def fast_prefill_config(config: VllmConfig) -> VllmConfig:
+    cache_config = copy(config.cache_config)
+    cache_config.kv_sharing_fast_prefill = True
+    return with_attribute(config, "cache_config", cache_config)
 
 
 def make_spec(spec_type: type = FullAttentionSpec, **changes) -> AttentionSpec:
@@ -223,3 +242,33 @@ def transfer_config(config: VllmConfig, permute: bool) -> VllmConfig:
         enable_permute_local_kv=permute,
     )
     return with_attribute(config, "kv_transfer_config", transfer)
+
+
+def make_layer(config: VllmConfig, **changes) -> Attention:
+    """A layer as models make it."""
+    arguments = dict(
+        num_heads=4,
+        head_size=64,
+        scale=0.125,
+        num_kv_heads=2,
+        cache_config=config.cache_config,
+    )
+    prefix = f"layers.{len(config.compilation_config.static_forward_context)}.attn"
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            return Attention(**(arguments | {"prefix": prefix} | changes))
+    finally:
+        torch.set_default_dtype(default)
+
+
+def share_with_skipped(config: VllmConfig, skipped: int) -> None:
+    """Two layers with one cache, of which one is in the model's dtype."""
+    config.cache_config.kv_cache_dtype_skip_layers = [str(skipped)]
+    target = make_layer(config)
+    sharing = make_layer(config, kv_sharing_target_layer_name=target.layer_name)
+    dtypes = [target.kv_cache_dtype, sharing.kv_cache_dtype]
+    assert sorted(dtypes) == ["auto", "turbo4"]
+    packed = target if skipped else sharing
+    TurboMetadataBuilder(make_spec(), [packed.layer_name], config, DEVICE)

@@ -177,7 +177,8 @@ def test_builder_interface(folder):
     assert builder.reorder_batch_threshold == 3
     assert make_impl(config).runner.max_query_len == 3
     assert (
-        builder.prefill_limits.piece_tokens == impl.runner.prefill_limits.piece_tokens
+        builder.prefill_planner.limits.piece_tokens
+        == impl.runner.prefill_limits.piece_tokens
     )
     assert TurboAttentionBackend.get_builder_cls() is TurboMetadataBuilder
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl

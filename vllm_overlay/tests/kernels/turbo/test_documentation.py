@@ -24,6 +24,8 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
     REASONS,
@@ -31,21 +33,27 @@ from vllm.v1.attention.ops.turbo.refusals import (
 )
 from vllm.v1.attention.ops.turbo.startup import check_layer
 
-from .backend_utils import make_vllm_config
+from .backend_utils import Batch, make_vllm_config
+from .backend_utils import make_builder as make_layer_builder
+from .backend_utils import make_impl as make_layer_impl
 from .refusal_cases import (
     IMPL_ARGUMENTS,
     PACKED,
     SELECTIONS,
     SPECS,
     OwnAttention,
+    fast_prefill_config,
     make_builder,
     make_impl,
     make_spec,
+    mm_prefix_config,
     parallel_config,
     select,
     selector_config,
+    share_with_skipped,
     speculative_config,
     transfer_config,
+    with_adaptive_verification,
 )
 
 PAGE = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
@@ -127,7 +135,21 @@ def update_alone(config: VllmConfig) -> None:
     impl.do_kv_cache_update(None, *[torch.zeros(1, 1, 64)] * 4)
 
 
-def test_the_list_of_reasons_is_complete(config, monkeypatch):
+def see_beyond_a_window(config: VllmConfig) -> None:
+    """An image has more tokens than a window that nothing clamps it to."""
+    impl = make_layer_impl(config, sliding_window=16)
+    batch = Batch.make(impl, [(40, 0)])
+    batch.common.mm_req_doc_ranges = {0: [(0, 16)]}
+    make_layer_builder(config, impl).build(0, batch.common)
+
+
+def see_with_large_heads() -> None:
+    x = torch.zeros(2, 1, 512)
+    layout = TurboFormat.from_cache_dtype("turbo4", 512)
+    attend_to_later_tokens(x, x, x, x, [None], 1.0, layout, None, x, x, None, None)
+
+
+def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
     """``REASONS``, from which the documentation's table is checked, has all that is
     refused in any case here, and nothing else.
     """
@@ -148,6 +170,15 @@ def test_the_list_of_reasons_is_complete(config, monkeypatch):
         partial(forward, output_scale=torch.ones(())),
         partial(check_layer, "layers.1.attn", own_layer, config),
         partial(update_alone, config),
+        partial(make_impl, fast_prefill_config(config)),
+        partial(share_with_skipped, make_vllm_config(tmp_path), 0),
+        partial(
+            make_builder,
+            mm_prefix_config(with_adaptive_verification(config)),
+            make_spec(),
+        ),
+        partial(see_beyond_a_window, make_vllm_config(tmp_path)),
+        see_with_large_heads,
     ]
     reasons = [reason for call in calls for reason in reasons_of(call)]
     for platform in ("is_rocm", "is_xpu"):

@@ -217,6 +217,15 @@ def test_layers_with_a_bias_have_an_offset(config):
     assert others == [None, None, None]
 
 
+def test_layers_that_share_a_cache_have_its_offset(config):
+    """They have no keys, whose bias could tell."""
+    target, sharing = make_module(config), make_module(config, bias=False)
+    load_biases(target.qkv_proj)
+    sharing.attn.kv_sharing_target_layer_name = target.attn.layer_name
+    table, shared = set_offsets(target, sharing)
+    assert table is not None and shared is table
+
+
 def test_a_long_bias_with_an_offset_is_not_warned_of(config, monkeypatch):
     module = make_module(config)
     set_norm(module, 600)

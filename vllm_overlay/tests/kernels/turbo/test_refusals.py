@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import turbo_attn
@@ -27,14 +26,19 @@ from .refusal_cases import (
     MICRO_BATCHES,
     SELECTIONS,
     SPECS,
+    fast_prefill_config,
     make_builder,
     make_impl,
+    make_layer,
     make_spec,
+    mm_prefix_config,
     parallel_config,
     select,
     select_on_cuda,
+    share_with_skipped,
     speculative_config,
     transfer_config,
+    with_adaptive_verification,
     with_attribute,
 )
 from .utils import all_presets
@@ -83,8 +87,8 @@ def test_fp32_needs_a_cpu(name, monkeypatch):
 
 
 def test_all_reasons_are_named():
-    with refused("multimodal.*MLA.*FLASH_ATTN"):
-        select(AttentionBackendEnum.FLASH_ATTN, use_mla=True, use_mm_prefix=True)
+    with refused("MLA.*sparse.*FLASH_ATTN"):
+        select(AttentionBackendEnum.FLASH_ATTN, use_mla=True, use_sparse=True)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT"])
@@ -94,8 +98,8 @@ def test_other_backend(select, backend):
         select(AttentionBackendEnum[backend])
     assert backend in str(raised.value)
     assert "turbo" in select(AttentionBackendEnum.TURBO)
-    with refused("multimodal"):
-        select(AttentionBackendEnum.TURBO, use_mm_prefix=True)
+    with refused("sparse"):
+        select(AttentionBackendEnum.TURBO, use_sparse=True)
 
 
 @selectors
@@ -207,25 +211,6 @@ def test_permuted_kv_transfer(config):
     make_builder(transfer_config(config, False), make_spec())
 
 
-def make_layer(config: VllmConfig, **changes) -> Attention:
-    """A layer as models make it."""
-    arguments = dict(
-        num_heads=4,
-        head_size=64,
-        scale=0.125,
-        num_kv_heads=2,
-        cache_config=config.cache_config,
-    )
-    prefix = f"layers.{len(config.compilation_config.static_forward_context)}.attn"
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config):
-            return Attention(**(arguments | {"prefix": prefix} | changes))
-    finally:
-        torch.set_default_dtype(default)
-
-
 LAYERS = {
     "sliding window of large heads": (
         dict(per_layer_sliding_window=64, head_size=512),
@@ -235,10 +220,6 @@ LAYERS = {
     "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
     "head size": (dict(head_size=72), "head_size"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
-    "KV sharing": (
-        dict(kv_sharing_target_layer_name="layers.0.attn"),
-        "KV sharing",
-    ),
 }
 
 
@@ -266,21 +247,48 @@ PALIGEMMA = {
 }
 
 
-def test_mm_prefix_without_images(config, tmp_path):
-    """With the flag that its refusal names, the model is served."""
+def test_mm_prefix_with_images_and_without(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PALIGEMMA))
-    models = [
-        ModelConfig(
+    for language_model_only in (False, True):
+        model = ModelConfig(
             model=str(tmp_path),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             language_model_only=language_model_only,
         )
-        for language_model_only in (False, True)
-    ]
-    with refused("multimodal.*--language-model-only"):
-        make_layer(with_attribute(config, "model_config", models[0]))
-    make_layer(with_attribute(config, "model_config", models[1]))
+        layer = make_layer(with_attribute(config, "model_config", model))
+        assert layer.attn_backend is TurboAttentionBackend
+        assert layer.use_mm_prefix is not language_model_only
+        assert layer.impl.runner.has_spans is not language_model_only
+
+
+@pytest.mark.parametrize("head_size, has_spans", [(256, True), (512, False)])
+def test_layers_of_large_heads_expect_no_images(config, head_size, has_spans):
+    """Gemma 4's see none, and start."""
+    impl = make_impl(mm_prefix_config(config), head_size=head_size)
+    assert impl.runner.has_spans is has_spans
+
+
+def test_mm_prefix_with_adaptive_verification(config):
+    """Where a prompt's tokens are among decodes' the host does not know."""
+    drafting = with_adaptive_verification(config)
+    make_builder(drafting, make_spec())
+    make_builder(mm_prefix_config(config), make_spec())
+    with refused("multimodal.*adaptive.*--language-model-only"):
+        make_builder(mm_prefix_config(drafting), make_spec())
+
+
+def test_fast_prefill(config):
+    """Layers that share a cache would have other batches than those that store."""
+    with refused("leave out --kv-sharing-fast-prefill"):
+        make_impl(fast_prefill_config(config))
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_shared_caches_of_other_dtypes(tmp_path, skipped):
+    """A layer would read bytes that another one stores in another format."""
+    with refused("KV sharing.*--kv-cache-dtype-skip-layers"):
+        share_with_skipped(make_vllm_config(tmp_path), skipped)
 
 
 def test_layer_is_served(config):

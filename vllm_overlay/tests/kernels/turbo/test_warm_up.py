@@ -56,6 +56,52 @@ def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 @requires_triton
+@kernel_paths
+@pytest.mark.parametrize("window", [None, 128])
+def test_images(tmp_path: Path, profiled, path, window, monkeypatch):
+    """Their tokens have a kernel of FlashAttention's of their own."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    impl = make_impl(config, sliding_window=window)
+    set_path(impl, path)
+    impl.runner.has_spans = True
+    sizes = []
+    flash_attn = impl.runner.flash_attn
+
+    def record(*args, window_size=None, **kwargs):
+        sizes.append(window_size)
+        options = {} if window_size is None else {"window_size": window_size}
+        return flash_attn(*args, **kwargs, **options)
+
+    impl.runner.flash_attn = record
+    batches = profile(impl, monkeypatch)
+    assert sizes.count([0, -1]) == len(batches) > 0
+
+
+@requires_triton
+@kernel_paths
+def test_shared_caches(tmp_path: Path, profiled, path, monkeypatch):
+    """A layer that has no K and V runs without, beside one that has."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    impls = [
+        make_impl(config, kv_sharing_target_layer_name=target)
+        for target in (None, "layers.0.attn")
+    ]
+    for impl in impls:
+        set_path(impl, path)
+        keys = []
+        forward = impl.runner.forward
+
+        def record(query, key, *args, forward=forward, keys=keys):
+            keys.append(key)
+            forward(query, key, *args)
+
+        monkeypatch.setattr(impl.runner, "forward", record)
+        batches = profile(impl, monkeypatch)
+        assert len(keys) == len(batches) > 0
+        assert {key is None for key in keys} == {impl.runner.shares_cache}
+
+
+@requires_triton
 @prefill_modes
 @kernel_paths
 def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch):
@@ -117,7 +163,8 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     # Longer than a decode, or it would be one.
     requests = [(query_len, 16), *((2 + num_drafts, length) for length in (32, 16, 0))]
     builder = make_builder(config, impl)
-    builder.prefill_limits = builder.prefill_limits._replace(piece_tokens=16)
+    limits = builder.prefill_planner.limits._replace(piece_tokens=16)
+    builder.prefill_planner = builder.prefill_planner._replace(limits=limits)
     wanted = builder.build(0, Batch.make(impl, requests).common)
     found = small_step(impl.runner, BLOCK_SIZE, DEVICE, query_len)
     for name in ("num_decodes", "num_decode_tokens", "decode_query_len", "extends"):

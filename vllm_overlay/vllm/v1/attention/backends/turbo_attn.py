@@ -43,14 +43,15 @@ from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan, find_extends
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
-    plan_prefill,
-    prefill_limits,
+    PrefillPlan,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
+from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
+from vllm.v1.attention.ops.turbo.prefill_planner import PrefillPlanner
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner, num_draft_slots
-from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
+from vllm.v1.attention.ops.turbo.startup import check_shared_caches, log_turbo_cache
 from vllm.v1.attention.ops.turbo.warm_up import warm_up
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -155,6 +156,10 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -177,9 +182,8 @@ class TurboAttentionBackend(AttentionBackend):
 
     @classmethod
     def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """What the base class finds in a configuration, with the flags that help."""
-        found = super().validate_configuration(*args, **kwargs)
-        return [refusals.HINTED.get(reason, reason) for reason in found]
+        """What the base class finds in a configuration."""
+        return super().validate_configuration(*args, **kwargs)
 
     @classmethod
     def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
@@ -242,7 +246,6 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         optional = {
             "alibi_slopes": alibi_slopes,
             "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
         reasons = refusals.unsupported_layer_arguments(
             attn_type, optional | unsupported
@@ -251,6 +254,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.HIDDEN_STATES)
         if vllm_config.parallel_config.use_ubatching:
             reasons.append(refusals.MICRO_BATCHES)
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            reasons.append(refusals.KV_SHARING_FAST_PREFILL)
         if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
             reasons.append(refusals.NO_FLASH_ATTN)
         if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
@@ -273,6 +278,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             sliding_window,
             sinks,
         )
+        if kv_sharing_target_layer_name is not None:
+            self.runner.share_cache()
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
 
@@ -293,8 +300,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: TurboMetadata,
         output: torch.Tensor,
@@ -306,8 +313,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         Args:
             layer: The layer, not read.
             query: (T, Hq, D), T padded.
-            key: (T, H, D).
-            value: (T, H, D).
+            key: (T, H, D); None for a layer that reads another's cache.
+            value: (T, H, D), likewise.
             kv_cache: (num_blocks, H, N, C) uint8.
             attn_metadata: The step's; None in the profile run, which takes the
                 workspace.
@@ -320,14 +327,20 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             raise NotImplementedError(
                 refusals.refusal(self.kv_cache_dtype, [refusals.FUSED_OUTPUT])
             )
+        if key is None or value is None:
+            # Whose cache is read may be told when the layer is made, or later.
+            self.runner.share_cache()
         if attn_metadata is None:
             if self.runner.kernels is not None and is_workspace_manager_initialized():
                 self.runner.reserve(query.device)
                 warm_up(self.runner, query.device)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
-        tokens = (query[:num_tokens], key[:num_tokens], value[:num_tokens])
-        window = None if self.window is None else self.window.of_step()
+        own = (None if x is None else x[:num_tokens] for x in (key, value))
+        tokens = query[:num_tokens], *own
+        window = None
+        if self.window is not None and key is not None:
+            window = self.window.of_step()
         if self.runner.kernels is not None:
             self.runner.forward(*tokens, kv_cache, attn_metadata, output, window)
         else:
@@ -412,6 +425,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
         reasons = refusals.unsupported_spec_features(kv_cache_spec)
+        speculative = vllm_config.speculative_config
+        self.has_device_query_lens = (
+            speculative is not None and speculative.enable_adaptive_verification
+        )
+        # Where prompts' tokens are among those of decodes is not known then.
+        if self.has_device_query_lens and vllm_config.model_config.is_mm_prefix_lm:
+            reasons.append(refusals.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.enable_permute_local_kv:
             reasons.append(refusals.PERMUTED_TRANSFER)
@@ -423,30 +443,30 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         layers: list[Any] = list(
             get_layers_from_vllm_config(vllm_config, layer_type, layer_names).values()
         )
-        if all(layer.is_draft_layer for layer in layers):
+        self.is_drafter = all(layer.is_draft_layer for layer in layers)
+        if self.is_drafter:
             self.reorder_batch_threshold += num_draft_slots(vllm_config)
-        speculative = vllm_config.speculative_config
-        self.has_device_query_lens = (
-            speculative is not None and speculative.enable_adaptive_verification
-        )
-        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        check_shared_caches(vllm_config)
         runners = [layer.impl.runner for layer in layers]
+        for layer, runner in zip(layers, runners):
+            if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+                runner.share_cache()
         # One of each shape: layers alike have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
-        # Not by the spec: without the hybrid cache manager layers with a window and
-        # without are in one group.
-        full = [runner for runner in runners if runner.sliding_window is None]
-        self.has_full_attention = bool(full)
-        self.prefill_limits = prefill_limits(
-            max((x.shape for x in full or runners), key=lambda x: x.num_heads),
-            self.stored,
-            any(runner.key_offset is not None for runner in full),
+        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        own = [runner for runner in runners if runner.stored == self.stored]
+        self.prefill_planner = PrefillPlanner.of_layers(own, self.stored, device)
+        # Layers that read another's cache have a plan of their own.
+        shared = [runner for runner in runners if runner.stored != self.stored]
+        self.shared_planner = PrefillPlanner.of_layers(shared, True, device)
+        # Others' spans are clamped: to what a window hides before a token.
+        unclamped = (
+            layer.impl.runner.sliding_window
+            for layer in layers
+            if layer.impl.runner.sliding_window is not None
+            and not getattr(layer, "mm_prefix_clamp_sliding_window", False)
         )
-        self.window_tokens: dict[int, int] = {}
-        for runner in runners:
-            if runner.sliding_window is not None:
-                num_tokens = runner.prefill_limits.piece_tokens
-                self.window_tokens[runner.sliding_window] = num_tokens
+        self.unclamped_window = min(unclamped, default=None)
         log_turbo_cache(vllm_config)
 
     @property
@@ -481,22 +501,29 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         query_len, is_uniform = self._decode_query_len(
             common, num_decodes, num_decode_tokens
         )
-        extends, prefill = [], None
+        spans = self._find_spans(common)
+        extends = []
+        rows = [(row, row + 1) for row in sorted({span.request for span in spans})]
+        # These are packed attention's: they are prefilled once more.
+        rows = [(first, last) for first, last in rows if first < num_decodes]
+        num_packed = num_decodes
         if num_prefills > 0:
-            extends = self._build_extends(common, num_decodes)
-            num_packed = num_decodes + sum(extend.num_requests for extend in extends)
+            # Packed pages are attended to causally.
+            with_spans = (x.request for x in spans if x.request >= num_decodes)
+            end = next(with_spans, common.num_reqs)
+            extends = self._build_extends(common, num_decodes, end)
+            num_packed += sum(extend.num_requests for extend in extends)
             if num_packed < common.num_reqs:
-                starts = common.query_start_loc_cpu[num_packed:]
-                seq_lens_cpu = self._seq_lens_cpu(common)
-                prefill = plan_prefill(
-                    starts - starts[0],
-                    seq_lens_cpu[num_packed:],
-                    common.block_table_tensor[num_packed:],
-                    self.stored,
-                    self.prefill_limits if self.has_full_attention else None,
-                    self.device,
-                    self.window_tokens,
-                )
+                rows.insert(0, (num_packed, common.num_reqs))
+        prefills = self._plan_prefills(common, rows, spans, self.prefill_planner)
+        prefill = None
+        if prefills and num_packed < common.num_reqs:
+            _, prefill = prefills.pop(0)
+        shared_prefills = None
+        if self.shared_planner is not None:
+            shared_prefills = self._plan_prefills(
+                common, rows, spans, self.shared_planner
+            )
         metadata = TurboMetadata(
             num_actual_tokens=common.num_actual_tokens,
             slot_mapping=common.slot_mapping[: common.num_actual_tokens],
@@ -511,10 +538,77 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             ),
             extends=extends,
             prefill=prefill,
+            span_prefills=prefills,
+            shared_prefills=shared_prefills,
+            mm_prefix_range=common.mm_req_doc_ranges if spans else None,
         )
         planners = (runner.planner for runner in self.runners)
         metadata.plan_decodes(planner for planner in planners if planner is not None)
         return metadata
+
+    def _find_spans(self, common: CommonAttentionMetadata) -> list[Span]:
+        """The step's tokens that see later ones: a drafter's, which the model verifies,
+        need not.
+
+        Raises:
+            NotImplementedError: If tokens see others before them that their layer's
+                sliding window hides. vLLM's runner has no such ones: see
+                ``compute_mm_prefix_ranges``.
+
+        """
+        ranges = common.mm_req_doc_ranges
+        if self.is_drafter or not ranges or not any(ranges.values()):
+            return []
+        num_reqs = common.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
+        spans = find_spans(ranges, starts, self._seq_lens_cpu(common)[:num_reqs])
+        if self.unclamped_window is not None:
+            lens = (
+                last - first + 1
+                for span in spans
+                for first, last in ranges[span.request]
+                if first <= span.position <= last
+            )
+            if max(lens, default=0) > self.unclamped_window:
+                reasons = [refusals.MM_PREFIX_BEYOND_WINDOW]
+                raise NotImplementedError(refusals.refusal(self.cache_dtype, reasons))
+        return spans
+
+    def _plan_prefills(
+        self,
+        common: CommonAttentionMetadata,
+        rows: list[tuple[int, int]],
+        spans: list[Span],
+        planner: PrefillPlanner | None,
+    ) -> list[tuple[int, PrefillPlan]]:
+        """Plan some requests as prefills.
+
+        Args:
+            common: The batch.
+            rows: The first request, and that behind the last, of each plan.
+            spans: All of the batch.
+            planner: Of the layers that are planned for; None for none.
+
+        Returns:
+            The place of each plan's first token, and the plan.
+
+        """
+        if planner is None or not rows:
+            return []
+        seq_lens_cpu = self._seq_lens_cpu(common)
+        return [
+            planner.plan(
+                common.query_start_loc_cpu[first : last + 1],
+                seq_lens_cpu[first:last],
+                common.block_table_tensor[first:last],
+                [
+                    span._replace(request=span.request - first)
+                    for span in spans
+                    if first <= span.request < last
+                ],
+            )
+            for first, last in rows
+        ]
 
     def _seq_lens_cpu(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """(R,) int32 lengths on the host, exact for requests that are prefilled.
@@ -547,11 +641,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         return query_len, num_decodes * query_len == num_decode_tokens
 
     def _build_extends(
-        self, common: CommonAttentionMetadata, num_decodes: int
+        self, common: CommonAttentionMetadata, num_decodes: int, end: int
     ) -> list[RequestSpan]:
-        starts = common.query_start_loc_cpu[num_decodes:]
+        """Extends among the requests from ``num_decodes`` on, before ``end``."""
+        starts = common.query_start_loc_cpu[num_decodes : end + 1]
         query_lens = starts.diff()
-        seq_lens = self._seq_lens_cpu(common)[num_decodes : common.num_reqs]
+        seq_lens = self._seq_lens_cpu(common)[num_decodes:end]
         context_lens = (seq_lens - query_lens).tolist()
         calls = find_extends(query_lens.tolist(), context_lens, self.max_extend_len)
         return [

@@ -147,6 +147,11 @@ def set_key_offsets(model: nn.Module) -> None:
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )
         layer.impl.runner.key_offset = getattr(layer, key_offset.BUFFER)
+    layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
+    for layer in layers.values():
+        target = layers.get(layer.kv_sharing_target_layer_name or "")
+        if target is not None:
+            layer.impl.runner.key_offset = target.impl.runner.key_offset
 
 
 def warn_of_key_biases(model: nn.Module) -> None:

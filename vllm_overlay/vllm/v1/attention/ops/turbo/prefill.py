@@ -5,6 +5,8 @@
 Cached context is dequantised in pieces of bounded size, for all requests at once, and
 attended to in rotated space; the pieces' outputs are merged by their log-sum-exp. A
 batch whose queries would need too much scratch is served slice by slice.
+
+Tokens that see later ones, an image's, attend to these in calls of their own.
 """
 
 from collections.abc import Callable
@@ -22,13 +24,17 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores
+from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     CachedRequests,
     PrefillPlan,
+    PrefillSlice,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
+from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
+from vllm.v1.attention.ops.turbo.varlen_attention import attend
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
@@ -47,42 +53,6 @@ def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     if version is None:
         return None
     return partial(flash_attn_varlen_func, fa_version=version)
-
-
-def _attend(
-    flash_attn: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    cu_lens: torch.Tensor,
-    max_len: int,
-    scale: float,
-    causal: bool = True,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention of sequences that lie end to end, into ``output``; returns its LSE.
-
-    K and V have not a row more than the sequences: FlashAttention multiplies what
-    follows the last one by zero, and scratch may hold NaN.
-    """
-    _, lse, *_ = flash_attn(
-        q=query,
-        k=key,
-        v=value,
-        out=output,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_query_len,
-        cu_seqlens_k=cu_lens,
-        max_seqlen_k=max_len,
-        softmax_scale=scale,
-        causal=causal,
-        return_softmax_lse=True,
-        **options,
-    )
-    return lse
 
 
 def _attend_to_requests(
@@ -118,7 +88,7 @@ def _attend_to_requests(
             scratch.value,
         )
         target = output if lse is None else scratch.output[: output.shape[0]]
-        piece_lse = _attend(
+        piece_lse = attend(
             flash_attn,
             rotated_query,
             scratch.key[: piece.num_tokens],
@@ -195,10 +165,62 @@ def _attend_to_cache(
     return lse
 
 
-def prefill_attention(
+def _attend_to_raw(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    query_slice: PrefillSlice,
+    scale: float,
+    scratch: PrefillScratch | None,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    flash_attn: Callable[..., torch.Tensor],
+    needs_lse: bool,
+) -> torch.Tensor | None:
+    """Attention of a slice's queries to the prefills' raw K and V, merged into
+    ``output`` if that has an ``lse``; returns the LSE of all, if it is needed.
+    """
+    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
+
+    own = query_slice.raw
+    assert own is not None
+    end = query_slice.tokens.stop
+    raw = slice(end - own.num_tokens, end)
+    raw_key, raw_value = key[raw], value[raw]
+    if query_slice.has_neighbours:
+        assert scratch is not None
+        isolated_key = scratch.key[: own.num_tokens]
+        isolated_value = scratch.value[: own.num_tokens]
+        isolate_broken_values(raw_key, raw_value, isolated_key, isolated_value)
+        raw_key, raw_value = isolated_key, isolated_value
+    target = output
+    if lse is not None:
+        assert scratch is not None
+        target = scratch.output[: query.shape[0]]
+    raw_lse = attend(
+        flash_attn,
+        query,
+        raw_key,
+        raw_value,
+        target,
+        query_slice.query_start_loc,
+        query_slice.max_query_len,
+        own.cu_lens,
+        own.max_len,
+        scale,
+    )
+    if lse is None:
+        return raw_lse
+    # Not in place, as above.
+    merged_lse = torch.empty_like(lse) if needs_lse else None
+    merge_attn_states(output, output, lse, target, raw_lse, merged_lse)
+    return merged_lse
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     kv_cache: torch.Tensor,
     plan: PrefillPlan,
     scale: float,
@@ -208,13 +230,14 @@ def prefill_attention(
     flash_attn: Callable[..., torch.Tensor],
     key_offset: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    later_tokens: list[list[LaterTokens]] | None = None,
 ) -> None:
     """Causal attention of the prefill requests, whose tokens are stored.
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D), raw.
-        value: (T, H, D), raw.
+        key: (T, H, D), raw; None if all is read from the cache.
+        value: (T, H, D), likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         plan: How the requests are served.
         scale: Softmax scale.
@@ -225,13 +248,15 @@ def prefill_attention(
         key_offset: (G, H, D) fp32, taken off the cached keys (see ``OffsetScores``);
             None if nothing was.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        later_tokens: Of each of the plan's slices what its queries see for being in a
+            span; None for no spans.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
     from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
-    for query_slice in plan.slices:
+    for index, query_slice in enumerate(plan.slices):
         queries, result = query[query_slice.tokens], output[query_slice.tokens]
+        parts = later_tokens[index] if later_tokens else []
         lse = None
         if query_slice.cached:
             assert scratch is not None
@@ -246,49 +271,45 @@ def prefill_attention(
                 flash_attn,
                 key_offset,
             )
-        if query_slice.raw is None:
-            if sinks is not None:
-                assert lse is not None
-                weigh_by_sinks(result, lse, sinks)
-            continue
-        end = query_slice.tokens.stop
-        raw = slice(end - query_slice.raw.num_tokens, end)
-        raw_key, raw_value = key[raw], value[raw]
-        if query_slice.has_neighbours:
-            assert scratch is not None
-            isolated_key = scratch.key[: query_slice.raw.num_tokens]
-            isolated_value = scratch.value[: query_slice.raw.num_tokens]
-            isolate_broken_values(raw_key, raw_value, isolated_key, isolated_value)
-            raw_key, raw_value = isolated_key, isolated_value
-        target = result
-        if lse is not None:
-            assert scratch is not None
-            target = scratch.output[: queries.shape[0]]
-        raw_lse = _attend(
-            flash_attn,
-            queries,
-            raw_key,
-            raw_value,
-            target,
-            query_slice.query_start_loc,
-            query_slice.max_query_len,
-            query_slice.raw.cu_lens,
-            query_slice.raw.max_len,
-            scale,
-        )
-        if lse is not None:
-            # Not in place, as above.
-            merged_lse = None if sinks is None else torch.empty_like(lse)
-            merge_attn_states(result, result, lse, target, raw_lse, merged_lse)
-            raw_lse = merged_lse
+        if query_slice.raw is not None:
+            assert key is not None and value is not None
+            lse = _attend_to_raw(
+                queries,
+                key,
+                value,
+                query_slice,
+                scale,
+                scratch,
+                result,
+                lse,
+                flash_attn,
+                needs_lse=sinks is not None or bool(parts),
+            )
+        if parts:
+            assert lse is not None
+            attend_to_later_tokens(
+                queries,
+                key,
+                value,
+                kv_cache,
+                parts,
+                scale,
+                layout,
+                scratch,
+                result,
+                lse,
+                flash_attn,
+                key_offset,
+            )
         if sinks is not None:
-            weigh_by_sinks(result, raw_lse, sinks)
+            assert lse is not None
+            weigh_by_sinks(result, lse, sinks)
 
 
 def sliding_window_attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slices: list[WindowSlice],
     sliding_window: int,
@@ -299,13 +320,14 @@ def sliding_window_attention(
     flash_attn: Callable[..., torch.Tensor],
     key_offset: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    later_tokens: list[list[LaterTokens]] | None = None,
 ) -> None:
     """As ``prefill_attention``, where a query token sees a few tokens before it.
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D), raw.
-        value: (T, H, D), raw.
+        key: (T, H, D), raw; None if all is read from the cache.
+        value: (T, H, D), likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         slices: How the requests are served: the plan's of this window.
         sliding_window: Tokens that a query token sees, at most, itself the last.
@@ -317,17 +339,22 @@ def sliding_window_attention(
         key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
             nothing was.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        later_tokens: Of each slice what its queries see for being in a span; None for
+            no spans.
 
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
     from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
     from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
-    for query_slice in slices:
+    for index, query_slice in enumerate(slices):
         tokens, runs = query_slice.tokens, query_slice.runs
-        run_key, run_value = key[tokens], value[tokens]
-        cu_lens, max_len = query_slice.query_start_loc, query_slice.max_query_len
-        if runs is not None:
+        parts = later_tokens[index] if later_tokens else []
+        if runs is None:
+            assert key is not None and value is not None
+            run_key, run_value = key[tokens], value[tokens]
+            cu_lens, max_len = query_slice.query_start_loc, query_slice.max_query_len
+        else:
             assert scratch is not None
             run_key = scratch.key[: runs.num_tokens]
             run_value = scratch.value[: runs.num_tokens]
@@ -335,15 +362,15 @@ def sliding_window_attention(
                 kv_cache,
                 query_slice.block_table,
                 runs,
-                key,
-                value,
+                run_key if key is None else key,
+                run_value if value is None else value,
                 layout,
                 run_key,
                 run_value,
                 key_offset,
             )
             cu_lens, max_len = runs.cu_lens, runs.max_len
-        lse = _attend(
+        lse = attend(
             flash_attn,
             query[tokens],
             run_key,
@@ -356,10 +383,10 @@ def sliding_window_attention(
             scale,
             window_size=[sliding_window - 1, 0],
         )
-        if sinks is None:
+        if sinks is None and not parts:
             continue
         if key_offset is not None and runs is not None:
-            # Where all keys of a run lack the same, sinks have to know of it.
+            # Where all keys of a run lack the same, other logits have to know of it.
             add_offset_scores(
                 lse,
                 OffsetScores(query[tokens], key_offset, scale),
@@ -367,4 +394,20 @@ def sliding_window_attention(
                 query_slice.max_query_len,
                 runs.starts,
             )
-        weigh_by_sinks(output[tokens], lse, sinks)
+        if parts:
+            attend_to_later_tokens(
+                query[tokens],
+                key,
+                value,
+                kv_cache,
+                parts,
+                scale,
+                layout,
+                scratch,
+                output[tokens],
+                lse,
+                flash_attn,
+                key_offset,
+            )
+        if sinks is not None:
+            weigh_by_sinks(output[tokens], lse, sinks)

@@ -20,9 +20,17 @@ SLIDING_WINDOW_OF_LARGE_HEADS = (
     "sliding window of heads of more than 256 (--kv-cache-dtype-skip-layers "
     "sliding_window keeps such layers in the model's dtype)"
 )
-MM_PREFIX = (
-    "partial multimodal token full attention not supported (--language-model-only "
-    "serves text)"
+MM_PREFIX_OF_LARGE_HEADS = (
+    "partial multimodal token full attention of heads of more than 256 "
+    "(--language-model-only serves text)"
+)
+MM_PREFIX_BEYOND_WINDOW = (
+    "partial multimodal token full attention beyond a sliding window "
+    "(--language-model-only serves text)"
+)
+MM_PREFIX_OF_ADAPTIVE_VERIFICATION = (
+    "partial multimodal token full attention with adaptive verification "
+    "(--language-model-only serves text)"
 )
 NON_CAUSAL = "non-causal attention not supported"
 
@@ -30,7 +38,6 @@ NON_CAUSAL = "non-causal attention not supported"
 LAYER_ARGUMENTS = {
     "ALiBi": "alibi_slopes",
     "logits soft cap": "logits_soft_cap",
-    "KV sharing between layers": "kv_sharing_target_layer_name",
 }
 
 # What kinds of cache specs are served.
@@ -66,9 +73,11 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     ),
 }
 
-# Reasons by what ``validate_configuration`` calls them.
-HINTED = {reason.partition(" (")[0]: reason for reason in (MM_PREFIX,)}
-
+KV_SHARING_FAST_PREFILL = "fast prefill (leave out --kv-sharing-fast-prefill)"
+KV_SHARING_OF_OTHER_DTYPES = (
+    "KV sharing between layers of different dtypes (name all that share, or none, in "
+    "--kv-cache-dtype-skip-layers)"
+)
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
 NO_FLASH_ATTN = "a vLLM without FlashAttention for this GPU"
@@ -84,7 +93,9 @@ REASONS = (
     "head_size not supported",
     "dtype not supported",
     "block_size not supported",
-    MM_PREFIX,
+    MM_PREFIX_OF_LARGE_HEADS,
+    MM_PREFIX_BEYOND_WINDOW,
+    MM_PREFIX_OF_ADAPTIVE_VERIFICATION,
     "MLA not supported",
     "sparse not supported",
     "compute capability not supported",
@@ -107,7 +118,8 @@ REASONS = (
     "<dtype>)",
     "ALiBi",
     "logits soft cap",
-    "KV sharing between layers",
+    KV_SHARING_FAST_PREFILL,
+    KV_SHARING_OF_OTHER_DTYPES,
     HIDDEN_STATES,
     MICRO_BATCHES,
     "layer argument <name>",

@@ -25,7 +25,12 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     largest_batch,
     max_extend_len,
 )
-from vllm.v1.attention.ops.turbo.planning.prefill import prefill_limits
+from vllm.v1.attention.ops.turbo.planning.prefill import (
+    FLASH_ATTN_MAX_HEAD_SIZE,
+    PrefillLimits,
+    PrefillPlan,
+    prefill_limits,
+)
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
@@ -33,6 +38,7 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
     TensorSpecs,
     num_bytes,
 )
+from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill import (
     get_flash_attn,
@@ -79,6 +85,7 @@ class TurboRunner:
         stored: Whether query tokens, too, are read from the cache.
         kernel_choice: ``attention_config.turbo_kernel``.
         max_query_len: Query tokens of a decode request, at most, drafters' too.
+        has_spans: Whether tokens may see later ones, an image's.
         num_sms: Multiprocessors of the GPU.
         cache_config: vLLM's; its block size may be set after the layers are made.
         prefill_limits: What bounds the scratch of a prefill.
@@ -91,6 +98,7 @@ class TurboRunner:
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing. It is set when weights have been loaded, once.
+        shares_cache: Whether another layer stores, whose cache all is read from.
 
     """
 
@@ -116,19 +124,41 @@ class TurboRunner:
             vllm_config
         )
         self.cache_config = vllm_config.cache_config
-        self.prefill_limits = prefill_limits(
-            shape, self.stored, sliding_window=sliding_window
+        model_config = vllm_config.model_config
+        self.has_spans = (
+            model_config is not None
+            and model_config.is_mm_prefix_lm
+            # Gemma 4's larger heads see none.
+            and shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE
         )
+        self.prefill_limits = self._prefill_limits(sliding_window)
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.key_offset: torch.Tensor | None = None
         self.window_wanted = window_wanted
+        self.shares_cache = False
         self.num_sms = 1
         self.flash_attn = None
         if not current_platform.is_cpu():
             device = torch.accelerator.current_device_index()
             self.num_sms = num_compute_units(device)
             self.flash_attn = get_flash_attn(shape.head_size)
+
+    def share_cache(self) -> None:
+        """Have another layer store: all tokens are read from the cache."""
+        if self.shares_cache:
+            return
+        self.shares_cache = self.stored = True
+        self.window_wanted = 0
+        self.prefill_limits = self._prefill_limits(self.sliding_window)
+
+    def _prefill_limits(self, sliding_window: int | None) -> PrefillLimits:
+        limits = prefill_limits(self.shape, self.stored, sliding_window=sliding_window)
+        if not (self.stored and self.has_spans):
+            return limits
+        # A span, which a step has all of, is read from the cache at once.
+        piece_tokens = max(limits.piece_tokens, self.max_num_tokens)
+        return limits._replace(piece_tokens=piece_tokens)
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels:
@@ -183,8 +213,8 @@ class TurboRunner:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         step: StepPlan,
         output: torch.Tensor,
@@ -198,8 +228,8 @@ class TurboRunner:
 
         Args:
             query: (T, Hq, D) bf16 or fp16.
-            key: (T, H, D).
-            value: (T, H, D).
+            key: (T, H, D); None if another layer stores them.
+            value: (T, H, D), likewise.
             kv_cache: (num_blocks, H, N, C) uint8.
             step: The plan of the step, which has T query tokens.
             output: (>= T, Hq, D), of which T rows are written.
@@ -208,44 +238,68 @@ class TurboRunner:
 
         """
         self._store_and_decode(query, key, value, kv_cache, step, output, window)
-        prefill = step.prefill
-        if prefill is None:
-            return
+        for first, plan in step.prefills(key is None):
+            rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
+            spans = plan.spans if step.sees_spans(self.sliding_window) else None
+            self._prefill(
+                query[rows],
+                None if key is None else key[rows],
+                None if value is None else value[rows],
+                kv_cache,
+                plan,
+                spans,
+                output[rows],
+            )
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        plan: PrefillPlan,
+        spans: SpanPlan | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend from the tokens of a plan, which are stored."""
         assert self.flash_attn is not None
         specs = PrefillScratch.specs(
             self.shape,
-            prefill.max_buffered_tokens(self.sliding_window),
+            plan.max_buffered_tokens(self.sliding_window),
             self.prefill_limits.piece_tokens,
         )
         scratch = take_scratch(specs, query.device)
-        rows = slice(step.num_packed_tokens, query.shape[0])
-        tokens = query[rows], key[rows], value[rows], kv_cache
+        tokens = query, key, value, kv_cache
         others = (
             self.scale,
             self.layout,
             PrefillScratch(*scratch) if scratch else None,
-            output[rows],
+            output,
             self.flash_attn,
             self.key_offset,
             self.sinks,
         )
         if self.sliding_window is None:
-            prefill_attention(*tokens, prefill, *others)
-        else:
-            slices = prefill.window_slices[self.sliding_window]
-            sliding_window_attention(*tokens, slices, self.sliding_window, *others)
+            later_tokens = None if spans is None else spans.slices
+            prefill_attention(*tokens, plan, *others, later_tokens)
+            return
+        slices, window = plan.window_slices[self.sliding_window], self.sliding_window
+        later_tokens = None if spans is None else spans.window_slices[window]
+        sliding_window_attention(*tokens, slices, window, *others, later_tokens)
 
     def _store_and_decode(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         step: StepPlan,
         output: torch.Tensor,
         window: RecentWindow | None,
     ) -> None:
-        """Store all tokens, and attend from those of decodes and extends."""
+        """Store all tokens, if there are any, and attend from those of decodes and
+        extends.
+        """
         kernels, plan = self.kernels, step.decode_plans[self.shape]
         assert kernels is not None
         scratch = step.decode_scratch.get(self.shape)
@@ -256,38 +310,41 @@ class TurboRunner:
         # A call writes the output of its own tokens alone, when it has read their
         # queries: these need no room beside it.
         rotated = output[: plan.num_tokens].view(torch.float16)
-        kernels.store(
-            kv_cache,
-            step.slot_mapping,
-            key,
-            value,
-            self.layout,
-            query[: plan.num_tokens],
-            RotatedQuery(rotated, scratch.query_scale),
-            self.scale,
-            step.key_offset(self.key_offset),
-            None if window is None else step.window_update(window),
-        )
+        rotated_query = RotatedQuery(rotated, scratch.query_scale)
+        tokens = query[: plan.num_tokens], rotated_query, self.scale
+        if key is None or value is None:
+            none = query.new_empty(0, self.shape.num_kv_heads, self.shape.head_size)
+            slots = step.slot_mapping[:0]
+            kernels.store(kv_cache, slots, none, none, self.layout, *tokens)
+        else:
+            kernels.store(
+                kv_cache,
+                step.slot_mapping,
+                key,
+                value,
+                self.layout,
+                *tokens,
+                step.key_offset(self.key_offset),
+                None if window is None else step.window_update(window),
+            )
         for call in plan.calls:
-            tokens, count = call.tokens, call.num_partials
+            own, count = call.tokens, call.num_partials
             newest = offset = None
-            if not self.stored:
-                newest = NewestTokens(
-                    query[tokens], key[tokens], value[tokens], self.scale
-                )
+            if key is not None and value is not None and not self.stored:
+                newest = NewestTokens(query[own], key[own], value[own], self.scale)
             if self.key_offset is not None:
-                offset = OffsetScores(query[tokens], self.key_offset, self.scale)
+                offset = OffsetScores(query[own], self.key_offset, self.scale)
             attention = kernels.decode_attention
             if call.is_extend:
                 assert kernels.extend_attention is not None
                 attention = kernels.extend_attention
             attention(
-                RotatedQuery(rotated[tokens], scratch.query_scale[tokens]),
+                RotatedQuery(rotated[own], scratch.query_scale[own]),
                 kv_cache,
                 self.layout,
                 call.batch,
                 Partials(scratch.partial[:count], scratch.partial_lse[:count]),
-                output[tokens],
+                output[own],
                 newest,
                 offset,
                 None if window is None else window.from_sequence(call.first_request),

@@ -60,6 +60,25 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
+def check_shared_caches(vllm_config: VllmConfig) -> None:
+    """Check that layers which share a cache read it as it is stored.
+
+    Raises:
+        ValueError: If a layer's dtype is not that of the layer whose cache it reads,
+            and one of them is a turbo one.
+
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    for layer in layers.values():
+        target = layers.get(layer.kv_sharing_target_layer_name or "")
+        if target is None or target.kv_cache_dtype == layer.kv_cache_dtype:
+            continue
+        for dtype in (target.kv_cache_dtype, layer.kv_cache_dtype):
+            if is_turbo_cache_dtype(dtype):
+                reasons = [refusals.KV_SHARING_OF_OTHER_DTYPES]
+                raise ValueError(refusals.refusal(dtype, reasons))
+
+
 def _kind(impl: "TurboAttentionImpl") -> tuple[int, int, int | None, bool]:
     """What layers alike have in common."""
     runner = impl.runner
@@ -88,12 +107,16 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
         impls: Of the layers on this rank that have a turbo dtype.
 
     """
+    num_layers = len(impls)
+    impls = [impl for impl in impls if not impl.runner.shares_cache] or impls
+    num_shared = num_layers - len(impls)
     kinds = {_kind(impl): impl for impl in impls}
     counts = Counter(_kind(impl) for impl in impls)
     layers = ", ".join(_layers(impl, counts[kind]) for kind, impl in kinds.items())
     packed = sum(impl.num_kv_heads * impl.runner.layout.slot_size for impl in impls)
     unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
+    shared = f"; {num_shared} more read caches of these" if num_shared else ""
     seen = "stored" if impls[0].runner.stored else "raw"
     windows = {0 if impl.window is None else impl.window.num_tokens for impl in impls}
     window = ""
@@ -109,7 +132,7 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} K and V{window}{offset}."
+        f"attends to {seen} K and V{window}{offset}{shared}."
     )
 
 

@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 )
 from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
+from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
@@ -113,6 +114,16 @@ def small_step(
         device,
         window_tokens,
     )
+    ranges = {}
+    if runner.has_spans:
+        ranges[0] = [(contexts[first_prefill], seq_lens[first_prefill] - 1)]
+    prefill.spans = plan_spans(
+        find_spans(ranges, starts, lengths[first_prefill:]),
+        prefill,
+        table[first_prefill:],
+        runner.stored,
+        device,
+    )
     step = StepPlan(
         num_actual_tokens=len(slots),
         slot_mapping=torch.tensor(slots, device=device),
@@ -125,6 +136,7 @@ def small_step(
         decode_start_loc=None if is_uniform else decode_starts.to(device),
         extends=extends,
         prefill=prefill,
+        mm_prefix_range=ranges or None,
     )
     if runner.planner is not None:
         step.plan_decodes([runner.planner])
@@ -214,10 +226,13 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             cache = torch.zeros(*blocks, slot_size, dtype=torch.uint8, device=device)
             vectors = (step.num_actual_tokens, heads + 2 * kv_heads, shape.head_size)
             qkv = torch.zeros(vectors, dtype=shape.dtype, device=device)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
+            query, *own = qkv.split([heads, kv_heads, kv_heads], 1)
+            key, value = (None, None) if runner.shares_cache else own
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             for window in small_windows(runner, step, size, device):
                 runner.forward(query, key, value, cache, step, output, window)
+    if runner.shares_cache:
+        return
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
         if num_tokens <= runner.max_num_tokens:
             _run_store(runner, kernels, cache, num_tokens)
@@ -251,6 +266,8 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.shape,
         runner.layout,
         runner.stored,
+        runner.shares_cache,
+        runner.has_spans,
         runner.kernel_choice,
         runner.key_offset is not None,
         runner.window_wanted > 0,

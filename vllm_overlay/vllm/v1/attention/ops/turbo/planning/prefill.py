@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.planning.sliding_window import (
     WindowSlice,
     plan_window_slices,
 )
+from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 
 # Dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
@@ -181,6 +182,7 @@ class PrefillPlan:
         query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
         seq_lens_cpu: (R,) int32 lengths on the host, query tokens included.
         window_slices: By the layers' sliding windows, likewise.
+        spans: Tokens that see later ones, too; None if none do.
 
     """
 
@@ -189,6 +191,7 @@ class PrefillPlan:
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
     window_slices: dict[int, list[WindowSlice]] = field(default_factory=dict)
+    spans: SpanPlan | None = None
 
     def max_buffered_tokens(self, sliding_window: int | None = None) -> int | None:
         """Query tokens that ``PrefillScratch`` is to hold; None: none are needed.
@@ -489,10 +492,9 @@ def plan_prefill(
         )
         for window, max_tokens in (window_tokens or {}).items()
     }
+    batch = (block_table, query_start_loc_cpu, seq_lens_cpu, window_slices)
     if limits is None:
-        return PrefillPlan(
-            [], block_table, query_start_loc_cpu, seq_lens_cpu, window_slices
-        )
+        return PrefillPlan([], *batch)
     if stored and limits.has_key_offset:
         query_start_loc_cpu, seq_lens_cpu, rows = cut_at_segments(
             query_start_loc_cpu, seq_lens_cpu
@@ -522,6 +524,4 @@ def plan_prefill(
             )
             for tokens, requests in plan_slices(starts, max_tokens)
         ]
-    return PrefillPlan(
-        slices, block_table, query_start_loc_cpu, seq_lens_cpu, window_slices
-    )
+    return PrefillPlan(slices, *batch)

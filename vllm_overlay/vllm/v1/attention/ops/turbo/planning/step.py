@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A step's whole plan, which all layers of a KV cache group share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,13 @@ class StepPlan:
             begin; None if each has ``decode_query_len``.
         extends: Requests with few query tokens, if kernels for them are there.
         prefill: How the other requests are served; None if there are none.
+        span_prefills: Decode requests with tokens that see later ones, an image's, are
+            prefilled once more: the place of each one's first token, and how.
+        shared_prefills: All that is prefilled, likewise, by layers that read another's
+            cache. None if others, too, read all tokens from the cache.
+        mm_prefix_range: Of requests, by their places, the first and last positions of
+            tokens that see each other. None if none do, and for layers without a
+            sliding window if the model says so: Gemma 4's does, by this name.
         decode_plans: By the layers' shapes, how decodes and extends are served. None
             where no kernels serve.
         decode_scratch: By the layers' shapes, the addresses that the plan leaves open:
@@ -56,6 +63,9 @@ class StepPlan:
     decode_start_loc: torch.Tensor | None
     extends: list[RequestSpan]
     prefill: PrefillPlan | None
+    span_prefills: list[tuple[int, PrefillPlan]] = field(default_factory=list)
+    shared_prefills: list[tuple[int, PrefillPlan]] | None = None
+    mm_prefix_range: Mapping[int, list[tuple[int, int]]] | None = None
     decode_plans: dict[LayerShape, DecodePlan] = field(default_factory=dict, repr=False)
     decode_scratch: dict[LayerShape, DecodeScratch] = field(
         default_factory=dict, repr=False
@@ -65,6 +75,23 @@ class StepPlan:
     def num_packed_tokens(self) -> int:
         """Query tokens of decodes and extends: those before the prefills'."""
         return self.num_decode_tokens + sum(span.num_tokens for span in self.extends)
+
+    def prefills(self, shares_cache: bool) -> list[tuple[int, PrefillPlan]]:
+        """What is prefilled: the place of each plan's first token, and the plan.
+
+        Args:
+            shares_cache: Whether the layer reads another's cache.
+
+        """
+        if shares_cache and self.shared_prefills is not None:
+            return self.shared_prefills
+        if self.prefill is None:
+            return self.span_prefills
+        return [(self.num_packed_tokens, self.prefill), *self.span_prefills]
+
+    def sees_spans(self, sliding_window: int | None) -> bool:
+        """Whether tokens of a layer see later ones of their span."""
+        return sliding_window is not None or self.mm_prefix_range is not None
 
     def key_offset(self, table: torch.Tensor | None) -> KeyOffset | None:
         """What is taken off the step's keys, of a layer's table; None for nothing."""

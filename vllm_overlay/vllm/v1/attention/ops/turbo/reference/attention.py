@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention over the turbo KV cache in plain PyTorch, for CPU tensors."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference.window import load_window, update_window
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
     from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 
@@ -25,6 +27,7 @@ def attention(
     causal: bool = True,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    spans: Iterable[tuple[int, int]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one sequence, in the dtype of its arguments.
 
@@ -37,6 +40,8 @@ def attention(
         sliding_window: Of these, how many of the last; None: all.
         sinks: (Hq,), of each query head a logit beside its scores, without a value;
             None for none.
+        spans: Where tokens that see each other begin and end (exclusive) among the T:
+            query i sees those after it of its span, too.
 
     Returns:
         Output (Q, Hq, D) and natural log-sum-exp (Q, Hq) of the scores.
@@ -54,6 +59,9 @@ def attention(
         hidden = positions > last[:, None]
         if sliding_window is not None:
             hidden |= positions <= last[:, None] - sliding_window
+        for begin, end in spans:
+            is_later = (last[:, None] < positions) & (positions < end)
+            hidden &= ~(is_later & (last[:, None] >= begin))
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores.float(), -1)
     weights = torch.softmax(scores, -1)
@@ -78,6 +86,7 @@ def paged_attention(
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    spans: "SpanPlan | None" = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -100,6 +109,7 @@ def paged_attention(
         sliding_window: Tokens that a query token sees, at most, itself the last; None:
             all before it. Others are not loaded.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        spans: Query tokens that see later ones, too; None if none do.
 
     """
     block_size = kv_cache.shape[2]
@@ -139,14 +149,18 @@ def paged_attention(
             scale,
             sliding_window=sliding_window,
             sinks=sinks,
+            spans=[
+                (start - first, stop - first)
+                for start, stop in (spans.positions(row) if spans else ())
+            ],
         )
         output[begin:end] = result.to(output.dtype)
 
 
 def forward(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     kv_cache: torch.Tensor,
     step: "StepPlan",
     scale: float,
@@ -162,8 +176,8 @@ def forward(
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D).
-        value: (T, H, D).
+        key: (T, H, D); None if they are stored.
+        value: (T, H, D), likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         step: The plan of the step, which has T query tokens.
         scale: Softmax scale.
@@ -178,8 +192,10 @@ def forward(
 
     """
     offset = step.key_offset(key_offset)
-    store(kv_cache, step.slot_mapping, key, value, layout, offset)
+    if key is not None and value is not None:
+        store(kv_cache, step.slot_mapping, key, value, layout, offset)
     if window is not None:
+        assert key is not None and value is not None
         update_window(
             step.window_update(window),
             kv_cache,
@@ -199,24 +215,26 @@ def forward(
             start_loc,
             step.seq_lens[: step.num_decodes],
             window,
+            None,
         )
     ]
-    if step.prefill is not None:
-        prefill = step.prefill
+    for first, prefill in step.prefills(shares_cache=key is None):
+        starts = prefill.query_start_loc_cpu
         parts.append(
             (
-                slice(step.num_packed_tokens, query.shape[0]),
+                slice(first, first + int(starts[-1])),
                 prefill.block_table,
-                prefill.query_start_loc_cpu,
+                starts,
                 prefill.seq_lens_cpu,
                 None,
+                prefill.spans if step.sees_spans(sliding_window) else None,
             )
         )
-    for rows, block_table, starts, seq_lens, own_window in parts:
+    for rows, block_table, starts, seq_lens, own_window, spans in parts:
         paged_attention(
             query[rows],
-            None if stored else key[rows],
-            None if stored else value[rows],
+            None if stored or key is None else key[rows],
+            None if stored or value is None else value[rows],
             kv_cache,
             block_table,
             starts.tolist(),
@@ -228,4 +246,5 @@ def forward(
             own_window,
             sliding_window,
             sinks,
+            spans,
         )

@@ -109,7 +109,8 @@ def lay_out_runs(
         kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
         block_table: (R, max_blocks) int32.
         runs: What is seen, N tokens.
-        key: (T, H, D) of the prefills' tokens, last axis contiguous.
+        key: (T, H, D) of the prefills' tokens, last axis contiguous; not read if runs
+            have no own tokens.
         value: (T, H, D), likewise.
         layout: The cache's format.
         run_key: (N, H, D) contiguous, written.

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Layers that read another's cache: they have queries alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionImpl,
+    TurboMetadataBuilder,
+)
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+from vllm.v1.attention.ops.turbo.startup import describe_cache
+
+from .backend_utils import (
+    BATCHES,
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    KERNELS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Batch,
+    Ranges,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    register,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .test_backend_extends import give_extends
+from .utils import BF16, DEVICE, FP16, cache_spec, gaussian, requires_triton
+
+TARGET, SHARING = "layers.0.attn", "layers.1.attn"
+paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+windows = pytest.mark.parametrize("window", [None, 17])
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_scratch(monkeypatch, slice_tokens=24, piece_tokens=64)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
+
+
+def make_layers(
+    config: VllmConfig, path: str, window: int | None = None
+) -> list[TurboAttentionImpl]:
+    """One layer that stores, and one that reads its cache."""
+    impls = [
+        make_impl(config, sliding_window=window, kv_sharing_target_layer_name=target)
+        for target in (None, TARGET)
+    ]
+    for name, impl in zip((TARGET, SHARING), impls):
+        set_path(impl, path)
+        register(config, impl, name)
+    layers = config.compilation_config.static_forward_context
+    layers[SHARING].kv_sharing_target_layer_name = TARGET
+    return impls
+
+
+def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
+    spec = cache_spec(impl.runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    return TurboMetadataBuilder(spec, [TARGET, SHARING], config, DEVICE)
+
+
+def check(
+    config: VllmConfig,
+    requests: list[tuple[int, int]],
+    path: str,
+    window: int | None = None,
+    ranges: Ranges | None = None,
+) -> None:
+    """Of one step's metadata, the layer that stores has the newest tokens raw, if it is
+    to; the other one, whose queries are others, has all as they are stored.
+    """
+    target, sharing = make_layers(config, path, window)
+    batch = Batch.make(target, requests)
+    if window is not None:
+        batch.free_hidden_blocks(window)
+    batch.common.mm_req_doc_ranges = ranges
+    metadata = make_builder(config, target).build(0, batch.common)
+    batch.check(target, batch.run(target, metadata, path), ranges)
+    stored = batch.cache.clone()
+    batch.query = gaussian(*batch.query.shape, dtype=batch.query.dtype, seed=9)
+    output = batch.run(sharing, metadata, path)
+    assert torch.equal(batch.cache, stored)
+    batch.check(sharing, output, ranges)
+    # Raw tokens are others.
+    sharing.runner.stored = False
+    with pytest.raises(AssertionError, match="allowed"):
+        batch.check(sharing, output, ranges)
+
+
+@requires_triton
+@pytest.mark.parametrize("case", BATCHES)
+@prefill_modes
+@windows
+def test_batches_in_pytorch(tmp_path: Path, case, mode, window):
+    check(
+        make_vllm_config(tmp_path, "turbo4", FP16, mode), BATCHES[case], "torch", window
+    )
+
+
+@requires_triton
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(
+    "case, mode, window",
+    [
+        ("decodes", "raw", None),
+        ("decodes", "raw", 17),
+        ("first chunks", "raw", None),
+        ("first chunks", "raw", 17),
+        ("mixed", "raw", None),
+        ("mixed", "stored", None),
+        ("mixed", "raw", 17),
+        ("context of several pieces", "raw", None),
+    ],
+)
+def test_batches(tmp_path: Path, case, mode, window, path):
+    config = make_vllm_config(tmp_path, "turbo4", FP16, mode)
+    check(config, BATCHES[case], path, window)
+
+
+@requires_triton
+@paths
+@windows
+def test_drafts(tmp_path: Path, path, window):
+    config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16))
+    check(config, [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)], path, window)
+
+
+@requires_triton
+@paths
+@windows
+def test_images(tmp_path: Path, path, window):
+    """Tokens that see each other, some of them among decodes."""
+    config = with_drafts(
+        make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=512)
+    )
+    requests = [(3, 40), (1, 50), (40, 70), (20, 0)]
+    ranges: Ranges = {0: [(40, 45)], 2: [(65, 80), (90, 100)], 3: [(1, 15)]}
+    check(config, requests, path, window, ranges)
+
+
+@requires_triton
+@pytest.mark.parametrize("path", KERNELS)
+def test_extends(tmp_path: Path, path):
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    impls = make_layers(config, path)
+    for impl in impls:
+        give_extends(impl, path)
+    batch = Batch.make(impls[0], [(1, 31), (3, 65), (4, 31)])
+    metadata = make_builder(config, impls[0]).build(0, batch.common)
+    assert len(metadata.extends) == 1 and metadata.prefill is None
+    for impl in impls:
+        batch.check(impl, batch.run(impl, metadata, path))
+
+
+@requires_triton
+def test_a_target_that_is_named_late(tmp_path: Path):
+    """Gemma 4's drafter is told when its layers are made: its builder knows."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    impls = [make_impl(config) for _ in range(2)]
+    for name, impl in zip((TARGET, SHARING), impls):
+        set_path(impl, "triton")
+        register(config, impl, name)
+    layers = config.compilation_config.static_forward_context
+    layers[SHARING].kv_sharing_target_layer_name = TARGET
+    builder = make_builder(config, impls[0])
+    assert [impl.runner.shares_cache for impl in impls] == [False, True]
+    batch = Batch.make(impls[0], BATCHES["mixed"])
+    metadata = builder.build(0, batch.common)
+    for impl in impls:
+        batch.check(impl, batch.run(impl, metadata, "triton"))
+
+
+@requires_triton
+def test_the_profile_run_tells_a_layer(tmp_path: Path):
+    """There are no builders yet; scratch is for all tokens from the cache."""
+    impl = make_impl(make_vllm_config(tmp_path, "turbo4", FP16))
+    x = torch.zeros(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
+    impl.forward(None, x, x[:, :2], x[:, :2], None, None, x)
+    assert not impl.runner.shares_cache
+    impl.forward(None, x, None, None, None, None, x)
+    assert impl.runner.shares_cache and impl.runner.stored
+
+
+@requires_triton
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("num_queries", [1, 33])
+@pytest.mark.parametrize("path", KERNELS)
+def test_queries_are_rotated_alone(tmp_path: Path, path, num_queries, dtype):
+    """As beside tokens that are stored, whatever they are."""
+    from vllm.v1.attention.ops.turbo.interface import RotatedQuery
+
+    impl = make_impl(make_vllm_config(tmp_path, "turbo4", dtype))
+    set_path(impl, path)
+    query = gaussian(num_queries, NUM_HEADS, HEAD_SIZE, dtype=dtype, seed=1)
+    key = gaussian(num_queries, NUM_KV_HEADS, HEAD_SIZE, dtype=dtype, seed=2)
+    slot = impl.runner.layout.slot_size
+    cache = torch.zeros(
+        4, NUM_KV_HEADS, BLOCK_SIZE, slot, dtype=torch.uint8, device=DEVICE
+    )
+    slots = torch.arange(num_queries, device=DEVICE)
+    found = []
+    for count in (num_queries, 0):
+        rotated = RotatedQuery(
+            torch.full_like(query, 7, dtype=torch.float16),
+            torch.full(query.shape[:2], 7.0, device=DEVICE),
+        )
+        impl.runner.kernels.store(
+            cache,
+            slots[:count],
+            key[:count],
+            key[:count],
+            impl.runner.layout,
+            query,
+            rotated,
+            0.125,
+        )
+        found.append(rotated)
+    for beside, alone in zip(*found):
+        assert torch.equal(beside, alone)
+    assert not torch.equal(found[0].vectors, torch.full_like(found[0].vectors, 7))
+
+
+def test_the_line_at_the_start(tmp_path: Path):
+    """A cache that several layers read is counted once."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    target, sharing = make_layers(config, "torch")
+    alone, both = describe_cache([target]), describe_cache([target, sharing, sharing])
+    assert "layers: 1," in both and "attends to raw K and V" in both
+    assert both == alone.removesuffix(".") + "; 2 more read caches of these."

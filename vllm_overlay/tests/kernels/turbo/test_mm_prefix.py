@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Tokens of an image, which see each other: multimodal prefix ranges."""
+
+import ast
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
+
+from .backend_utils import (
+    HEAD_SIZE,
+    KERNELS,
+    NUM_KV_HEADS,
+    Batch,
+    Ranges,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    masked_attention,
+    prefill_modes,
+    register,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .test_backend_extends import give_extends
+from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian, requires_triton
+
+paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+# Requests, and of each the ranges: in a first chunk, one and all of it; behind context,
+# two, of which the first begins before the chunk, and one that ends after it; a token
+# alone; what is past, and what is to come.
+CASES: dict[str, tuple[list[tuple[int, int]], Ranges]] = {
+    "first chunks": ([(40, 0), (33, 0)], {0: [(3, 18)], 1: [(0, 32)]}),
+    "one first chunk": ([(70, 0)], {0: [(3, 18), (19, 40), (68, 69)]}),
+    "behind context": (
+        [(1, 40), (40, 150), (20, 40), (10, 64)],
+        {0: [(2, 30)], 1: [(140, 155), (160, 170)], 2: [(50, 70)], 3: []},
+    ),
+    "none to see": (
+        [(1, 40), (20, 40), (21, 0)],
+        {0: [(30, 50)], 1: [(2, 9), (59, 70), (80, 90)], 2: [(4, 4)]},
+    ),
+    "short prompts": (
+        [(1, 40), (4, 64), (5, 30), (4, 31)],
+        {2: [(32, 34)]},
+    ),
+}
+WINDOWS = [None, 17, 128]
+KERNEL_CASES = [
+    ("first chunks", "raw", None),
+    ("first chunks", "stored", 17),
+    ("one first chunk", "raw", 17),
+    ("one first chunk", "stored", None),
+    ("behind context", "raw", None),
+    ("behind context", "stored", None),
+    ("behind context", "raw", 17),
+    ("behind context", "raw", 128),
+    ("none to see", "raw", None),
+    ("short prompts", "raw", None),
+]
+if ON_GPU:
+    KERNEL_CASES = [
+        (c, m, w) for c in CASES for m in ("raw", "stored") for w in WINDOWS
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices and parts of windows cut ranges."""
+    set_scratch(monkeypatch, slice_tokens=24, piece_tokens=140)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
+
+
+def check(
+    config: VllmConfig,
+    case: str,
+    window: int | None,
+    path: str,
+    sinks: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> None:
+    requests, ranges = CASES[case]
+    impl = make_impl(config, sliding_window=window, sinks=sinks)
+    impl.runner.key_offset = offset
+    set_path(impl, path)
+    builder = make_builder(config, impl)
+    builder.unclamped_window = None
+    batch = Batch.make(impl, requests)
+    batch.common.mm_req_doc_ranges = ranges
+    if window is not None:
+        batch.free_hidden_blocks(window)
+    output = batch.run(impl, builder.build(0, batch.common), path)
+    batch.check(impl, output, ranges)
+    if case != "none to see":
+        with pytest.raises(AssertionError, match="allowed"):
+            batch.check(impl, output)
+
+
+@requires_triton
+@pytest.mark.parametrize("case", CASES)
+@prefill_modes
+@pytest.mark.parametrize("window", WINDOWS)
+def test_batches_in_pytorch(folder, case, mode, window):
+    config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=512)
+    check(config, case, window, "torch")
+
+
+@requires_triton
+@pytest.mark.parametrize("case, mode, window", KERNEL_CASES)
+@pytest.mark.parametrize("path", KERNELS)
+def test_batches(folder, case, mode, window, path, small_buffers):
+    config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=512)
+    check(config, case, window, path)
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "case, mode, window",
+    [
+        ("first chunks", "raw", None),
+        ("first chunks", "stored", None),
+        ("behind context", "raw", 17),
+    ],
+)
+@paths
+def test_sinks(folder, case, mode, window, path, small_buffers):
+    """They are beside the scores of all tokens that are seen, few of them."""
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
+    sinks = torch.tensor([float("-inf"), -20.0, 2.0, 20.0], device=DEVICE)
+    check(config, case, window, path, sinks)
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "mode, window", [("raw", None), ("stored", None), ("raw", 128)]
+)
+@paths
+def test_key_offset(folder, mode, window, path, small_buffers, monkeypatch):
+    """The scores of later tokens have it, whether they are cached or not."""
+    if not ON_GPU:
+        monkeypatch.setattr(interface, "OFFSET_SEGMENT", 64)
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
+    offset = 0.5 * gaussian(9, NUM_KV_HEADS, HEAD_SIZE, seed=5)
+    check(config, "behind context", window, path, offset=offset)
+
+
+@requires_triton
+@pytest.mark.parametrize("window", [None, 17])
+@paths
+def test_drafts(folder, window, path):
+    """A prompt's tokens that are as few as a request has drafts: they come with these,
+    and see each other nevertheless.
+    """
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16))
+    requests: list[tuple[int, int]] = [(3, 31), (3, 40), (2, 64), (3, 9)]
+    ranges: Ranges = {0: [(2, 9)], 1: [(38, 41)], 2: [(60, 70)]}
+    impl = make_impl(config, sliding_window=window)
+    set_path(impl, path)
+    batch = Batch.make(impl, requests)
+    batch.common.mm_req_doc_ranges = ranges
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert metadata.num_decodes == 4 and metadata.prefill is None
+    assert [first for first, _ in metadata.span_prefills] == [3, 6]
+    output = batch.run(impl, metadata, path)
+    batch.check(impl, output, ranges)
+    with pytest.raises(AssertionError, match="allowed"):
+        batch.check(impl, output)
+
+
+@requires_triton
+@pytest.mark.parametrize("path", KERNELS)
+def test_short_prompts_are_prefilled(folder, path):
+    """Those of an image, and what follows: packed pages are attended to causally."""
+    config = make_vllm_config(folder, "turbo4", FP16)
+    requests, ranges = CASES["short prompts"]
+    impl = make_impl(config)
+    give_extends(impl, path)
+    batch = Batch.make(impl, requests)
+    batch.common.mm_req_doc_ranges = ranges
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert [extend.num_requests for extend in metadata.extends] == [1]
+    assert metadata.num_packed_tokens == 5
+    batch.check(impl, batch.run(impl, metadata, path), ranges)
+
+
+def code_of_gemma_4(name: str) -> Callable[..., None]:
+    """A method of the model's, whose module needs torchvision."""
+    path = Path(vllm.__file__).parent / "model_executor/models/gemma4_mm.py"
+    (method,) = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module([method], []), path, "exec"), names)
+    return names[name]
+
+
+@requires_triton
+@pytest.mark.parametrize("window", [None, 128])
+@paths
+def test_layers_of_gemma_4_that_see_no_images(folder, window, path):
+    """Its code changes the metadata of layers without a window."""
+    config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=512)
+    requests, ranges = CASES["behind context"]
+    impl = make_impl(config, sliding_window=window)
+    set_path(impl, path)
+    batch = Batch.make(impl, requests)
+    batch.common.mm_req_doc_ranges = ranges
+    metadata = make_builder(config, impl).build(0, batch.common)
+    assert metadata.mm_prefix_range == ranges
+    model = SimpleNamespace(_full_attn_layer_idxs={0})
+    # The layers' metadata are one object without the hybrid cache manager.
+    with set_forward_context({"model.layers.0.attn": metadata}, config):
+        code_of_gemma_4("_clear_mm_prefix_for_full_attn_layers")(model)
+    seen = None if window is None else ranges
+    batch.check(impl, batch.run(impl, metadata, path), seen)
+
+
+def test_ranges_beyond_a_window(folder):
+    """Gemma 3's window hides nothing of an image, Gemma 4's what it hides of others."""
+    config = make_vllm_config(folder, "turbo4", FP16)
+    impl = make_impl(config, sliding_window=16)
+    register(config, impl)
+    layer = config.compilation_config.static_forward_context["layers.0.attn"]
+    batch = Batch.make(impl, [(40, 0)])
+    for clamped in (False, True):
+        layer.mm_prefix_clamp_sliding_window = clamped
+        builder = make_builder(config, impl)
+        batch.common.mm_req_doc_ranges = {0: [(2, 17)]}
+        builder.build(0, batch.common)
+        batch.common.mm_req_doc_ranges = {0: [(2, 18)]}
+        if clamped:
+            builder.build(0, batch.common)
+            continue
+        with pytest.raises(
+            NotImplementedError, match="turbo4.*beyond a sliding window"
+        ):
+            builder.build(0, batch.common)
+
+
+def test_drafters_see_no_images(folder):
+    """Gemma 4's has heads of 512, which its model's code leaves as they are."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16))
+    impl = make_impl(config)
+    register(config, impl)
+    layer = config.compilation_config.static_forward_context["layers.0.attn"]
+    batch = Batch.make(impl, [(40, 0)])
+    batch.common.mm_req_doc_ranges = {0: [(2, 17)]}
+    for is_draft in (False, True):
+        layer.is_draft_layer = is_draft
+        metadata = make_builder(config, impl).build(0, batch.common)
+        assert (metadata.mm_prefix_range is None) == is_draft
+        assert (metadata.prefill.spans is None) == is_draft
+
+
+@requires_triton
+def test_large_heads(folder):
+    """What attends to them knows no windows. Gemma 4's have no ranges."""
+    from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
+
+    query = torch.zeros(2, 1, 512)
+    arguments = [query] * 4 + [[None], 1.0, SimpleNamespace(name="turbo4")]
+    with pytest.raises(NotImplementedError, match="turbo4.*heads of more than 256"):
+        attend_to_later_tokens(*arguments, None, query, query, None, None)
+
+
+@pytest.mark.parametrize("window", [None, 5, 9, 20])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_the_reference_has_vllms_mask(window, clamped):
+    """``compute_kv_seq_mask``: causal and windowed, or of one range, clamped or not."""
+    ranges = [(1, 5), (6, 13), (20, 24)]
+    if window is not None and not clamped:
+        # vLLM drops others.
+        ranges = [(a, b) for a, b in ranges if b - a + 1 <= window]
+    query, key, value = (gaussian(26, 2, 16, seed=i) for i in range(3))
+    q, k = torch.arange(26)[:, None], torch.arange(26)
+    in_window = q - k < (window or 99)
+    visible = (k <= q) & in_window
+    for a, b in ranges:
+        same = (q >= a) & (q <= b) & (k >= a) & (k <= b)
+        visible |= same & in_window if clamped else same
+    expected, expected_lse = masked_attention(query, key, value, 0.25, ~visible)
+    found, lse = reference.attention(
+        query,
+        key,
+        value,
+        0.25,
+        sliding_window=window,
+        spans=[(a, b + 1) for a, b in ranges],
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_plan(stored):
+    """Each query token has the tokens after it in its range, in one part, wherever
+    slices are cut.
+    """
+    draw = random.Random(0)
+    for _ in range(50):
+        lens = [draw.choice([1, 2, 13, 40]) for _ in range(draw.randint(1, 4))]
+        contexts = [draw.choice([0, 5, 30]) for _ in lens]
+        ranges: Ranges = {}
+        for row, (length, context) in enumerate(zip(lens, contexts)):
+            cuts = sorted(draw.sample(range(100), 4))
+            ranges[row] = [(cuts[0], cuts[1] - 1), (cuts[1], cuts[1]), (cuts[2], 99)]
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+        seq_lens = torch.tensor([sum(x) for x in zip(lens, contexts)]).int()
+        spans = find_spans(ranges, starts, seq_lens)
+        total = int(starts[-1])
+        cuts = sorted({0, total, *(draw.randrange(total) for _ in range(3))})
+        slices = [slice(*x) for x in zip(cuts, cuts[1:])]
+        table = torch.arange(len(lens), dtype=torch.int32)[:, None]
+        whole = [slice(0, total)]
+        prefill = SimpleNamespace(
+            slices=[SimpleNamespace(tokens=tokens) for tokens in slices],
+            window_slices={8: [SimpleNamespace(tokens=whole[0])]},
+        )
+        plan = plan_spans(spans, prefill, table, stored, torch.device("cpu"))
+        expected = {}
+        for row, (length, context) in enumerate(zip(lens, contexts)):
+            for position in range(context, context + length):
+                for first, last in ranges[row]:
+                    end = min(last, context + length - 1)
+                    if first <= position < end:
+                        place = int(starts[row]) + position - context
+                        expected[place] = (row, position, end - position)
+        if plan is None:
+            assert not expected
+            continue
+        for parts, own in (
+            (plan.slices, slices),
+            (plan.window_slices[8], whole),
+        ):
+            found = {}
+            assert len(parts) == len(own)
+            for tokens, each in zip(own, parts):
+                for part in each:
+                    assert part.query_start_loc.tolist() == [0, part.num_queries]
+                    assert part.cu_lens.tolist() == [0, part.num_keys]
+                    assert (part.runs is not None) == stored
+                    for i in range(part.num_queries):
+                        place = tokens.start + part.tokens.start + i
+                        row = int(part.block_table)
+                        position = contexts[row] + place - int(starts[row])
+                        # As FlashAttention counts.
+                        shift = part.num_keys - part.num_queries
+                        first = i + shift - part.window_size[0]
+                        assert part.keys.start + first == place + 1
+                        if part.runs is not None:
+                            assert int(part.runs.starts) + i == position
+                            assert int(part.runs.cached_lens) == part.num_keys
+                        assert place not in found
+                        found[place] = (row, position, part.num_keys - first)
+            assert found == expected

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Spans of tokens that see each other in a prefill, as an image's do, planned on the
+host.
+
+vLLM tells of them as multimodal prefix ranges. What a query token sees for being in a
+span, and would not see else, are the span's tokens after it: these are attended to by
+themselves, and the result is merged with that of causal attention.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+
+
+class Span(NamedTuple):
+    """Tokens of a request that see each other, those of the step: two or more.
+
+    Attributes:
+        request: The request's place in the batch.
+        begin: The first token's place among the batch's query tokens.
+        end: That behind the last.
+        position: The first one's position in the request.
+
+    """
+
+    request: int
+    begin: int
+    end: int
+    position: int
+
+
+class LaterTokens(NamedTuple):
+    """Q query tokens of a span, and the tokens that they see for being in it.
+
+    Query token i sees all but the first i + 1 of K tokens.
+
+    Attributes:
+        tokens: Place of the query tokens among the slice's.
+        keys: Place of the K tokens among the prefills': the query tokens and those
+            after them.
+        query_start_loc: (2,) int32 on the device: 0 and Q.
+        cu_lens: (2,) int32 on the device: 0 and K.
+        block_table: (1, max_blocks) int32 on the device.
+        runs: The K tokens, to be read from the cache; None if they are not.
+
+    """
+
+    tokens: slice
+    keys: slice
+    query_start_loc: torch.Tensor
+    cu_lens: torch.Tensor
+    block_table: torch.Tensor
+    runs: KeyRuns | None
+
+    @property
+    def num_queries(self) -> int:
+        """Q."""
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def num_keys(self) -> int:
+        """K, more than Q."""
+        return self.keys.stop - self.keys.start
+
+    @property
+    def window_size(self) -> list[int]:
+        """As FlashAttention has it, which aligns the last query with the last key."""
+        return [self.num_keys - self.num_queries - 1, -1]
+
+
+@dataclass
+class SpanPlan:
+    """The spans of a prefill.
+
+    Attributes:
+        spans: They, by places among the prefills' requests and tokens.
+        slices: Of each slice of layers without a sliding window, what it attends to.
+        window_slices: By the layers' sliding windows, likewise.
+
+    """
+
+    spans: list[Span]
+    slices: list[list[LaterTokens]]
+    window_slices: dict[int, list[list[LaterTokens]]]
+
+    def positions(self, request: int) -> list[tuple[int, int]]:
+        """Where spans of a request begin and end (exclusive)."""
+        return [
+            (span.position, span.position + span.end - span.begin)
+            for span in self.spans
+            if span.request == request
+        ]
+
+
+def find_spans(
+    ranges: Mapping[int, list[tuple[int, int]]] | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> list[Span]:
+    """The spans that a step has query tokens of, in the batch's order.
+
+    Args:
+        ranges: ``CommonAttentionMetadata.mm_req_doc_ranges``: of each request the
+            first and the last position of each span.
+        query_start_loc: (R + 1,) int32 on the host.
+        seq_lens: (R,) int32 on the host, query tokens included. It may be too large of
+            requests that are not prefilled, whose tokens come after all spans.
+
+    """
+    if not ranges or not any(ranges.values()):
+        return []
+    bounds, lens = query_start_loc.tolist(), seq_lens.tolist()
+    spans = []
+    for request in range(len(bounds) - 1):
+        begin, seq_len = bounds[request], lens[request]
+        context_len = seq_len - (bounds[request + 1] - begin)
+        for first, last in sorted(ranges.get(request, ())):
+            start, end = max(first, context_len), min(last + 1, seq_len)
+            if end - start > 1:
+                place = begin + start - context_len
+                spans.append(Span(request, place, place + end - start, start))
+    return spans
+
+
+def _later_tokens(
+    spans: list[Span],
+    slices: Sequence[slice],
+    block_table: torch.Tensor,
+    stored: bool,
+    device: torch.device,
+) -> list[list[LaterTokens]]:
+    """What query tokens of each slice see, of spans by places among the prefills'."""
+    parts: list[list[LaterTokens]] = [[] for _ in slices]
+    found = [
+        (own, tokens, span, max(span.begin, tokens.start))
+        for own, tokens in zip(parts, slices)
+        for span in spans
+        # A span's last token sees nothing after it.
+        if span.begin < tokens.stop and tokens.start < span.end - 1
+    ]
+    if not found:
+        return parts
+    columns = []
+    for _, tokens, span, first in found:
+        num_queries = min(span.end - 1, tokens.stop) - first
+        num_keys = span.end - first
+        position = span.position + first - span.begin
+        columns.append([0, num_queries, 0, num_keys, position, num_keys, 0])
+    # One copy.
+    table = async_tensor_h2d(torch.tensor(columns, dtype=torch.int32), device)
+    for (own, tokens, span, first), row, column in zip(found, table, columns):
+        num_queries, num_keys = column[1], column[3]
+        runs = None
+        if stored:
+            runs = KeyRuns(
+                row[4:5],
+                row[5:6],
+                row[6:7],
+                row[2:4],
+                num_keys,
+                num_keys,
+                num_keys,
+                num_keys,
+            )
+        own.append(
+            LaterTokens(
+                slice(first - tokens.start, first - tokens.start + num_queries),
+                slice(first, span.end),
+                row[0:2],
+                row[2:4],
+                block_table[span.request : span.request + 1],
+                runs,
+            )
+        )
+    return parts
+
+
+def plan_spans(
+    spans: list[Span],
+    plan: "PrefillPlan",
+    block_table: torch.Tensor,
+    stored: bool,
+    device: torch.device,
+) -> SpanPlan | None:
+    """Plan the spans of a prefill, whose slices are planned; nothing synchronises.
+
+    Args:
+        spans: They, by places among the prefills' requests and tokens.
+        plan: The prefill's.
+        block_table: (R, max_blocks) int32 on the device, of the prefills' requests.
+        stored: Whether query tokens, too, are read from the cache.
+        device: Where the kernels run.
+
+    Returns:
+        The plan; None if there are no spans.
+
+    """
+    if not spans:
+        return None
+    parts = partial(
+        _later_tokens, spans, block_table=block_table, stored=stored, device=device
+    )
+    return SpanPlan(
+        spans,
+        parts([part.tokens for part in plan.slices]),
+        {
+            window: parts([part.tokens for part in slices])
+            for window, slices in plan.window_slices.items()
+        },
+    )
