@@ -11,15 +11,17 @@ arms in turn. One JSON object a line, for each arm and part:
   a step; the ``_unplanned`` arms let FlashAttention choose the splits by itself.
 * ``store``: the step's K and V into the cache. turbo rotates q there, too; the
   quantisation of the fp8 arm's q is not counted.
+* ``step``: both, one after the other.
 * ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
   the cache, where it has room for them; its bytes are those read and written.
 
 The turbo arms run the kernels that would be served, CUDA's where they can be had; the
-``_triton`` arms always run Triton's, and ``_offset`` arms take an offset off K, as for
-models that add a bias to it. bf16 and fp8 are FlashAttention 3; ``_flashinfer`` is XQA,
-which vLLM's FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
-``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
-with its error.
+``_triton`` arms always run Triton's, ``_offset`` arms take an offset off K, as for
+models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone, and
+``_window`` arms have a recent window, which is full; their gate attends without. bf16
+and fp8 are FlashAttention 3; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend
+takes on Hopper if it can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes
+otherwise. An arm that cannot run here ends as a row with its error.
 """
 
 import argparse
@@ -47,6 +49,7 @@ from turbo_decode_peers import (
 from turbo_decode_timing import capture, measure, measure_device, spread
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
+SLIDING_WINDOW = 1024
 # A name begins with that of its cache: arms with the same share one.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
@@ -67,6 +70,16 @@ ARMS: dict[str, Callable[..., Arm]] = {
     },
     **{
         f"{dtype}_offset": partial(TurboArm, cache_dtype=dtype, has_key_offset=True)
+        for dtype in TURBO_DTYPES
+    },
+    **{
+        f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_window=True)
+        for dtype in TURBO_DTYPES
+    },
+    **{
+        f"{dtype}_sliding": partial(
+            TurboArm, cache_dtype=dtype, sliding_window=SLIDING_WINDOW
+        )
         for dtype in TURBO_DTYPES
     },
 }  # fmt: skip
@@ -207,10 +220,19 @@ def make_filled(
     """An arm with a full cache: that of its dtype's own arm, if there is one."""
     base = others.get(re.split(r"[_\[]", name)[0])
     if base is not None:
-        return make_arm(batch, cache=base.cache)
-    arm = make_arm(batch)
-    fill(arm)
+        arm = make_arm(batch, cache=base.cache)
+    else:
+        arm = make_arm(batch)
+        fill(arm)
+    if isinstance(arm, TurboArm):
+        arm.fill_window()
     return arm
+
+
+def run_step(arm: Arm) -> None:
+    """What a layer's attention does in a step."""
+    arm.store()
+    arm.attention()
 
 
 def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
@@ -226,7 +248,9 @@ def count_bytes(arm: Arm, part: str, prefill_tokens: int) -> int | None:
     """Bytes of K and V that a part reads and writes, where they decide its time."""
     shape = arm.batch.shape
     if part == "attention":
-        return sum(shape.seq_lens) * shape.num_kv_heads * arm.token_bytes
+        longest = getattr(arm, "sliding_window", None) or max(shape.seq_lens)
+        tokens = sum(min(length, longest) for length in shape.seq_lens)
+        return tokens * shape.num_kv_heads * arm.token_bytes
     if part == "prefill_store":
         token_bytes = 2 * shape.head_size * DTYPE.itemsize + arm.token_bytes
         return prefill_tokens * shape.num_kv_heads * token_bytes
@@ -249,7 +273,11 @@ def time_shape(
     for name, make_arm in makers.items():
         try:
             arm = make_filled(name, make_arm, batch, arms)
-            own = {"store": arm.store, "attention": arm.attention}
+            own: dict[str, Callable[[], Any]] = {
+                "store": arm.store,
+                "attention": arm.attention,
+                "step": partial(run_step, arm),
+            }
             if chunk is not None:
                 own["prefill_store"] = partial(arm.write, *chunk)
             graphs |= {(name, part): capture(run) for part, run in own.items()}

@@ -8,11 +8,17 @@ what one arm lacks ends that arm only.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.interface import RecentWindow
+
 DTYPE = torch.bfloat16
+# Of a recent window: what vLLM takes where there is one and nobody asks for another.
+WINDOW_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,8 @@ class TurboArm(Arm):
         cache: Of another arm, to be shared.
         has_key_offset: Whether an offset is taken off K: what the cache holds is then
             what is left of the keys.
+        has_window: Whether there is a recent window.
+        sliding_window: Tokens that a query token sees, at most; None for all.
 
     """
 
@@ -177,6 +185,8 @@ class TurboArm(Arm):
         variant: tuple[int, int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
         has_key_offset: bool = False,
+        has_window: bool = False,
+        sliding_window: int | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -186,6 +196,7 @@ class TurboArm(Arm):
             OffsetScores,
             Partials,
             RotatedQuery,
+            WindowUpdate,
         )
         from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
 
@@ -201,7 +212,11 @@ class TurboArm(Arm):
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
         self.kernels = choose_kernels(
-            kernels, self.layout, group, has_key_offset=has_key_offset
+            kernels,
+            self.layout,
+            group,
+            has_key_offset=has_key_offset,
+            with_window=has_window,
         )
         self.offsets = self.scores = self.step_offset = None
         # By the number of tokens, of one sequence: a graph cannot make them.
@@ -213,6 +228,16 @@ class TurboArm(Arm):
             self.scores = OffsetScores(batch.query, self.offsets, self.scale)
             starts = batch.query_start_loc()
             self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
+        self.sliding_window = sliding_window
+        self.window = self.window_update = None
+        if has_window:
+            self.window = self.make_window()
+            self.window_update = WindowUpdate(
+                self.window,
+                batch.block_table,
+                batch.seq_lens,
+                batch.query_start_loc(),
+            )
         self.attend = self.kernels.decode_attention
         self.query_len = 1
         self.options: dict[str, Any] = {}
@@ -234,6 +259,47 @@ class TurboArm(Arm):
         self.partials = Partials(
             torch.empty(num_partials, heads, shape.head_size, device=device),
             torch.empty(num_partials, heads, device=device),
+        )
+
+    def make_window(self) -> "RecentWindow":
+        """Pages of a window, of as many tokens as they have room for."""
+        from vllm.v1.attention.ops.turbo.interface import RecentWindow
+        from vllm.v1.attention.ops.turbo.window_format import WindowFormat
+
+        batch, num_seqs = self.batch, len(self.batch.seq_lens)
+        shape = num_seqs + 1, batch.shape.num_kv_heads, WINDOW_BLOCK_SIZE
+        window_format = WindowFormat(self.layout, WINDOW_BLOCK_SIZE)
+        blocks = torch.arange(1, num_seqs + 1, dtype=torch.int32, device=batch.device)
+        return RecentWindow(
+            torch.zeros(
+                *shape, self.token_bytes, dtype=torch.uint8, device=batch.device
+            ),
+            blocks,
+            torch.zeros_like(blocks),
+            window_format,
+            window_format.num_rows - 1,
+        )
+
+    def fill_window(self) -> None:
+        """Store the tokens before the newest once more, as a step that has all."""
+        if self.window is None:
+            return
+        from vllm.v1.attention.ops.turbo.interface import WindowUpdate
+
+        batch, count = self.batch, self.window.format.num_rows
+        slots = [batch.slots(i)[-1 - count : -1] for i in range(len(batch.seq_lens))]
+        bounds = [0, *accumulate(map(len, slots))]
+        starts = torch.tensor(bounds, dtype=torch.int32).to(batch.device)
+        heads = batch.shape.num_kv_heads, batch.shape.head_size
+        key, value = batch.random(bounds[-1], *heads), batch.random(bounds[-1], *heads)
+        lens = batch.seq_lens - 1
+        self.kernels.store(
+            self.cache,
+            torch.cat(slots),
+            key,
+            value,
+            self.layout,
+            window=WindowUpdate(self.window, batch.block_table, lens, starts),
         )
 
     def write(
@@ -267,6 +333,7 @@ class TurboArm(Arm):
             self.rotated_query,
             self.scale,
             self.step_offset,
+            self.window_update,
         )
 
     def attention(self) -> None:
@@ -287,6 +354,8 @@ class TurboArm(Arm):
             batch.output,
             NewestTokens(batch.query, batch.key, batch.value, self.scale),
             self.scores,
+            self.window,
+            self.sliding_window,
             **self.options,
         )
 
@@ -322,4 +391,6 @@ class TurboArm(Arm):
         keys = torch.cat([key, torch.zeros_like(key)], -1)
         keys[-1] = keys[-1].roll(key.shape[-1], -1)
         queries = torch.cat([rounded, query], -1)
-        return reference.attention(queries, keys, value, self.scale)[0]
+        return reference.attention(
+            queries, keys, value, self.scale, sliding_window=self.sliding_window
+        )[0]
