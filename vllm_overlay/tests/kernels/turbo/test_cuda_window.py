@@ -320,21 +320,21 @@ def test_no_row_counts_beside_tokens_that_another_stores():
 @all_layouts
 def test_attention(layout, kernel, num_splits, with_offset):
     """Error is that of weights and values in fp16, and of the scores of keys that an
-    offset has made ten times as long; short sequences are read from the window alone,
-    in fp32.
+    offset has made ten times as long: these have a hundred and more summands. Short
+    sequences are read from the window alone, in fp32.
     """
     scene = Scene(layout, with_offset=with_offset)
-    tolerance = 2**-8 if with_offset else 2**-9
+    tolerance = 2**-8 if with_offset else 2**-10
     for query_lens in ([1] * len(CONTEXTS), [2, 1, 3, 1, 2, 1, 3, 1, 1]):
         scene.step(query_lens)
         counts = scene.check()
         output, expected = scene.attend(kernel, num_splits), scene.expected(kernel)
         for row, length in enumerate(scene.lens):
             part = slice(*scene.starts[row : row + 2])
-            error = (output[part] - expected[row]).abs().max()
-            largest = expected[row].abs().max()
-            alone = counts[row] == length - query_lens[row]
-            assert error <= largest * (2**-14 if alone else tolerance), (row, error)
+            error = output[part] - expected[row]
+            if counts[row] == length - query_lens[row]:
+                assert error.abs().max() <= 2**-14 * expected[row].abs().max(), row
+            assert error.norm() <= tolerance * expected[row].norm(), row
 
 
 def test_a_window_is_only_with_the_newest_tokens():
