@@ -58,7 +58,7 @@ def read_imports(root: Path) -> dict[str, set[str]]:
     """The turbo modules below a folder, and the turbo modules that each imports."""
     files = [
         *root.glob(f"{TURBO.replace('.', '/')}/**/*.py"),
-        *root.glob(f"{BACKEND.replace('.', '/')}.py"),
+        *root.glob(f"{ATTENTION.replace('.', '/')}/backends/turbo_*.py"),
     ]
     trees = {module_name(path, root): ast.parse(path.read_text()) for path in files}
 

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What layers with turbo pages are told of a step, and what plans it for them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan, find_extends
+from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
+from vllm.v1.attention.ops.turbo.planning.step import StepPlan
+from vllm.v1.attention.ops.turbo.prefill_planner import PrefillPlanner
+from vllm.v1.attention.ops.turbo.runtime import num_draft_slots
+from vllm.v1.attention.ops.turbo.startup import check_shared_caches, log_turbo_cache
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+
+@dataclass
+class TurboMetadata(StepPlan, AttentionMetadata):
+    """What layers are told of a step: its plan, complete but for scratch addresses."""
+
+
+class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
+    """Builds ``TurboMetadata``.
+
+    Lengths on the host are not exact for requests whose drafts are verified: how many
+    of the last step's were rejected is known on the device alone, as are, with adaptive
+    verification, how many are verified in this one. Whoever may have drafts is a decode
+    request, therefore, and decodes take all lengths from the device.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int = 1
+    # All that decodes need are views of what the drafter updates between its steps.
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
+        reasons = refusals.unsupported_spec_features(kv_cache_spec)
+        speculative = vllm_config.speculative_config
+        self.has_device_query_lens = (
+            speculative is not None and speculative.enable_adaptive_verification
+        )
+        # Where prompts' tokens are among those of decodes is not known then.
+        if self.has_device_query_lens and vllm_config.model_config.is_mm_prefix_lm:
+            reasons.append(refusals.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.enable_permute_local_kv:
+            reasons.append(refusals.PERMUTED_TRANSFER)
+        if reasons:
+            raise ValueError(refusals.refusal(self.cache_dtype, reasons))
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Rows that decode in the target model do so in the drafter.
+        layer_type: type = AttentionLayerBase
+        layers: list[Any] = list(
+            get_layers_from_vllm_config(vllm_config, layer_type, layer_names).values()
+        )
+        self.is_drafter = all(layer.is_draft_layer for layer in layers)
+        if self.is_drafter:
+            self.reorder_batch_threshold += num_draft_slots(vllm_config)
+        check_shared_caches(vllm_config)
+        runners = [layer.impl.runner for layer in layers]
+        for layer, runner in zip(layers, runners):
+            if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+                runner.share_cache()
+        # One of each shape: layers alike have the same kernels.
+        self.runners = list({runner.shape: runner for runner in runners}.values())
+        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        own = [runner for runner in runners if runner.stored == self.stored]
+        self.prefill_planner = PrefillPlanner.of_layers(own, self.stored, device)
+        # Layers that read another's cache have a plan of their own.
+        shared = [runner for runner in runners if runner.stored != self.stored]
+        self.shared_planner = PrefillPlanner.of_layers(shared, True, device)
+        # Others' spans are clamped: to what a window hides before a token.
+        unclamped = (
+            layer.impl.runner.sliding_window
+            for layer in layers
+            if layer.impl.runner.sliding_window is not None
+            and not getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        )
+        self.unclamped_window = min(unclamped, default=None)
+        log_turbo_cache(vllm_config)
+
+    @property
+    def max_extend_len(self) -> int:
+        """Query tokens up to which the kernels of all layers have extends."""
+        return min((runner.max_extend_len for runner in self.runners), default=0)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> int | None:
+        return max_decode_query_len(vllm_config)
+
+    def update_draft_decode_metadata(self, metadata: TurboMetadata) -> None:
+        pass
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(
+                refusals.refusal(self.cache_dtype, [refusals.NON_CAUSAL])
+            )
+        # Not by whether they are prefilled.
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold
+        )
+        query_len, is_uniform = self._decode_query_len(
+            common, num_decodes, num_decode_tokens
+        )
+        spans = self._find_spans(common)
+        extends = []
+        rows = [(row, row + 1) for row in sorted({span.request for span in spans})]
+        # These are packed attention's: they are prefilled once more.
+        rows = [(first, last) for first, last in rows if first < num_decodes]
+        num_packed = num_decodes
+        if num_prefills > 0:
+            # Packed pages are attended to causally.
+            with_spans = (x.request for x in spans if x.request >= num_decodes)
+            end = next(with_spans, common.num_reqs)
+            extends = self._build_extends(common, num_decodes, end)
+            num_packed += sum(extend.num_requests for extend in extends)
+            if num_packed < common.num_reqs:
+                rows.insert(0, (num_packed, common.num_reqs))
+        prefills = self._plan_prefills(common, rows, spans, self.prefill_planner)
+        prefill = None
+        if prefills and num_packed < common.num_reqs:
+            _, prefill = prefills.pop(0)
+        shared_prefills = None
+        if self.shared_planner is not None:
+            shared_prefills = self._plan_prefills(
+                common, rows, spans, self.shared_planner
+            )
+        metadata = TurboMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc,
+            block_table=common.block_table_tensor,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            decode_query_len=query_len,
+            decode_start_loc=(
+                None if is_uniform else common.query_start_loc[: num_decodes + 1]
+            ),
+            extends=extends,
+            prefill=prefill,
+            span_prefills=prefills,
+            shared_prefills=shared_prefills,
+            mm_prefix_range=common.mm_req_doc_ranges if spans else None,
+        )
+        planners = (runner.planner for runner in self.runners)
+        metadata.plan_decodes(planner for planner in planners if planner is not None)
+        return metadata
+
+    def _find_spans(self, common: CommonAttentionMetadata) -> list[Span]:
+        """The step's tokens that see later ones: a drafter's, which the model verifies,
+        need not.
+
+        Raises:
+            NotImplementedError: If tokens see others before them that their layer's
+                sliding window hides. vLLM's runner has no such ones: see
+                ``compute_mm_prefix_ranges``.
+
+        """
+        ranges = common.mm_req_doc_ranges
+        if self.is_drafter or not ranges or not any(ranges.values()):
+            return []
+        num_reqs = common.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
+        spans = find_spans(ranges, starts, self._seq_lens_cpu(common)[:num_reqs])
+        if self.unclamped_window is not None:
+            lens = (
+                last - first + 1
+                for span in spans
+                for first, last in ranges[span.request]
+                if first <= span.position <= last
+            )
+            if max(lens, default=0) > self.unclamped_window:
+                reasons = [refusals.MM_PREFIX_BEYOND_WINDOW]
+                raise NotImplementedError(refusals.refusal(self.cache_dtype, reasons))
+        return spans
+
+    def _plan_prefills(
+        self,
+        common: CommonAttentionMetadata,
+        rows: list[tuple[int, int]],
+        spans: list[Span],
+        planner: PrefillPlanner | None,
+    ) -> list[tuple[int, PrefillPlan]]:
+        """Plan some requests as prefills.
+
+        Args:
+            common: The batch.
+            rows: The first request, and that behind the last, of each plan.
+            spans: All of the batch.
+            planner: Of the layers that are planned for; None for none.
+
+        Returns:
+            The place of each plan's first token, and the plan.
+
+        """
+        if planner is None or not rows:
+            return []
+        seq_lens_cpu = self._seq_lens_cpu(common)
+        return [
+            planner.plan(
+                common.query_start_loc_cpu[first : last + 1],
+                seq_lens_cpu[first:last],
+                common.block_table_tensor[first:last],
+                [
+                    span._replace(request=span.request - first)
+                    for span in spans
+                    if first <= span.request < last
+                ],
+            )
+            for first, last in rows
+        ]
+
+    def _seq_lens_cpu(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """(R,) int32 lengths on the host, exact for requests that are prefilled.
+
+        Raises:
+            ValueError: If the runner gives none.
+
+        """
+        if common.seq_lens_cpu_upper_bound is None:
+            raise ValueError(
+                f"--kv-cache-dtype {self.cache_dtype} plans prefills by lengths on the "
+                "host, and this model runner gives none "
+                "(CommonAttentionMetadata.seq_lens_cpu_upper_bound)"
+            )
+        return common.seq_lens_cpu_upper_bound
+
+    def _decode_query_len(
+        self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+    ) -> tuple[int, bool]:
+        """Query tokens of a decode request, at most, and whether each has as many."""
+        if self.reorder_batch_threshold == 1 or num_decodes == 0:
+            return 1, True
+        query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
+        query_len = max(int(query_lens.max()), 1)
+        if self.has_device_query_lens and max(query_len, common.max_query_len) > 1:
+            # The host's are an even share of the drafts that are verified.
+            return self.reorder_batch_threshold, False
+        # A padded batch has requests without tokens at its end, and the tokens that
+        # these would have.
+        return query_len, num_decodes * query_len == num_decode_tokens
+
+    def _build_extends(
+        self, common: CommonAttentionMetadata, num_decodes: int, end: int
+    ) -> list[RequestSpan]:
+        """Extends among the requests from ``num_decodes`` on, before ``end``."""
+        starts = common.query_start_loc_cpu[num_decodes : end + 1]
+        query_lens = starts.diff()
+        seq_lens = self._seq_lens_cpu(common)[num_decodes:end]
+        context_lens = (seq_lens - query_lens).tolist()
+        calls = find_extends(query_lens.tolist(), context_lens, self.max_extend_len)
+        return [
+            RequestSpan(
+                num_decodes + first,
+                last - first,
+                int(starts[first]),
+                int(starts[last] - starts[first]),
+                int(query_lens[first:last].max()),
+                async_tensor_h2d(starts[first : last + 1] - starts[first], self.device),
+            )
+            for first, last in calls
+        ]
