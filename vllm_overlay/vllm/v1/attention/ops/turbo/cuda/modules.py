@@ -54,15 +54,14 @@ def serving_modules(
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
     head_size = layout.head_size
-    loads: dict[str, Callable[[], Callable[..., None]]] = {
-        f"merge {head_size}": partial(cuda_merge.load, head_size, device),
-    }
+    loads: dict[str, Callable[[], Callable[..., None]]] = {}
     # Drafters' layers have no window.
     for has_window in (False, True) if with_window else (False,):
         instance = cuda_store.instance(layout, has_key_offset, has_window)
         loads[f"store {instance}"] = partial(
             cuda_store.load, layout, device, has_key_offset, has_window
         )
+    loads[f"merge {head_size}"] = partial(cuda_merge.load, head_size, device)
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
         instance = cuda_decode.instance(layout, paired, has_key_offset)
