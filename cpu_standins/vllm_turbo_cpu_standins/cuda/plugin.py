@@ -20,7 +20,7 @@ os.environ["TURBO_CUDA_EMULATION"] = "1"
 _SELECTED = re.compile(
     r"""test_cuda_(
     store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
-    |store\.py::test_(partial_blocks\[17-4|rotated_query\[bf16-128)-turbo4\]
+    |store\.py::test_(partial_blocks\[(0|17)-4|rotated_query\[bf16-128)-turbo4\]
     |merge\.py::test_against_fp64\[\[64,.*-64-(2|8)-True-bf16-128\]
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
     |offset\.py::test_decodes\[3-4-newest-bf16-turbo4-128\]

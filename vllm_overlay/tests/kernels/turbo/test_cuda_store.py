@@ -120,9 +120,11 @@ def test_rotated_query(name, head_size, dtype):
 
 @all_presets
 @all_parts
-@pytest.mark.parametrize("num_tokens", [5, 17])
+@pytest.mark.parametrize("num_tokens", [0, 5, 17])
 def test_partial_blocks(name, num_tokens, parts):
-    """Blocks that lack warps, or have those of queries: many, then few."""
+    """Blocks that lack warps, or have those of queries: many, then few. There are none
+    but these where a layer reads another's cache.
+    """
     layout = TurboFormat.from_cache_dtype(name, 128)
     shape = (layout, 4, 1, 16)
     _, (expected, *_) = layer_caches(*shape)
