@@ -132,10 +132,25 @@ DEFECTS = {
     # Tokens have the offset of others of their sequence.
     "store-offset": Defect(
         "store/params.cuh",
-        "__ldg(params.query_start_loc + seq + 1);",
-        "__ldg(params.query_start_loc + seq);",
+        "__ldg(params.query_start_loc + seq + 1))",
+        "__ldg(params.query_start_loc + seq))",
         "test_cuda_offset.py::test_store",
         "turbo4",
+    ),
+    # A row of the recent window never gets what it is compared to, or is compared to
+    # what is being stored.
+    "window-tag": Defect(
+        "store/planes.cuh",
+        "reinterpret_cast<uint32_t*>(target.tag)[word] = codes;",
+        ";",
+        "test_cuda_window.py::test_rows_and_counts",
+        "turbo4",
+    ),
+    "window-others": Defect(
+        "store/window.cuh",
+        "|| is_being_stored(p, s, num_read)",
+        "|| (__syncthreads(), false)",
+        "test_cuda_window.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
     # What the kernel before has not written yet is read.
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
