@@ -82,7 +82,6 @@ BOUNDED = [
 
 IN_CI = (
     "auto-v2",
-    "turbo3-stored-v1",
     "turbo4-stored-v2",
     "turbo4-raw-v1",
     "turbo4-raw-window-v2",
