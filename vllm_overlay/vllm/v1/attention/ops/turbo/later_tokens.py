@@ -13,7 +13,7 @@ from vllm.v1.attention.ops.turbo.interface import OffsetScores
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
-from vllm.v1.attention.ops.turbo.varlen_attention import attend
+from vllm.v1.attention.ops.turbo.varlen_attention import attend, read_runs
 
 
 def attend_to_later_tokens(
@@ -53,7 +53,6 @@ def attend_to_later_tokens(
 
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
-    from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
 
     if parts and query.shape[2] > FLASH_ATTN_MAX_HEAD_SIZE:
         raise NotImplementedError(
@@ -66,18 +65,14 @@ def attend_to_later_tokens(
             # No other sequence's tokens, whose values may be broken.
             later_key, later_value = key[part.keys], value[part.keys]
         else:
-            assert scratch is not None
-            later_key = scratch.key[: part.num_keys]
-            later_value = scratch.value[: part.num_keys]
-            lay_out_runs(
+            later_key, later_value = read_runs(
                 kv_cache,
                 part.block_table,
                 part.runs,
-                later_key,
-                later_value,
+                None,
+                None,
                 layout,
-                later_key,
-                later_value,
+                scratch,
                 key_offset,
             )
         # An image's, and at a time: less than other layers take beside attention.

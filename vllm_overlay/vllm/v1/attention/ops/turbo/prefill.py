@@ -34,7 +34,7 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
 from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
-from vllm.v1.attention.ops.turbo.varlen_attention import attend
+from vllm.v1.attention.ops.turbo.varlen_attention import attend, read_runs
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
@@ -344,7 +344,6 @@ def sliding_window_attention(
 
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
-    from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
     from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
     for index, query_slice in enumerate(slices):
@@ -355,18 +354,14 @@ def sliding_window_attention(
             run_key, run_value = key[tokens], value[tokens]
             cu_lens, max_len = query_slice.query_start_loc, query_slice.max_query_len
         else:
-            assert scratch is not None
-            run_key = scratch.key[: runs.num_tokens]
-            run_value = scratch.value[: runs.num_tokens]
-            lay_out_runs(
+            run_key, run_value = read_runs(
                 kv_cache,
                 query_slice.block_table,
                 runs,
-                run_key if key is None else key,
-                run_value if value is None else value,
+                key,
+                value,
                 layout,
-                run_key,
-                run_value,
+                scratch,
                 key_offset,
             )
             cu_lens, max_len = runs.cu_lens, runs.max_len
