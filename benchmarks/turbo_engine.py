@@ -273,7 +273,7 @@ def run_arm(arm: str, args: argparse.Namespace, report: Report) -> bool:
     rows: list[dict[str, Any]] = []
     try:
         wrong = run_child(
-            [sys.executable, __file__, *sys.argv[1:], "--child", arm],
+            [sys.executable, *sys.argv, "--child", arm],
             log,
             child_variables(arm, args),
             args.arm_timeout,

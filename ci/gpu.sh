@@ -3,13 +3,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
-# pictures|serve|quality|lab|equality|checkpoints|memory|soak]...
+# models|pictures|serve|quality|lab|equality|checkpoints|memory|soak]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
-# EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, PICTURES_ARGS, SERVE_ARGS,
-# QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, CHECKPOINTS_ARGS, MEMORY_ARGS, SOAK_ARGS.
+# EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
+# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, CHECKPOINTS_ARGS, MEMORY_ARGS,
+# SOAK_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -23,7 +24,9 @@
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number.
 #
-# throughput is the engine's, with a cache of 8 GiB. pictures draws what is in $OUT, and
+# throughput is the engine's, with a cache of 8 GiB. models times the decode steps of a
+# model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
+# names: layers with windows, sinks, states or larger heads. pictures draws what is in $OUT, and
 # alone needs neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
@@ -43,12 +46,12 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend profile engine throughput pictures serve quality lab equality \
-  checkpoints memory soak
+  bench extend profile engine throughput models pictures serve quality lab \
+  equality checkpoints memory soak
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
-    profile | throughput | pictures | serve | quality | lab) ;;
+    profile | throughput | models | pictures | serve | quality | lab) ;;
     equality | checkpoints | memory | soak) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -165,6 +168,11 @@ throughput() {
     --output "$out/engine.jsonl" --logs "$out/engine-logs" "$@"
 }
 
+models() {
+  "$python" benchmarks/turbo_models.py \
+    --output "$out/models.jsonl" --logs "$out/models-logs" "$@"
+}
+
 pictures() {
   "$python" benchmarks/pictures.py "$out" "$@"
 }
@@ -212,6 +220,7 @@ for section; do
     profile) arguments=${PROFILE_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
+    models) arguments=${MODELS_ARGS:-} ;;
     pictures) arguments=${PICTURES_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;

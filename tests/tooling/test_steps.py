@@ -227,6 +227,7 @@ SECTIONS = {
     "profile": "benchmarks/profile_table.py",
     "engine": "benchmarks/turbo_engine.py",
     "throughput": "benchmarks/turbo_engine.py",
+    "models": "benchmarks/turbo_models.py",
     "pictures": "benchmarks/pictures.py",
     "serve": "benchmarks/turbo_serve.py",
     "quality": "scripts/quality.py",

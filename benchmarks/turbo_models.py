@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode time and attention of models of other kinds than Llama, by cache dtype.
+
+As turbo_engine.py, but nothing is prefilled: vLLM's DecodeBenchConnector says that a
+prompt is cached, and fills its blocks with a constant (packed ones with zeros), which
+costs a decode step what other keys cost. So models of any length fit into minutes. With
+--layers a model keeps its first layers only; the row says of how many. Rows:
+
+* `startup`: time to build the engine, and how many tokens its cache holds.
+* `decode`: time a token and sequence (TPOT), as in turbo_engine.py.
+* `attention`: microseconds a decode step in which a kernel of attention runs (store,
+  decode, merge, and what other caches have instead), from a profile of its own; every
+  kernel's microseconds a step by name; and all kernels'.
+
+With --together FOLDER the arms' engines start side by side, which needs memory for all
+of them (--kv-cache-memory-bytes), and measure one after another, when all have started.
+
+The routers of experts have dummy weights: of tokens that differ they take experts
+that differ.
+"""
+
+import argparse
+import fcntl
+import gzip
+import json
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import CONFIGS, ROOT, Report
+from turbo_engine import Engine, build_parser, run_arm, used_mib
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from child_log import emit  # noqa: E402
+from child_runner import exit_when_told  # noqa: E402
+
+# Contexts but the last's, which shows what a step costs beside attention.
+SHAPES = ((16, 32768), (64, 4096), (16, 128))
+PROFILED_STEPS = 8
+KERNELS_SHOWN = 24
+# Kernels that store keys and values, quantise queries, attend, and join what was split.
+ATTENTION = re.compile(
+    r"turbo::|_(store|decode|extend|merge|isolate|window|rotate_query|weigh_by_sinks)"
+    r"_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
+    r"prepare_varlen|scaled_fp8_quant|per_token_head"
+)
+# Of states, not of keys: they have "flash" or "decode" in their names, too.
+NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)
+# A layer's own of a configuration.
+PER_LAYER = ("layer_types", "hybrid_override_pattern")
+
+
+def cut_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """Returns a model's configuration with its first layers only.
+
+    Raises:
+        ValueError: If the model has fewer.
+    """
+    whole = config["num_hidden_layers"]
+    if layers is None:
+        return config
+    if not 0 < layers <= whole:
+        raise ValueError(f"{layers} layers of a model of {whole}")
+    cut = {name: config[name][:layers] for name in PER_LAYER if name in config}
+    return config | {"num_hidden_layers": layers} | cut
+
+
+def is_attention(name: str) -> bool:
+    return bool(ATTENTION.search(name)) and not NOT_ATTENTION.search(name)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Returns how much of the time line spans of (start, end) cover together.
+
+    A kernel that is launched early waits in its span for the one before.
+    """
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
+    """Returns (name, start, end) in us of a trace's kernels."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [
+        (event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "kernel"
+    ]
+
+
+def attention_row(
+    kernels: list[tuple[str, float, float]], steps: int
+) -> dict[str, Any]:
+    """Returns the row of a profile of a number of steps."""
+    by_name: Counter[str] = Counter()
+    for name, start, end in kernels:
+        by_name[name] += end - start
+    attention = [(start, end) for name, start, end in kernels if is_attention(name)]
+    shown = dict(by_name.most_common(KERNELS_SHOWN))
+    shown |= {name: us for name, us in by_name.items() if is_attention(name)}
+    return {
+        "part": "attention",
+        "steps": steps,
+        "attention_us": covered(attention) / steps,
+        "kernels_us": covered((start, end) for _, start, end in kernels) / steps,
+        "by_kernel_us": {name[:120]: us / steps for name, us in shown.items()},
+    }
+
+
+def started(args: argparse.Namespace, arm: str) -> Path:
+    """Returns the file that says that an arm's engine has started, or ended."""
+    return args.together / arm.replace(":", "-")
+
+
+@contextmanager
+def turn(args: argparse.Namespace, arm: str) -> Iterator[None]:
+    """Waits until all arms' engines have started, and no other one measures."""
+    if not args.together:
+        yield
+        return
+    started(args, arm).touch()
+    while not all(started(args, other).exists() for other in args.arms):
+        time.sleep(0.1)
+    with (args.together / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class FilledEngine(Engine):
+    """An engine whose prompts count as cached."""
+
+    def __init__(self, arm: str, args: argparse.Namespace, traces: Path) -> None:
+        self.traces = traces
+        connector = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"startup_fill": True},
+        }
+        profiler = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_activities": ["CUDA"],
+            "torch_profiler_with_stack": False,
+        }
+        args.engine_args = {
+            "kv_transfer_config": connector,
+            "profiler_config": profiler,
+            "enable_prefix_caching": False,
+        } | args.engine_args
+        super().__init__(arm, args)
+
+    def decode(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Returns the row of decode time."""
+        tpots = []
+        for _ in range(self.args.repeats):
+            one, _ = self.generate(prompts, 1)
+            whole, _ = self.generate(prompts, 1 + self.args.steps)
+            tpots.append((whole - one) / self.args.steps * 1e3)
+        return {
+            "part": "decode",
+            "tpot_ms": statistics.median(tpots),
+            "all_tpot_ms": tpots,
+            "steps": self.args.steps,
+        }
+
+    def attention(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Returns the row of a profile."""
+        self.llm.start_profile()
+        self.generate(prompts, PROFILED_STEPS)
+        self.llm.stop_profile()
+        (trace,) = self.traces.glob("*.json.gz")
+        row = attention_row(kernels_of(trace), PROFILED_STEPS)
+        trace.unlink()
+        return row
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of all shapes."""
+        for batch, context in self.args.shapes:
+            prompts = self.prompts(batch, context)
+            self.generate(prompts, 4)
+            yield {"shape": f"{batch}x{context}"} | self.decode(prompts)
+        # A profiler that ran may slow what comes after it.
+        for batch, context in self.args.shapes:
+            row = self.attention(self.prompts(batch, context))
+            yield {"shape": f"{batch}x{context}"} | row
+
+    def warm_up(self) -> None:
+        self.generate(self.prompts(2, min(self.longest, 128)), 4)
+
+
+def measure_arm(arm: str, args: argparse.Namespace) -> None:
+    """Measures one arm; the rows go to the standard output."""
+    config = json.loads((args.model / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as name:
+        folder, traces = Path(name) / args.model.name, Path(name) / "traces"
+        folder.mkdir()
+        traces.mkdir()
+        cut = cut_layers(config, args.layers)
+        (folder / "config.json").write_text(json.dumps(cut))
+        facts = {
+            "model": args.model.name,
+            "layers": cut["num_hidden_layers"],
+            "of_layers": config["num_hidden_layers"],
+        }
+        args.model = folder
+        engine = FilledEngine(arm, args, traces)
+        emit(
+            part="startup",
+            seconds=engine.startup_s,
+            kv_cache_tokens=engine.cache_config.kv_cache_size_tokens,
+            block_size=engine.cache_config.block_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            max_num_seqs=engine.max_num_seqs,
+            used_mib=used_mib(),
+            **facts,
+        )
+        engine.warm_up()
+        with turn(args, arm):
+            for row in engine.rows():
+                emit(**facts, **row)
+        engine.llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> int:
+    parser = build_parser()
+    parser.description = __doc__.splitlines()[0]
+    parser.set_defaults(model=CONFIGS / "gemma-3-27b", shapes=SHAPES)
+    parser.add_argument("--layers", type=int, help="keep the first of them only")
+    parser.add_argument("--together", type=Path, help="folder, made anew")
+    args = parser.parse_args()
+    if not args.shapes or args.throughput:
+        parser.error("--shapes only are measured, and one of them at least")
+    if args.child:
+        measure_arm(args.child, args)
+        return 0
+    exit_when_told()
+    report = Report(args.output)
+
+    def run(arm: str) -> bool:
+        try:
+            return run_arm(arm, args, report)
+        finally:
+            if args.together:
+                started(args, arm).touch()
+
+    if args.together:
+        shutil.rmtree(args.together, ignore_errors=True)
+        args.together.mkdir(parents=True)
+    with ThreadPoolExecutor(len(args.arms) if args.together else 1) as pool:
+        results = list(pool.map(run, args.arms))
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What benchmarks/turbo_models.py makes of a configuration and of a profile."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from turbo_models import (  # noqa: E402
+    attention_row,
+    covered,
+    cut_layers,
+    is_attention,
+    kernels_of,
+)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-20b", "qwen3.6-35b-a3b"])
+def test_first_layers(name: str) -> None:
+    path = ROOT / "benchmarks" / "configs" / name / "config.json"
+    config = json.loads(path.read_text())
+    cut = cut_layers(config, 8)
+    assert cut["num_hidden_layers"] == 8
+    assert cut["layer_types"] == config["layer_types"][:8]
+    assert len(config["layer_types"]) == config["num_hidden_layers"]
+    same = set(config) - {"num_hidden_layers", "layer_types"}
+    assert all(cut[key] == config[key] for key in same)
+    assert cut_layers(config, None) == config
+    with pytest.raises(ValueError, match="1000 layers of a model of"):
+        cut_layers(config, 1000)
+
+
+def test_covered_time() -> None:
+    assert covered([]) == 0
+    # One within another, one that overlaps, one apart.
+    assert covered([(20, 30), (0, 10), (2, 4), (8, 12)]) == 22
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("void turbo::(anonymous)::decode_kernel<4>(turbo::AttentionParams)", True),
+        ("_store_kernel", True),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", True),
+        ("void vllm::reshape_and_cache_flash_kernel<...>", True),
+        ("kernel_unified_attention", True),
+        ("fused_recurrent_gated_delta_rule_packed_decode_kernel", False),
+        ("_causal_conv1d_update_kernel", False),
+        ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", False),
+        ("fused_moe_kernel", False),
+    ],
+)
+def test_kernels_of_attention(name: str, wanted: bool) -> None:
+    assert is_attention(name) == wanted
+
+
+def test_profile(tmp_path: Path) -> None:
+    def kernel(name: str, ts: float, dur: float) -> dict:
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        {"cat": "gpu_memcpy", "name": "Memcpy", "ts": 0, "dur": 100},
+        kernel("_store_kernel", 0, 10),
+        kernel("void turbo::decode_kernel<1>", 6, 24),
+        kernel("gemm", 30, 50),
+        kernel("_store_kernel", 80, 10),
+    ]
+    trace = tmp_path / "trace.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    row = attention_row(kernels_of(trace), steps=2)
+    assert row["attention_us"] == 20
+    assert row["kernels_us"] == 45
+    assert row["by_kernel_us"] == {
+        "_store_kernel": 10,
+        "void turbo::decode_kernel<1>": 12,
+        "gemm": 25,
+    }
