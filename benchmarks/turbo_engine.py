@@ -17,6 +17,9 @@ One JSON object a line:
   once. With --kv-cache-memory-bytes every arm's cache has the same size; most shapes do
   not fit then, so it is a run of its own, with an empty --shapes.
 
+With --together FOLDER the arms' engines start side by side, which needs memory for all
+of them (--kv-cache-memory-bytes), and measure one after another, when all have started.
+
 An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
 turbo_kernel, `turbo4:window` turbo_window, and `fp8:FLASHINFER` the attention backend.
 `nvfp4` selects FlashInfer by itself and needs it installed, with nvcc and ninja:
@@ -26,6 +29,7 @@ FlashAttention 3, in a copy of vLLM.
 """
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import os
@@ -36,6 +40,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +203,25 @@ class Engine:
         }
 
 
+def started(args: argparse.Namespace, arm: str) -> Path:
+    """Returns the file that says that an arm's engine has started, or ended."""
+    return args.together / arm.replace(":", "-")
+
+
+@contextmanager
+def turn(args: argparse.Namespace, arm: str) -> Iterator[None]:
+    """Waits until all arms' engines have started, and no other one measures."""
+    if not args.together:
+        yield
+        return
+    started(args, arm).touch()
+    while not all(started(args, other).exists() for other in args.arms):
+        time.sleep(0.1)
+    with (args.together / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def measure_arm(arm: str, args: argparse.Namespace) -> None:
     """Measures one arm; the rows go to the standard output."""
     engine = Engine(arm, args)
@@ -213,18 +238,19 @@ def measure_arm(arm: str, args: argparse.Namespace) -> None:
     )
     engine.warm_up()
     warm_mib = used_mib()
-    for batch, context in args.shapes:
-        shape = f"{batch}x{context}"
-        try:
-            for row in engine.measure(batch, context):
-                emit(shape=shape, **row)
-        except Exception as error:
-            emit(shape=shape, error=f"{type(error).__name__}: {error}"[:500])
-            raise
-    if args.throughput:
-        emit(**engine.measure_throughput())
-    emit(part="memory", warm_mib=warm_mib, end_mib=used_mib())
-    engine.llm.llm_engine.engine_core.shutdown()
+    with turn(args, arm):
+        for batch, context in args.shapes:
+            shape = f"{batch}x{context}"
+            try:
+                for row in engine.measure(batch, context):
+                    emit(shape=shape, **row)
+            except Exception as error:
+                emit(shape=shape, error=f"{type(error).__name__}: {error}"[:500])
+                raise
+        if args.throughput:
+            emit(**engine.measure_throughput())
+        emit(part="memory", warm_mib=warm_mib, end_mib=used_mib())
+        engine.llm.llm_engine.engine_core.shutdown()
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -291,6 +317,27 @@ def run_arm(arm: str, args: argparse.Namespace, report: Report) -> bool:
     return not wrong and not any("error" in row for row in rows)
 
 
+def run_arms(args: argparse.Namespace) -> int:
+    """Runs and reports all arms; returns the exit status."""
+    report = Report(args.output)
+
+    def run(arm: str) -> bool:
+        try:
+            return run_arm(arm, args, report)
+        except Exception as error:
+            report.row(arm=arm, error=f"{type(error).__name__}: {error}"[:500])
+            return False
+        finally:
+            if args.together:
+                started(args, arm).touch()
+
+    if args.together:
+        shutil.rmtree(args.together, ignore_errors=True)
+        args.together.mkdir(parents=True)
+    with ThreadPoolExecutor(len(args.arms) if args.together else 1) as pool:
+        return 0 if all(list(pool.map(run, args.arms))) else 1
+
+
 def parse_shape(text: str) -> tuple[int, int]:
     batch, context = map(int, text.split("x"))
     return batch, context
@@ -331,6 +378,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine-args", type=json.loads, default={}, help="more of LLM's, as JSON"
     )
+    parser.add_argument("--together", type=Path, help="folder, made anew")
     parser.add_argument("--site-copy", type=Path, help="folder, made anew")
     parser.add_argument("--arm-timeout", type=float, default=280.0, help="seconds")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
@@ -348,15 +396,7 @@ def main() -> int:
         measure_arm(args.child, args)
         return 0
     exit_when_told()
-    report = Report(args.output)
-    well = True
-    for arm in args.arms:
-        try:
-            well = run_arm(arm, args, report) and well
-        except Exception as error:
-            report.row(arm=arm, error=f"{type(error).__name__}: {error}"[:500])
-            well = False
-    return 0 if well else 1
+    return run_arms(args)
 
 
 if __name__ == "__main__":

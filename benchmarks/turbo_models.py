@@ -13,32 +13,24 @@ costs a decode step what other keys cost. So models of any length fit into minut
   decode, merge, and what other caches have instead), from a profile of its own; every
   kernel's microseconds a step by name; and all kernels'.
 
-With --together FOLDER the arms' engines start side by side, which needs memory for all
-of them (--kv-cache-memory-bytes), and measure one after another, when all have started.
-
 The routers of experts have dummy weights: of tokens that differ they take experts
 that differ.
 """
 
 import argparse
-import fcntl
 import gzip
 import json
 import re
-import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import CONFIGS, ROOT, Report
-from turbo_engine import Engine, build_parser, run_arm, used_mib
+from common import CONFIGS, ROOT
+from turbo_engine import Engine, build_parser, run_arms, turn, used_mib
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -49,11 +41,12 @@ from child_runner import exit_when_told  # noqa: E402
 SHAPES = ((16, 32768), (64, 4096), (16, 128))
 PROFILED_STEPS = 8
 KERNELS_SHOWN = 24
+NAME_LENGTH = 100
 # Kernels that store keys and values, quantise queries, attend, and join what was split.
 ATTENTION = re.compile(
     r"turbo::|_(store|decode|extend|merge|isolate|window|rotate_query|weigh_by_sinks)"
     r"_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
-    r"prepare_varlen|scaled_fp8_quant|per_token_head"
+    r"prepare_varlen|scaled_fp8_quant|_attn_packed|cache_int4|hadamard|per_token_head"
 )
 # Of states, not of keys: they have "flash" or "decode" in their names, too.
 NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)
@@ -108,7 +101,7 @@ def attention_row(
     """Returns the row of a profile of a number of steps."""
     by_name: Counter[str] = Counter()
     for name, start, end in kernels:
-        by_name[name] += end - start
+        by_name[name[:NAME_LENGTH]] += end - start
     attention = [(start, end) for name, start, end in kernels if is_attention(name)]
     shown = dict(by_name.most_common(KERNELS_SHOWN))
     shown |= {name: us for name, us in by_name.items() if is_attention(name)}
@@ -117,27 +110,8 @@ def attention_row(
         "steps": steps,
         "attention_us": covered(attention) / steps,
         "kernels_us": covered((start, end) for _, start, end in kernels) / steps,
-        "by_kernel_us": {name[:120]: us / steps for name, us in shown.items()},
+        "by_kernel_us": {name: us / steps for name, us in shown.items()},
     }
-
-
-def started(args: argparse.Namespace, arm: str) -> Path:
-    """Returns the file that says that an arm's engine has started, or ended."""
-    return args.together / arm.replace(":", "-")
-
-
-@contextmanager
-def turn(args: argparse.Namespace, arm: str) -> Iterator[None]:
-    """Waits until all arms' engines have started, and no other one measures."""
-    if not args.together:
-        yield
-        return
-    started(args, arm).touch()
-    while not all(started(args, other).exists() for other in args.arms):
-        time.sleep(0.1)
-    with (args.together / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class FilledEngine(Engine):
@@ -232,7 +206,7 @@ def measure_arm(arm: str, args: argparse.Namespace) -> None:
         with turn(args, arm):
             for row in engine.rows():
                 emit(**facts, **row)
-        engine.llm.llm_engine.engine_core.shutdown()
+            engine.llm.llm_engine.engine_core.shutdown()
 
 
 def main() -> int:
@@ -240,7 +214,6 @@ def main() -> int:
     parser.description = __doc__.splitlines()[0]
     parser.set_defaults(model=CONFIGS / "gemma-3-27b", shapes=SHAPES)
     parser.add_argument("--layers", type=int, help="keep the first of them only")
-    parser.add_argument("--together", type=Path, help="folder, made anew")
     args = parser.parse_args()
     if not args.shapes or args.throughput:
         parser.error("--shapes only are measured, and one of them at least")
@@ -248,21 +221,7 @@ def main() -> int:
         measure_arm(args.child, args)
         return 0
     exit_when_told()
-    report = Report(args.output)
-
-    def run(arm: str) -> bool:
-        try:
-            return run_arm(arm, args, report)
-        finally:
-            if args.together:
-                started(args, arm).touch()
-
-    if args.together:
-        shutil.rmtree(args.together, ignore_errors=True)
-        args.together.mkdir(parents=True)
-    with ThreadPoolExecutor(len(args.arms) if args.together else 1) as pool:
-        results = list(pool.map(run, args.arms))
-    return 0 if all(results) else 1
+    return run_arms(args)
 
 
 if __name__ == "__main__":
