@@ -10,16 +10,19 @@ costs a decode step what other keys cost. So models of any length fit into minut
 * `startup`: time to build the engine, and how many tokens its cache holds.
 * `decode`: time a token and sequence (TPOT), as in turbo_engine.py.
 * `attention`: microseconds a decode step in which a kernel of attention runs (store,
-  decode, merge, and what other caches have instead), from a profile of its own; every
-  kernel's microseconds a step by name; and all kernels'.
+  decode, merge, and what other caches have instead), from a profile of its own; those
+  in which any kernel runs; and each kernel's by name. One that is launched before the
+  kernel ahead of it has ended counts from its launch, so that the second figure, less
+  another arm's, is the better one for short steps.
 
-The routers of experts have dummy weights: of tokens that differ they take experts
-that differ.
+Experts are drawn for each token by vLLM's simulation of routers: what dummy weights
+choose depends on the attention, so that arms would load different experts.
 """
 
 import argparse
 import gzip
 import json
+import os
 import re
 import statistics
 import sys
@@ -221,6 +224,7 @@ def main() -> int:
         measure_arm(args.child, args)
         return 0
     exit_when_told()
+    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     return run_arms(args)
 
 
