@@ -32,6 +32,8 @@ INSTRUCTIONS = {
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_s8",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_f16",
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_bf16",
     "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": "movmatrix",
     "{ .reg .pred is_greater; setp.gt.f32 is_greater, %1, %2; "
     "@is_greater add.s32 %0, %0, 1; }": "add_one_if_greater",

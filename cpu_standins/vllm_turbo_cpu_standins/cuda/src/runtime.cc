@@ -118,6 +118,13 @@ void multiply_f16(void* const (&lanes)[kWarpSize]) {
   multiply<float, 2, decltype(number), double>(lanes, number);
 }
 
+void multiply_bf16(void* const (&lanes)[kWarpSize]) {
+  const auto number = [](uint32_t word, int i) -> double {
+    return std::bit_cast<float>(word >> (16 * i) << 16);
+  };
+  multiply<float, 2, decltype(number), double>(lanes, number);
+}
+
 // An 8x8 matrix of 16-bit numbers, a row's pairs in four lanes.
 void transpose(void* const (&lanes)[kWarpSize]) {
   uint16_t matrix[8][8];

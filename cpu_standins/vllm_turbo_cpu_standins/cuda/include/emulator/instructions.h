@@ -123,6 +123,7 @@ struct Product {
 
 void multiply_s8(void* const (&lanes)[kWarpSize]);
 void multiply_f16(void* const (&lanes)[kWarpSize]);
+void multiply_bf16(void* const (&lanes)[kWarpSize]);
 void transpose(void* const (&lanes)[kWarpSize]);
 
 template <typename T>
@@ -144,6 +145,12 @@ template <typename... Operands>
 void mma_f16(const Site& site, float& d0, float& d1, float& d2, float& d3,
              Operands... ab) {
   mma("mma.f16", site, multiply_f16, d0, d1, d2, d3, ab...);
+}
+
+template <typename... Operands>
+void mma_bf16(const Site& site, float& d0, float& d1, float& d2, float& d3,
+              Operands... ab) {
+  mma("mma.bf16", site, multiply_bf16, d0, d1, d2, d3, ab...);
 }
 
 inline void movmatrix(const Site& site, uint32_t& d, uint32_t x) {

@@ -22,6 +22,8 @@ from vllm.v1.attention.ops.turbo.interface import (
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # kMergeWarps of merge/params.cuh.
 _BLOCK_WARPS = 8
+# kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
+_WINDOW_HEADS = 4
 # Warps of a multiprocessor that rows are spread over.
 _WARPS_PER_SM = 32
 
@@ -55,6 +57,27 @@ def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
         and 2 * warps * num_rows <= _WARPS_PER_SM * num_sms
     ):
         warps *= 2
+    return warps
+
+
+def warps_a_row_with_window(
+    num_rows: int, num_splits: int, heads_per_kv: int, head_size: int, num_sms: int
+) -> int:
+    """The same where a block's rows share what it reads of a window.
+
+    As many rows as can, of one KV head, share a block where multiprocessors would
+    otherwise have several blocks: each would read the window for rows of its own.
+    """
+    warps = warps_a_row(num_rows, num_splits, num_sms)
+    sharing = min(
+        _WINDOW_HEADS if head_size <= 128 else _WINDOW_HEADS // 2, heads_per_kv
+    )
+    while (
+        warps > 1
+        and _BLOCK_WARPS // warps < sharing
+        and warps * num_rows > _BLOCK_WARPS * num_sms
+    ):
+        warps //= 2
     return warps
 
 
@@ -131,7 +154,13 @@ def merge_splits(
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
-        num_warps = warps_a_row(num_rows, num_splits, num_sms)
+        if window is None:
+            num_warps = warps_a_row(num_rows, num_splits, num_sms)
+        else:
+            group = num_heads // num_kv_heads
+            num_warps = warps_a_row_with_window(
+                num_rows, num_splits, group, head_size, num_sms
+            )
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
     load(head_size, output.device)(
         *partials,

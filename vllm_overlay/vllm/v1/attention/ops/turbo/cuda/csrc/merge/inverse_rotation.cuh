@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/numbers.cuh"
 #include "common/vectors.cuh"
 #include "turbo_constants.h"
 
@@ -55,6 +56,12 @@ __device__ __forceinline__ float warp_sum(float x) {
     x += __shfl_xor_sync(~0u, x, mask);
   }
   return x;
+}
+
+// The largest number of a warp; NaN is above infinity.
+__device__ __forceinline__ float warp_max(float x) {
+  const int bits = ordered_bits(__float_as_int(x));
+  return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));
 }
 
 // H x, unnormalised.

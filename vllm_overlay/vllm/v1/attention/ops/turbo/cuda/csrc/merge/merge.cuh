@@ -17,7 +17,8 @@ namespace turbo {
 
 constexpr int kMergeThreads = 32 * kMergeWarps;
 // Blocks a multiprocessor: more leave too few registers for loads in flight.
-constexpr int kMergeBlocks = 4;
+template <typename T, bool kWithWindow>
+constexpr int kMergeBlocks = kWithWindow && sizeof(T) == 4 ? 2 : 4;
 // Loads of partial results that a warp has in flight.
 constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
 static_assert(MAX_SPLITS == 64, "a lane has two LSEs of a row");
@@ -27,12 +28,6 @@ struct MergeShared {
   float lse[kMergeWarps][MAX_SPLITS + 4];
   float4 sums[kMergeWarps][HEAD_SIZE / kVector];  // of each warp
 };
-
-// The largest number of a warp; NaN is above infinity.
-__device__ __forceinline__ float warp_max(float x) {
-  const int bits = ordered_bits(__float_as_int(x));
-  return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));
-}
 
 // Let the LSEs of the block's rows come to shared memory, each once:
 // neighbouring rows' lie side by side. Those of rows that the sequence does not
@@ -189,7 +184,7 @@ __device__ __forceinline__ void finish_row(
 }
 
 template <typename T, bool kWithNewest, bool kWithWindow = false>
-__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
   const int lane = threadIdx.x % 32;
@@ -205,6 +200,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
   // What does not depend on the decode kernel is done while that still runs. It
   // lets this one begin when the store has ended, which writes the window.
   const Signs signs(lane);
+  Recent<kWithWindow> recent(p, seq, row, first_row, index, warp);
+  recent.template attend<T>(p, seq, row, r, lane);
   Newest newest;
   if constexpr (kWithNewest) {
     if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
@@ -212,11 +209,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
       if (p.with_newest) newest.attend<T>(p, seq, row, lane);
     }
   }
-  if constexpr (kWithWindow) {
-    if (row.place < row.query_len) {
-      attend_recent<T>(newest, p, seq, row, warp & (warps - 1), warps, lane);
-    }
-  }
+  recent.join(p, newest, r, lane);
   wait_for_previous_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
   __syncthreads();
@@ -235,10 +228,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
       (int64_t(seq) * p.num_splits * p.num_queries + index) * HEAD_SIZE;
   add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
                count, lane);
-  __shared__ RecentShared<kWithWindow> recent;
-  if (warps > 1) recent.put(newest, warp, lane);
   if (!join_warps(shared, sum, warp, warps, lane)) return;
-  if (warps > 1) recent.join(newest, warp, warps, lane);
   if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));

@@ -1,207 +1,386 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a row to the tokens that the recent window has of its sequence,
-// which the splits leave out.
+// Attention of a block's rows to the tokens that the recent window has of their
+// sequence, which the splits leave out. Rows of one query token and KV head
+// share them: their warps divide the tokens, not the rows.
 #pragma once
 
-#include "merge/newest.cuh"
+#include "merge/recent_scores.cuh"
 
 namespace turbo {
 
-// Tokens that a warp has on their way at once.
-constexpr int kRecentTokens = kChunks == 1 && kSideBySide == 1 ? 8 : 4;
 static_assert(WINDOW_MAX_ROWS <= OFFSET_SEGMENT,
               "they have two offsets at most");
 
-// A code of four in a word, exactly: with its sign bit flipped it is that of a
-// float's mantissa.
-__device__ __forceinline__ float code_of(uint32_t flipped, int i) {
-  constexpr uint32_t kBits = 0x4B000000u;  // of 2**23
-  return __uint_as_float(__byte_perm(flipped, kBits, 0x7440 | i)) - 8388736.0f;
-}
-
-// Of the 8-bit vectors' kVector coordinates that a lane has.
-__device__ __forceinline__ float4 codes_of(uint32_t word) {
-  const uint32_t flipped = word ^ 0x80808080u;
-  return {code_of(flipped, 0), code_of(flipped, 1), code_of(flipped, 2),
-          code_of(flipped, 3)};
-}
-
-// Load the codes of kVector coordinates.
-__device__ __forceinline__ uint32_t load_codes(const uint8_t* codes) {
-  return __ldcg(reinterpret_cast<const uint32_t*>(codes));
-}
-
-// Load a lane's scale, of its coordinates of a chunk.
-__device__ __forceinline__ float load_scale(const uint8_t* row, int first) {
-  const auto* scales = reinterpret_cast<const uint16_t*>(row);
-  return __uint_as_float(uint32_t(__ldcg(scales + first / SCALE_GROUP)) << 16);
+// Load a scale, not from L1.
+__device__ __forceinline__ float load_scale(const uint8_t* scales, int group) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(scales) + group;
+  return __uint_as_float(uint32_t(__ldcg(bits)) << 16);
 }
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b) {
   return a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
 }
 
-// What the scores lack where an offset was taken off K: of the first of
+// What a row's scores lack where an offset was taken off K: of the first of
 // neighbouring tokens and, if it is another, of those from a position on.
 struct RecentOffset {
-  float first = 0.0f, last = 0.0f;
-  int last_start = 0;
+  float first, last;
+  int last_start;
 
-  __device__ __forceinline__ RecentOffset(const MergeParams& p,
-                                          const float4 (&q)[kChunks],
-                                          int kv_head, int position, int count,
-                                          int lane) {
-    if (p.key_offset == nullptr) return;
+  template <typename T>
+  __device__ __forceinline__ void load(const MergeParams& p, const Row& row,
+                                       int position, int count, int lane) {
+    const int own = lane % kLanes * kVector;
+    const T* query = static_cast<const T*>(p.query) +
+                     row.token * p.stride_query_token +
+                     row.head * p.stride_query_head + own;
+    const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int end = p.num_offsets - 1;
     const int segment = min(position / OFFSET_SEGMENT, end);
     const int last_segment = min((position + count - 1) / OFFSET_SEGMENT, end);
-    last_start = last_segment * OFFSET_SEGMENT;
-    first = last = score(p, q, kv_head, segment, lane);
-    if (last_segment != segment)
-      last = score(p, q, kv_head, last_segment, lane);
-  }
-  __device__ __forceinline__ static float score(const MergeParams& p,
-                                                const float4 (&q)[kChunks],
-                                                int kv_head, int segment,
-                                                int lane) {
-    const float* m = p.key_offset +
-                     (int64_t(segment) * p.num_kv_heads + kv_head) * HEAD_SIZE +
-                     lane % kLanes * kVector;
-    float sum = 0.0f;
+    float sums[2] = {};
 #pragma unroll
-    for (int j = 0; j < kChunks; ++j)
-      sum += dot(q[j], __ldg(reinterpret_cast<const float4*>(m + 128 * j)));
-    return warp_sum<kLanes>(sum);
+    for (int j = 0; j < kChunks; ++j) {
+      const float4 q = load_vector(query + 128 * j);
+      const float* m = p.key_offset + kv_head * HEAD_SIZE + own + 128 * j;
+      const int64_t stride = p.num_kv_heads * HEAD_SIZE;
+      sums[0] +=
+          dot(q, __ldg(reinterpret_cast<const float4*>(m + segment * stride)));
+      sums[1] += dot(
+          q, __ldg(reinterpret_cast<const float4*>(m + last_segment * stride)));
+    }
+    sums[0] = warp_sum<kLanes>(sums[0]);
+    sums[1] = warp_sum<kLanes>(sums[1]);
+    if (lane == 0) *this = {sums[0], sums[1], last_segment * OFFSET_SEGMENT};
   }
   __device__ __forceinline__ float at(int position) const {
     return position >= last_start ? last : first;
   }
 };
 
-// Add to a row's newest tokens those of the window, which lie before them: a
-// warp's, of several that share a row. Nothing is taken from L1, which may have
-// what was there before the store.
+// Of several query heads, side by side.
+struct alignas(sizeof(float) * kRecentHeads) HeadWeights {
+  float of[kRecentHeads];
+};
+
+// What a warp has of the window's tokens.
+struct RecentSums {
+  union {
+    // Of the tokens at hand, by a value's scale: a value's code times it
+    // counts.
+    HeadWeights weights[kRecentTokens][kWindowGroups];
+    float4 value[kRecentHeads][HEAD_SIZE / kVector];
+  };
+  float largest[kRecentHeads], total[kRecentHeads];  // as in Newest
+};
+
+struct RecentShared {
+  RecentSums sums[kMergeWarps];
+  RecentOffset offsets[kMergeWarps];  // of rows
+};
+
+// Neighbouring rows of a block that attend together, and their warps.
+struct RecentRows {
+  int first;        // of the block's
+  int first_head;   // its query head
+  int count;        // up to kRecentHeads
+  int warp, warps;  // this one, of so many; past them it has no row
+
+  // index, head: of the warp's own row.
+  __device__ __forceinline__ RecentRows(const MergeParams& p, int first_row,
+                                        int index, int head, int own_warp) {
+    const int group = unsigned(index) / unsigned(p.heads_per_kv);
+    const int start = max(group * p.heads_per_kv, first_row);
+    const int end = min((group + 1) * p.heads_per_kv,
+                        first_row + (kMergeWarps >> p.row_shift));
+    const int own = (index - start) % kRecentHeads;
+    first = index - own - first_row;
+    first_head = head - own;
+    count = min(end - (index - own), kRecentHeads);
+    warp = own_warp - (first << p.row_shift);
+    warps = count << p.row_shift;
+  }
+};
+
+// The tokens of a sequence that the window has.
+struct RecentRange {
+  int position, count;  // of the first; of them
+  int row;              // of the first in the page
+
+  __device__ __forceinline__ RecentRange(const MergeParams& p, int seq,
+                                         int query_len) {
+    const int packed_len = __ldcg(p.packed_lens + seq);
+    count = p.seq_lens[seq] - packed_len;
+    position = packed_len - query_len;
+    row = unsigned(max(position, 0)) % unsigned(p.window.num_rows);
+  }
+};
+
+// A lane's sums over tokens: kVector coordinates of each chunk, of each head.
+// With 64 coordinates half of a warp has every other token.
+struct RecentValues {
+  static constexpr int kSteps = kRecentTokens / kSideBySide;
+  static constexpr int kOwnGroups = kWindowGroups / 4;
+  uint32_t codes[kSteps][kChunks];
+  float scales[kOwnGroups];  // of token lane / 4: every lane of four has some
+  float4 sum[kRecentHeads][kChunks] = {};
+
+  // row: of token lane / 4.
+  __device__ __forceinline__ void load(const WindowPages& window,
+                                       const uint8_t* page, int row, int lane) {
+    const uint8_t* own = page + window.values + lane % kLanes * kVector;
+#pragma unroll
+    for (int u = 0; u < kSteps; ++u) {
+      const int token = kSideBySide * u + lane / kLanes;
+      const int token_row = __shfl_sync(~0u, row, 4 * token);
+      const auto* words =
+          reinterpret_cast<const uint32_t*>(own + token_row * HEAD_SIZE);
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) codes[u][j] = __ldcg(words + 32 * j);
+    }
+    const uint8_t* own_scales =
+        page + window.value_scales + row * (2 * kWindowGroups);
+#pragma unroll
+    for (int i = 0; i < kOwnGroups; ++i)
+      scales[i] = load_scale(own_scales, lane % 4 * kOwnGroups + i);
+  }
+
+  __device__ __forceinline__ void multiply(const HeadWeights& by) {
+#pragma unroll
+    for (int h = 0; h < kRecentHeads; ++h) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        float4& x = sum[h][j];
+        x.x *= by.of[h], x.y *= by.of[h], x.z *= by.of[h], x.w *= by.of[h];
+      }
+    }
+  }
+
+  // Add the tokens that are loaded with the weights of token lane / 4.
+  __device__ __forceinline__ void add(RecentSums& shared,
+                                      const HeadWeights& weight, int lane) {
+    __syncwarp();  // the tokens' before have been read
+#pragma unroll
+    for (int i = 0; i < kOwnGroups; ++i) {
+      HeadWeights scaled;
+#pragma unroll
+      for (int h = 0; h < kRecentHeads; ++h)
+        scaled.of[h] = weight.of[h] * scales[i];
+      shared.weights[lane / 4][lane % 4 * kOwnGroups + i] = scaled;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < kSteps; ++u) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        const int group = (128 * j + lane % kLanes * kVector) / SCALE_GROUP;
+        const HeadWeights w =
+            shared.weights[kSideBySide * u + lane / kLanes][group];
+        const float4 code = codes_of(codes[u][j]);
+#pragma unroll
+        for (int h = 0; h < kRecentHeads; ++h) {
+          float4& x = sum[h][j];
+          x.x = fmaf(w.of[h], code.x, x.x);
+          x.y = fmaf(w.of[h], code.y, x.y);
+          x.z = fmaf(w.of[h], code.z, x.z);
+          x.w = fmaf(w.of[h], code.w, x.w);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put(RecentSums& shared, int lane) {
+    __syncwarp();  // weights have been read
+#pragma unroll
+    for (int h = 0; h < kRecentHeads; ++h) {
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        float4 x = sum[h][j];
+        if constexpr (kSideBySide == 2) {
+          x.x += __shfl_xor_sync(~0u, x.x, kLanes);
+          x.y += __shfl_xor_sync(~0u, x.y, kLanes);
+          x.z += __shfl_xor_sync(~0u, x.z, kLanes);
+          x.w += __shfl_xor_sync(~0u, x.w, kLanes);
+        }
+        shared.value[h][32 * j + lane % kLanes] = x;
+      }
+    }
+  }
+};
+
+// Of lanes of one column: those of all tokens, by steps of four.
+__device__ __forceinline__ float largest_of_tokens(float x) {
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2)
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  return x;
+}
+
+__device__ __forceinline__ float sum_of_tokens(float x) {
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
+  return x;
+}
+
+// Numbers of heads, two of them a lane, as lane `first` and the next have them.
+__device__ __forceinline__ HeadWeights of_all_heads(const float (&own)[2],
+                                                    int first) {
+  HeadWeights all;
+#pragma unroll
+  for (int h = 0; h < kRecentHeads; ++h)
+    all.of[h] = __shfl_sync(~0u, own[h % 2], first + h / 2);
+  return all;
+}
+
+// Attend to a warp's share of the tokens. Nothing is taken from L1, which may
+// have what was there before the store.
 template <typename T>
-__device__ __forceinline__ void attend_recent(Newest& newest,
-                                              const MergeParams& p, int seq,
-                                              const Row& row, int warp,
-                                              int warps, int lane) {
-  const int packed_len = __ldcg(p.packed_lens + seq);
-  const int count = p.seq_lens[seq] - packed_len;
-  if (kRecentTokens * warp >= count) return;
-  const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
-  const int first = lane % kLanes * kVector;
+__device__ __forceinline__ void attend_to_range(RecentShared& shared,
+                                                const MergeParams& p,
+                                                const uint8_t* page,
+                                                const RecentRange& range,
+                                                const RecentRows& rows,
+                                                int64_t query_token, int lane) {
+  const int place = lane / 4, quarter = lane % 4;
+  const int column = place % 4, head = 2 * (quarter % 2);
+  const bool has_query = column < rows.count && place / 4 == quarter / 2;
   const T* query = static_cast<const T*>(p.query) +
-                   row.token * p.stride_query_token +
-                   row.head * p.stride_query_head + first;
-  float4 q[kChunks];
-#pragma unroll
-  for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
-  const int position = packed_len - row.query_len;
-  const RecentOffset offset(p, q, kv_head, position, count, lane);
-  const WindowPages& window = p.window;
-  const uint8_t* page = window.page(window.blocks[seq], kv_head);
-  const int first_row = unsigned(position) % unsigned(window.num_rows);
+                   query_token * p.stride_query_token +
+                   (rows.first_head + column) * p.stride_query_head +
+                   quarter * (kKeyColumns / 4);
+  RecentSums& sums = shared.sums[(rows.first << p.row_shift) + rows.warp];
+  RecentValues values;
+  float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
 #pragma unroll 1
-  for (int base = kRecentTokens * warp; base < count;
-       base += kRecentTokens * warps) {
-    uint32_t keys[kRecentTokens][kChunks], values[kRecentTokens][kChunks];
-    float key_scales[kRecentTokens][kChunks];
-    float value_scales[kRecentTokens][kChunks];
+  for (int base = kRecentTokens * rows.warp; base < range.count;
+       base += kRecentTokens * rows.warps) {
+    // Past the last token it is loaded again.
+    const int token = min(base + place, range.count - 1);
+    int row = range.row + token;
+    if (row >= p.window.num_rows) row -= p.window.num_rows;
+    RecentKeys keys;
+    keys.load(p.window, page, row, lane);
+    values.load(p.window, page, row, lane);
+    float score[2], rescale[2], weight[2];
+    score_recent<T>(score, keys, query, has_query);
 #pragma unroll
-    for (int u = 0; u < kRecentTokens; ++u) {
-      // Past the last token it is loaded again.
-      int own = first_row + min(base + u, count - 1);
-      if (own >= window.num_rows) own -= window.num_rows;
-      const uint8_t* vectors = page + own * HEAD_SIZE;
-      const uint8_t* scales = page + own * (2 * kWindowGroups);
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const int coordinate = 128 * j + first;
-        keys[u][j] = load_codes(vectors + window.keys + coordinate);
-        values[u][j] = load_codes(vectors + window.values + coordinate);
-        key_scales[u][j] = load_scale(scales + window.key_scales, coordinate);
-        value_scales[u][j] =
-            load_scale(scales + window.value_scales, coordinate);
+    for (int c = 0; c < 2; ++c) {
+      const bool is_one = base + place < range.count && head + c < rows.count;
+      if (p.key_offset != nullptr && is_one) {
+        const RecentOffset& offset = shared.offsets[rows.first + head + c];
+        score[c] += offset.at(range.position + token);
       }
+      score[c] = is_one ? p.score_factor * score[c] : -INFINITY;
+      const float larger = fmaxf(largest[c], largest_of_tokens(score[c]));
+      rescale[c] = exp2_approx(largest[c] - or_zero(larger));
+      weight[c] = exp2_approx(score[c] - or_zero(larger));
+      total[c] = fmaf(total[c], rescale[c], weight[c]);
+      largest[c] = larger;
     }
-    float score[kRecentTokens];
+    values.multiply(of_all_heads(rescale, 0));
+    values.add(sums, of_all_heads(weight, lane - quarter), lane);
+  }
+  values.put(sums, lane);
 #pragma unroll
-    for (int u = 0; u < kRecentTokens; ++u) {
-      score[u] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j)
-        score[u] += key_scales[u][j] * dot(q[j], codes_of(keys[u][j]));
-    }
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-#pragma unroll
-      for (int u = 0; u < kRecentTokens; ++u)
-        score[u] += __shfl_xor_sync(~0u, score[u], mask);
-    }
-    float larger = newest.largest;
-#pragma unroll
-    for (int u = 0; u < kRecentTokens; ++u) {
-      score[u] =
-          base + u < count
-              ? p.score_factor * (score[u] + offset.at(position + base + u))
-              : -INFINITY;
-      larger = fmaxf(larger, score[u]);
-    }
-    newest.raise(larger);
-#pragma unroll
-    for (int u = 0; u < kRecentTokens; ++u) {
-      const float weight = exp2_approx(score[u] - or_zero(larger));
-      newest.total += weight;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const float4 code = codes_of(values[u][j]);
-        const float scaled = weight * value_scales[u][j];
-        newest.value[j].x = fmaf(scaled, code.x, newest.value[j].x);
-        newest.value[j].y = fmaf(scaled, code.y, newest.value[j].y);
-        newest.value[j].z = fmaf(scaled, code.z, newest.value[j].z);
-        newest.value[j].w = fmaf(scaled, code.w, newest.value[j].w);
-      }
+  for (int c = 0; c < 2; ++c) {
+    const float sum = sum_of_tokens(total[c]);
+    if (lane < kRecentHeads / 2) {
+      sums.largest[head + c] = largest[c];
+      sums.total[head + c] = sum;
     }
   }
 }
 
-// What the warps of a row have of the window's tokens, to be joined by the
-// first. Without a window the first alone has tokens.
-template <bool kWithWindow>
-struct RecentShared {
-  __device__ __forceinline__ void put(const Newest&, int, int) {}
-  __device__ __forceinline__ void join(Newest&, int, int, int) const {}
+// Add to a row's newest tokens those of the window, of all warps that have
+// some.
+//
+// sums: of the rows' first warp. head: of the rows'.
+__device__ __forceinline__ void join_recent(Newest& newest,
+                                            const RecentSums* sums, int warps,
+                                            int head, int lane) {
+  static_assert(kMergeWarps <= 32);
+  const bool is_one = lane < warps;
+  const float own = is_one ? sums[lane].largest[head] : -INFINITY;
+  const float larger = fmaxf(newest.largest, warp_max(own));
+  newest.raise(larger);
+  const float weight = exp2_approx(own - or_zero(larger));
+  newest.total += warp_sum<32>(is_one ? weight * sums[lane].total[head] : 0.0f);
+#pragma unroll
+  for (int w = 0; w < kMergeWarps; ++w) {
+    if (w >= warps) break;
+    const float its_weight = __shfl_sync(~0u, weight, w);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const float4 x = sums[w].value[head][32 * j + lane % kLanes];
+      newest.value[j].x = fmaf(its_weight, x.x, newest.value[j].x);
+      newest.value[j].y = fmaf(its_weight, x.y, newest.value[j].y);
+      newest.value[j].z = fmaf(its_weight, x.z, newest.value[j].z);
+      newest.value[j].w = fmaf(its_weight, x.w, newest.value[j].w);
+    }
+  }
+}
+
+// Attention of a block's rows to the window's tokens.
+//
+// kIsThere: without a window there are none.
+template <bool kIsThere>
+struct Recent {
+  __device__ __forceinline__ Recent(const MergeParams&, int, const Row&, int,
+                                    int, int) {}
+  template <typename T>
+  __device__ __forceinline__ void attend(const MergeParams&, int, const Row&,
+                                         int, int) {}
+  __device__ __forceinline__ void join(const MergeParams&, Newest&, int,
+                                       int) const {}
 };
 
+// All threads of the block call each.
 template <>
-struct RecentShared<true> {
-  float largest[kMergeWarps], total[kMergeWarps];
-  float4 value[kMergeWarps][HEAD_SIZE / kVector];
+struct Recent<true> {
+  RecentShared& shared;
+  RecentRange range;
+  RecentRows rows;
+  bool has_row, is_first;  // whether the warp has one, and is its first
 
-  __device__ __forceinline__ void put(const Newest& newest, int warp,
-                                      int lane) {
-    if (lane == 0) {
-      largest[warp] = newest.largest;
-      total[warp] = newest.total;
-    }
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j)
-      value[warp][32 * j + lane % kLanes] = newest.value[j];
+  // index: of the warp's row among the sequence's. warp: of the block.
+  __device__ __forceinline__ Recent(const MergeParams& p, int seq,
+                                    const Row& row, int first_row, int index,
+                                    int warp)
+      : shared(shared_memory()),
+        range(p, seq, row.query_len),
+        rows(p, first_row, index, row.head, warp) {
+    has_row = row.place < row.query_len && rows.warp < rows.warps;
+    is_first = (warp & ((1 << p.row_shift) - 1)) == 0;
   }
-  // Those of a row's other warps, after all have put theirs.
-  __device__ __forceinline__ void join(Newest& newest, int warp, int warps,
-                                       int lane) const {
-#pragma unroll 1
-    for (int w = warp + 1; w < warp + warps; ++w) {
-      float4 other[kChunks];
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j)
-        other[j] = value[w][32 * j + lane % kLanes];
-      newest.add(largest[w], other, total[w]);
+  __device__ __forceinline__ static RecentShared& shared_memory() {
+    __shared__ RecentShared recent;
+    return recent;
+  }
+  // own: the warp's row among the block's.
+  template <typename T>
+  __device__ __forceinline__ void attend(const MergeParams& p, int seq,
+                                         const Row& row, int own, int lane) {
+    if (p.key_offset != nullptr) {
+      if (has_row && is_first && range.count > 0) {
+        shared.offsets[own].load<T>(p, row, range.position, range.count, lane);
+      }
+      __syncthreads();
     }
+    if (!has_row || kRecentTokens * rows.warp >= range.count) return;
+    const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
+    const uint8_t* page = p.window.page(p.window.blocks[seq], kv_head);
+    attend_to_range<T>(shared, p, page, range, rows, row.token, lane);
+  }
+  // Add what the rows' warps have to a row's newest tokens, of its first warp.
+  __device__ __forceinline__ void join(const MergeParams& p, Newest& newest,
+                                       int own, int lane) const {
+    __syncthreads();
+    if (!has_row || !is_first) return;
+    const int filled = (range.count + kRecentTokens - 1) / kRecentTokens;
+    join_recent(newest, shared.sums + (rows.first << p.row_shift),
+                min(rows.warps, filled), own - rows.first, lane);
   }
 };
 
