@@ -74,7 +74,7 @@ int main() {
     numbers >> num_passes >> num_warps >> p.num_splits >> p.sliding_window;
     std::vector<int> lengths;
     while (numbers >> length) lengths.push_back(length);
-    p.seq_lens = lengths.data();
+    p.seq_lens = p.known_lens = lengths.data();
     p.num_seqs = int(lengths.size());
     p.query_len = 1;
     turbo::Partition results[32];

@@ -91,7 +91,7 @@ def attend(
     num_seqs: int,
     query_len: int,
     with_newest: bool,
-    lens_are_new: bool,
+    packed_lens: torch.Tensor | None,
     query: torch.Tensor,
     key_offset: torch.Tensor | None,
     factor: float,
@@ -99,7 +99,7 @@ def attend(
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
-    assert not lens_are_new
+    assert packed_lens is None
     # Read by the merge alone, which is left out.
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:

@@ -178,7 +178,7 @@ def attend(
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
-    With a window the kernel is given lengths without its tokens, which the kernel
+    With a window the kernel is also given lengths without its tokens, which the kernel
     before it may have written, and the merge attends to these. ``load_kernel`` gives
     the kernel of a layout, number of queries of a sequence and KV head, device, and
     whether there is an offset. The other arguments are ``AttentionFn``'s.
@@ -198,13 +198,13 @@ def attend(
         *query,
         kv_cache,
         batch.block_table,
-        batch.seq_lens if window is None else window.packed_lens,
+        batch.seq_lens,
         *partials,
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
         newest is not None,
-        window is not None,
+        None if window is None else window.packed_lens,
         original_query,
         table,
         scale * LOG2_E,

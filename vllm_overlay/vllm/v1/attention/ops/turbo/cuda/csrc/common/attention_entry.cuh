@@ -12,15 +12,16 @@
 
 namespace turbo {
 
+// packed_lens: without the tokens that the recent window has, as the kernel
+//   before this one writes them.
+//
 // See AttentionParams and decode.py for shapes and types.
-inline AttentionParams params_of(TensorView query, TensorView query_scale,
-                                 TensorView kv_cache, TensorView block_table,
-                                 TensorView seq_lens, TensorView partial,
-                                 TensorView partial_lse,
-                                 const Optional<TensorView>& query_start_loc,
-                                 int64_t num_seqs, int64_t query_len,
-                                 bool with_newest, bool lens_are_new,
-                                 int64_t sliding_window) {
+inline AttentionParams params_of(
+    TensorView query, TensorView query_scale, TensorView kv_cache,
+    TensorView block_table, TensorView seq_lens, TensorView partial,
+    TensorView partial_lse, const Optional<TensorView>& query_start_loc,
+    int64_t num_seqs, int64_t query_len, bool with_newest,
+    const Optional<TensorView>& packed_lens, int64_t sliding_window) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -45,7 +46,14 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.block_table = static_cast<const int*>(block_table.data_ptr());
-  p.seq_lens = ints_of("seq_lens", seq_lens, num_seqs);
+  p.known_lens = ints_of("seq_lens", seq_lens, num_seqs);
+  p.seq_lens = p.known_lens;
+  p.lens_are_new = packed_lens.has_value();
+  if (p.lens_are_new) {
+    const TensorView& x = packed_lens.value();
+    check_device(device, x);
+    p.seq_lens = ints_of("packed_lens", x, num_seqs);
+  }
   p.partial = static_cast<float*>(partial.data_ptr());
   p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   p.stride_cache_block = kv_cache.stride(0);
@@ -54,7 +62,6 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   p.query_start_loc = starts_of(query_start_loc, num_seqs, device);
   p.query_len = to_int("query_len", query_len);
   p.with_newest = with_newest;
-  p.lens_are_new = lens_are_new;
   p.most_hidden = with_newest ? 0 : p.query_len - 1;
   p.sliding_window = sliding_window_of(sliding_window);
   p.num_seqs = to_int("num_seqs", num_seqs);
@@ -101,14 +108,15 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView seq_lens, TensorView partial,
                      TensorView partial_lse,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
-                     int64_t query_len, bool with_newest, bool lens_are_new,
+                     int64_t query_len, bool with_newest,
+                     Optional<TensorView> packed_lens,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor,
                      int64_t sliding_window) {
   AttentionParams p =
       params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
                 partial_lse, query_start_loc, num_seqs, query_len, with_newest,
-                lens_are_new, sliding_window);
+                packed_lens, sliding_window);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);

@@ -18,6 +18,7 @@ struct AttentionParams {
   const uint8_t* kv_cache;     // [num_blocks, H, N, C]
   const int* block_table;      // [B, max_blocks]
   const int* seq_lens;         // [B]
+  const int* known_lens;       // [B], known early: as long, or longer
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   float* partial;              // [B, S, Q, Hq, D]
   float* partial_lse;          // [B, S, Q, Hq], base 2
@@ -34,7 +35,7 @@ struct AttentionParams {
   int most_hidden;  // of the others, those that the first query does not see
   // Tokens that a query token sees, at most, itself the last.
   int sliding_window;
-  // Whether the kernel before this one has written the lengths.
+  // Whether the kernel before this one has written seq_lens.
   int lens_are_new;
   // With KEY_OFFSET: what the scores of cached keys get back.
   const float* key_offset;     // [G, H, D]
@@ -70,13 +71,20 @@ struct AttentionParams {
                                           int column) const {
     return (token * num_kv_heads + kv_head - token) * heads_per_kv + column;
   }
-  // Cached tokens that a sequence's queries are to see.
+  // Cached tokens that a sequence's queries are to see, by its lengths.
+  __device__ __forceinline__ int num_tokens(int seq, const int* lens) const {
+    return lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
+  }
   __device__ __forceinline__ int num_tokens(int seq) const {
-    return seq_lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
+    return num_tokens(seq, seq_lens);
   }
   // The first token that a sequence's query token sees; negative for all.
+  __device__ __forceinline__ int first_seen(int seq, int token,
+                                            const int* lens) const {
+    return lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
+  }
   __device__ __forceinline__ int first_seen(int seq, int token) const {
-    return seq_lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
+    return first_seen(seq, token, seq_lens);
   }
 };
 
@@ -84,12 +92,15 @@ struct AttentionParams {
 struct SeenTokens {
   int first, last;
 
-  __device__ __forceinline__ SeenTokens(const AttentionParams& p, int seq)
+  __device__ __forceinline__ SeenTokens(const AttentionParams& p, int seq,
+                                        const int* lens)
       : first(0), last(0) {
     if (seq >= p.num_seqs) return;
-    last = max(p.num_tokens(seq), 0);
-    first = min(max(p.first_seen(seq, 0), 0), last);
+    last = max(p.num_tokens(seq, lens), 0);
+    first = min(max(p.first_seen(seq, 0, lens), 0), last);
   }
+  __device__ __forceinline__ SeenTokens(const AttentionParams& p, int seq)
+      : SeenTokens(p, seq, p.seq_lens) {}
   __device__ __forceinline__ int first_tile() const {
     return first / TILE_TOKENS;
   }

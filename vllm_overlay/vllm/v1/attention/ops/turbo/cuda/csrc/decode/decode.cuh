@@ -21,7 +21,7 @@ __device__ __forceinline__ void attend_range(
   int before = 0;
 #pragma unroll 1
   for (int base = 0; base < p.num_seqs && before < last; base += 32) {
-    const int tiles = DecodeTiles(SeenTokens(p, base + lane)).count;
+    const int tiles = known_tiles(p, base + lane);
     const int counted = cut.counted(tiles);
     const int end = before + inclusive_sum(counted, lane) * num_passes;
     const int begin = end - counted * num_passes;
@@ -47,9 +47,14 @@ __device__ __forceinline__ void attend_range(
         segment.cache = p.kv_cache + kv_head * p.stride_cache_head;
         segment.num_tokens = p.num_tokens(seq);
         const int end = (segment.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-        const int pass_first = end - seq_tiles;
+        const int known_tokens = p.num_tokens(seq, p.known_lens);
+        const int known_end = (known_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+        const int pass_first = known_end - seq_tiles;
         segment.first_tile = pass_first + max(first - start, 0);
         segment.last_tile = min(pass_first + last - start, end);
+        // Past the tokens that are read here: the split with the last of them
+        // marks this one, and skip_empty those of a sequence without any.
+        if (segment.first_tile >= segment.last_tile) continue;
         if constexpr (KEY_OFFSET != 0)
           segment.first_seen_tile = SeenTokens(p, seq).first_tile();
         segment.split = index - start / cut.range;
@@ -72,13 +77,12 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       (p.num_columns() + kPassColumns<kPaired> - 1) / kPassColumns<kPaired>;
   const int num_passes = p.num_kv_heads * head_passes;
 
-  // Lengths are known before the kernel before this one, which stores the
-  // queries, has ended, unless it writes them. Then it also writes what the
-  // next kernel reads at once.
-  if (p.lens_are_new) wait_for_previous_kernel();
-  start_next_kernel();
+  // The kernel before this one stores the queries. One that writes lengths also
+  // writes what the next kernel reads at once.
+  if (!p.lens_are_new) start_next_kernel();
   const Partition cut = partition(p, num_passes, int(gridDim.x) * kWarps, lane);
   wait_for_previous_kernel();
+  if (p.lens_are_new) start_next_kernel();
   const Team team(cut.team_size);
   const int num_teams = int(gridDim.x) * kWarps / cut.team_size;
   int index = (int(blockIdx.x) * kWarps + warp) / cut.team_size;

@@ -20,6 +20,12 @@ __device__ __forceinline__ int whole_pairs(int tiles) {
 // Of a sequence, in tiles: where the first range may begin.
 using DecodeTiles = SeenTiles<KEY_OFFSET != 0 ? 2 : 1>;
 
+// A sequence's, by the length that is known early: ranges are cut while the
+// kernel before this one may still run.
+__device__ __forceinline__ int known_tiles(const AttentionParams& p, int seq) {
+  return DecodeTiles(SeenTokens(p, seq, p.known_lens)).count;
+}
+
 // How the tiles of all sequences and passes, in that order, are cut into ranges
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
 // lengths. If there are more, a team has several.
@@ -48,7 +54,7 @@ __device__ __forceinline__ void for_each_length(const AttentionParams& p,
     int tiles[kSideBySide];
 #pragma unroll
     for (int i = 0; i < kSideBySide; ++i)
-      tiles[i] = DecodeTiles(SeenTokens(p, base + 32 * i)).count;
+      tiles[i] = known_tiles(p, base + 32 * i);
 #pragma unroll
     for (int i = 0; i < kSideBySide; ++i) f(tiles[i]);
   }
