@@ -25,6 +25,7 @@ _SELECTED = re.compile(
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
     |offset\.py::test_decodes\[3-4-newest-bf16-turbo4-128\]
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128\]
+    |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]
     |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
     |window\.py::test_(tokens_that|a_prefix|no_row)

@@ -108,12 +108,14 @@ class Batch:
         dtype: The model's.
 
     Attributes:
+        block_size: Tokens of a block.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
         sinks: (Hq,), of each query head a logit without a value; None for none.
         seen: The cache and block table that kernels are given; None: all of both.
 
     """
 
+    block_size: int = BLOCK_SIZE
     sliding_window: int | None = None
     sinks: torch.Tensor | None = None
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -132,10 +134,10 @@ class Batch:
             query_lens = [query_lens] * len(seq_lens)
         self.query_len = max(query_lens)
         self.starts = [0, *accumulate(query_lens)]
-        num_blocks = num_blocks_for(seq_lens, BLOCK_SIZE)
-        self.cache = new_cache(layout, num_blocks, NUM_KV_HEADS, BLOCK_SIZE)
-        self.table = make_block_table(seq_lens, BLOCK_SIZE)
-        fill_cache(self.cache, self.table, seq_lens, layout, dtype)
+        num_blocks = num_blocks_for(seq_lens, self.block_size)
+        self.cache = new_cache(layout, num_blocks, NUM_KV_HEADS, self.block_size)
+        self.table = make_block_table(seq_lens, self.block_size)
+        self.fill(dtype)
         self.num_heads = group * NUM_KV_HEADS
         self.scale = layout.head_size**-0.5
         heads = [self.num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
@@ -145,6 +147,9 @@ class Batch:
         for start, query_len, length in zip(self.starts, query_lens, seq_lens):
             # What is there of tokens that do not exist, as in padding.
             qkv[start : start + max(query_len - length, 0)] = math.nan
+
+    def fill(self, dtype: torch.dtype) -> None:
+        fill_cache(self.cache, self.table, self.seq_lens, self.layout, dtype)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -161,7 +166,7 @@ class Batch:
         for row, length in enumerate(self.seq_lens):
             query_len = self.starts[row + 1] - self.starts[row]
             tile = max(length - query_len + 1 - window, 0) // TILE_TOKENS
-            block, rest = divmod(tile, BLOCK_SIZE // TILE_TOKENS)
+            block, rest = divmod(tile, self.block_size // TILE_TOKENS)
             if rest:
                 pages[table[row, block], :, :rest] = 0xFF
             table[row, :block] = INVALID_BLOCK

@@ -48,10 +48,10 @@ ON_GPU = DEVICE.type != "cpu"
 BF16, FP16 = torch.bfloat16, torch.float16
 # Those that the backend declares.
 CACHE_LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
-# 48 is no power of two; hybrid models have pages of hundreds of tokens.
+# 48 is no power of two; hybrid models have pages of hundreds and thousands of tokens.
 if ON_GPU:
     KERNEL_CASES = [(size, dtype) for size in HEAD_SIZES for dtype in (BF16, FP16)]
-    PAGES = [(p, n) for p in CACHE_LAYOUTS for n in (16, 32, 48, 528)]
+    PAGES = [(p, n) for p in CACHE_LAYOUTS for n in (16, 32, 48, 528, 3952, 7872)]
 else:
     KERNEL_CASES = [(64, BF16), (80, FP16), (128, BF16), (128, FP16), (256, BF16)]
     PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))

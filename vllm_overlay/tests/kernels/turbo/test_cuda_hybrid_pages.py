@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Pages of hybrid models, which vLLM makes as long as a layer's state is large:
+thousands of tokens, and no power of two. CUDA's kernels and Triton's.
+"""
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.triton import store as triton_store
+
+from .store_checks import check_bytes
+from .test_cuda_multi import NUM_KV_HEADS, Batch, all_kernels, newest_or_stored
+from .test_prefill import gather
+from .utils import (
+    BF16,
+    CUDA_IS_EMULATED,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    gaussian,
+    random_pages,
+    requires_cuda,
+    requires_nvidia,
+    requires_triton,
+    slots_of,
+)
+
+STORES = {"cuda": cuda_store.store, "triton": triton_store.store}
+# As vLLM aligns them: a short one, Qwen3-Next's and Qwen3.5-397B's.
+BLOCK_SIZES = [528, 3952, 7872]
+# These models', and one whose emulated kernels other tests have, too.
+HEAD_SIZES = [256, 128]
+# Query heads a KV head: Qwen3.6-27B's and Qwen3-Next's.
+GROUPS = [6, 8]
+if not (ON_GPU or CUDA_IS_EMULATED):
+    # The interpreter takes seconds for each.
+    BLOCK_SIZES, HEAD_SIZES, GROUPS = [3952], [256], [6]
+block_sizes = pytest.mark.parametrize("block_size", BLOCK_SIZES)
+head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
+groups = pytest.mark.parametrize("group", GROUPS)
+# Of long sequences the tokens that are attended to, else interpreters take minutes.
+WINDOW = 20
+
+
+def layout_of(head_size: int) -> TurboFormat:
+    return TurboFormat.from_cache_dtype("turbo4", head_size)
+
+
+def lengths(block_size: int) -> list[int]:
+    """Within a block, around its end, and in a third."""
+    ends = [block_size - 1, block_size, block_size + 1, 2 * block_size + 7]
+    return [18, block_size // 2 + 3, *ends]
+
+
+class Windowed(Batch):
+    """Of each sequence the last tokens are in the cache, and seen."""
+
+    def __init__(
+        self, layout: TurboFormat, block_size: int, query_len: int, group: int
+    ) -> None:
+        self.block_size = block_size
+        super().__init__(layout, lengths(block_size), query_len, group, BF16)
+        self.slide(WINDOW)
+
+    def fill(self, dtype: torch.dtype) -> None:
+        # Numbers for whoever checks; `slide` has kernels see others.
+        self.cache.zero_()
+        for row, length in enumerate(self.seq_lens):
+            first = max(length - self.query_len - WINDOW, 0)
+            slots = slots_of(self.table[row], first, length, self.block_size)
+            shape = (len(slots), NUM_KV_HEADS, self.layout.head_size)
+            key, value = (gaussian(*shape, dtype=dtype, seed=s) for s in (row, row + 9))
+            reference.store(self.cache, slots, key, value, self.layout)
+
+
+class Whole(Batch):
+    """Sequences whose tokens are all in the cache, and seen."""
+
+    def __init__(
+        self, layout: TurboFormat, block_size: int, query_len: int, group: int
+    ) -> None:
+        self.block_size = block_size
+        super().__init__(layout, lengths(block_size), query_len, group, BF16)
+
+
+@all_kernels
+@head_sizes
+@block_sizes
+def test_store(kernel, head_size, block_size):
+    """At both ends of each block, and of tiles between."""
+    offsets = torch.tensor([0, 15, 16, block_size // 32 * 16 - 1, block_size - 1])
+    slots = (torch.arange(3)[:, None] * block_size + offsets).flatten().to(DEVICE)
+    key = gaussian(len(slots), NUM_KV_HEADS, head_size, dtype=BF16)
+    value = gaussian(len(slots), NUM_KV_HEADS, head_size, dtype=BF16, seed=1)
+    check_bytes(STORES[kernel], layout_of(head_size), key, value, slots, 3, block_size)
+
+
+@all_kernels
+@head_sizes
+@block_sizes
+@groups
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_decodes(kernel, head_size, block_size, group, query_len):
+    if not ON_GPU and kernel == "triton" and query_len == 1:
+        pytest.skip("the interpreter takes seconds for each")
+    batch = Windowed(layout_of(head_size), block_size, query_len, group)
+    batch.check(kernel, True, batch.decode(kernel, True))
+
+
+@requires_cuda
+@head_sizes
+@block_sizes
+@groups
+@newest_or_stored
+def test_extends(head_size, block_size, group, with_newest):
+    batch = Windowed(layout_of(head_size), block_size, 16, group)
+    batch.check("extend", with_newest, batch.decode("extend", with_newest))
+
+
+@requires_nvidia
+@pytest.mark.parametrize(
+    "kernel, query_len", [("cuda", 3), ("triton", 3), ("extend", 16)]
+)
+@head_sizes
+@block_sizes
+@groups
+def test_whole_sequences(kernel, query_len, head_size, block_size, group):
+    batch = Whole(layout_of(head_size), block_size, query_len, group)
+    batch.check(kernel, True, batch.decode(kernel, True))
+
+
+@requires_triton
+@head_sizes
+@block_sizes
+def test_gather(head_size, block_size):
+    """Pieces of context that begin and end around the borders of blocks."""
+    layout = layout_of(head_size)
+    cache = random_pages(layout, 4, NUM_KV_HEADS, block_size)
+    table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
+    starts, lens = [block_size - 9, block_size], [20, 5]
+    key, value = gather(cache, table, starts, lens, layout, FP16)
+    spans = zip(table, starts, lens)
+    slots = [slots_of(row, start, start + n, block_size) for row, start, n in spans]
+    expected_key, expected_value = reference.load(cache, torch.cat(slots), layout)
+    assert torch.equal(key[:25].float(), expected_key.half().float())
+    allowed = 2.0**-9 * expected_value.abs() + 2.0**-25 * 8
+    assert ((value[:25].float() - expected_value).abs() <= allowed).all()
