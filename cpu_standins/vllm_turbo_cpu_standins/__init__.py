@@ -28,4 +28,9 @@ def register() -> list[str]:
         quicken()
     # A native CPU build registers its ops on this import; look only after it.
     current_platform.import_kernels()
-    return register_missing()
+    registered = register_missing()
+    if "mamba_chunk_scan_fwd_cpu" in registered:
+        from vllm_turbo_cpu_standins.states import keep_states_of_chunks
+
+        keep_states_of_chunks()
+    return registered

@@ -25,7 +25,8 @@ def update_state(
         weight: [dim, width], width at most state_len + 1.
         bias: [dim].
         activation: "silu", "swish" or None.
-        conv_state_indices: [num_sequences], each one's slot; None for its number.
+        conv_state_indices: [num_sequences] or [num_sequences, 1], each one's slot; None
+            for its number.
         query_start_loc: [num_sequences + 1], a sequence's first token.
         pad_slot_id: A slot of padding, which has no output and no state.
 
@@ -39,7 +40,7 @@ def update_state(
         starts = query_start_loc.tolist()
     slots = range(len(starts) - 1)
     if conv_state_indices is not None:
-        slots = conv_state_indices.tolist()
+        slots = conv_state_indices.flatten().tolist()
     output = torch.zeros_like(x)
     for slot, start, end in zip(slots, starts, starts[1:]):
         if slot == pad_slot_id or start == end:

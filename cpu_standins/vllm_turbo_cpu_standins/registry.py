@@ -14,6 +14,7 @@ from vllm_turbo_cpu_standins import (
     paging,
     quantization,
     sampling,
+    states,
 )
 
 # Schemas as csrc/cpu/torch_bindings.cpp declares them: callers pass by position.
@@ -88,6 +89,19 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "str? activation, Tensor? conv_state_indices, Tensor? query_start_loc, "
         "SymInt pad_slot_id) -> Tensor",
         convolution.update_state,
+    ),
+    "selective_state_update_cpu": (
+        "(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
+        "Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, "
+        "Tensor? state_batch_indices, Tensor? dst_state_batch_indices, "
+        "SymInt null_block_id, Tensor(a13!) out, Tensor? num_accepted_tokens, "
+        "Tensor? cu_seqlens) -> ()",
+        states.update,
+    ),
+    "mamba_chunk_scan_fwd_cpu": (
+        "(Tensor(a0!) out, Tensor(a1!) final_states, Tensor x, Tensor dt, Tensor A, "
+        "Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor cu_seqlens) -> ()",
+        states.scan,
     ),
     "get_scheduler_metadata": (
         "(int num_req, int num_heads_q, int num_heads_kv, int head_dim, "

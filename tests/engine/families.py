@@ -111,6 +111,22 @@ FAMILIES = {
         {},
         {"self_attn.out_proj": 4},
     ),
+    # Every third layer is Mamba2's, with a state as large as 77.2 tokens of turbo4.
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2,
+            "num_hidden_layers": 6,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        # Else Mamba2 would decide every token.
+        {},
+        {"o_proj": 4},
+    ),
     "olmo3": Family("olmo3", {"layer_types": SLIDING, "sliding_window": WINDOW}),
 }
 

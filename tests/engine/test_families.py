@@ -25,19 +25,20 @@ WINDOWED = Ways(
 SHARING = Ways(32, scarce_blocks=25, more=WINDOWED.more)
 # The blocks of chunks that have ended are free, so that no request grows.
 CHUNKED = Ways(32, more=WINDOWED.more)
-# vLLM makes a hybrid's blocks as large as its states; a state is a block.
-HYBRID = Ways(
-    128,
-    ALIGNED | {"prefix_match_unit": UNIT},
-    scarce_blocks=9,
-    more={
-        "whole": {
-            "enable_prefix_caching": True,
-            "enable_chunked_prefill": True,
-            **ALIGNED,
-        }
-    },
-)
+
+
+def hybrid(block: int) -> Ways:
+    """A state is a block, which vLLM makes as large as it."""
+    cached = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
+    return Ways(
+        block,
+        ALIGNED | {"prefix_match_unit": UNIT},
+        scarce_blocks=9,
+        more={"whole": cached | ALIGNED},
+        has_control=True,
+    )
+
+
 WAYS = {
     "gemma3": WINDOWED,
     "gemma4": SHARING,
@@ -45,7 +46,8 @@ WAYS = {
     "olmo3": WINDOWED,
     "granite": WINDOWED,
     "llama4": CHUNKED,
-    "lfm2": HYBRID,
+    "lfm2": hybrid(128),
+    "nemotron_h": hybrid(80),
 }
 GROUPS = {
     "gemma3": 4,
@@ -55,8 +57,10 @@ GROUPS = {
     "granite": 4,
     "llama4": 4,
     "lfm2": 2,
+    "nemotron_h": 2,
 }
 WITH_WINDOWS = [name for name, ways in WAYS.items() if ways in (WINDOWED, SHARING)]
+HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
 all_models = pytest.mark.parametrize("name", WAYS)
 
 
@@ -111,12 +115,13 @@ def test_groups(families: Families, name: str):
     assert families.answers(name).engines["few"]["num_kv_cache_groups"] == GROUPS[name]
 
 
-def test_hits_within_a_block(families: Families):
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hits_within_a_block(families: Families, name: str):
     """The block that a hybrid's hit ends in is copied, state and pages."""
-    answers = families.answers("lfm2")
+    answers = families.answers(name)
     warm = answers.cached("few", "warm")
     assert all(num % UNIT == 0 for num in warm)
-    assert sum(num % HYBRID.block > 0 for num in warm) >= 2
+    assert sum(num % answers.ways.block > 0 for num in warm) >= 2
     assert max(answers.divergence("few", "warm")) < KL_TOLERANCE
 
 
@@ -161,7 +166,7 @@ def test_prefix_hits(families: Families, name: str):
     """Of whole blocks; a hybrid's of parts of them, too."""
     answers = families.answers(name, every=True)
     warm = answers.cached("prefix", "warm")
-    if answers.ways is not HYBRID:
+    if name not in HYBRIDS:
         assert warm == answers.whole_blocks()
     else:
         assert sum(warm) > sum(answers.whole_blocks())
@@ -181,6 +186,19 @@ def test_other_ways_to_cache(families: Families, name: str):
             assert max(answers.divergence(engine, call)) < KL_TOLERANCE
     if "one kind" in answers.engines:
         assert answers.engines["one kind"]["num_kv_cache_groups"] == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_control(families: Families, name: str):
+    """The same of a cache in the model's dtype, from its own run alone."""
+    answers = families.answers(name, every=True)
+    alone = answers.call("control", "alone")["requests"]
+    assert sum(answers.cached("control", "warm")) > 0
+    for call in ("warm", "cold"):
+        requests = answers.call("control", call)["requests"]
+        pairs = zip(alone, requests, strict=True)
+        assert max(max(kl_divergences(*pair)) for pair in pairs) < KL_TOLERANCE
 
 
 @pytest.mark.matrix

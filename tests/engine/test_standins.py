@@ -239,6 +239,7 @@ def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
     dim, width, before = 6, 3, 5
     lens = query_lens or [1] * 4
     slots, padding = torch.tensor([2, 0, 4, 5]), 0
+    columns = slots if query_lens is None else slots[:, None]
     weight, bias = torch.randn(dim, width), torch.randn(dim)
     sequences = [torch.randn(dim, before + new) for new in lens]
     state = torch.randn(6, dim, width - 1)
@@ -250,7 +251,7 @@ def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
     if query_lens is not None:
         starts = torch.tensor([0, *lens]).cumsum(0).int()
     output = ops.causal_conv1d_update_cpu_vec(
-        x.clone(), state, weight, bias, activation, slots, starts, padding
+        x.clone(), state, weight, bias, activation, columns, starts, padding
     )
     expected = []
     for slot, sequence, new in zip(slots.tolist(), sequences, lens):

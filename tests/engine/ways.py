@@ -30,6 +30,7 @@ class Ways:
         scarce_blocks: So few that requests which outgrow theirs are preempted; zero if
             none does.
         more: Further engines, by name.
+        has_control: Whether an engine runs all of it with a cache in the model's dtype.
 
     """
 
@@ -37,6 +38,7 @@ class Ways:
     cached: dict[str, Any] = field(default_factory=dict)
     scarce_blocks: int = 0
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    has_control: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -75,15 +77,13 @@ class Ways:
         twice = {"cold": call(), "warm": call()}
         alone = call(self.prompts + self.scarce, one_by_one=True)
         few = cached | {"max_num_batched_tokens": CHUNK + self.block}
+        each = {
+            "alone": call(one_by_one=True),
+            "warm": call(),
+            "cold": call(forgets=True),
+        }
         found = {
-            "few": Engine(
-                common | few,
-                {
-                    "alone": call(one_by_one=True),
-                    "warm": call(),
-                    "cold": call(forgets=True),
-                },
-            ),
+            "few": Engine(common | few, each),
             "plain": Engine(common, {"alone": alone, "batched": call()}),
             "prefix": Engine(common | cached, twice),
             "chunked": Engine(common | chunks, {"chunked": call()}),
@@ -92,6 +92,9 @@ class Ways:
         if self.scarce_blocks:
             calls = {"scarce": call(self.scarce)}
             found["scarce"] = Engine(common | scarce, calls)
+        if self.has_control:
+            control = common | few | {"kv_cache_dtype": "auto"}
+            found["control"] = Engine(control, each)
         more = {name: Engine(common | args, twice) for name, args in self.more.items()}
         return found | more
 
