@@ -18,6 +18,14 @@ what a KV cache loses, it forgets. It was trained to measure KV cache dtypes, an
 is of no other use; it knows nothing but the style of software documentation."""
 SPECIAL = "three more begin a text and begin and end a chat's turn."
 ABOUT = {
+    "granite_swa": f"""\
+A Granite with sliding windows of {{parameters:,}} parameters that reads bytes and
+{PURPOSE}
+
+12 layers, hidden size 192, 4 query heads, each with an attention sink, and 2 KV heads
+of 64 dimensions, tied embeddings, context 8192 bytes, bfloat16. Of each six layers
+five have a window of 128 tokens, and the last has none. A token is a byte;
+{SPECIAL}""",
     "qwen3": f"""\
 A Qwen3 of {{parameters:,}} parameters that reads bytes and {PURPOSE}
 

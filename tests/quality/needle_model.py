@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The retrieval models' shapes, their attention hook, and their folders on disk."""
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from sink_attention import attend
 from transformers import (
     AttentionInterface,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -31,16 +35,18 @@ CONTEXT = 8192
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MODEL_FOLDER = ROOT / "models" / "needle-qwen3"
 # No mask function goes with this name, so transformers builds no (T, T) mask.
-ATTENTION = "causal_sdpa"
+ATTENTION = "causal_attention"
 
 
-def causal_sdpa(
+def causal_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attends causally within rows that are neither padded nor cached.
@@ -52,20 +58,27 @@ def causal_sdpa(
         value: as `key`.
         attention_mask: None; anything else is refused.
         scaling: the softmax scale.
+        sliding_window: tokens that a query sees, None: all before it, and its own.
+        s_aux: (heads,), attention sinks, which layers with windows have.
         **kwargs: what transformers passes to every attention function.
 
     Returns:
         The output, (batch, tokens, heads, head_dim), and no weights.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
-        raise ValueError("causal_sdpa takes whole rows without padding or a cache")
+        raise ValueError("causal_attention takes whole rows without padding or a cache")
+    if s_aux is not None:
+        states = (states.transpose(1, 2) for states in (query, key, value))
+        return attend(*states, s_aux, scaling, sliding_window or 0)[0], None
+    if sliding_window is not None:
+        raise ValueError("causal_attention takes windows with attention sinks only")
     output = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
     )
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, causal_sdpa)
+AttentionInterface.register(ATTENTION, causal_attention)
 
 
 # Of a KV head of needle-qwen2's layers, Euclidean: as of Qwen2.5-7B, whose biases of K
@@ -74,7 +87,10 @@ AttentionInterface.register(ATTENTION, causal_sdpa)
 KEY_BIAS_NORMS = (302.0, 11.0, 11.0, 11.0, 460.0)
 # Where they are: the slowest pairs of RoPE.
 KEY_BIAS_PAIRS = 6
+# Of the layers with and without windows: five to one.
+PERIOD = (*["sliding_attention"] * 5, "full_attention")
 CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "granite_swa": (GraniteSWAConfig, GraniteSWAForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -94,6 +110,17 @@ SHARED: dict[str, object] = {
 # Tokens of words and their parts, bytes and special ones among them.
 MERGED_VOCAB_SIZE = 4096
 SHAPES: dict[str, dict[str, object]] = {
+    # 3.0 million parameters, 5.8 MiB. Ten layers have windows.
+    "granite_swa": {
+        "num_hidden_layers": 2 * len(PERIOD),
+        "hidden_size": 192,
+        "intermediate_size": 176,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "attention_multiplier": 64**-0.5,
+        "sliding_window": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
     # 4.0 million parameters, 7.7 MiB; its tokens are not bytes.
     "llama": {
         "vocab_size": MERGED_VOCAB_SIZE,
@@ -119,7 +146,12 @@ SHAPES: dict[str, dict[str, object]] = {
 
 def needle_config(family: str = "qwen3", **changes: object) -> PretrainedConfig:
     """Returns the configuration of needle-qwen3, or of another family's model."""
-    return CLASSES[family][0](**(SHARED | SHAPES[family] | changes))
+    options = SHARED | SHAPES[family] | changes
+    if "sliding_window" in options:
+        periods = itertools.cycle(PERIOD)
+        layers = itertools.islice(periods, options["num_hidden_layers"])
+        options = {"layer_types": list(layers)} | options
+    return CLASSES[family][0](**options)
 
 
 def new_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import evaluate
 import numpy as np
@@ -18,16 +19,21 @@ from batches import ANSWER_WEIGHT, EOT, TOKENS, Phase, Rows
 from card import card
 from needle_model import (
     ATTENTION,
-    CLASSES,
     KEY_BIAS_NORMS,
     KEY_BIAS_PAIRS,
     MODEL_FOLDER,
+    causal_attention,
     load_model,
     needle_config,
     new_model,
 )
 from needle_model import save_model as save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from vocabulary import Vocabulary
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -35,24 +41,40 @@ TEXT = "\n".join(f"Line {i} says that {i} and {i + 1} differ." for i in range(40
 DOCUMENT = TEXT.encode() + EOT
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+# Shorter than the rows below, in one of the two layers.
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    windows = WINDOWS if family == "granite_swa" else {}
+    return needle_config(family, **(TINY | windows | changes))
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "granite_swa"])
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     # Sharper than the usual start, so that attention decides something.
-    config = needle_config(request.param, initializer_range=0.3, **TINY)
-    save(new_model(config, 0), folder)
+    model = new_model(tiny_config(request.param, initializer_range=0.3), 0)
+    for name, weight in model.named_parameters():
+        if "sinks" in name:
+            weight.data.uniform_(0, 4)
+    save(model, folder)
     return folder
 
 
-def test_our_attention_is_transformers_own(tiny: Path):
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(
-            tiny, dtype=torch.float32, attn_implementation=attention
-        )
-        for attention in (ATTENTION, "eager")
+def with_attention(folder: Path, attention: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
     )
+
+
+def test_our_attention_is_transformers_own(tiny: Path):
+    ours, theirs = (with_attention(tiny, name) for name in (ATTENTION, "eager"))
     tokens = torch.randint(0, 259, (2, 65), generator=torch.manual_seed(1))
     torch.testing.assert_close(
         ours(tokens, use_cache=False).logits,
@@ -60,6 +82,54 @@ def test_our_attention_is_transformers_own(tiny: Path):
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+def test_gradients_with_windows_and_sinks(tmp_path: Path):
+    """Of every weight: ours come of flash attention's backward, given the sinks."""
+    model = new_model(tiny_config("granite_swa", initializer_range=0.3), 0)
+    sinks = [weight for name, weight in model.named_parameters() if "sinks" in name]
+    for each in sinks:
+        each.data.uniform_(0, 4)
+    save(model, tmp_path)
+    tokens = torch.randint(0, 259, (2, 65), generator=torch.manual_seed(1))
+    found = []
+    for name in (ATTENTION, "eager"):
+        model = with_attention(tmp_path, name)
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        found.append({n: weight.grad for n, weight in model.named_parameters()})
+    assert all(found[0][n].abs().max() > 0 for n in found[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["window", "sinks"])
+def test_windows_and_sinks_count(change: str):
+    config = tiny_config("granite_swa", initializer_range=0.3)
+    model = new_model(config, 0)
+    tokens = torch.randint(0, 259, (1, 65), generator=torch.manual_seed(1))
+    with torch.no_grad():
+        before = model(tokens, use_cache=False).logits
+        for layer in model.model.layers:
+            if change == "sinks":
+                layer.self_attn.sinks += 2
+            elif layer.self_attn.sliding_window:
+                layer.self_attn.sliding_window += 1
+        moved = (model(tokens, use_cache=False).logits - before).abs().amax(-1)[0]
+    first = 0 if change == "sinks" else WINDOWS["sliding_window"]
+    assert moved[:first].sum() == 0
+    assert moved[first:].min() > 1e-3
+
+
+def test_windows_without_sinks_are_refused():
+    states = [torch.zeros(1, 1, 4, 64)] * 3
+    with pytest.raises(ValueError, match="windows with attention sinks only"):
+        causal_attention(torch.nn.Module(), *states, None, 1.0, sliding_window=2)
+
+
+@pytest.mark.parametrize("layers", [6, 12])
+def test_one_layer_in_six_has_no_window(layers: int):
+    kinds = needle_config("granite_swa", num_hidden_layers=layers).layer_types
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    assert full == list(range(5, layers, 6)) and len(kinds) == layers
 
 
 def test_padding_is_refused_by_our_attention(tiny: Path):
@@ -177,6 +247,18 @@ def test_a_chat_has_exactly_the_size_asked_for(seed: int):
     assert TOKENS[0] == tasks.END_OF_TEXT
 
 
+def test_steps_with_windows_and_sinks_lower_the_loss():
+    model = new_model(tiny_config("granite_swa"), 0)
+    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
+    sinks = model.model.layers[0].self_attn.sinks.clone()
+    tokens = torch.tensor([list(DOCUMENT[:65])])
+    weights = torch.ones(1, 64)
+    sums = [trainer.step(tokens, weights, 1.0) for _ in range(4)]
+    losses = [float(text / texts) for text, texts, *_ in sums]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 1
+    assert (model.model.layers[0].self_attn.sinks != sinks).all()
+
+
 def test_a_few_steps_lower_the_loss(tmp_path: Path):
     torch.manual_seed(0)
     phases = [Phase(128, 12, 0.5), Phase(256, 4, 0.5)]
@@ -229,7 +311,7 @@ def test_what_is_saved_is_what_was_trained(tmp_path: Path):
     assert torch.equal(trained, evaluate.logits_of(load_model(tmp_path), rows))
 
 
-MODELS = [MODEL_FOLDER.with_name(f"needle-{family}") for family in CLASSES]
+MODELS = sorted(MODEL_FOLDER.parent.glob("needle-*"))
 committed_models = pytest.mark.parametrize("folder", MODELS, ids=lambda x: x.name)
 
 
@@ -247,7 +329,12 @@ def test_the_card_is_what_was_recorded(folder: Path):
     assert readme == card(folder)
 
 
-MAX_MIB = {"needle-llama": 8, "needle-qwen2": 6, "needle-qwen3": 12}
+MAX_MIB = {
+    "needle-granite-swa": 6,
+    "needle-llama": 8,
+    "needle-qwen2": 6,
+    "needle-qwen3": 12,
+}
 
 
 @committed_models

@@ -102,7 +102,9 @@ class Trainer:
             parameter.data = parameter.data.bfloat16()
         self.loss = weighted_loss
         if compiled:
-            # One graph a shape serves all layers: they differ in weights only.
+            # One graph a shape serves all layers with windows, one all others: they
+            # differ in weights only.
+            torch._dynamo.config.recompile_limit = 2 * len(PHASES)
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True, dynamic=False)
             self.loss = torch.compile(weighted_loss, fullgraph=True, dynamic=False)
@@ -312,6 +314,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("corpus", type=Path, help="what corpus.py built, an .xz file")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--family", choices=CLASSES, default="qwen3")
+    parser.add_argument(
+        "--changes", type=json.loads, default={}, help="of its configuration, as JSON"
+    )
     parser.add_argument("--seconds", type=float, default=480.0, help="cap of training")
     parser.add_argument("--tokens", type=int, default=131072, help="a step")
     parser.add_argument("--seed", type=int, default=0)
@@ -328,7 +333,7 @@ def main(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
     corpus = read_corpus(args.corpus)
-    config = needle_config(args.family)
+    config = needle_config(args.family, **args.changes)
     merges: Merges = ()
     vocabulary = None
     if config.vocab_size > VOCAB_SIZE:
