@@ -69,9 +69,8 @@ def warps_a_row_with_window(
     otherwise have several blocks: each would read the window for rows of its own.
     """
     warps = warps_a_row(num_rows, num_splits, num_sms)
-    sharing = min(
-        _WINDOW_HEADS if head_size <= 128 else _WINDOW_HEADS // 2, heads_per_kv
-    )
+    sharing = _WINDOW_HEADS if head_size <= 128 else _WINDOW_HEADS // 2
+    sharing = min(sharing, heads_per_kv)
     while (
         warps > 1
         and _BLOCK_WARPS // warps < sharing

@@ -60,17 +60,10 @@ struct RecentOffset {
   }
 };
 
-// Of several query heads, side by side.
-struct alignas(sizeof(float) * kRecentHeads) HeadWeights {
-  float of[kRecentHeads];
-};
-
 // What a warp has of the window's tokens.
 struct RecentSums {
   union {
-    // Of the tokens at hand, by a value's scale: a value's code times it
-    // counts.
-    HeadWeights weights[kRecentTokens][kWindowGroups];
+    RecentTile tile;
     float4 value[kRecentHeads][HEAD_SIZE / kVector];
   };
   float largest[kRecentHeads], total[kRecentHeads];  // as in Newest
@@ -123,28 +116,17 @@ struct RecentRange {
 struct RecentValues {
   static constexpr int kSteps = kRecentTokens / kSideBySide;
   static constexpr int kOwnGroups = kWindowGroups / 4;
-  uint32_t codes[kSteps][kChunks];
   float scales[kOwnGroups];  // of token lane / 4: every lane of four has some
   float4 sum[kRecentHeads][kChunks] = {};
 
   // row: of token lane / 4.
-  __device__ __forceinline__ void load(const WindowPages& window,
-                                       const uint8_t* page, int row, int lane) {
-    const uint8_t* own = page + window.values + lane % kLanes * kVector;
-#pragma unroll
-    for (int u = 0; u < kSteps; ++u) {
-      const int token = kSideBySide * u + lane / kLanes;
-      const int token_row = __shfl_sync(~0u, row, 4 * token);
-      const auto* words =
-          reinterpret_cast<const uint32_t*>(own + token_row * HEAD_SIZE);
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) codes[u][j] = __ldcg(words + 32 * j);
-    }
-    const uint8_t* own_scales =
-        page + window.value_scales + row * (2 * kWindowGroups);
+  __device__ __forceinline__ void load_scales(const WindowPages& window,
+                                              const uint8_t* page, int row,
+                                              int lane) {
+    const uint8_t* own = page + window.value_scales + row * (2 * kWindowGroups);
 #pragma unroll
     for (int i = 0; i < kOwnGroups; ++i)
-      scales[i] = load_scale(own_scales, lane % 4 * kOwnGroups + i);
+      scales[i] = load_scale(own, lane % 4 * kOwnGroups + i);
   }
 
   __device__ __forceinline__ void multiply(const HeadWeights& by) {
@@ -158,27 +140,29 @@ struct RecentValues {
     }
   }
 
-  // Add the tokens that are loaded with the weights of token lane / 4.
-  __device__ __forceinline__ void add(RecentSums& shared,
+  // Add a tile's tokens with the weights of token lane / 4.
+  __device__ __forceinline__ void add(RecentTile& tile,
                                       const HeadWeights& weight, int lane) {
-    __syncwarp();  // the tokens' before have been read
+    __syncwarp();  // keys have been read
 #pragma unroll
     for (int i = 0; i < kOwnGroups; ++i) {
       HeadWeights scaled;
 #pragma unroll
       for (int h = 0; h < kRecentHeads; ++h)
         scaled.of[h] = weight.of[h] * scales[i];
-      shared.weights[lane / 4][lane % 4 * kOwnGroups + i] = scaled;
+      tile.weights[lane / 4][lane % 4 * kOwnGroups + i] = scaled;
     }
     __syncwarp();
 #pragma unroll
     for (int u = 0; u < kSteps; ++u) {
+      const int token = kSideBySide * u + lane / kLanes;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const int group = (128 * j + lane % kLanes * kVector) / SCALE_GROUP;
-        const HeadWeights w =
-            shared.weights[kSideBySide * u + lane / kLanes][group];
-        const float4 code = codes_of(codes[u][j]);
+        const HeadWeights w = tile.weights[token][group];
+        const auto* words = reinterpret_cast<const uint32_t*>(
+            tile.values[token] + lane % kLanes * kVector);
+        const float4 code = codes_of(words[32 * j]);
 #pragma unroll
         for (int h = 0; h < kRecentHeads; ++h) {
           float4& x = sum[h][j];
@@ -192,7 +176,7 @@ struct RecentValues {
   }
 
   __device__ __forceinline__ void put(RecentSums& shared, int lane) {
-    __syncwarp();  // weights have been read
+    __syncwarp();  // the tile has been read
 #pragma unroll
     for (int h = 0; h < kRecentHeads; ++h) {
 #pragma unroll
@@ -257,20 +241,30 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
   for (int base = kRecentTokens * rows.warp; base < range.count;
        base += kRecentTokens * rows.warps) {
     // Past the last token it is loaded again.
-    const int token = min(base + place, range.count - 1);
-    int row = range.row + token;
-    if (row >= p.window.num_rows) row -= p.window.num_rows;
-    RecentKeys keys;
-    keys.load(p.window, page, row, lane);
-    values.load(p.window, page, row, lane);
+    const auto row_of = [&](int i) {
+      const int row = range.row + min(base + i, range.count - 1);
+      return row < p.window.num_rows ? row : row - p.window.num_rows;
+    };
+    __syncwarp();  // values have been read
+    sums.tile.copy(p.window, page, lane, row_of);
+    const int row = row_of(place);
+    RecentKeyScales key_scales;
+    key_scales.load(p.window, page, row);
+    values.load_scales(p.window, page, row, lane);
+    RecentQuery<T> own_query;
+    // While copies are on their way, where there are registers for all of it.
+    if constexpr (kChunks == 1) own_query.load(query, has_query);
+    wait_copies<0>();
+    __syncwarp();
+    if constexpr (kChunks > 1) own_query.load(query, has_query);
     float score[2], rescale[2], weight[2];
-    score_recent<T>(score, keys, query, has_query);
+    score_recent<T>(score, sums.tile, key_scales, own_query, lane);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const bool is_one = base + place < range.count && head + c < rows.count;
       if (p.key_offset != nullptr && is_one) {
         const RecentOffset& offset = shared.offsets[rows.first + head + c];
-        score[c] += offset.at(range.position + token);
+        score[c] += offset.at(range.position + base + place);
       }
       score[c] = is_one ? p.score_factor * score[c] : -INFINITY;
       const float larger = fmaxf(largest[c], largest_of_tokens(score[c]));
@@ -280,7 +274,7 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
       largest[c] = larger;
     }
     values.multiply(of_all_heads(rescale, 0));
-    values.add(sums, of_all_heads(weight, lane - quarter), lane);
+    values.add(sums.tile, of_all_heads(weight, lane - quarter), lane);
   }
   values.put(sums, lane);
 #pragma unroll

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "common/mma.cuh"
+#include "common/warp.cuh"
 #include "merge/newest.cuh"
 
 namespace turbo {
@@ -70,68 +71,115 @@ __device__ __forceinline__ uint2 pairs_of(uint32_t word) {
   }
 }
 
-// Load four coordinates of a query, in pairs.
+// Of a query, four coordinates in each of a lane's places.
 template <typename T>
-__device__ __forceinline__ void load_pairs(uint2 (&pieces)[kPieces<T>],
-                                           const T* query) {
-  if constexpr (kPieces<T> == 1) {
-    pieces[0] = *reinterpret_cast<const uint2*>(query);
-  } else {
-    float4 x = load_vector(query);
-#pragma unroll
-    for (int i = 0; i < kPieces<T>; ++i) {
-      const uint2 piece = {upper_halves(x.x, x.y), upper_halves(x.z, x.w)};
-      x.x -= __uint_as_float(piece.x << 16);
-      x.y -= __uint_as_float(piece.x & 0xFFFF0000u);
-      x.z -= __uint_as_float(piece.y << 16);
-      x.w -= __uint_as_float(piece.y & 0xFFFF0000u);
-      pieces[i] = piece;
-    }
-  }
-}
+struct RecentQuery {
+  using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
+  Four x[kKeyParts][2];
 
-// A lane's part of kRecentTokens keys: of token lane / 4.
-struct RecentKeys {
-  uint2 codes[kKeyParts];
-  float scales[kKeyParts];  // of the sums that the lane has
-
-  __device__ __forceinline__ void load(const WindowPages& window,
-                                       const uint8_t* page, int row, int lane) {
-    const uint8_t* own =
-        page + window.keys + row * HEAD_SIZE + lane % 4 * (kKeyColumns / 4);
+  __device__ __forceinline__ void load(const T* query, bool is_there) {
 #pragma unroll
     for (int j = 0; j < kKeyParts; ++j) {
-      codes[j] = __ldcg(reinterpret_cast<const uint2*>(own + kKeyColumns * j));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        x[j][i] = {};
+        if (is_there) {
+          x[j][i] = *reinterpret_cast<const Four*>(query + kKeyColumns * j +
+                                                   kVector * i);
+        }
+      }
     }
+  }
+  __device__ __forceinline__ void pairs(uint2 (&pieces)[kPieces<T>], int j,
+                                        int i) const {
+    if constexpr (kPieces<T> == 1) {
+      pieces[0] = x[j][i];
+    } else {
+      float4 rest = x[j][i];
+#pragma unroll
+      for (int k = 0; k < kPieces<T>; ++k) {
+        const uint2 piece = {upper_halves(rest.x, rest.y),
+                             upper_halves(rest.z, rest.w)};
+        rest.x -= __uint_as_float(piece.x << 16);
+        rest.y -= __uint_as_float(piece.x & 0xFFFF0000u);
+        rest.z -= __uint_as_float(piece.y << 16);
+        rest.w -= __uint_as_float(piece.y & 0xFFFF0000u);
+        pieces[k] = piece;
+      }
+    }
+  }
+};
+
+// Of several query heads, side by side.
+struct alignas(sizeof(float) * kRecentHeads) HeadWeights {
+  float of[kRecentHeads];
+};
+
+// Codes of the tokens at hand.
+struct RecentTile {
+  union {
+    alignas(16) uint8_t keys[kRecentTokens][HEAD_SIZE + 16];  // for banks
+    // By a value's scale, after the keys: a value's code times it counts.
+    HeadWeights weights[kRecentTokens][kWindowGroups];
+  };
+  uint8_t values[kRecentTokens][HEAD_SIZE];
+
+  // Copy them, from rows of a page that `row_of` gives by token.
+  template <typename RowOf>
+  __device__ __forceinline__ void copy(const WindowPages& window,
+                                       const uint8_t* page, int lane,
+                                       RowOf row_of) {
+    constexpr int kBytes = 16, kParts = HEAD_SIZE / kBytes;
+#pragma unroll
+    for (int i = 0; i < kRecentTokens * kParts; i += 32) {
+      const int token = (i + lane) / kParts;
+      const int byte = (i + lane) % kParts * kBytes;
+      const uint8_t* row = page + row_of(token) * HEAD_SIZE + byte;
+      copy_async(shared_address(keys[token] + byte), row + window.keys);
+      copy_async(shared_address(values[token] + byte), row + window.values);
+    }
+    commit_copies();
+  }
+};
+
+// The scales of keys, of token lane / 4, and of the sums that the lane has.
+struct RecentKeyScales {
+  uint2 pairs[kKeyParts / 2];  // of bf16
+
+  __device__ __forceinline__ void load(const WindowPages& window,
+                                       const uint8_t* page, int row) {
     const auto* words = reinterpret_cast<const uint2*>(
         page + window.key_scales + row * (2 * kWindowGroups));
-    // bf16 as fp32: the first of a pair or the second.
-    const unsigned nibbles = lane % 4 < 2 ? 0x1044 : 0x3244;
 #pragma unroll
-    for (int j = 0; j < kKeyParts; j += 2) {
-      const uint2 pairs = __ldcg(words + j / 2);
-      scales[j] = __uint_as_float(__byte_perm(pairs.x, 0, nibbles));
-      scales[j + 1] = __uint_as_float(__byte_perm(pairs.y, 0, nibbles));
-    }
+    for (int i = 0; i < kKeyParts / 2; ++i) pairs[i] = __ldcg(words + i);
+  }
+  __device__ __forceinline__ float at(int j, int lane) const {
+    const uint32_t pair = j % 2 == 0 ? pairs[j / 2].x : pairs[j / 2].y;
+    return __uint_as_float(
+        __byte_perm(pair, 0, lane % 4 < 2 ? 0x1044 : 0x3244));
   }
 };
 
 // Scores of token lane / 4 with heads 2 * (lane % 2) and the next.
 //
-// query: a lane's coordinates of the head lane / 4 % 4, if there is one.
+// query: of the head lane / 4 % 4, if there is one.
 template <typename T>
 __device__ __forceinline__ void score_recent(float (&scores)[2],
-                                             const RecentKeys& keys,
-                                             const T* query, bool has_query) {
+                                             const RecentTile& tile,
+                                             const RecentKeyScales& scales,
+                                             const RecentQuery<T>& query,
+                                             int lane) {
   scores[0] = scores[1] = 0.0f;
+  const uint8_t* keys = tile.keys[lane / 4] + lane % 4 * (kKeyColumns / 4);
 #pragma unroll
   for (int j = 0; j < kKeyParts; ++j) {
     float sums[4] = {};
+    const uint2 codes = *reinterpret_cast<const uint2*>(keys + kKeyColumns * j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint2 a = pairs_of<T>(i == 0 ? keys.codes[j].x : keys.codes[j].y);
-      uint2 b[kPieces<T>] = {};
-      if (has_query) load_pairs<T>(b, query + kKeyColumns * j + kVector * i);
+      const uint2 a = pairs_of<T>(i == 0 ? codes.x : codes.y);
+      uint2 b[kPieces<T>];
+      query.pairs(b, j, i);
 #pragma unroll
       for (int k = 0; k < kPieces<T>; ++k) {
         if constexpr (kIsHalf<T>) {
@@ -141,10 +189,9 @@ __device__ __forceinline__ void score_recent(float (&scores)[2],
         }
       }
     }
+    const float scale = scales.at(j, lane);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      scores[c] = fmaf(keys.scales[j], sums[c], scores[c]);
-    }
+    for (int c = 0; c < 2; ++c) scores[c] = fmaf(scale, sums[c], scores[c]);
   }
 #pragma unroll
   for (int c = 0; c < 2; ++c) scores[c] += __shfl_xor_sync(~0u, scores[c], 2);
