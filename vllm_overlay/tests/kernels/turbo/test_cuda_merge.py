@@ -434,3 +434,20 @@ def test_warps_a_row(num_sms):
             assert warps in (1, 2, 4, 8) and warps <= num_splits
             assert warps == 1 or warps * num_rows <= 64 * num_sms
     assert cuda_merge.warps_a_row(32, 64, num_sms) == 8
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 16])
+@pytest.mark.parametrize("head_size", cuda_merge.SUPPORTED_HEAD_SIZES)
+def test_warps_a_row_with_window(head_size, group):
+    """Never more than without; fewer only where rows share what a block reads."""
+    for num_rows in (1, 8, 32, 128, 500, 512, 1024, 2048, 10**6):
+        for num_splits in (1, 7, 64):
+            without = cuda_merge.warps_a_row(num_rows, num_splits, 132)
+            arguments = num_rows, num_splits, group, head_size, 132
+            warps = cuda_merge.warps_a_row_with_window(*arguments)
+            assert warps <= without and warps in (1, 2, 4, 8)
+            if warps < without:
+                assert 8 // (2 * warps) < min(group, 4 if head_size < 256 else 2)
+                assert 2 * warps * num_rows > 8 * 132
+    assert cuda_merge.warps_a_row_with_window(32, 64, 4, 128, 132) == 8
+    assert cuda_merge.warps_a_row_with_window(512, 51, 4, 128, 132) == 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
@@ -78,10 +79,11 @@ class Scene:
         dtype: torch.dtype = BF16,
         with_offset: bool = False,
         num_tokens: int = 64,
+        group: int = GROUP,
     ) -> None:
         self.layout, self.num_kv_heads, self.dtype = layout, num_kv_heads, dtype
         self.format = WindowFormat(layout, BLOCK_SIZE)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.group = num_tokens, group
         num_seqs, width = len(CONTEXTS), max(CONTEXTS) // BLOCK_SIZE + 6
         blocks = torch.randperm(num_seqs * (width + 1), device=DEVICE).int() + 1
         self.table = blocks[: num_seqs * width].view(num_seqs, width)
@@ -106,9 +108,9 @@ class Scene:
         total, heads = self.starts[-1] + 2, self.num_kv_heads
         self.seed += 1
         size = self.layout.head_size
-        qkv = gaussian(total, (GROUP + 2) * heads, size, seed=self.seed)
+        qkv = gaussian(total, (self.group + 2) * heads, size, seed=self.seed)
         self.query, self.key, self.value = qkv.to(self.dtype).split(
-            [GROUP * heads, heads, heads], 1
+            [self.group * heads, heads, heads], 1
         )
         slots = [
             int(self.table[row, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
@@ -151,7 +153,9 @@ class Scene:
         assert torch.equal(*self.caches)
         return self.counts()
 
-    def attend(self, kernel: str, num_splits: int) -> torch.Tensor:
+    def attend(
+        self, kernel: str, num_splits: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
         query = self.query[:total]
@@ -161,13 +165,13 @@ class Scene:
         partial = torch.full(shape, math.nan, device=DEVICE)
         scale = size**-0.5
         factor = scale * self.layout.key_codebook.gain / math.log(2)
-        output = torch.full(query.shape, math.nan, device=DEVICE)
+        output = torch.full(query.shape, math.nan, dtype=dtype, device=DEVICE)
         offset = None
         if self.offsets is not None:
             offset = OffsetScores(query, self.offsets, scale)
         window = self.windows[0]
         newest = NewestTokens(
-            *(x[:total].float() for x in (self.query, self.key, self.value)), scale
+            *(x[:total].to(dtype) for x in (self.query, self.key, self.value)), scale
         )
         ATTENTION[kernel](
             RotatedQuery(rotated, torch.full(rotated.shape[:2], factor, device=DEVICE)),
@@ -335,6 +339,28 @@ def test_attention(layout, kernel, num_splits, with_offset):
             if counts[row] == length - query_lens[row]:
                 assert error.abs().max() <= 2**-14 * expected[row].abs().max(), row
             assert error.norm() <= tolerance * expected[row].norm(), row
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 8])
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 16])
+@with_offset
+@model_dtypes
+def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
+    """Rows of a block that do not fill a group, or are of several, with warps for one
+    token of a window and for all; the model's dtype makes other operands than fp32.
+    """
+    monkeypatch.setattr(cuda_merge, "warps_a_row_with_window", lambda *_: num_warps)
+    scene = Scene(LAYOUT, 2, dtype, with_offset, group=group)
+    scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
+    output, expected = scene.attend("cuda", 8), scene.expected("cuda")
+    tolerance = 2**-8 if with_offset else 2**-10
+    for row in range(len(CONTEXTS)):
+        error = output[slice(*scene.starts[row : row + 2])] - expected[row]
+        assert error.norm() <= tolerance * expected[row].norm(), row
+    rounded = scene.attend("cuda", 8, dtype).float()
+    rounding = 2**-9 if dtype == BF16 else 2**-12
+    bound = rounding * output.abs() + 2**-14 * output.abs().max()
+    assert ((rounded - output).abs() <= bound).all()
 
 
 def test_a_window_is_only_with_the_newest_tokens():

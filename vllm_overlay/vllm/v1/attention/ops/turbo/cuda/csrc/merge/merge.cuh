@@ -17,8 +17,13 @@ namespace turbo {
 
 constexpr int kMergeThreads = 32 * kMergeWarps;
 // Blocks a multiprocessor: more leave too few registers for loads in flight.
+// With a window, three for long vectors, and two for fp32, of which it makes
+// three operands.
 template <typename T, bool kWithWindow>
-constexpr int kMergeBlocks = kWithWindow && sizeof(T) == 4 ? 2 : 4;
+constexpr int kMergeBlocks = !kWithWindow     ? 4
+                             : sizeof(T) == 4 ? 2
+                             : kChunks > 1    ? 3
+                                              : 4;
 // Loads of partial results that a warp has in flight.
 constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
 static_assert(MAX_SPLITS == 64, "a lane has two LSEs of a row");
