@@ -13,9 +13,10 @@ Every arm is an engine in a process of its own, put through the same cases:
 
 Distributions are compared over the whole vocabulary with those of the first arm, the
 reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
-"window" (turbo_window, as long as a block has room for), "all" (vLLM's turboquant
-presets without the four layers that they keep in bf16), or another chunk size:
-"auto:512" against "auto" is the noise of unquantised caches.
+"window" (turbo_window, as long as a block has room for), "skip-windows" (layers with
+sliding windows stay in the model's dtype), "all" (vLLM's turboquant presets without the
+four layers that they keep in bf16), or another chunk size: "auto:512" against "auto" is
+the noise of unquantised caches.
 """
 
 import argparse
@@ -51,6 +52,8 @@ from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
 CHILD = Path(__file__).with_name("quality_child.py")
 PICTURES = Path(__file__).with_name("quality_pictures.py")
+# Of an arm, in the order of its flags.
+OPTIONS = ("stored", WINDOW, "skip-windows", "all")
 CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")
 GPU_ARMS = (
     "auto", "auto:512", "fp8", "int4_per_token_head",
@@ -94,6 +97,7 @@ class Arm:
         chunk: Tokens of a prompt that a step prefills.
         stored: Whether turbo_prefill is "stored".
         has_window: Whether turbo_window is "auto".
+        skips_windows: Whether layers with sliding windows stay in the model's dtype.
         compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
 
     """
@@ -103,6 +107,7 @@ class Arm:
     chunk: int
     stored: bool
     has_window: bool
+    skips_windows: bool
     compress_all_layers: bool
 
     @classmethod
@@ -111,11 +116,11 @@ class Arm:
         for option in options:
             if option.isdigit():
                 chunk = int(option)
-            elif option not in ("stored", WINDOW, "all"):
+            elif option not in OPTIONS:
                 raise ValueError(f"arm {name!r} has no option {option!r}")
             elif option == WINDOW and cache_dtype not in TURBO_DTYPES:
                 raise ValueError(f"arm {name!r}: {cache_dtype} has no window")
-        flags = (option in options for option in ("stored", WINDOW, "all"))
+        flags = (option in options for option in OPTIONS)
         return cls(name, cache_dtype, chunk, *flags)
 
 
@@ -152,6 +157,8 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
     }
     if args.on_cpu:
         options |= ENGINE_ARGS
+    if arm.skips_windows:
+        options["kv_cache_dtype_skip_layers"] = ["sliding_window"]
     options |= args.engine_args
     attention = dict(options.get("attention_config", {}))
     if arm.stored:

@@ -151,6 +151,9 @@ def test_arms_are_named_on_the_command_line():
     assert quality.Arm.parse("auto:48", 64).chunk == 48
     arm = quality.Arm.parse("turboquant_4bit_nc:all", 64)
     assert arm.compress_all_layers and arm.cache_dtype == "turboquant_4bit_nc"
+    assert arm == replace(arm, stored=False, has_window=False, skips_windows=False)
+    arm = quality.Arm.parse("turbo4:skip-windows", 64)
+    assert arm.skips_windows and not arm.has_window
     with pytest.raises(ValueError, match="'most'"):
         quality.Arm.parse("turboquant_4bit_nc:most", 64)
     with pytest.raises(ValueError, match="no window"):
