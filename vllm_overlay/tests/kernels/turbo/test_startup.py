@@ -10,7 +10,7 @@ import pytest
 import regex as re
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -119,6 +119,25 @@ def test_documented_line(monkeypatch, tmp_path):
     _, _, block = page.read_text().partition("```text\n")
     documented = " ".join(block.partition("\n```")[0].split("\n"))
     assert describe_cache(32 * [impl]) == documented
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_prefix_caching": False},
+        {"mamba_cache_mode": "none"},
+        {"prefix_match_unit": 16},
+        {"block_size": 16},
+    ],
+    ids=str,
+)
+def test_hits_of_whole_blocks_are_told(changes):
+    """Of a hybrid's long ones alone."""
+    hybrid = {"block_size": 3968, "mamba_cache_mode": "align"}
+    advice = startup.prefix_hit_advice(CacheConfig(**hybrid))
+    assert advice is not None
+    assert "of 3968 tokens" in advice and "--prefix-match-unit 16 " in advice
+    assert startup.prefix_hit_advice(CacheConfig(**hybrid | changes)) is None
 
 
 def add_layers(folder: Path, *layers: AttentionLayerBase) -> VllmConfig:

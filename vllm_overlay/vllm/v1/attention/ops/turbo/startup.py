@@ -5,14 +5,18 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CacheConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.turbo_window import TurboWindow
 from vllm.v1.attention.ops.turbo import key_offset, refusals
-from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.format import (
+    TILE_TOKENS,
+    TurboFormat,
+    is_turbo_cache_dtype,
+)
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
@@ -141,8 +145,29 @@ def _is_first_of_its_layers() -> bool:
     return not model_parallel_is_initialized() or get_tp_group().is_first_rank
 
 
+def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
+    """What to know of a hybrid's prefix hits, if they are of whole blocks.
+
+    A block is as large as a layer's state, and so the longer the fewer bytes a token
+    takes.
+    """
+    if (
+        not cache_config.enable_prefix_caching
+        or cache_config.mamba_cache_mode != "align"
+        or cache_config.prefix_match_unit is not None
+        or cache_config.block_size <= TILE_TOKENS
+    ):
+        return None
+    return (
+        f"Prefix hits are of whole blocks of {cache_config.block_size} tokens, which "
+        f"are as large as a state of this model. With --prefix-match-unit "
+        f"{TILE_TOKENS} they end within blocks."
+    )
+
+
 def log_turbo_cache(vllm_config: VllmConfig) -> None:
-    """Log ``describe_cache``, once, of an engine whose memory is profiled.
+    """Log ``describe_cache``, once, of an engine whose memory is profiled, and what
+    there is to know of its prefix hits.
 
     Each stage of a pipeline has layers of its own, and each data parallel rank may run
     other kernels: all of them say it.
@@ -154,3 +179,5 @@ def log_turbo_cache(vllm_config: VllmConfig) -> None:
     ]
     if impls and _is_first_of_its_layers():
         logger.info_once("%s", describe_cache(impls), scope="process")
+        if advice := prefix_hit_advice(vllm_config.cache_config):
+            logger.info_once("%s", advice, scope="process")
