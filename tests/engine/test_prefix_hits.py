@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a hybrid's prefix cache holds of chats: scripts/prefix_hits.py."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = ROOT / "benchmarks/results/cpu/prefix_hits.csv"
+MODEL, TURN = "qwen3.5-35b-a3b", "1000"
+
+
+def read(text: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of one model and length of turns, by dtype and unit."""
+    rows = [row for row in csv.DictReader(text.splitlines()) if row["turn"] == TURN]
+    return {
+        (row["kv_cache_dtype"], row["prefix_match_unit"]): row
+        for row in rows
+        if row["model"] == MODEL and row["chats"] == "1"
+    }
+
+
+@pytest.mark.matrix
+def test_rows_are_the_committed_ones():
+    command = [sys.executable, ROOT / "scripts/prefix_hits.py"]
+    command += ["--models", MODEL, "--turns", TURN]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert read(output.stdout) == read(COMMITTED.read_text())
+
+
+def test_a_unit_makes_up_for_long_blocks():
+    """At equal flags as many tokens are reused as in the model's dtype, and more than
+    that does by whole blocks.
+    """
+    rows = {key: int(row["reused"]) for key, row in read(COMMITTED.read_text()).items()}
+    assert rows["turbo4", ""] < rows["fp8", ""] < rows["auto", ""]
+    assert rows["turbo4", "16"] == rows["fp8", "16"] == rows["auto", "16"]
+    assert rows["turbo4", "16"] > rows["auto", ""]
