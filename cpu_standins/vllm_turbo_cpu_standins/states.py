@@ -223,8 +223,8 @@ def keep_states_of_chunks() -> None:
     def scan_either(*args: Any, **options: Any) -> torch.Tensor:
         if not options.get("return_intermediate_states"):
             return scan_sequences(*args, **options)
-        *args, out = args
-        return scan_chunks(scan_sequences, *args, out=out, **options)
+        *inputs, out = args
+        return scan_chunks(scan_sequences, *inputs, out=out, **options)
 
     scan_either.keeps_states_of_chunks = True  # type: ignore[attr-defined]
     ssd_combined._mamba_chunk_scan_combined_fwd = scan_either
