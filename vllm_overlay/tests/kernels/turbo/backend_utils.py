@@ -155,6 +155,7 @@ def make_impl(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     kv_sharing_target_layer_name: str | None = None,
+    logits_soft_cap: float | None = None,
 ) -> TurboAttentionImpl:
     with set_current_vllm_config(config):
         return TurboAttentionImpl(
@@ -164,6 +165,7 @@ def make_impl(
             num_kv_heads,
             sliding_window=sliding_window,
             kv_cache_dtype=config.cache_config.cache_dtype,
+            logits_soft_cap=logits_soft_cap,
             sinks=sinks,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )
@@ -330,7 +332,10 @@ class Batch:
         num_decodes = next(longer, len(lens))
         num_rounded = num_decodes if chosen and chosen.name == "CUDA" else 0
         begin = 0
-        options: dict[str, Any] = {"sliding_window": impl.runner.sliding_window}
+        options: dict[str, Any] = {
+            "sliding_window": impl.runner.sliding_window,
+            "logits_soft_cap": impl.runner.logits_soft_cap,
+        }
         if impl.runner.sinks is not None:
             options["sinks"] = impl.runner.sinks
             without = torch.zeros_like(without)
@@ -396,6 +401,7 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
                 runner.layout,
                 runner.shape.num_queries_per_kv,
                 has_key_offset=runner.key_offset is not None,
+                has_soft_cap=runner.logits_soft_cap is not None,
             )
         except ValueError as error:
             pytest.skip(str(error))
@@ -415,11 +421,14 @@ def masked_attention(
     value: torch.Tensor,
     scale: float,
     hidden: torch.Tensor,
+    logits_soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``reference.attention``, with any mask, (Q, T) bool."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("qhd,thd->hqt", query, key) * scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
     scores = scores.masked_fill(hidden.to(scores.device), -math.inf)
     output = torch.einsum("hqt,thd->qhd", torch.softmax(scores, -1), value)
     return output, torch.logsumexp(scores, -1).T
@@ -438,6 +447,7 @@ def flash_attn_stand_in(
     causal: bool,
     return_softmax_lse: bool = False,
     window_size: list[int] | None = None,
+    softcap: float = 0.0,
     lse_of_none: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's varlen function in PyTorch, with what turbo passes it.
@@ -468,13 +478,19 @@ def flash_attn_stand_in(
         operands = [x.float() for x in (q[queries], k[keys], v[keys])]
         if causal or left < 0:
             result, row_lse = reference.attention(
-                *operands, softmax_scale, causal, sliding_window
+                *operands,
+                softmax_scale,
+                causal,
+                sliding_window,
+                logits_soft_cap=softcap or None,
             )
         else:
             num_queries, num_keys = (len(x) for x in operands[:2])
             first = torch.arange(num_queries) + num_keys - num_queries - left
             hidden = torch.arange(num_keys) < first[:, None]
-            result, row_lse = masked_attention(*operands, softmax_scale, hidden)
+            result, row_lse = masked_attention(
+                *operands, softmax_scale, hidden, softcap or None
+            )
         out[queries] = result.to(out.dtype)
         lse[:, queries] = row_lse.T
         # Rows of the same tile are another sequence's, and weigh nothing.

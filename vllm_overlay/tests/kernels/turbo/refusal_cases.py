@@ -128,7 +128,10 @@ IMPL_ARGUMENTS = {
         dict(sliding_window=128, head_size=512),
         "sliding window of heads .*--kv-cache-dtype-skip-layers sliding_window",
     ),
-    "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
+    "soft cap of large heads": (
+        dict(logits_soft_cap=30.0, head_size=512),
+        "soft cap of heads of more than 256",
+    ),
     "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
     "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),

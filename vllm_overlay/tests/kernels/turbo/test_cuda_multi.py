@@ -111,6 +111,7 @@ class Batch:
         block_size: Tokens of a block.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        logits_soft_cap: What bounds scores by a tanh; None for nothing.
         seen: The cache and block table that kernels are given; None: all of both.
 
     """
@@ -118,6 +119,7 @@ class Batch:
     block_size: int = BLOCK_SIZE
     sliding_window: int | None = None
     sinks: torch.Tensor | None = None
+    logits_soft_cap: float | None = None
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
@@ -154,7 +156,11 @@ class Batch:
     @property
     def options(self) -> dict[str, Any]:
         """For ``reference.attention``."""
-        return {"sliding_window": self.sliding_window, "sinks": self.sinks}
+        return {
+            "sliding_window": self.sliding_window,
+            "sinks": self.sinks,
+            "logits_soft_cap": self.logits_soft_cap,
+        }
 
     def slide(self, window: int) -> None:
         """Have kernels see no more than a window: before the first tile that a query

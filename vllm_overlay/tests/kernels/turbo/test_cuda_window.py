@@ -154,7 +154,11 @@ class Scene:
         return self.counts()
 
     def attend(
-        self, kernel: str, num_splits: int, dtype: torch.dtype = torch.float32
+        self,
+        kernel: str,
+        num_splits: int,
+        dtype: torch.dtype = torch.float32,
+        logits_soft_cap: float | None = None,
     ) -> torch.Tensor:
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
@@ -189,10 +193,13 @@ class Scene:
             newest,
             offset,
             window,
+            logits_soft_cap=logits_soft_cap,
         )
         return output
 
-    def expected(self, kernel: str) -> list[torch.Tensor]:
+    def expected(
+        self, kernel: str, logits_soft_cap: float | None = None
+    ) -> list[torch.Tensor]:
         """(Q, Hq, D) fp32 of each sequence, from q as the kernel rounds it for what is
         packed, less its offset, and as it is for all else.
         """
@@ -225,6 +232,7 @@ class Scene:
                     length - num_packed,
                     self.layout.head_size**-0.5,
                     torch.cat([taken_off, torch.zeros_like(newest)]),
+                    logits_soft_cap=logits_soft_cap,
                 )
             )
         return outputs
@@ -361,6 +369,27 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
     rounding = 2**-8 if dtype == BF16 else 2**-11
     bound = rounding * output.abs() + 2**-14 * output.abs().max()
     assert ((rounded - output).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@pytest.mark.parametrize("num_splits", [1, 8])
+@all_layouts
+def test_soft_cap(layout, kernel, num_splits):
+    """Of what is packed, of the window and of the newest tokens alike. Errors are those
+    of ``test_attention``.
+    """
+    scene = Scene(layout)
+    scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
+    scene.check()
+    scene.query *= 4
+    output = scene.attend(kernel, num_splits, logits_soft_cap=2.0)
+    without = scene.expected(kernel)
+    for row, expected in enumerate(scene.expected(kernel, 2.0)):
+        part = slice(*scene.starts[row : row + 2])
+        error = (output[part] - expected).norm()
+        assert error <= 2**-10 * expected.norm(), row
+        if scene.lens[row] > part.stop - part.start:
+            assert (without[row] - expected).norm() > 2**-4 * expected.norm(), row
 
 
 def test_a_window_is_only_with_the_newest_tokens():

@@ -96,6 +96,7 @@ def attend(
     key_offset: torch.Tensor | None,
     factor: float,
     sliding_window: int,
+    soft_cap: float,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
@@ -120,6 +121,7 @@ def attend(
             if key_offset is None
             else OffsetScores(query, key_offset, factor / LOG2_E),
             sliding_window=sliding_window or None,
+            logits_soft_cap=soft_cap / LOG2_E or None,
         )
 
 
@@ -144,7 +146,7 @@ def merge(
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert window_pages is None
-    *_, sliding_window, sinks = others
+    *_, sliding_window, sinks, soft_cap = others
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
@@ -155,6 +157,7 @@ def merge(
         newest if with_newest else None,
         sliding_window=sliding_window or None,
         sinks=sinks,
+        logits_soft_cap=soft_cap / LOG2_E or None,
     )
 
 
@@ -184,15 +187,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [[(1, 40), (1, 0)], [(3, 31), (1, 9), (5, 40)]],
     ids=["decodes", "ragged drafts and an extend"],
 )
-@pytest.mark.parametrize("window, sinks", [(None, None), (2, [0.0, 1.0, -20.0, 2.0])])
+@pytest.mark.parametrize(
+    "window, sinks, cap", [(None, None, None), (2, [0.0, 1.0, -20.0, 2.0], 0.5)]
+)
 def test_output_of_what_is_launched(
-    tmp_path: Path, requests, mode, window, sinks, launches
+    tmp_path: Path, requests, mode, window, sinks, cap, launches
 ):
     """From views of a fused projection's output, as models hand them over."""
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
     if sinks is not None:
         sinks = torch.tensor(sinks, dtype=FP16, device=DEVICE)
-    impl = make_impl(config, sliding_window=window, sinks=sinks)
+    impl = make_impl(config, sliding_window=window, sinks=sinks, logits_soft_cap=cap)
     impl.runner.num_sms = 4
     # By their own name, q would be expected in int8.
     impl.runner.kernels = CudaKernels()._replace(name="Triton")

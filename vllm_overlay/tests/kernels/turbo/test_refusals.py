@@ -217,7 +217,10 @@ LAYERS = {
         "sliding window of heads",
     ),
     "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
-    "soft cap": (dict(logits_soft_cap=30.0), "soft cap"),
+    "soft cap of large heads": (
+        dict(logits_soft_cap=30.0, head_size=512),
+        "soft cap of heads of more than 256",
+    ),
     "head size": (dict(head_size=72), "head_size"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
 }

@@ -218,7 +218,6 @@ def test_head_sizes_other_than_powers_of_two(folder, flash_attn, name, head_size
 
 
 FEATURES = {
-    "soft cap": dict(logits_soft_cap=30.0),
     "ALiBi": dict(alibi_slopes=[0.5] * NUM_HEADS),
 }
 

@@ -218,12 +218,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             sliding_window >= refusals.longest_sequence(vllm_config)
         ):
             sliding_window = None
-        optional = {
-            "alibi_slopes": alibi_slopes,
-            "logits_soft_cap": logits_soft_cap,
-        }
+        # Zero is none, for models that pass it.
+        logits_soft_cap = float(logits_soft_cap) if logits_soft_cap else None
         reasons = refusals.unsupported_layer_arguments(
-            attn_type, optional | unsupported
+            attn_type, {"alibi_slopes": alibi_slopes} | unsupported
         )
         if speculative is not None and speculative.uses_extract_hidden_states():
             reasons.append(refusals.HIDDEN_STATES)
@@ -235,6 +233,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.NO_FLASH_ATTN)
         if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
             reasons.append(refusals.SLIDING_WINDOW_OF_LARGE_HEADS)
+        if logits_soft_cap is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+            reasons.append(refusals.SOFT_CAP_OF_LARGE_HEADS)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         self.num_heads = num_heads
@@ -252,6 +252,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             window_choice(vllm_config, sliding_window),
             sliding_window,
             sinks,
+            logits_soft_cap,
         )
         if kv_sharing_target_layer_name is not None:
             self.runner.share_cache()
@@ -331,6 +332,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 window,
                 self.runner.sliding_window,
                 self.runner.sinks,
+                self.runner.logits_soft_cap,
             )
         return output
 

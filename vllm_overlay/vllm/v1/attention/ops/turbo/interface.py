@@ -237,6 +237,7 @@ class AttentionFn(Protocol):
         window: RecentWindow | None = None,
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -259,6 +260,9 @@ class AttentionFn(Protocol):
                 token sees are not read for what they hold.
             sinks: (Hq,), of each query head a logit beside its scores that weighs
                 nothing but in the sum of weights; None for none.
+            logits_soft_cap: Scores s become cap * tanh(s / cap), in base e and before
+                they are compared to sinks; not together with ``offset``, for what is
+                missing in s cannot be added to that. None: they stay as they are.
 
         """
 

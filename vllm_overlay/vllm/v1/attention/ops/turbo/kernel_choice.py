@@ -71,6 +71,7 @@ def cuda_build_error(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_soft_cap: bool = False,
 ) -> str | None:
     """Build and load the CUDA kernels, side by side; why that failed, if it did.
 
@@ -82,6 +83,7 @@ def cuda_build_error(
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
+        has_soft_cap: Whether scores are bounded by a tanh.
 
     """
     try:
@@ -94,6 +96,7 @@ def cuda_build_error(
             max_extend_len(num_queries_per_kv),
             has_key_offset=has_key_offset,
             with_window=with_window,
+            has_soft_cap=has_soft_cap,
         )
         # In a forked process PyTorch makes its own threads anew at their first use, and
         # of threads of ours that use them at the same time all but one would find none.
@@ -127,6 +130,7 @@ def choose_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_soft_cap: bool = False,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -137,6 +141,7 @@ def choose_kernels(
         query_len: Query tokens of a decode request at most.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
+        has_soft_cap: Whether scores are bounded by a tanh.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -149,7 +154,12 @@ def choose_kernels(
     error = None
     if not unsupported:
         error = cuda_build_error(
-            layout, num_queries_per_kv, query_len, has_key_offset, with_window
+            layout,
+            num_queries_per_kv,
+            query_len,
+            has_key_offset,
+            with_window,
+            has_soft_cap,
         )
     reason = unsupported or error
     if reason is None:
@@ -171,6 +181,7 @@ def share_kernels(
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_soft_cap: bool = False,
 ) -> ChosenKernels:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
     chosen = ChosenKernels(
@@ -181,6 +192,7 @@ def share_kernels(
             query_len,
             has_key_offset,
             with_window,
+            has_soft_cap,
         )
     )
     _chosen.append(chosen)

@@ -122,6 +122,9 @@ def is_normalised(parent: nn.Module) -> bool:
 def set_key_offsets(model: nn.Module) -> None:
     """Have layers that add a bias to K take an offset off it: see ``key_offset``.
 
+    Layers with a soft cap have none, nor do those whose cache they read: what scores
+    lack is added to them, and behind a tanh that would not be what it was before.
+
     The offset is made once. It stays if weights are loaded again: pages that were
     stored with it live on, and any offset is exact.
 
@@ -129,6 +132,10 @@ def set_key_offsets(model: nn.Module) -> None:
         model: A model with its checkpoint's weights, not processed yet.
 
     """
+    layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
+    capped = [x for x in layers.values() if x.impl.runner.logits_soft_cap is not None]
+    without = {x.layer_name for x in capped}
+    without |= {x.kv_sharing_target_layer_name for x in capped}
     means: dict[nn.Module | None, RotaryEmbeddingBase | None] = {None: None}
     for layer, parent in turbo_layers(model):
         if hasattr(layer, key_offset.BUFFER) or is_normalised(parent):
@@ -139,6 +146,13 @@ def set_key_offsets(model: nn.Module) -> None:
         bias = found[1]
         if not bias.any():
             continue
+        if layer.layer_name in without:
+            logger.info_once(
+                "Turbo KV cache: no offset is taken off K where logits have a soft "
+                "cap, though the model adds a bias to it: scores behind a tanh cannot "
+                "get back what they lack."
+            )
+            continue
         rotary = key_offset.find_rotary(parent)
         if rotary is not None and rotary not in means:
             means[rotary] = key_offset.mean_rotary(rotary)
@@ -147,7 +161,6 @@ def set_key_offsets(model: nn.Module) -> None:
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )
         layer.impl.runner.key_offset = getattr(layer, key_offset.BUFFER)
-    layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:

@@ -20,6 +20,7 @@ SLIDING_WINDOW_OF_LARGE_HEADS = (
     "sliding window of heads of more than 256 (--kv-cache-dtype-skip-layers "
     "sliding_window keeps such layers in the model's dtype)"
 )
+SOFT_CAP_OF_LARGE_HEADS = "logits soft cap of heads of more than 256"
 MM_PREFIX_OF_LARGE_HEADS = (
     "partial multimodal token full attention of heads of more than 256 "
     "(--language-model-only serves text)"
@@ -37,7 +38,6 @@ NON_CAUSAL = "non-causal attention not supported"
 # Of an attention layer's arguments, by reason. Any other is refused by its name.
 LAYER_ARGUMENTS = {
     "ALiBi": "alibi_slopes",
-    "logits soft cap": "logits_soft_cap",
 }
 
 # What kinds of cache specs are served.
@@ -117,7 +117,7 @@ REASONS = (
     "kv_cache_dtype not supported (MLA: use --kv-cache-dtype fp8 or auto instead of "
     "<dtype>)",
     "ALiBi",
-    "logits soft cap",
+    SOFT_CAP_OF_LARGE_HEADS,
     KV_SHARING_FAST_PREFILL,
     KV_SHARING_OF_OTHER_DTYPES,
     HIDDEN_STATES,
@@ -199,7 +199,7 @@ def unsupported_layer_arguments(
 ) -> list[str]:
     """What of an attention layer's optional arguments is not implemented.
 
-    Models pass defaults explicitly: None, False and a soft cap of zero mean nothing.
+    Models pass defaults explicitly: None, False and a factor of zero mean nothing.
     """
     given = {
         name

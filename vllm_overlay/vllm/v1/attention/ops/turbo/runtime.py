@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A layer's kernels at work: what a forward pass launches, and in which scratch."""
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -95,9 +95,11 @@ class TurboRunner:
             for all before it.
         sinks: (Hq,), of each query head a logit without a value, whose values weights
             that are loaded set; None for none.
+        logits_soft_cap: What bounds scores by a tanh; None for nothing.
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
-            sequence; None for nothing. It is set when weights have been loaded, once.
+            sequence; None for nothing, as with a soft cap, under which scores cannot
+            get back what they lack. It is set when weights have been loaded, once.
         shares_cache: Whether another layer stores, whose cache all is read from.
 
     """
@@ -111,6 +113,7 @@ class TurboRunner:
         window_wanted: int = 0,
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> None:
         self.shape = shape
         self.scale = scale
@@ -134,6 +137,7 @@ class TurboRunner:
         self.prefill_limits = self._prefill_limits(sliding_window)
         self.sliding_window = sliding_window
         self.sinks = sinks
+        self.logits_soft_cap = logits_soft_cap
         self.key_offset: torch.Tensor | None = None
         self.window_wanted = window_wanted
         self.shares_cache = False
@@ -172,6 +176,7 @@ class TurboRunner:
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
+            self.logits_soft_cap is not None,
         )
 
     @property
@@ -269,13 +274,16 @@ class TurboRunner:
             self.prefill_limits.piece_tokens,
         )
         scratch = take_scratch(specs, query.device)
+        flash_attn = self.flash_attn
+        if self.logits_soft_cap is not None:
+            flash_attn = partial(flash_attn, softcap=self.logits_soft_cap)
         tokens = query, key, value, kv_cache
         others = (
             self.scale,
             self.layout,
             PrefillScratch(*scratch) if scratch else None,
             output,
-            self.flash_attn,
+            flash_attn,
             self.key_offset,
             self.sinks,
         )
@@ -350,6 +358,7 @@ class TurboRunner:
                 None if window is None else window.from_sequence(call.first_request),
                 self.sliding_window,
                 self.sinks,
+                self.logits_soft_cap,
             )
 
     def _largest_scratch(self) -> list[TensorSpecs]:

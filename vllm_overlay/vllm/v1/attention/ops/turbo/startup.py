@@ -83,11 +83,12 @@ def check_shared_caches(vllm_config: VllmConfig) -> None:
                 raise ValueError(refusals.refusal(dtype, reasons))
 
 
-def _kind(impl: "TurboAttentionImpl") -> tuple[int, int, int | None, bool]:
+def _kind(impl: "TurboAttentionImpl") -> tuple[object, ...]:
     """What layers alike have in common."""
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size
-    return *sizes, runner.sliding_window, runner.sinks is not None
+    features = runner.sinks is not None, runner.logits_soft_cap
+    return *sizes, runner.sliding_window, *features
 
 
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:
@@ -97,6 +98,8 @@ def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     features = "" if window is None else f", sliding window: {window}"
     if impl.runner.sinks is not None:
         features += ", attention sinks"
+    if impl.runner.logits_soft_cap is not None:
+        features += f", soft cap: {impl.runner.logits_soft_cap:g}"
     return (
         f"{slot_bytes} bytes a token and layer (layers: {count}, "
         f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}{features}; "

@@ -273,6 +273,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.window_wanted > 0,
         runner.sliding_window,
         runner.sinks is not None,
+        runner.logits_soft_cap is not None,
         runner.max_query_len,
         device,
     )

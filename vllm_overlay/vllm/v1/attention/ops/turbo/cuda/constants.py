@@ -151,27 +151,36 @@ def _header(*parts: _Constants) -> str:
     return "\n".join(lines) + "\n"
 
 
-def instance_suffix(has_key_offset: bool, with_window: bool = False) -> str:
-    """What the names of instances end with that are for keys with an offset, or keep a
-    recent window.
+def instance_suffix(
+    has_key_offset: bool, with_window: bool = False, has_soft_cap: bool = False
+) -> str:
+    """What the names of instances end with that are for keys with an offset, keep a
+    recent window, or bound scores.
     """
-    offset = "_offset" if has_key_offset else ""
-    return offset + ("_window" if with_window else "")
+    parts = {"_offset": has_key_offset, "_window": with_window, "_cap": has_soft_cap}
+    return "".join(part for part, is_there in parts.items() if is_there)
 
 
-def head_size_header(head_size: int) -> str:
-    """The constants of the merge: what follows from the head size."""
-    return _header(_of_head_size(head_size))
+def head_size_header(head_size: int, has_soft_cap: bool = False) -> str:
+    """The constants of the merge: what follows from the head size, and whether scores
+    have a soft cap.
+    """
+    return _header(_of_head_size(head_size), {"SOFT_CAP": int(has_soft_cap)})
 
 
 def layout_header(
-    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
+    layout: TurboFormat,
+    has_key_offset: bool = False,
+    with_window: bool = False,
+    has_soft_cap: bool = False,
 ) -> str:
     """The constants of the other kernels: those of the head size and of a layout,
-    whether an offset is taken off K, and whether the store keeps a recent window.
+    whether an offset is taken off K, whether the store keeps a recent window, and
+    whether scores have a soft cap.
     """
     return _header(
         _of_head_size(layout.head_size),
+        {"SOFT_CAP": int(has_soft_cap)},
         {"KEY_OFFSET": int(has_key_offset), "RECENT_WINDOW": int(with_window)},
         _of_pages(layout),
         _of_decoding(layout),

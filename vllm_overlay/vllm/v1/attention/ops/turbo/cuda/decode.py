@@ -73,10 +73,16 @@ def is_paired(num_queries: int) -> bool:
     return num_queries <= MAX_PAIRED_QUERIES
 
 
-def instance(layout: TurboFormat, paired: bool, has_key_offset: bool = False) -> str:
+def instance(
+    layout: TurboFormat,
+    paired: bool,
+    has_key_offset: bool = False,
+    has_soft_cap: bool = False,
+) -> str:
     """The name of a module's instance."""
-    suffix = ("_paired" if paired else "") + instance_suffix(has_key_offset)
-    return f"{layout.name}_{layout.head_size}{suffix}"
+    suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
+    width = "_paired" if paired else ""
+    return f"{layout.name}_{layout.head_size}{width}{suffix}"
 
 
 def module(
@@ -84,9 +90,10 @@ def module(
     paired: bool,
     shared_bytes: int,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory, and for cached
-    keys with an offset or without.
+    """What is built, for GPUs whose blocks have so much shared memory, for cached keys
+    with an offset or without, and for scores with a soft cap or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -98,8 +105,8 @@ def module(
     warps = num_warps(layout, paired, shared_bytes)
     return CudaModule(
         "decode",
-        instance(layout, paired, has_key_offset),
-        layout_header(layout, has_key_offset),
+        instance(layout, paired, has_key_offset, has_soft_cap),
+        layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
         (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
     )
 
@@ -109,6 +116,7 @@ def load(
     num_queries: int,
     device: torch.device,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -117,12 +125,15 @@ def load(
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
         has_key_offset: Whether an offset was taken off cached keys.
+        has_soft_cap: Whether scores are bounded by a tanh.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(layout, is_paired(num_queries), device, has_key_offset)
+    return load_instance(
+        layout, is_paired(num_queries), device, has_key_offset, has_soft_cap
+    )
 
 
 @cache
@@ -131,10 +142,13 @@ def load_instance(
     paired: bool,
     device: torch.device,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> Callable[..., None]:
     """As ``load``, of one of the two modules of a layout."""
     shared_bytes = shared_memory(device)
-    return build_and_load(module(layout, paired, shared_bytes, has_key_offset), device)
+    return build_and_load(
+        module(layout, paired, shared_bytes, has_key_offset, has_soft_cap), device
+    )
 
 
 def num_kv_splits(
@@ -163,7 +177,9 @@ def num_kv_splits(
 
 
 def attend(
-    load_kernel: Callable[[TurboFormat, int, torch.device, bool], Callable[..., None]],
+    load_kernel: Callable[
+        [TurboFormat, int, torch.device, bool, bool], Callable[..., None]
+    ],
     query: RotatedQuery,
     kv_cache: torch.Tensor,
     layout: TurboFormat,
@@ -175,13 +191,15 @@ def attend(
     window: RecentWindow | None,
     sliding_window: int | None,
     sinks: torch.Tensor | None,
+    logits_soft_cap: float | None,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
     With a window the kernel is also given lengths without its tokens, which the kernel
     before it may have written, and the merge attends to these. ``load_kernel`` gives
     the kernel of a layout, number of queries of a sequence and KV head, device, and
-    whether there is an offset. The other arguments are ``AttentionFn``'s.
+    whether there are an offset and a soft cap. The other arguments are
+    ``AttentionFn``'s.
     """
     num_tokens, num_heads, _ = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
@@ -192,9 +210,14 @@ def attend(
     assert window is None or newest is not None, "a window without the newest tokens"
     assert window is None or sliding_window is None, "both kinds of window"
     assert sliding_window is None or sliding_window > 0, sliding_window
+    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_queries = num_heads // num_kv_heads * batch.query_len
     original_query, table, scale = offset or (None, None, 0.0)
-    load_kernel(layout, num_queries, kv_cache.device, offset is not None)(
+    has_soft_cap = logits_soft_cap is not None
+    kernel = load_kernel(
+        layout, num_queries, kv_cache.device, offset is not None, has_soft_cap
+    )
+    kernel(
         *query,
         kv_cache,
         batch.block_table,
@@ -209,6 +232,7 @@ def attend(
         table,
         scale * LOG2_E,
         sliding_window or 0,
+        (logits_soft_cap or 0.0) * LOG2_E,
     )
     merge_splits(
         partials,
@@ -220,6 +244,7 @@ def attend(
         offset,
         sliding_window,
         sinks,
+        logits_soft_cap,
     )
 
 
@@ -235,6 +260,7 @@ def decode_attention(
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -259,4 +285,5 @@ def decode_attention(
         window,
         sliding_window,
         sinks,
+        logits_soft_cap,
     )

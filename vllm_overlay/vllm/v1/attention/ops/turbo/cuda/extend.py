@@ -69,9 +69,14 @@ def num_stages(layout: TurboFormat, columns: int, shared_bytes: int) -> int:
     return min(_MAX_STAGES, fitting)
 
 
-def instance(layout: TurboFormat, columns: int, has_key_offset: bool = False) -> str:
+def instance(
+    layout: TurboFormat,
+    columns: int,
+    has_key_offset: bool = False,
+    has_soft_cap: bool = False,
+) -> str:
     """The name of a module's instance."""
-    suffix = instance_suffix(has_key_offset)
+    suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
     return f"{layout.name}_{layout.head_size}_c{columns}{suffix}"
 
 
@@ -80,9 +85,10 @@ def module(
     columns: int,
     shared_bytes: int,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory, and for cached
-    keys with an offset or without.
+    """What is built, for GPUs whose blocks have so much shared memory, for cached keys
+    with an offset or without, and for scores with a soft cap or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -99,8 +105,8 @@ def module(
     }
     return CudaModule(
         "extend",
-        instance(layout, columns, has_key_offset),
-        layout_header(layout, has_key_offset),
+        instance(layout, columns, has_key_offset, has_soft_cap),
+        layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
         tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
     )
 
@@ -110,6 +116,7 @@ def load(
     num_queries: int,
     device: torch.device,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -118,12 +125,15 @@ def load(
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
         has_key_offset: Whether an offset was taken off cached keys.
+        has_soft_cap: Whether scores are bounded by a tanh.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(layout, num_columns(num_queries), device, has_key_offset)
+    return load_instance(
+        layout, num_columns(num_queries), device, has_key_offset, has_soft_cap
+    )
 
 
 @cache
@@ -132,10 +142,13 @@ def load_instance(
     columns: int,
     device: torch.device,
     has_key_offset: bool = False,
+    has_soft_cap: bool = False,
 ) -> Callable[..., None]:
     """As ``load``, of one of the modules of a layout."""
     shared_bytes = shared_memory(device)
-    return build_and_load(module(layout, columns, shared_bytes, has_key_offset), device)
+    return build_and_load(
+        module(layout, columns, shared_bytes, has_key_offset, has_soft_cap), device
+    )
 
 
 def num_kv_splits(
@@ -174,6 +187,7 @@ def extend_attention(
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -198,4 +212,5 @@ def extend_attention(
         window,
         sliding_window,
         sinks,
+        logits_soft_cap,
     )

@@ -9,7 +9,10 @@ import torch
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
+from vllm.v1.attention.ops.turbo.cuda.constants import (
+    head_size_header,
+    instance_suffix,
+)
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
@@ -28,21 +31,30 @@ _WINDOW_HEADS = 4
 _WARPS_PER_SM = 32
 
 
-def module(head_size: int) -> CudaModule:
+def instance(head_size: int, has_soft_cap: bool = False) -> str:
+    """The name of a module's instance."""
+    return f"{head_size}{instance_suffix(False, has_soft_cap=has_soft_cap)}"
+
+
+def module(head_size: int, has_soft_cap: bool = False) -> CudaModule:
     """What is built."""
     assert head_size in SUPPORTED_HEAD_SIZES, head_size
-    return CudaModule("merge", str(head_size), head_size_header(head_size))
+    header = head_size_header(head_size, has_soft_cap)
+    return CudaModule("merge", instance(head_size, has_soft_cap), header)
 
 
 @cache
-def load(head_size: int, device: torch.device) -> Callable[..., None]:
-    """Build, if need be, and load the kernel of a head size.
+def load(
+    head_size: int, device: torch.device, has_soft_cap: bool = False
+) -> Callable[..., None]:
+    """Build, if need be, and load the kernel of a head size, for scores with a soft cap
+    or without.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    return build_and_load(module(head_size), device)
+    return build_and_load(module(head_size, has_soft_cap), device)
 
 
 def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
@@ -109,6 +121,7 @@ def merge_splits(
     offset: OffsetScores | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
     num_warps: int | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
@@ -132,6 +145,8 @@ def merge_splits(
             itself the last; None: all before it.
         sinks: (Hq,) bf16, fp16 or fp32, contiguous: of each query head a logit without
             a value; None for none.
+        logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
+            as it has those of the splits; not with ``offset``. None for nothing.
         num_warps: Warps a row; None to choose by the batch.
 
     Raises:
@@ -161,7 +176,7 @@ def merge_splits(
                 num_rows, num_splits, group, head_size, num_sms
             )
     assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
-    load(head_size, output.device)(
+    load(head_size, output.device, logits_soft_cap is not None)(
         *partials,
         batch.seq_lens,
         output,
@@ -179,4 +194,5 @@ def merge_splits(
         None if window is None or offset is None else offset.table,
         sliding_window or 0,
         sinks,
+        (logits_soft_cap or 0.0) * LOG2_E,
     )

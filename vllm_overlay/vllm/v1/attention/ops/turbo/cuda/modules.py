@@ -36,6 +36,7 @@ def serving_modules(
     device: torch.device | None = None,
     has_key_offset: bool = False,
     with_window: bool = False,
+    has_soft_cap: bool = False,
 ) -> list[ModuleLoader]:
     """All modules that a layer's batches may ask for, each once.
 
@@ -49,11 +50,12 @@ def serving_modules(
         device: The GPU; None for the current one.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
+        has_soft_cap: Whether scores are bounded by a tanh.
 
     """
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
-    head_size = layout.head_size
+    head_size, variant = layout.head_size, (has_key_offset, has_soft_cap)
     loads: dict[str, Callable[[], Callable[..., None]]] = {}
     # Drafters' layers have no window.
     for has_window in (False, True) if with_window else (False,):
@@ -61,17 +63,20 @@ def serving_modules(
         loads[f"store {instance}"] = partial(
             cuda_store.load, layout, device, has_key_offset, has_window
         )
-    loads[f"merge {head_size}"] = partial(cuda_merge.load, head_size, device)
+    instance = cuda_merge.instance(head_size, has_soft_cap)
+    loads[f"merge {instance}"] = partial(
+        cuda_merge.load, head_size, device, has_soft_cap
+    )
     for query_len in range(1, max_query_len + 1):
         paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
-        instance = cuda_decode.instance(layout, paired, has_key_offset)
+        instance = cuda_decode.instance(layout, paired, *variant)
         loads[f"decode {instance}"] = partial(
-            cuda_decode.load_instance, layout, paired, device, has_key_offset
+            cuda_decode.load_instance, layout, paired, device, *variant
         )
     for query_len in range(1, max_extend_len + 1):
         columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
-        instance = cuda_extend.instance(layout, columns, has_key_offset)
+        instance = cuda_extend.instance(layout, columns, *variant)
         loads[f"extend {instance}"] = partial(
-            cuda_extend.load_instance, layout, columns, device, has_key_offset
+            cuda_extend.load_instance, layout, columns, device, *variant
         )
     return [ModuleLoader(name, load) for name, load in loads.items()]

@@ -28,6 +28,7 @@ def attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     spans: Iterable[tuple[int, int]] = (),
+    logits_soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one sequence, in the dtype of its arguments.
 
@@ -42,6 +43,8 @@ def attention(
             None for none.
         spans: Where tokens that see each other begin and end (exclusive) among the T:
             query i sees those after it of its span, too.
+        logits_soft_cap: Scores s become cap * tanh(s / cap); sinks do not. None: they
+            stay as they are.
 
     Returns:
         Output (Q, Hq, D) and natural log-sum-exp (Q, Hq) of the scores.
@@ -53,6 +56,8 @@ def attention(
     key = key.repeat_interleave(group, 1)
     value = value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,thd->hqt", query, key) * scale
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
     if causal:
         last = torch.arange(num_queries, device=query.device) + num_tokens - num_queries
         positions = torch.arange(num_tokens, device=query.device)
@@ -87,6 +92,7 @@ def paged_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     spans: "SpanPlan | None" = None,
+    logits_soft_cap: float | None = None,
 ) -> None:
     """Causal attention of a batch, one sequence after the other, in fp32.
 
@@ -110,6 +116,7 @@ def paged_attention(
             all before it. Others are not loaded.
         sinks: (Hq,), of each query head a logit without a value; None for none.
         spans: Query tokens that see later ones, too; None if none do.
+        logits_soft_cap: What bounds scores by a tanh; None for nothing.
 
     """
     block_size = kv_cache.shape[2]
@@ -153,6 +160,7 @@ def paged_attention(
                 (start - first, stop - first)
                 for start, stop in (spans.positions(row) if spans else ())
             ],
+            logits_soft_cap=logits_soft_cap,
         )
         output[begin:end] = result.to(output.dtype)
 
@@ -171,6 +179,7 @@ def forward(
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
 ) -> None:
     """Store a step's tokens, then attend: what kernels do elsewhere.
 
@@ -189,6 +198,7 @@ def forward(
         window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        logits_soft_cap: What bounds scores by a tanh; None for nothing.
 
     """
     offset = step.key_offset(key_offset)
@@ -247,4 +257,5 @@ def forward(
             sliding_window,
             sinks,
             spans,
+            logits_soft_cap,
         )

@@ -33,6 +33,7 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
 )
 from vllm.v1.attention.ops.turbo.triton.decode_kernel import decode_kernel
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
+from vllm.v1.attention.ops.turbo.triton.soft_cap import in_base_2
 
 
 class DecodeTuning(NamedTuple):
@@ -117,6 +118,7 @@ def decode_attention(
     window: RecentWindow | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -135,6 +137,8 @@ def decode_attention(
             merge has them. None if nowhere.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
         sinks: (Hq,), of each query head a logit without a value; None for none.
+        logits_soft_cap: What bounds scores by a tanh, not with ``offset``; None for
+            nothing.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -144,6 +148,7 @@ def decode_attention(
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
     assert output.stride(2) == 1
     assert window is None or (newest is not None and sliding_window is None)
+    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
@@ -187,6 +192,7 @@ def decode_attention(
         num_splits,
         batch.query_len,
         sliding_window or 0,
+        in_base_2(logits_soft_cap),
         kv_cache.stride(0),
         kv_cache.stride(1),
         batch.block_table.stride(0),
@@ -217,4 +223,5 @@ def decode_attention(
         offset,
         sliding_window,
         sinks,
+        logits_soft_cap,
     )

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.triton.operands import (
     value_operands,
     value_places,
 )
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
 
 
 @triton.jit
@@ -161,6 +162,7 @@ def decode_kernel(
     num_splits,
     max_query_len,
     sliding_window,
+    soft_cap,  # of scores, in base 2, or None; not with an offset
     stride_cache_block: tl.int64,
     stride_cache_head: tl.int64,
     stride_block_table,
@@ -315,6 +317,8 @@ def decode_kernel(
                 COLUMNS,
             )
             product = product * query_scale[None, :]
+            if soft_cap is not None:
+                product = capped(product, soft_cap)
             product = tl.where(inside[i][:, None], product, float("-inf"))
             if MULTIPLE and (SLIDING or not WITH_NEWEST):
                 end = first_end + query_token

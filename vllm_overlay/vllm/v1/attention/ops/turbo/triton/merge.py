@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.recent import attend_to_window
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped, in_base_2
 from vllm.v1.attention.ops.turbo.triton.window import check_window
 
 
@@ -37,6 +38,7 @@ def _newest_scores(
     d,  # [D]
     other,  # a token's place among its sequence's
     score_factor,
+    soft_cap,
     stride_key_token,
     stride_key_head,
 ):
@@ -46,6 +48,8 @@ def _newest_scores(
     # What padding holds may be NaN.
     key = tl.load(p_key, mask=mask & seen[:, None], other=0.0).to(tl.float32)
     score = score_factor * tl.sum(query * key, 1)
+    if soft_cap is not None:
+        score = capped(score, soft_cap)
     return tl.where(seen, score, float("-inf"))
 
 
@@ -99,6 +103,7 @@ def _merge_kernel(
     sliding_window,
     inverse_sqrt_d,
     score_factor,
+    soft_cap,  # of scores, in base 2, or None; not with an offset
     stride_output_token,
     stride_output_head,
     stride_query_token,
@@ -180,6 +185,7 @@ def _merge_kernel(
             (packed_len - query_len).to(tl.int32),
             tl.where(has_tokens, seq_len - packed_len, 0),
             score_factor,
+            soft_cap,
             num_segments,
             num_window_rows,
             value_plane,
@@ -207,6 +213,7 @@ def _merge_kernel(
                 d,
                 other,
                 score_factor,
+                soft_cap,
                 stride_key_token,
                 stride_key_head,
             )
@@ -238,6 +245,7 @@ def _merge_kernel(
                 d,
                 other,
                 score_factor,
+                soft_cap,
                 stride_key_token,
                 stride_key_head,
             )
@@ -293,6 +301,7 @@ def merge_splits(
     offset: OffsetScores | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -309,10 +318,13 @@ def merge_splits(
             itself the last; None: all before it.
         sinks: (Hq,) of any floating dtype, contiguous: of each query head a logit
             without a value; None for none.
+        logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
+            as it has those of the splits; not with ``offset``. None for nothing.
 
     """
     num_tokens, num_heads, head_size = output.shape
     batch.check(num_tokens)
+    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     pages = blocks = packed_lens = table = None
@@ -362,6 +374,7 @@ def merge_splits(
         batch.query_len if sliding_window is None else sliding_window,
         inverse_sqrt(head_size),
         scale * LOG2_E,
+        in_base_2(logits_soft_cap),
         output.stride(0),
         output.stride(1),
         query.stride(0),

@@ -6,6 +6,7 @@ Rows lie as ``window_format`` has them.
 """
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
 from vllm.v1.attention.ops.turbo.triton.window import GROUP
 
 
@@ -68,6 +69,7 @@ def attend_to_window(
     first_position,  # [R], of the window's first token
     num_tokens,  # [R] that the window has
     score_factor,
+    soft_cap,  # of scores, in base 2, or None; not with an offset
     num_segments,
     num_rows,
     value_plane,
@@ -149,6 +151,8 @@ def attend_to_window(
         if offset_ptr is not None:
             is_first = n[None, :] < num_first[:, None]
             score += tl.where(is_first, missing[:, None], next_missing[:, None])
+        if soft_cap is not None:
+            score = capped(score, soft_cap)
         score = tl.where(inside, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)

@@ -112,12 +112,15 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      Optional<TensorView> packed_lens,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor,
-                     int64_t sliding_window) {
+                     int64_t sliding_window, double soft_cap) {
+  static_assert(!(KEY_OFFSET && SOFT_CAP),
+                "a capped score cannot get back what it lacks");
   AttentionParams p =
       params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
                 partial_lse, query_start_loc, num_seqs, query_len, with_newest,
                 packed_lens, sliding_window);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
+  p.soft_cap = soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   launch(Instance::kKernel, Instance::num_blocks(device.device_id),

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/soft_cap.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -45,6 +46,7 @@ struct AttentionParams {
   int num_offsets;      // G
   int is_bf16;          // whether the original query is, or fp16
   float offset_factor;  // of a score, for base-2 softmax
+  SoftCap soft_cap;     // with SOFT_CAP: of scores
 
   // Of a sequence, at most.
   __device__ __forceinline__ int num_queries() const {

@@ -14,6 +14,9 @@
 
 #include <cstdint>
 
+#include "common/soft_cap.cuh"
+#include "turbo_constants.h"
+
 namespace turbo {
 
 using tvm::ffi::Optional;
@@ -37,6 +40,17 @@ constexpr int kAllTokens = 1 << 30;
 inline int sliding_window_of(int64_t value) {
   const int window = to_int("sliding_window", value);
   return window == 0 || window > kAllTokens ? kAllTokens : window;
+}
+
+// As scores are in base 2.
+//
+// is_built: whether kernels have a cap, or 0 stands for none.
+inline SoftCap soft_cap_of(double cap, bool is_built) {
+  TVM_FFI_CHECK(is_built ? cap > 0.0 : cap == 0.0, ValueError)
+      << "soft_cap: " << cap << ", of kernels "
+      << (is_built ? "with one" : "without");
+  if (!is_built) return {};
+  return {static_cast<float>(cap), static_cast<float>(2.0 * LOG2_E / cap)};
 }
 
 constexpr DLDataType kBytes = {kDLUInt, 8, 1};

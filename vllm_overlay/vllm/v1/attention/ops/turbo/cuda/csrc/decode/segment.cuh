@@ -193,14 +193,16 @@ template <bool kPaired>
 __device__ __forceinline__ void attend_tiles(DecodeAccumulator& acc,
                                              const uint8_t* tiles,
                                              const Query<kPaired>& query,
-                                             const Visible& visible, int lane) {
+                                             const Visible& visible,
+                                             const SoftCap& soft_cap,
+                                             int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
   }
-  weigh<kPaired>(weights, acc, scores, query, visible, lane);
+  weigh<kPaired>(weights, acc, scores, query, visible, soft_cap, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
@@ -254,7 +256,7 @@ __device__ __forceinline__ void attend_segment(
       clear_missing(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
     const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
-    attend_tiles(acc, tiles + offset, query, visible, lane);
+    attend_tiles(acc, tiles + offset, query, visible, p.soft_cap, lane);
     __syncwarp();
     copies.issue(i + kStages, offset);
     offset = offset + kStageBytes == kStages * kStageBytes

@@ -59,12 +59,15 @@ struct Visible {
 
 // Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
 // those eight later, of column lane / 4. Tokens that are not visible have none.
+//
+// soft_cap: of scores, with SOFT_CAP.
 template <bool kPaired, int kTiles>
 __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
                                       DecodeAccumulator& acc,
                                       const float (&scores)[kTiles][4],
                                       const Query<kPaired>& query,
-                                      const Visible& visible, int lane) {
+                                      const Visible& visible,
+                                      const SoftCap& soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4;
   constexpr int kTileScores = kPaired ? 2 : 4, kScores = kTiles * kTileScores;
   float own[kScores];
@@ -83,11 +86,17 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
       }
     }
   }
+  float factor[2] = {query.factor[0], query.factor[1]};
+  if constexpr (SOFT_CAP != 0) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) own[i] = soft_cap(own[i] * factor[i % 2]);
+    factor[0] = factor[1] = 1.0f;
+  }
   float exponent[kScores];
   float above = 0.0f;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    exponent[i] = fmaf(own[i], query.factor[i % 2], -acc.reference[i % 2]);
+    exponent[i] = fmaf(own[i], factor[i % 2], -acc.reference[i % 2]);
     above = fmaxf(above, exponent[i]);
   }
   const bool ends =
@@ -102,7 +111,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
           TILE_TOKENS * (i / kTileScores) + 8 * half + g - visible.num_tokens;
       const bool is_seen =
           token >= limits[i % 2].first && token < limits[i % 2].last;
-      own[i] = is_seen ? own[i] * query.factor[i % 2] : -INFINITY;
+      own[i] = is_seen ? own[i] * factor[i % 2] : -INFINITY;
     }
     raise(acc, own);
 #pragma unroll

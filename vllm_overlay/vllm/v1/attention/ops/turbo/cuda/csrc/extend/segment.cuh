@@ -192,11 +192,14 @@ __device__ void raise_references(
 
 // Make the weights of a warp's own tiles of a step, from tile first_tile of the
 // sequence. All warps call it: it raises the block's references.
+//
+// soft_cap: of scores, with SOFT_CAP.
 template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void weigh_tiles(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
     ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
-    const uint8_t* tiles, int first_tile, bool ends) {
+    const uint8_t* tiles, int first_tile, bool ends,
+    const SoftCap& soft_cap) {
   using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   constexpr int kTiles = Block::kWarpTiles,
                 kTilesOfColumns = Block::kColumnTiles;
@@ -215,8 +218,13 @@ __device__ __forceinline__ void weigh_tiles(
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       float (&x)[4] = exponents[i][n];
-      x[0] = fmaf(x[0], r.x, -r.z), x[1] = fmaf(x[1], r.y, -r.w);
-      x[2] = fmaf(x[2], r.x, -r.z), x[3] = fmaf(x[3], r.y, -r.w);
+      if constexpr (SOFT_CAP != 0) {
+        x[0] = soft_cap(x[0] * r.x) - r.z, x[1] = soft_cap(x[1] * r.y) - r.w;
+        x[2] = soft_cap(x[2] * r.x) - r.z, x[3] = soft_cap(x[3] * r.y) - r.w;
+      } else {
+        x[0] = fmaf(x[0], r.x, -r.z), x[1] = fmaf(x[1], r.y, -r.w);
+        x[2] = fmaf(x[2], r.x, -r.z), x[3] = fmaf(x[3], r.y, -r.w);
+      }
       if (ends || begins) {
         const int token = step_token + (warp * kTiles + i) * TILE_TOKENS + g;
         const int2 first = *reinterpret_cast<const int2*>(
@@ -400,7 +408,7 @@ __device__ __forceinline__ void attend_segment(
     if constexpr (KEY_OFFSET != 0)
       clear_unseen(stage, segment.first_seen_tile - tile);
     weigh_tiles(shared, acc, stage, tile,
-                num_tokens < kStepTokens + p.most_hidden);
+                num_tokens < kStepTokens + p.most_hidden, p.soft_cap);
     __syncthreads();
     const int num_tiles = min(segment.last_tile - tile, kStepTiles);
 #pragma unroll 2

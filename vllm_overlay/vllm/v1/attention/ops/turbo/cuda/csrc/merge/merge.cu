@@ -58,7 +58,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
            int64_t value_scales, Optional<TensorView> key_offset,
-           int64_t sliding_window, Optional<TensorView> sinks) {
+           int64_t sliding_window, Optional<TensorView> sinks,
+           double soft_cap) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -101,6 +102,9 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.row_shift = static_cast<int>(row_shift);
   p.with_newest = with_newest;
   p.sliding_window = turbo::sliding_window_of(sliding_window);
+  p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
+  TVM_FFI_CHECK(!(SOFT_CAP && key_offset.has_value()), ValueError)
+      << "key_offset: given with a soft_cap";
   if (sinks.has_value()) {
     const TensorView& x = sinks.value();
     p.sinks_type = floats_of("sinks", x);

@@ -120,7 +120,7 @@ struct Newest {
         v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
         score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
       }
-      add(p.score_factor * warp_sum<kLanes>(score), v);
+      add(p.score_of(warp_sum<kLanes>(score)), v);
     }
   }
 };

@@ -4,6 +4,7 @@
 // What the merge is given.
 #pragma once
 
+#include "common/soft_cap.cuh"
 #include "common/window.cuh"
 
 namespace turbo {
@@ -50,6 +51,14 @@ struct MergeParams {
   const float* key_offset;  // [G, H, D], of these tokens; or null: none
   int num_kv_heads;         // H
   int num_offsets;          // G
+  SoftCap soft_cap;         // with SOFT_CAP: of the scores of all these tokens
+
+  // Of a query's product with a key.
+  __device__ __forceinline__ float score_of(float product) const {
+    const float score = score_factor * product;
+    if constexpr (SOFT_CAP != 0) return soft_cap(score);
+    return score;
+  }
 };
 
 }  // namespace turbo

@@ -266,7 +266,7 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
         const RecentOffset& offset = shared.offsets[rows.first + head + c];
         score[c] += offset.at(range.position + base + place);
       }
-      score[c] = is_one ? p.score_factor * score[c] : -INFINITY;
+      score[c] = is_one ? p.score_of(score[c]) : -INFINITY;
       const float larger = fmaxf(largest[c], largest_of_tokens(score[c]));
       rescale[c] = exp2_approx(largest[c] - or_zero(larger));
       weight[c] = exp2_approx(score[c] - or_zero(larger));

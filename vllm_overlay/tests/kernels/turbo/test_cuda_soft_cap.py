@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A soft cap of attention logits in CUDA's kernels: cap * tanh(s / cap)."""
+
+import math
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    NewestTokens,
+    OffsetScores,
+    Partials,
+)
+
+from .test_cuda_multi import LAYOUT, Batch, newest_or_stored
+from .test_cuda_offset import kernels, some_layouts
+from .test_cuda_sliding_window import SEQ_LENS, check, sinks_of
+from .utils import BF16, DEVICE, requires_cuda
+
+pytestmark = requires_cuda
+
+# With queries that are as much longer: scores of up to +-12 are hardly told apart, and
+# those of a cap that is served are bent.
+CAPS = {2.0: 3.0, 50.0: 12.0}
+caps = pytest.mark.parametrize("cap", CAPS)
+
+
+def capped(batch: Batch, cap: float) -> Batch:
+    batch.logits_soft_cap = cap
+    batch.query *= CAPS[cap]
+    return batch
+
+
+def check_cap(batch: Batch, kernel: str, with_newest: bool, num_splits: int = 8):
+    """Compare to the reference, with the cap and not without."""
+    output = check(batch, kernel, with_newest, num_splits)
+    batch.logits_soft_cap = None
+    with pytest.raises(AssertionError, match="allowed"):
+        batch.check(kernel, with_newest, output)
+
+
+@some_layouts
+@newest_or_stored
+@caps
+@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (3, 1), (3, 4), (8, 1)])
+def test_decodes(layout, with_newest, cap, query_len, group):
+    batch = Batch(layout, SEQ_LENS, query_len, group)
+    check_cap(capped(batch, cap), "cuda", with_newest)
+
+
+@some_layouts
+@newest_or_stored
+@pytest.mark.parametrize("group", [1, 4])
+def test_ragged_drafts(layout, with_newest, group):
+    batch = Batch(layout, SEQ_LENS, [1, 3, 2, 4, 1, 0, 2, 3, 3], group, BF16)
+    check_cap(capped(batch, 2.0), "cuda", with_newest)
+
+
+@some_layouts
+@newest_or_stored
+@caps
+@pytest.mark.parametrize("query_len", [7, 16, 33])
+def test_extends(layout, with_newest, cap, query_len):
+    """By 32 and by 64 columns, and in several passes."""
+    batch = Batch(layout, SEQ_LENS, query_len, 4)
+    check_cap(capped(batch, cap), "extend", with_newest)
+
+
+@kernels
+@newest_or_stored
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+def test_splits(kernel, with_newest, num_splits):
+    batch = Batch(LAYOUT, [1000, 40, 613, 350], 3, 4)
+    check_cap(capped(batch, 2.0), kernel, with_newest, num_splits)
+
+
+@some_layouts
+@kernels
+@newest_or_stored
+@pytest.mark.parametrize("window", [1, 17, 128])
+def test_windows_and_sinks(layout, kernel, with_newest, window):
+    """What is not seen has no score, not one of minus the cap; sinks have no cap."""
+    batch = Batch(layout, SEQ_LENS, 2 if kernel == "cuda" else 16, 4)
+    batch.slide(window)
+    batch.sinks = sinks_of(batch)
+    check_cap(capped(batch, 2.0), kernel, with_newest)
+
+
+@kernels
+@newest_or_stored
+def test_a_cap_far_above_all_scores(kernel, with_newest):
+    """Its error is of the cap's size: small scores stay as they are."""
+    batch = Batch(LAYOUT, SEQ_LENS, 3, 4)
+    expected = batch.decode(kernel, with_newest)
+    batch.logits_soft_cap = 1000.0
+    output = batch.decode(kernel, with_newest)
+    batch.logits_soft_cap = None
+    assert not torch.equal(output.nan_to_num(), expected.nan_to_num())
+    batch.check(kernel, with_newest, output)
+
+
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+def test_capped_scores(cap):
+    """Each beside a score of zero, whose weight is known: to 2**-21 of the cap, where
+    the hardware's own tanh is off by up to 2**-11. NaN stays NaN.
+    """
+    largest = 4 * cap
+    scores = torch.linspace(-largest, largest, 4001, dtype=torch.float64)
+    scores = torch.cat([scores, 2.0 ** -torch.arange(20)]).float().to(DEVICE)
+    num_seqs, size = len(scores), 128
+    query, key = (torch.zeros(num_seqs, 1, size, device=DEVICE) for _ in range(2))
+    value = torch.ones(num_seqs, 1, size, device=DEVICE)
+    query[:, 0, 5], key[:, 0, 5] = scores, 1.0
+    lse = torch.zeros(num_seqs, 1, device=DEVICE)
+    output = torch.empty_like(query)
+    merge_splits(
+        Partials(torch.zeros_like(query), lse),
+        DecodeBatch(
+            num_seqs,
+            torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
+            torch.full((num_seqs,), 2, dtype=torch.int32, device=DEVICE),
+        ),
+        output,
+        1,
+        NewestTokens(query, key, value, 1.0),
+        logits_soft_cap=cap,
+    )
+    weights = output[:, 0, 0].double().cpu()
+    exact = cap * torch.tanh(scores.double().cpu() / cap)
+    # A weight tells its score where it is neither 0 nor 1.
+    told = exact.abs() < 7
+    error = (weights.logit() - exact)[told].abs().max()
+    # And the weight's own rounding.
+    rounding = 2.0**-22 * math.exp(7)
+    assert error <= cap * 2.0**-21 + rounding
+    assert (weights[exact > 14] > 1 - 2.0**-19).all()
+    assert (weights[exact < -14] < 2.0**-19).all()
+
+
+@kernels
+def test_not_with_an_offset(kernel):
+    batch = Batch(LAYOUT, [40], 1, 4)
+    batch.logits_soft_cap = 50.0
+    table = torch.zeros(1, 2, LAYOUT.head_size, device=DEVICE)
+    offset = OffsetScores(batch.query, table, batch.scale)
+    with pytest.raises(AssertionError, match="capped scores with an offset"):
+        batch.decode(kernel, True, offset=offset)

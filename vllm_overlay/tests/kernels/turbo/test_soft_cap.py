@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A soft cap of attention logits, as Gemma 2's: cap * tanh(s / cap), through the
+backend.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+
+from .backend_utils import (
+    KERNELS,
+    Batch,
+    Ranges,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    set_scratch,
+)
+from .utils import FP16, requires_triton
+
+# With queries that are as much longer: scores of up to +-12 are hardly told apart, and
+# those of a cap that is served are bent.
+CAPS = {2.0: 3.0, 50.0: 12.0}
+# Decodes, a prefill behind several pieces of context, one behind few tokens, one alone.
+REQUESTS = [(1, 0), (1, 40), (1, 130), (20, 150), (5, 14), (33, 0)]
+DRAFTED = [(3, 31), (3, 0), (2, 130), (1, 95)]
+RAGGED = [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)]
+paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+windows = pytest.mark.parametrize("window", [None, 17])
+caps = pytest.mark.parametrize("cap", CAPS)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_scratch(monkeypatch, piece_tokens=64)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
+
+
+def check(
+    impl,
+    config,
+    requests: list[tuple[int, int]],
+    path: str,
+    ranges: Ranges | None = None,
+) -> None:
+    """Compare to attention with the cap, and see that it is not attention without."""
+    set_path(impl, path)
+    batch = Batch.make(impl, requests)
+    cap = impl.runner.logits_soft_cap
+    batch.query *= CAPS[cap]
+    batch.common.mm_req_doc_ranges = ranges
+    builder = make_builder(config, impl)
+    builder.unclamped_window = None
+    output = batch.run(impl, builder.build(0, batch.common), path)
+    batch.check(impl, output, ranges)
+    impl.runner.logits_soft_cap = None
+    with pytest.raises(AssertionError, match="allowed"):
+        batch.check(impl, output, ranges)
+    impl.runner.logits_soft_cap = cap
+
+
+@requires_triton
+@prefill_modes
+@windows
+@caps
+@paths
+def test_batches(tmp_path: Path, mode, window, cap, path):
+    config = make_vllm_config(
+        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=512
+    )
+    impl = make_impl(config, sliding_window=window, logits_soft_cap=cap)
+    check(impl, config, REQUESTS, path)
+@requires_triton
+@windows
+@pytest.mark.parametrize("requests", [DRAFTED, RAGGED], ids=["uniform", "ragged"])
+@prefill_modes
+@paths
+def test_drafts(tmp_path: Path, window, requests, mode, path):
+    config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
+    impl = make_impl(config, sliding_window=window, logits_soft_cap=2.0)
+    check(impl, config, requests, path)
+
+
+@requires_triton
+@windows
+@prefill_modes
+@paths
+def test_beside_sinks(tmp_path: Path, window, mode, path):
+    """A sink is beside the scores that are capped, and has no cap itself."""
+    config = make_vllm_config(
+        tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
+    )
+    sinks = torch.tensor([float("-inf"), -20.0, 2.0, 20.0], device=DEVICE)
+    impl = make_impl(config, sliding_window=window, sinks=sinks, logits_soft_cap=2.0)
+    check(impl, config, REQUESTS, path)
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "mode, window", [("raw", None), ("stored", None), ("raw", 17), ("raw", 128)]
+)
+@paths
+def test_spans(tmp_path: Path, mode, window, path):
+    """Tokens of an image: what comes after one in it is attended to apart."""
+    set_piece = {"max_num_batched_tokens": 512}
+    config = make_vllm_config(tmp_path, "turbo4", FP16, mode, **set_piece)
+    impl = make_impl(config, sliding_window=window, logits_soft_cap=2.0)
+    requests, ranges = SPANS["behind context"]
+    check(impl, config, requests, path, ranges)
+
+
+@requires_triton
+@windows
+@paths
+def test_shared_cache(tmp_path: Path, window, path):
+    """A layer that reads another's."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=512)
+    impl = make_impl(
+        config,
+        sliding_window=window,
+        kv_sharing_target_layer_name="layers.0.attn",
+        logits_soft_cap=2.0,
+    )
+    check(impl, config, REQUESTS, path)
