@@ -226,6 +226,28 @@ def test_layers_that_share_a_cache_have_its_offset(config):
     assert table is not None and shared is table
 
 
+def test_layers_with_a_soft_cap_have_none(config, monkeypatch):
+    """Nor has a layer whose cache one reads. It is said, and long biases are warned
+    of.
+    """
+    capped, target, other = (make_module(config) for _ in range(3))
+    sharing = make_module(config, bias=False)
+    sharing.attn.kv_sharing_target_layer_name = target.attn.layer_name
+    for module in (capped, sharing):
+        module.attn.impl.runner.logits_soft_cap = 50.0
+    for module in (capped, target, other):
+        set_norm(module, 600)
+    said = []
+    monkeypatch.setattr(key_bias.logger, "info_once", said.append)
+    modules = capped, target, sharing, other
+    *offsets, last = set_offsets(*modules)
+    assert offsets == [None] * 3 and last is not None
+    assert len(set(said)) == 1 and "soft cap" in said[0]
+    (line,) = warnings_of(nn.ModuleList(modules), monkeypatch)
+    numbers = [module.attn.layer_name.split(".")[2] for module in (capped, target)]
+    assert f"layers {', '.join(numbers)} of" in line
+
+
 def test_a_long_bias_with_an_offset_is_not_warned_of(config, monkeypatch):
     module = make_module(config)
     set_norm(module, 600)

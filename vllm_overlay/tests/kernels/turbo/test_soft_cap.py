@@ -4,11 +4,19 @@
 backend.
 """
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from vllm.config import VllmConfig
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.interface import LOG2_E
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped, in_base_2
 
 from .backend_utils import (
     KERNELS,
@@ -20,8 +28,10 @@ from .backend_utils import (
     prefill_modes,
     set_path,
     set_scratch,
+    with_drafts,
 )
-from .utils import FP16, requires_triton
+from .test_mm_prefix import CASES as SPANS
+from .utils import BF16, DEVICE, FP16, requires_triton
 
 # With queries that are as much longer: scores of up to +-12 are hardly told apart, and
 # those of a cap that is served are bent.
@@ -35,6 +45,12 @@ windows = pytest.mark.parametrize("window", [None, 17])
 caps = pytest.mark.parametrize("cap", CAPS)
 
 
+@triton.jit
+def bound_scores(scores_ptr, output_ptr, soft_cap, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(output_ptr + i, capped(tl.load(scores_ptr + i), soft_cap))
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     set_scratch(monkeypatch, piece_tokens=64)
@@ -42,8 +58,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(
-    impl,
-    config,
+    impl: TurboAttentionImpl,
+    config: VllmConfig,
     requests: list[tuple[int, int]],
     path: str,
     ranges: Ranges | None = None,
@@ -51,6 +67,9 @@ def check(
     """Compare to attention with the cap, and see that it is not attention without."""
     set_path(impl, path)
     batch = Batch.make(impl, requests)
+    if impl.runner.shares_cache:
+        tokens = batch.common.slot_mapping, batch.key, batch.value
+        reference.store(batch.cache, *tokens, impl.runner.layout)
     cap = impl.runner.logits_soft_cap
     batch.query *= CAPS[cap]
     batch.common.mm_req_doc_ranges = ranges
@@ -75,6 +94,8 @@ def test_batches(tmp_path: Path, mode, window, cap, path):
     )
     impl = make_impl(config, sliding_window=window, logits_soft_cap=cap)
     check(impl, config, REQUESTS, path)
+
+
 @requires_triton
 @windows
 @pytest.mark.parametrize("requests", [DRAFTED, RAGGED], ids=["uniform", "ragged"])
@@ -107,8 +128,9 @@ def test_beside_sinks(tmp_path: Path, window, mode, path):
 @paths
 def test_spans(tmp_path: Path, mode, window, path):
     """Tokens of an image: what comes after one in it is attended to apart."""
-    set_piece = {"max_num_batched_tokens": 512}
-    config = make_vllm_config(tmp_path, "turbo4", FP16, mode, **set_piece)
+    config = make_vllm_config(
+        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=512
+    )
     impl = make_impl(config, sliding_window=window, logits_soft_cap=2.0)
     requests, ranges = SPANS["behind context"]
     check(impl, config, requests, path, ranges)
@@ -127,3 +149,29 @@ def test_shared_cache(tmp_path: Path, window, path):
         logits_soft_cap=2.0,
     )
     check(impl, config, REQUESTS, path)
+
+
+@pytest.mark.parametrize("cap, served", [(50.0, 50.0), (30, 30.0), (0.0, None)])
+def test_argument_of_layers(tmp_path: Path, cap, served):
+    """Zero is none, which models pass."""
+    impl = make_impl(make_vllm_config(tmp_path), logits_soft_cap=cap)
+    assert impl.runner.logits_soft_cap == served
+
+
+@requires_triton
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+def test_capped_scores(cap):
+    """To 2**-21 of the cap, near zero and where there is no more to bound. What is not
+    a number stays so.
+    """
+    scores = LOG2_E * torch.linspace(-4 * cap, 4 * cap, 4096, dtype=torch.float64)
+    scores = scores.float().to(DEVICE)
+    scores[0], scores[1], scores[2] = math.inf, -math.inf, math.nan
+    found = torch.empty_like(scores)
+    bound = in_base_2(cap)
+    assert bound is not None
+    bound_scores[(1,)](scores, found, bound, BLOCK=4096)
+    assert found[2].isnan()
+    exact = bound * torch.tanh(scores.double() / bound)
+    error = (found - exact).nan_to_num().abs().max()
+    assert error <= 2**-21 * bound

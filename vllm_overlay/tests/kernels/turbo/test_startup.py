@@ -85,6 +85,16 @@ def test_layers_with_an_offset_of_k_are_counted(monkeypatch, tmp_path):
     assert re.search(r"raw K and V; K offset: 2 of 3 layers \([0-9a-f]{8}\)\.$", line)
 
 
+def test_layers_with_a_soft_cap_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    for impl in impls[1:]:
+        impl.runner.logits_soft_cap = 50.0
+    line = describe_cache(impls)
+    assert "(layers: 1, KV heads: 2, head size: 128; PyTorch" in line
+    assert "(layers: 2, KV heads: 2, head size: 128, soft cap: 50; PyTorch" in line
+
+
 class Ranks(NamedTuple):
     """Of a tensor parallel group, this one."""
 

@@ -70,7 +70,16 @@ def store_by_torch(
 
 
 def attend_by_torch(
-    query, kv_cache, layout, batch, partials, output, newest, offset, window
+    query,
+    kv_cache,
+    layout,
+    batch,
+    partials,
+    output,
+    newest,
+    offset,
+    window,
+    logits_soft_cap,
 ) -> None:
     """An ``AttentionFn`` that takes queries that are not rotated."""
     starts = torch.arange(batch.num_seqs + 1) * batch.query_len
@@ -94,6 +103,7 @@ def attend_by_torch(
             output[tokens],
             None if offset is None else offset.table,
             None if window is None else window.from_sequence(row),
+            logits_soft_cap=logits_soft_cap,
         )
 
 
@@ -114,8 +124,8 @@ def store_by_triton(
         )
 
 
-def attend_by_triton(*args) -> None:
-    triton_kernels().decode_attention(*args)
+def attend_by_triton(*args, logits_soft_cap) -> None:
+    triton_kernels().decode_attention(*args, logits_soft_cap=logits_soft_cap)
 
 
 # By name: what stores, what attends.
@@ -579,6 +589,7 @@ def attend(
     path: str,
     num_splits: int = 2,
     dtype: torch.dtype | None = None,
+    logits_soft_cap: float | None = None,
 ) -> torch.Tensor:
     """The output of the queries of the last step; scratch and output are NaN before."""
     layout, num_seqs, query_len = scene.layout, len(query_lens), max(query_lens)
@@ -605,6 +616,7 @@ def attend(
         newest,
         offset,
         scene.last_window,
+        logits_soft_cap=logits_soft_cap,
     )
     return output
 
@@ -731,6 +743,24 @@ def test_offset_in_scores(name, num_segments, path):
     keys, values = seen_tokens(scene, 0, newest, slice(0, 2))
     output = attend(scene, [2], newest, path)
     assert_by_2x_rule(output, newest.query, keys, values, newest.scale, FP16)
+
+
+@all_paths
+def test_soft_cap(path):
+    """Of packed tokens' scores, of the window's and of the newest tokens' alike."""
+    scene = Scene(small(), 3, num_tokens=4, dtype=FP16)
+    scene.step([30, 5, 1])
+    assert scene.step([2] * 3) == [4, 4, 1]
+    newest = newest_tokens(scene, [2] * 3)
+    newest.query.mul_(4)
+    output = attend(scene, [2] * 3, newest, path, logits_soft_cap=2.0)
+    for row in range(3):
+        tokens = slice(2 * row, 2 * row + 2)
+        keys, values = seen_tokens(scene, row, newest, tokens)
+        where = output[tokens], newest.query[tokens], keys, values, newest.scale, FP16
+        assert_by_2x_rule(*where, logits_soft_cap=2.0)
+        with pytest.raises(AssertionError, match="allowed"):
+            assert_by_2x_rule(*where)
 
 
 @requires_triton

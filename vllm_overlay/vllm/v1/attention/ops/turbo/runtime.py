@@ -276,6 +276,7 @@ class TurboRunner:
         scratch = take_scratch(specs, query.device)
         flash_attn = self.flash_attn
         if self.logits_soft_cap is not None:
+            assert self.key_offset is None, "capped scores with an offset"
             flash_attn = partial(flash_attn, softcap=self.logits_soft_cap)
         tokens = query, key, value, kv_cache
         others = (
