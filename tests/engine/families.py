@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from seeded_model import write_tokenizer  # noqa: E402
 
 WINDOW = 48
+SOFT_CAP = 4.0
 SLIDING = ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 64
 
@@ -44,6 +45,20 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    # Its heads' logits have a soft cap, here one that most scores feel.
+    "gemma2": Family(
+        "gemma2",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "attn_logit_softcapping": SOFT_CAP,
+        },
+        # Else the embedding, which is the head, too, would decide every token.
+        {"post_attention_layernorm": 7},
+        # It has no norm of q.
+        {"q_proj": 2},
+    ),
     "gemma3": Family(
         "gemma3_text",
         {
@@ -51,7 +66,7 @@ FAMILIES = {
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": HEAD_DIM,
         },
-        # Else the embedding, which is the head, too, would decide every token.
+        # The embedding as in Gemma 2.
         {"post_attention_layernorm": 7},
     ),
     # The last two layers read the caches of the two before them.
@@ -65,7 +80,7 @@ FAMILIES = {
             "global_head_dim": HEAD_DIM,
             "hidden_size_per_layer_input": 0,
         },
-        # Scores are not scaled; the embedding as in Gemma 3.
+        # Scores are not scaled; the embedding as in Gemma 2.
         {"q_norm": -0.75, "post_attention_layernorm": 7},
     ),
     "cohere2": Family(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from families import WINDOW, write_family
-from harness import Jobs, kl_divergences, run_job
+from harness import Call, Engine, Jobs, kl_divergences, run_job
 from safetensors.torch import load_file, save_file
-from ways import CHUNK, KL_TOLERANCE, Answers, Ways
+from ways import CHUNK, KL_TOLERANCE, NUM_GENERATED, Answers, Ways
 
 # Tokens that a hit within a hybrid's block comes in steps of.
 UNIT = 16
@@ -40,6 +40,7 @@ def hybrid(block: int) -> Ways:
 
 
 WAYS = {
+    "gemma2": WINDOWED,
     "gemma3": WINDOWED,
     "gemma4": SHARING,
     "cohere2": WINDOWED,
@@ -50,6 +51,7 @@ WAYS = {
     "nemotron_h": hybrid(80),
 }
 GROUPS = {
+    "gemma2": 4,
     "gemma3": 4,
     "gemma4": 2,
     "cohere2": 4,
@@ -149,6 +151,31 @@ def test_sinks_count(families: Families, tmp_path: Path):
     # A token alone sees itself and a sink.
     pairs = zip(alone, requests, strict=True)
     assert min(max(kl_divergences(*pair)) for pair in pairs) > 100 * KL_TOLERANCE
+
+
+@pytest.mark.matrix
+def test_soft_cap_counts(folders: dict[str, Path], tmp_path: Path):
+    """With it answers are near those of vLLM's own attention with it, and without it
+    they are far from them.
+    """
+    ways = WAYS["gemma2"]
+    common = {"dtype": "float32", "block_size": ways.block}
+    calls = {"alone": Call(ways.prompts, NUM_GENERATED, one_by_one=True)}
+    packed = {"kv_cache_dtype": "turbo4"}
+    uncapped = {"hf_overrides": {"attn_logit_softcapping": None}}
+    engines = {
+        "auto": Engine(common, calls),
+        "capped": Engine(common | packed, calls),
+        "uncapped": Engine(common | packed | uncapped, calls),
+    }
+    found = run_job(tmp_path / "run", folders["gemma2"], "v2", engines)
+    own, capped, without = (
+        found[name]["calls"]["alone"]["requests"] for name in engines
+    )
+    # A token alone sees itself.
+    near = [max(kl_divergences(*pair)) for pair in zip(own[1:], capped[1:])]
+    far = [max(kl_divergences(*pair)) for pair in zip(own[1:], without[1:])]
+    assert max(near) < min(far) / 10, (near, far)
 
 
 @pytest.mark.matrix
