@@ -68,17 +68,20 @@ def instances(capability: int) -> dict[str, CudaModule]:
     modules = {}
     for size in cuda_decode.SUPPORTED_HEAD_SIZES:
         modules[f"merge {size}"] = cuda_merge.module(size)
-        for name, offset in itertools.product(TURBO_PRESETS, (False, True)):
+        modules[f"merge {size} cap"] = cuda_merge.module(size, True)
+        for name, end in itertools.product(TURBO_PRESETS, ("", " offset", " cap")):
             layout = TurboFormat.from_cache_dtype(name, size)
-            end = " offset" if offset else ""
+            offset, cap = end == " offset", end == " cap"
             for window, kept in ((False, ""), (True, " window")):
-                store = cuda_store.module(layout, offset, window)
-                modules[f"store {name} {size}{end}{kept}"] = store
+                # The store makes no scores.
+                if not cap:
+                    store = cuda_store.module(layout, offset, window)
+                    modules[f"store {name} {size}{end}{kept}"] = store
             for width, paired in (("paired", True), ("full", False)):
-                decode = cuda_decode.module(layout, paired, shared_bytes, offset)
+                decode = cuda_decode.module(layout, paired, shared_bytes, offset, cap)
                 modules[f"decode {name} {size} {width}{end}"] = decode
             for columns in cuda_extend.COLUMNS:
-                extend = cuda_extend.module(layout, columns, shared_bytes, offset)
+                extend = cuda_extend.module(layout, columns, shared_bytes, offset, cap)
                 modules[f"extend {name} {size} {columns}{end}"] = extend
     return modules
 

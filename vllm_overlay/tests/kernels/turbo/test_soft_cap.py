@@ -5,6 +5,7 @@ backend.
 """
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,24 +26,32 @@ from .backend_utils import (
     make_builder,
     make_impl,
     make_vllm_config,
-    prefill_modes,
     set_path,
     set_scratch,
     with_drafts,
 )
 from .test_mm_prefix import CASES as SPANS
-from .utils import BF16, DEVICE, FP16, requires_triton
+from .utils import BF16, DEVICE, FP16, ON_GPU, requires_triton
 
 # With queries that are as much longer: scores of up to +-12 are hardly told apart, and
 # those of a cap that is served are bent.
 CAPS = {2.0: 3.0, 50.0: 12.0}
 # Decodes, a prefill behind several pieces of context, one behind few tokens, one alone.
 REQUESTS = [(1, 0), (1, 40), (1, 130), (20, 150), (5, 14), (33, 0)]
-DRAFTED = [(3, 31), (3, 0), (2, 130), (1, 95)]
-RAGGED = [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)]
-paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
-windows = pytest.mark.parametrize("window", [None, 17])
-caps = pytest.mark.parametrize("cap", CAPS)
+DRAFTED = {
+    "uniform": [(3, 31), (3, 0), (3, 130), (3, 95)],
+    "ragged": [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)],
+}
+MODES, WINDOWS = ("raw", "stored"), (None, 17)
+
+
+def cases(names: str, every: list[tuple], some: list[tuple]) -> pytest.MarkDecorator:
+    """Paths and what else there is to try: the interpreter, which takes a second for
+    each, tries some.
+    """
+    found = [(path, *case) for path in KERNELS for case in (every if ON_GPU else some)]
+    found += [("torch", *case) for case in every]
+    return pytest.mark.parametrize(f"path, {names}", found)
 
 
 @triton.jit
@@ -84,10 +93,11 @@ def check(
 
 
 @requires_triton
-@prefill_modes
-@windows
-@caps
-@paths
+@cases(
+    "mode, window, cap",
+    list(product(MODES, WINDOWS, CAPS)),
+    [("raw", None, 2.0), ("stored", 17, 2.0), ("stored", None, 50.0)],
+)
 def test_batches(tmp_path: Path, mode, window, cap, path):
     config = make_vllm_config(
         tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=512
@@ -97,21 +107,24 @@ def test_batches(tmp_path: Path, mode, window, cap, path):
 
 
 @requires_triton
-@windows
-@pytest.mark.parametrize("requests", [DRAFTED, RAGGED], ids=["uniform", "ragged"])
-@prefill_modes
-@paths
-def test_drafts(tmp_path: Path, window, requests, mode, path):
+@cases(
+    "mode, window, kind",
+    list(product(MODES, WINDOWS, DRAFTED)),
+    [("raw", None, "ragged"), ("raw", 17, "uniform"), ("stored", 17, "ragged")],
+)
+def test_drafts(tmp_path: Path, mode, window, kind, path):
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
     impl = make_impl(config, sliding_window=window, logits_soft_cap=2.0)
-    check(impl, config, requests, path)
+    check(impl, config, DRAFTED[kind], path)
 
 
 @requires_triton
-@windows
-@prefill_modes
-@paths
-def test_beside_sinks(tmp_path: Path, window, mode, path):
+@cases(
+    "mode, window",
+    list(product(MODES, WINDOWS)),
+    [("raw", None), ("stored", 17)],
+)
+def test_beside_sinks(tmp_path: Path, mode, window, path):
     """A sink is beside the scores that are capped, and has no cap itself."""
     config = make_vllm_config(
         tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
@@ -122,10 +135,11 @@ def test_beside_sinks(tmp_path: Path, window, mode, path):
 
 
 @requires_triton
-@pytest.mark.parametrize(
-    "mode, window", [("raw", None), ("stored", None), ("raw", 17), ("raw", 128)]
+@cases(
+    "mode, window",
+    list(product(MODES, (*WINDOWS, 128))),
+    [("stored", None), ("raw", 128)],
 )
-@paths
 def test_spans(tmp_path: Path, mode, window, path):
     """Tokens of an image: what comes after one in it is attended to apart."""
     config = make_vllm_config(
@@ -137,8 +151,7 @@ def test_spans(tmp_path: Path, mode, window, path):
 
 
 @requires_triton
-@windows
-@paths
+@cases("window", [(window,) for window in WINDOWS], [(None,)])
 def test_shared_cache(tmp_path: Path, window, path):
     """A layer that reads another's."""
     config = make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=512)
