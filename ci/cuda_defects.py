@@ -22,6 +22,7 @@ TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
 OFFSETS = "test_cuda_offset.py::test_offsets"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
+CAPS = "test_cuda_soft_cap.py::test_"
 WINDOWS = "test_cuda_sliding_window.py::test_"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest.
@@ -128,6 +129,28 @@ DEFECTS = {
     # Sinks have no weight.
     "merge-sinks": Defect(
         "merge/newest.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
+    ),
+    # Scores have no soft cap.
+    "decode-cap": Defect(
+        "decode/values.cuh",
+        "soft_cap(own[i] * factor[i % 2])",
+        "own[i] * factor[i % 2]",
+        f"{CAPS}windows_and_sinks",
+        "turbo4 and not extend",
+    ),
+    "extend-cap": Defect(
+        "extend/segment.cuh",
+        "x[2] = soft_cap(x[2] * r.x) - r.z",
+        "x[2] = x[2] * r.x - r.z",
+        f"{CAPS}windows_and_sinks",
+        "turbo4 and extend",
+    ),
+    "merge-cap": Defect(
+        "merge/params.cuh",
+        "return soft_cap(score);",
+        "return score;",
+        f"{CAPS}windows_and_sinks",
+        "turbo4 and newest",
     ),
     # Tokens have the offset of others of their sequence.
     "store-offset": Defect(

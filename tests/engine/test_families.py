@@ -5,6 +5,7 @@
 All are asked in one engine. With --all each way has its own.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,16 @@ GROUPS = {
 }
 WITH_WINDOWS = [name for name, ways in WAYS.items() if ways in (WINDOWED, SHARING)]
 HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
-all_models = pytest.mark.parametrize("name", WAYS)
+
+
+def some_marked(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Of windows alone there are others without the mark of the matrix."""
+    marks = {"cohere2": pytest.mark.matrix}
+    cases = [pytest.param(name, marks=marks.get(name, ())) for name in names]
+    return pytest.mark.parametrize("name", cases)
+
+
+all_models = some_marked(WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +137,7 @@ def test_hits_within_a_block(families: Families, name: str):
     assert max(answers.divergence("few", "warm")) < KL_TOLERANCE
 
 
-@pytest.mark.parametrize("name", WITH_WINDOWS)
+@some_marked(WITH_WINDOWS)
 def test_windows_are_packed(families: Families, name: str):
     """Pages are as large as full attention's, and windows are outgrown."""
     pages = families.answers(name).engines["few"]["pages"].values()

@@ -33,6 +33,7 @@ _SELECTED = re.compile(
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]
     |sliding_window\.py::test_decodes\[3-4-17-newest-turbo4-128\]
     |sliding_window\.py::test_offsets\[261-stored-cuda-turbo4-128\]
+    |soft_cap\.py::test_windows_and_sinks\[17-newest-cuda-turbo4-128\]
     |sliding_window\.py::test_scores_far_below_zero\[extend\]
     |sliding_window\.py::test_sinks_beside_offsets\[17-newest-extend\]
     )""",

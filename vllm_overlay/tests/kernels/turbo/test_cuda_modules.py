@@ -54,31 +54,34 @@ def served(
     extend_lens: range,
     has_key_offset: bool,
     with_window: bool,
+    has_soft_cap: bool,
 ):
     """Ask as the entry points of the kernels do, of all batches, with newest tokens and
     without.
     """
     cuda_store.load(layout, DEVICE, has_key_offset)
-    cuda_merge.load(layout.head_size, DEVICE)
+    cuda_merge.load(layout.head_size, DEVICE, has_soft_cap)
+    variant = has_key_offset, has_soft_cap
     if with_window:
         cuda_store.load(layout, DEVICE, has_key_offset, True)
     for query_len in query_lens:
-        cuda_decode.load(layout, group * query_len, DEVICE, has_key_offset)
+        cuda_decode.load(layout, group * query_len, DEVICE, *variant)
     for query_len in extend_lens:
-        cuda_extend.load(layout, group * query_len, DEVICE, has_key_offset)
+        cuda_extend.load(layout, group * query_len, DEVICE, *variant)
 
 
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
 @pytest.mark.parametrize("group", [*range(1, 17), 32])
-@pytest.mark.parametrize("has_key_offset", [False, True])
+@pytest.mark.parametrize(
+    "has_key_offset, has_soft_cap", [(False, False), (True, False), (False, True)]
+)
 @pytest.mark.parametrize("with_window", [False, True])
 def test_all_that_is_asked_for_is_listed(
-    asked, group, max_query_len, has_key_offset, with_window
+    asked, group, max_query_len, has_key_offset, with_window, has_soft_cap
 ):
     longest = max_extend_len(group)
-    loaders = serving_modules(
-        LAYOUT, group, max_query_len, longest, DEVICE, has_key_offset, with_window
-    )
+    variant = has_key_offset, with_window, has_soft_cap
+    loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE, *variant)
     for loader in loaders:
         loader.load()
     listed = set(asked)
@@ -86,7 +89,7 @@ def test_all_that_is_asked_for_is_listed(
     clear_caches()
     asked.clear()
     query_lens, extend_lens = range(1, max_query_len + 1), range(1, longest + 1)
-    served(LAYOUT, group, query_lens, extend_lens, has_key_offset, with_window)
+    served(LAYOUT, group, query_lens, extend_lens, *variant)
     assert set(asked) == listed
 
 
@@ -109,11 +112,16 @@ def test_no_extends(asked):
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)
 @pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
-@pytest.mark.parametrize("has_key_offset", [False, True])
-def test_names_are_those_of_the_modules(asked, name, head_size, has_key_offset):
+@pytest.mark.parametrize(
+    "has_key_offset, has_soft_cap", [(False, False), (True, False), (False, True)]
+)
+def test_names_are_those_of_the_modules(
+    asked, name, head_size, has_key_offset, has_soft_cap
+):
     """And tell all modules of a kernel apart: builds are counted by them."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    loaders = serving_modules(layout, 1, 8, 48, DEVICE, has_key_offset, True)
+    variant = has_key_offset, True, has_soft_cap
+    loaders = serving_modules(layout, 1, 8, 48, DEVICE, *variant)
     for loader in loaders:
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
@@ -129,6 +137,16 @@ def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
     ]
     assert names[0] & names[1] == {"merge 128"}
     assert names[1] - names[0] == {f"{x}_offset" for x in names[0] - names[1]}
+
+
+def test_a_soft_cap_has_modules_of_its_own_but_for_the_store(asked):
+    """So models without one are served by the same code as before."""
+    names = [
+        {x.name for x in serving_modules(LAYOUT, 1, 8, 48, DEVICE, has_soft_cap=on)}
+        for on in (False, True)
+    ]
+    assert names[0] & names[1] == {"store turbo4_128"}
+    assert names[1] - names[0] == {f"{x}_cap" for x in names[0] - names[1]}
 
 
 @pytest.mark.parametrize("has_key_offset", [False, True])
