@@ -62,8 +62,8 @@ DEFECTS = {
     ),
     "extend-hidden": Defect(
         "extend/segment.cuh",
-        "num_tokens < kStepTokens + p.most_hidden);",
-        "num_tokens < kStepTokens);",
+        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);",
+        "num_tokens < kStepTokens, p.soft_cap);",
         HIDDEN,
         "extend",
     ),
@@ -205,8 +205,8 @@ SANITIZER_DEFECTS = {
     # Warps that read weights before these are written.
     "racecheck-weights": Defect(
         SEGMENT,
-        "num_tokens < kStepTokens + p.most_hidden);\n  " + BARRIER,
-        "num_tokens < kStepTokens + p.most_hidden);\n",
+        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);\n  " + BARRIER,
+        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);\n",
     ),
 }
 

@@ -190,12 +190,9 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
 
 // Add two tiles to the running result.
 template <bool kPaired>
-__device__ __forceinline__ void attend_tiles(DecodeAccumulator& acc,
-                                             const uint8_t* tiles,
-                                             const Query<kPaired>& query,
-                                             const Visible& visible,
-                                             const SoftCap& soft_cap,
-                                             int lane) {
+__device__ __forceinline__ void attend_tiles(
+    DecodeAccumulator& acc, const uint8_t* tiles, const Query<kPaired>& query,
+    const Visible& visible, const SoftCap& soft_cap, int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
 #pragma unroll

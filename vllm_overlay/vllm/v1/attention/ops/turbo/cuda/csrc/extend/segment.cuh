@@ -198,8 +198,7 @@ template <int kBlockColumns, int kWarps, int kStages>
 __device__ __forceinline__ void weigh_tiles(
     ExtendShared<kBlockColumns, kWarps, kStages>& shared,
     ExtendAccumulator<kBlockColumns, kWarps, kStages>& acc,
-    const uint8_t* tiles, int first_tile, bool ends,
-    const SoftCap& soft_cap) {
+    const uint8_t* tiles, int first_tile, bool ends, const SoftCap& soft_cap) {
   using Block = ExtendShared<kBlockColumns, kWarps, kStages>;
   constexpr int kTiles = Block::kWarpTiles,
                 kTilesOfColumns = Block::kColumnTiles;
