@@ -454,8 +454,8 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
-    expected: list[tuple] = [(LAYOUT, device, False, False), (128, device)]
-    expected += [(LAYOUT, variant, device, False) for variant in (True, 32, 64)]
+    expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
+    expected += [(LAYOUT, variant, device, False, False) for variant in (True, 32, 64)]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
@@ -544,6 +544,6 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert calls == [("auto", impl.runner.layout, 2, 1, False, False)]
+    assert calls == [("auto", impl.runner.layout, 2, 1, False, False, False)]
     assert impl.runner.kernels == impl.runner.kernels == "kernels"
     assert len(calls) == 1

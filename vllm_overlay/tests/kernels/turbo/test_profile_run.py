@@ -89,6 +89,7 @@ def check_scratch(
     window: object = None,
     sliding_window: object = None,
     sinks: object = None,
+    logits_soft_cap: object = None,
 ) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.
