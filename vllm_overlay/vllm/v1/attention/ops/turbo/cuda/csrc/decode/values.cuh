@@ -5,6 +5,7 @@
 // queries.
 #pragma once
 
+#include "common/cap_scores.cuh"
 #include "common/tile.cuh"
 #include "decode/keys.cuh"
 

@@ -9,6 +9,7 @@
 // own and adds the values of all tiles. So a code is decoded once a block.
 #pragma once
 
+#include "common/cap_scores.cuh"
 #include "common/offset.cuh"
 #include "common/segment.cuh"
 #include "extend/keys.cuh"

@@ -4,7 +4,7 @@
 // What the merge is given.
 #pragma once
 
-#include "common/soft_cap.cuh"
+#include "common/cap_scores.cuh"
 #include "common/window.cuh"
 
 namespace turbo {
