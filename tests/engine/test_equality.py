@@ -482,6 +482,7 @@ def test_texts_are_counted_and_not_judged(quiet, unlike, status, monkeypatch, ca
     assert "'block_size': 32" in row["wrong"] if status else row["wrong"] is None
 
 
+@pytest.mark.matrix
 def test_a_defect_is_noticed_in_an_engine(tmp_path):
     """One mode of the trained model, on a CPU."""
     output = tmp_path / "rows.jsonl"

@@ -68,7 +68,7 @@ HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
 
 def some_marked(names: Iterable[str]) -> pytest.MarkDecorator:
     """Of windows alone there are others without the mark of the matrix."""
-    marks = {"cohere2": pytest.mark.matrix}
+    marks = dict.fromkeys(("cohere2", "olmo3"), pytest.mark.matrix)
     cases = [pytest.param(name, marks=marks.get(name, ())) for name in names]
     return pytest.mark.parametrize("name", cases)
 
