@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What benchmarks/turbo_models.py makes of a configuration and of a profile."""
+"""What benchmarks/turbo_models.py makes of a configuration and of a profile, and when
+an arm's engine measures.
+"""
 
 import gzip
 import json
 import sys
+import threading
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from turbo_engine import started, turn  # noqa: E402
 from turbo_models import (  # noqa: E402
     attention_row,
     covered,
@@ -81,3 +87,33 @@ def test_profile(tmp_path: Path) -> None:
         "void turbo::decode_kernel<1>": 12,
         "gemm": 25,
     }
+
+
+def test_arms_measure_in_turn(tmp_path: Path) -> None:
+    """None before all have started, and one at a time."""
+    args = Namespace(together=tmp_path, arms=["auto", "turbo4:window"])
+    measuring = threading.Semaphore(0)
+    seen: list[str] = []
+
+    def measure(arm: str) -> None:
+        with turn(args, arm):
+            seen.append(arm)
+            measuring.release()
+
+    threads = [threading.Thread(target=measure, args=[arm]) for arm in args.arms]
+    threads[0].start()
+    while not started(args, "auto").exists():
+        time.sleep(0.01)
+    assert not measuring.acquire(timeout=0.3)
+    assert not started(args, "turbo4:window").exists()
+    with turn(Namespace(together=tmp_path, arms=["auto"]), "auto"):
+        threads[1].start()
+        assert not measuring.acquire(timeout=0.3)
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == sorted(args.arms)
+
+
+def test_an_arm_alone_waits_for_none() -> None:
+    with turn(Namespace(together=None, arms=["auto", "fp8"]), "auto"):
+        pass
