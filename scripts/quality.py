@@ -244,31 +244,31 @@ class Lab:
         }
 
 
-def run_lab(lab: Lab, arms: list[Arm]) -> list[dict[str, Any]]:
-    """Returns a row an arm, in the order given."""
+def run_lab(lab: Lab, arms: list[Arm]) -> Iterator[list[dict[str, Any]]]:
+    """Yields a row of each arm that ended, in the order given.
+
+    It does so whenever one ends, once the first has run: the others are measured by it.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    ended: list[Arm] = []
     reference = arms[0]
     for arm, error in lab.run(arms):
         rows[arm.name] = {"arm": arm.name, "chunk": arm.chunk}
-        if error is None:
-            ended.append(arm)
-        else:
+        if error:
             rows[arm.name]["error"] = error
         print(f"{arm.name}: {error or 'ran'}", flush=True)
-        if arm == reference and error:
+        if reference.name not in rows:
+            continue
+        if "error" in rows[reference.name]:
             raise SystemExit(f"quality: no reference: {error}")
-        if reference in ended:
-            for other in ended:
-                if "decode" not in rows[other.name]:
-                    rows[other.name] |= lab.measure(other, reference)
-    return [rows[arm.name] for arm in arms]
+        ended = [arm for arm in arms if arm.name in rows]
+        for other in ended:
+            if not rows[other.name].keys() & {"error", "decode"}:
+                rows[other.name] |= lab.measure(other, reference)
+        yield [rows[arm.name] for arm in ended]
 
 
-def write_report(
-    rows: list[dict[str, Any]], lab: Lab, args: argparse.Namespace
-) -> None:
-    """Writes quality.json, quality.md and the pictures, and prints the table."""
+def write_report(rows: list[dict[str, Any]], lab: Lab, args: argparse.Namespace) -> str:
+    """Writes quality.json and quality.md, and returns the latter's text."""
     args.output.mkdir(parents=True, exist_ok=True)
     report = {
         "facts": run_facts(),
@@ -280,13 +280,10 @@ def write_report(
         "arms": rows,
         "bars": bars(rows),
     }
-    path = args.output / "quality.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    (args.output / "quality.json").write_text(json.dumps(report, indent=1) + "\n")
     text = markdown(report)
     (args.output / "quality.md").write_text(text)
-    print(text, end="", flush=True)
-    if args.pictures:
-        subprocess.run([sys.executable, PICTURES, path], check=True)
+    return text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -351,11 +348,16 @@ def main() -> int:
         scratch = Path(folder)
         try:
             lab = Lab(args, scratch)
-            rows = run_lab(lab, args.parsed_arms)
+            # What has been measured stays if the rest is stopped.
+            for rows in run_lab(lab, args.parsed_arms):
+                text = write_report(rows, lab, args)
         finally:
             if args.logs:
                 keep_logs(scratch, args.logs)
-        write_report(rows, lab, args)
+    print(text, end="", flush=True)
+    if args.pictures:
+        picture = [sys.executable, PICTURES, args.output / "quality.json"]
+        subprocess.run(picture, check=True)
     return 1 if any("error" in row for row in rows) else 0
 
 

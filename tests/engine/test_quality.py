@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,39 @@ def test_an_answer_needs_its_end():
         {"length": 512, "depth": 0.0, "score": 0.5},
         {"length": 512, "depth": 1.0, "score": 1.0},
     ]
+
+
+class ArmsInTurn:
+    """A lab whose arms end in an order, some of them with an error."""
+
+    def __init__(self, ended: dict[str, str | None]) -> None:
+        self.ended = ended
+
+    def run(self, arms: list[quality.Arm]) -> Iterator[tuple[quality.Arm, str | None]]:
+        by_name = {arm.name: arm for arm in arms}
+        return ((by_name[name], error) for name, error in self.ended.items())
+
+    def measure(self, arm: quality.Arm, reference: quality.Arm) -> dict[str, str]:
+        return {"decode": f"{arm.name} by {reference.name}"}
+
+
+def arms_in_turn(**ended: str | None) -> Iterator[dict[str, str]]:
+    """Yields what is known of each arm after each: its error, or its measure."""
+    arms = [quality.Arm.parse(name, 64) for name in ("auto", "fp8", "turbo4")]
+    for rows in quality.run_lab(ArmsInTurn(ended), arms):
+        yield {row["arm"]: row.get("error") or row["decode"] for row in rows}
+
+
+def test_what_was_measured_is_known_before_the_rest():
+    fp8 = {"fp8": "fp8 by auto"}
+    first = {"auto": "auto by auto"} | fp8
+    known = arms_in_turn(fp8=None, auto=None, turbo4="no room")
+    assert list(known) == [first, first | {"turbo4": "no room"}]
+
+
+def test_no_arm_is_measured_without_the_first():
+    with pytest.raises(SystemExit, match="no reference: no room"):
+        list(arms_in_turn(fp8=None, auto="no room", turbo4=None))
 
 
 def test_texts_share_no_token():
