@@ -45,12 +45,25 @@ PHASES = (
     Phase(4096, 778, 0.18),
     Phase(8192, 750, 0.26),
 )
+# Of layers with sinks, whose attention takes three times as long.
+SINK_PHASES = (
+    Phase(512, 760, 0.28),
+    Phase(1024, 400, 0.14),
+    Phase(2048, 400, 0.14),
+    Phase(4096, 550, 0.18),
+    Phase(8192, 750, 0.26),
+)
 MATRIX_LR = 4e-3
 OTHER_LR = 4e-3
 WARM_UP = 0.01
 DECAY_FROM = 0.4
 LOG_EVERY = 50
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def phases_of(family: str) -> tuple[Phase, ...]:
+    """Returns the phases of a family in `CLASSES`."""
+    return SINK_PHASES if family == "granite_swa" else PHASES
 
 
 def read_corpus(path: Path) -> bytes:
@@ -341,7 +354,8 @@ def main(args: argparse.Namespace) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         write_tokenizer(args.output, merges)
         vocabulary = Vocabulary(args.output)
-    rows = Rows(corpus, PHASES, args.tokens, args.seed, vocabulary)
+    phases = phases_of(args.family)
+    rows = Rows(corpus, phases, args.tokens, args.seed, vocabulary)
     model = new_model(config, args.seed)
     trainer = Trainer(model, device, not args.no_compile, merges)
     if args.probe:
@@ -357,7 +371,7 @@ def main(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "seconds": round(time.monotonic() - start, 1),
         "tokens_per_step": args.tokens,
-        "phases": [asdict(p) | {"done": n} for p, n in zip(PHASES, done)],
+        "phases": [asdict(p) | {"done": n} for p, n in zip(phases, done)],
         "corpus": str(args.corpus.relative_to(ROOT))
         if args.corpus.is_relative_to(ROOT)
         else args.corpus.name,
