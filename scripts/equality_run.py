@@ -70,8 +70,7 @@ def attention_config(
     """Returns vLLM's `attention_config` of a cache dtype."""
     if dtype not in TURBO_DTYPES:
         return {}
-    window = {"turbo_window": "auto"} if has_window else {}
-    return {"turbo_prefill": prefill} | window
+    return {"turbo_prefill": prefill, "turbo_window": "auto" if has_window else 0}
 
 
 def engine_args(
@@ -173,7 +172,8 @@ def built_kernels(log: Path) -> dict[str, int]:
 def used_kernels(log: Path) -> set[str]:
     """Returns whose kernels the engine said at its start that its layers take."""
     text = log.read_text(errors="replace")
-    return set(re.findall(r"KV cache \w+: .*head size: \d+; (\w+)", text))
+    said = re.findall(r"KV cache \w+: .*head size: .*", text)
+    return set(re.findall(r"head size: [^;)]*; (\w+)", "\n".join(said)))
 
 
 def window_lengths(log: Path) -> set[int]:
@@ -190,7 +190,7 @@ def kernel_reasons(log: Path) -> list[str]:
     """
     text = log.read_text(errors="replace")
     said = re.findall(r"Turbo KV cache: (\w+ kernels, because .*)", text)
-    said += re.findall(r"head size: \d+; (\w+ kernels, because .*?)\)", text)
+    said += re.findall(r"\bhead size: [^;)]*; (\w+ kernels, because .*?)\)", text)
     return list(dict.fromkeys(said))
 
 

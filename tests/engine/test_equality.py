@@ -344,6 +344,11 @@ def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     log.write_text("\n".join([*lines, lines[0], start + "triton), 3.76 times fewer"]))
     assert built_kernels(log) == BUILT | {"store turbo4_128": 2}
     assert used_kernels(log) == {"Triton"}
+    layers = "layers: 2, KV heads: 2, head size: 64, sliding window: 128; CUDA kernels"
+    with log.open("a") as file:
+        file.write(f" ({layers}, because they could be built, cached), 136 bytes")
+    assert used_kernels(log) == {"Triton", "CUDA"}
+    log.write_text("\n".join([*lines, lines[0], start + "triton), 3.76 times fewer"]))
     chosen = "Triton kernels, because turbo_kernel is triton"
     assert kernel_reasons(log) == [chosen]
     warned = "Triton kernels, because they cannot be loaded (IndexError: 1)."
