@@ -21,10 +21,10 @@ With --together FOLDER the arms' engines start side by side, which needs memory 
 of them (--kv-cache-memory-bytes), and measure one after another, when all have started.
 
 An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
-turbo_kernel, `turbo4:window` turbo_window, and `fp8:FLASHINFER` the attention backend.
-`nvfp4` selects FlashInfer by itself and needs it installed, with nvcc and ninja:
-kernels are compiled at the first start. vLLM forces FlashAttention 2 on its own
-turboquant dtypes; where that is not installed, --site-copy makes them run with
+turbo_kernel, `turbo4:window` turbo_window, which is 0 else, and `fp8:FLASHINFER` the
+attention backend. `nvfp4` selects FlashInfer by itself and needs it installed, with
+nvcc and ninja: kernels are compiled at the first start. vLLM forces FlashAttention 2 on
+its own turboquant dtypes; where that is not installed, --site-copy makes them run with
 FlashAttention 3, in a copy of vLLM.
 """
 
@@ -49,6 +49,7 @@ from common import CONFIGS, ROOT, Report, first_line, plain_tokens
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from arm_process import TURBO_DTYPES  # noqa: E402
 from child_log import emit, last_error, rows_of  # noqa: E402
 from child_runner import (  # noqa: E402
     engine_variables,
@@ -115,8 +116,9 @@ class Engine:
         }
         if option.isupper():
             options["attention_backend"] = option
-        elif option:
-            options["attention_config"] = ATTENTION_OPTIONS[option]
+        elif cache_dtype in TURBO_DTYPES:
+            attention = {"turbo_window": 0} | ATTENTION_OPTIONS.get(option, {})
+            options["attention_config"] = attention
         start = time.perf_counter()
         self.llm = LLM(str(args.model), **(options | args.engine_args))
         self.startup_s = time.perf_counter() - start

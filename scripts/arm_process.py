@@ -14,8 +14,8 @@ from child_runner import run_child
 JOB, RESULT, LOG = "job.json", "result.json", "log"
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
-# What follows such a dtype and a colon: its newest tokens are read in 8 bits.
-WINDOW = "window"
+# What may follow such a dtype and a colon: turbo_window at "auto", and at 0.
+WINDOW, NO_WINDOW = "window", "no-window"
 
 
 def run_arm(

@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from arm_process import TURBO_DTYPES, WINDOW
+from arm_process import NO_WINDOW, TURBO_DTYPES
 from check_cases import MIN_CONTEXT, Plan
 from env import has_gpu
 from quality_cases import HELD_OUT
@@ -38,8 +38,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="name or folder")
     add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
-        help="besides auto, the reference; auto again shows noise, turbo4:window "
-             "reads the newest tokens in 8 bits "
+        help="besides auto, the reference; auto again shows noise, turbo4:no-window "
+             "reads the newest tokens as the others "
              f"(default: {' '.join(DTYPES)})")  # fmt: skip
     add("--text", type=Path, default=HELD_OUT, help="what is decoded, UTF-8")
     add("--max-context", type=int, metavar="TOKENS",
@@ -96,9 +96,9 @@ def read_model(args: argparse.Namespace) -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     for name in args.kv_cache_dtype:
         dtype, _, option = name.partition(":")
-        if option and (option != WINDOW or dtype not in TURBO_DTYPES):
+        if option and (option != NO_WINDOW or dtype not in TURBO_DTYPES):
             raise ValueError(
-                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{WINDOW}"
+                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{NO_WINDOW}"
             )
         if dtype not in KV_CACHE_DTYPES:
             raise ValueError(

@@ -30,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from arm_process import TURBO_DTYPES, WINDOW, read_result, run_arm  # noqa: E402
+from arm_process import NO_WINDOW, TURBO_DTYPES, read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
 from check_args import CPU_ARGS, build_parser, complete  # noqa: E402
 from check_cases import build_cases  # noqa: E402
@@ -69,14 +69,14 @@ class Arm:
         name: What it is called in tables.
         cache_dtype: As on vLLM's command line.
         skip_layers: Layers whose cache has the model's dtype.
-        has_window: Whether the newest tokens are read in 8 bits.
+        has_window: Whether turbo_window is vLLM's default, and not 0.
 
     """
 
     name: str
     cache_dtype: str
     skip_layers: tuple[str, ...] = ()
-    has_window: bool = False
+    has_window: bool = True
 
     def without(self, layer: str) -> "Arm":
         return replace(
@@ -85,11 +85,11 @@ class Arm:
 
 
 def arm_of(name: str) -> Arm:
-    """Returns the arm of a dtype, or of one with a window: `turbo4:window`."""
+    """Returns the arm of a dtype, or of one without a window: `turbo4:no-window`."""
     dtype, _, option = name.partition(":")
     if dtype == REFERENCE:
         return Arm(f"{dtype}, again", dtype)
-    return Arm(name, dtype, has_window=option == WINDOW)
+    return Arm(name, dtype, has_window=option != NO_WINDOW)
 
 
 def arms_of(names: list[str]) -> list[Arm]:
@@ -121,9 +121,9 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         options |= CPU_ARGS | {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         options |= ENGINE_ARGS
     options |= args.engine_args
-    if arm.has_window:
+    if not arm.has_window:
         attention = options.get("attention_config", {})
-        options["attention_config"] = attention | {"turbo_window": "auto"}
+        options["attention_config"] = attention | {"turbo_window": 0}
     return options
 
 

@@ -13,10 +13,10 @@ Every arm is an engine in a process of its own, put through the same cases:
 
 Distributions are compared over the whole vocabulary with those of the first arm, the
 reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
-"window" (turbo_window, as long as a block has room for), "skip-windows" (layers with
-sliding windows stay in the model's dtype), "all" (vLLM's turboquant presets without the
-four layers that they keep in bf16), or another chunk size: "auto:512" against "auto" is
-the noise of unquantised caches.
+"window" (turbo_window at "auto", else 0), "skip-windows" (layers with sliding windows
+stay in the model's dtype), "all" (vLLM's turboquant presets without the four layers
+that they keep in bf16), or another chunk size: "auto:512" against "auto" is the noise
+of unquantised caches.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Arm:
         cache_dtype: As on vLLM's.
         chunk: Tokens of a prompt that a step prefills.
         stored: Whether turbo_prefill is "stored".
-        has_window: Whether turbo_window is "auto".
+        has_window: Whether turbo_window is "auto", and not 0.
         skips_windows: Whether layers with sliding windows stay in the model's dtype.
         compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
 
@@ -163,8 +163,8 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
     attention = dict(options.get("attention_config", {}))
     if arm.stored:
         attention["turbo_prefill"] = "stored"
-    if arm.has_window:
-        attention["turbo_window"] = "auto"
+    if arm.cache_dtype in TURBO_DTYPES:
+        attention["turbo_window"] = "auto" if arm.has_window else 0
     return options | {"attention_config": attention}
 
 

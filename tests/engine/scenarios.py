@@ -63,9 +63,8 @@ def engines(
     """
     common: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "dtype": "float32"}
     if prefill is not None:
-        common["attention_config"] = {"turbo_prefill": prefill}
-    if has_window:
-        common["attention_config"] |= {"turbo_window": "auto"}
+        window = "auto" if has_window else 0
+        common["attention_config"] = {"turbo_prefill": prefill, "turbo_window": window}
 
     def call(prompts: list[list[int]], **options: Any) -> Call:
         return Call(prompts, NUM_GENERATED, **options)

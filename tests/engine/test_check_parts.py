@@ -233,7 +233,7 @@ def test_cases_without_a_chat_template():
         (["/no/such"], "no folder /no/such"),
         ([str(ROOT / "models")], "no config.json"),
         ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
-        ([str(MODEL), "--kv-cache-dtype", "fp8:window"], "fp8:window is no arm"),
+        ([str(MODEL), "--kv-cache-dtype", "fp8:no-window"], "fp8:no-window is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:long"], "turbo4:long is no arm"),
         ([str(MODEL), "--max-context", "9000"], "longer than the model's, 8192"),
         ([str(MODEL), "--max-context", "100"], "shorter than 512"),

@@ -154,7 +154,7 @@ def test_least_compute_capability(monkeypatch):
     [
         ("turbo_prefill", ["raw", "stored"]),
         ("turbo_kernel", ["auto", "cuda", "triton"]),
-        ("turbo_window", [0, 1, 16, "auto"]),
+        ("turbo_window", ["auto", 0, 1, 16]),
     ],
 )
 def test_attention_options(option, values):
