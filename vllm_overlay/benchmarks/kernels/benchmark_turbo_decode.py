@@ -19,9 +19,11 @@ The turbo arms run the kernels that would be served, CUDA's where they can be ha
 ``_triton`` arms always run Triton's, ``_offset`` arms take an offset off K, as for
 models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone, and
 ``_window`` arms have a recent window, which is full; their gate attends without. bf16
-and fp8 are FlashAttention 3; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend
-takes on Hopper if it can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes
-otherwise. An arm that cannot run here ends as a row with its error.
+and fp8 are FlashAttention 3, with heads of more than 256 FlashAttention 4; their
+``_triton`` arms are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's
+FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
+``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
+with its error.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from turbo_decode_peers import (
     FlashAttentionArm,
     FlashInferArm,
     Nvfp4Arm,
+    TritonArm,
     TurboQuantArm,
     XqaArm,
 )
@@ -54,10 +57,12 @@ SLIDING_WINDOW = 1024
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
     "bf16_unplanned": partial(FlashAttentionArm, fp8=False, planned=False),
+    "bf16_triton": partial(TritonArm, fp8=False),
     "bf16_flashinfer": partial(XqaArm, fp8=False),
     "bf16_flashinfer_fa2": FlashInferArm,
     "fp8": partial(FlashAttentionArm, fp8=True, planned=True),
     "fp8_unplanned": partial(FlashAttentionArm, fp8=True, planned=False),
+    "fp8_triton": partial(TritonArm, fp8=True),
     "fp8_flashinfer": partial(XqaArm, fp8=True),
     "nvfp4": Nvfp4Arm,
     "turboquant_4bit_nc": partial(

@@ -59,7 +59,9 @@ class PagesArm(Arm):
 
 
 class FlashAttentionArm(PagesArm):
-    """FlashAttention 3, called as vLLM's backend does."""
+    """FlashAttention, called as vLLM's backend does on Hopper: 3, and 4 for heads of
+    more than 256.
+    """
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class FlashAttentionArm(PagesArm):
     ) -> None:
         super().__init__(batch, fp8, cache)
         descale = self.one.expand(len(batch.seq_lens), batch.shape.num_kv_heads)
+        self.fa_version = 3 if batch.shape.head_size <= 256 else 4
         self.options: dict[str, Any] = {
             "cu_seqlens_q": batch.query_start_loc(),
             "q_descale": descale,
@@ -81,12 +84,16 @@ class FlashAttentionArm(PagesArm):
             self.options |= self.plan()
 
     def plan(self) -> dict[str, Any]:
-        """The schedule and the bound on splits of vLLM's full CUDA graphs."""
+        """The schedule, if it is handed one, and the bound on splits of vLLM's full
+        CUDA graphs.
+        """
         from vllm.config.attention import AttentionConfig
         from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
 
         batch, shape = self.batch, self.batch.shape
         num_splits = AttentionConfig().flash_attn_max_num_splits_for_cuda_graph
+        if self.fa_version != 3:
+            return {"num_splits": num_splits}
         metadata = get_scheduler_metadata(
             batch_size=len(batch.seq_lens),
             max_seqlen_q=batch.query_len,
@@ -119,7 +126,62 @@ class FlashAttentionArm(PagesArm):
             softmax_scale=self.scale,
             causal=True,
             block_table=batch.block_table,
-            fa_version=3,
+            fa_version=self.fa_version,
+            **self.options,
+        )
+
+
+class TritonArm(PagesArm):
+    """vLLM's Triton backend, which has heads of any size."""
+
+    def __init__(
+        self, batch: Batch, fp8: bool, cache: torch.Tensor | None = None
+    ) -> None:
+        from vllm.utils.math_utils import next_power_of_2
+        from vllm.v1.attention.backends.triton_attn import (
+            MIN_LAUNCH_GRID_SIZE_2D,
+            NUM_PAR_SOFTMAX_SEGMENTS,
+        )
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        super().__init__(batch, fp8, cache)
+        shape, num_tokens = batch.shape, batch.query.shape[0]
+        segments = (num_tokens, shape.num_heads, NUM_PAR_SOFTMAX_SEGMENTS)
+        descale = self.one.expand(len(batch.seq_lens), shape.num_kv_heads)
+        quant_mode = KVQuantMode.FP8_PER_TENSOR if fp8 else KVQuantMode.NONE
+        self.options: dict[str, Any] = {
+            "cu_seqlens_q": batch.query_start_loc(),
+            "q_descale": None,
+            "k_descale": descale,
+            "v_descale": descale,
+            "kv_quant_mode": quant_mode,
+            "seq_threshold_3D": MIN_LAUNCH_GRID_SIZE_2D // shape.num_kv_heads,
+            "num_par_softmax_segments": NUM_PAR_SOFTMAX_SEGMENTS,
+            "softmax_segm_output": torch.empty(
+                *segments, next_power_of_2(shape.head_size), device=batch.device
+            ),
+            "softmax_segm_max": torch.empty(segments, device=batch.device),
+            "softmax_segm_expsum": torch.empty(segments, device=batch.device),
+        }
+
+    def attention(self) -> None:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+        batch = self.batch
+        key_cache, value_cache = self.pages()
+        unified_attention(
+            q=batch.query,
+            k=key_cache,
+            v=value_cache,
+            out=batch.output,
+            max_seqlen_q=batch.query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=batch.block_table,
+            softcap=0,
             **self.options,
         )
 
