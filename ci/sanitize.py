@@ -42,7 +42,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Of each preset and head size one, and both widths.
-SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4)]
+SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4), ("turbo4", 512, 8)]
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
 DEVICE = torch.device("cuda", 0)
@@ -109,18 +109,18 @@ def short_sequences(query_len: int) -> list[tuple[int, int]]:
     return [(query_len, query_len + i % 40) for i in range(3 * NUM_SMS)]
 
 
-def batches(has_offset: bool) -> dict[str, Batch]:
-    """What is run of each layout, by name; with an offset over several segments."""
+def batches(case: Case) -> dict[str, Batch]:
+    """What is run of a layout, by name; with an offset over several segments."""
     decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
     ragged = [(1, 1), (3, 17), (0, 0), (2, 33), (1, 0), (4, 300), (4, 700)]
     # Of four query heads a KV head these are up to 32 queries, and more than 64.
     few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
     many = [(20, 20), (1, 17), (0, 0), (33, 161), (16, 700)]
     one = [(1, length) for length in (1, 17, 0, 33, 700, 2048)]
-    if has_offset:
+    if case.has_offset:
         for lens, query_len in ((one, 1), (ragged, 3), (few, 8), (many, 20)):
             lens.append((query_len, 2 * OFFSET_SEGMENT + 3))
-    return {
+    found = {
         "one token": Batch(decode, one, (1, 3, served_splits(6))),
         "drafts": Batch(decode, [(3, n) for n in (3, 17, 2, 33, 700)], (1, 3)),
         "ragged drafts": Batch(decode, ragged, (1, served_splits(7))),
@@ -129,6 +129,9 @@ def batches(has_offset: bool) -> dict[str, Batch]:
         "many queries": Batch(extend, many, (1, 5)),
         "many extends": Batch(extend, short_sequences(8), (1,)),
     }
+    if cuda_extend.unsupported_reason(case.layout):
+        return {name: x for name, x in found.items() if x.attend is not extend}
+    return found
 
 
 # Where a defect is to be found, in a short time.
@@ -362,7 +365,7 @@ def main() -> None:
         cases += [Case(*case, has_offset=True, has_window=True) for case in some]
     build(cases)
     for case in cases:
-        for name, batch in batches(case.has_offset).items():
+        for name, batch in batches(case).items():
             if name in WATCHED.get(args.defect, [name]):
                 run(case, batch, args.defect)
         print(case, flush=True)

@@ -15,12 +15,14 @@ import pytest
 # The tests' own switch: they are imported after this.
 os.environ["TURBO_CUDA_EMULATION"] = "1"
 
-# One layout with an offset of K, and the store of another, of three bits. Each module
-# of kernels takes the compiler seconds, so there are few.
+# One layout with an offset of K, the store of another, of three bits, and one whose
+# tiles are shared by warps. Each module of kernels takes the compiler seconds, so there
+# are few.
 _SELECTED = re.compile(
     r"""test_cuda_(
     store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
     |store\.py::test_(partial_blocks\[(0|17)-4|rotated_query\[bf16-128)-turbo4\]
+    |multi\.py::test_against_reference\[newest-8-3-turbo4-512-cuda\]
     |merge\.py::test_against_fp64\[\[64,.*-64-(2|8)-True-bf16-128\]
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
     |offset\.py::test_decodes\[3-4-newest-bf16-turbo4-128\]

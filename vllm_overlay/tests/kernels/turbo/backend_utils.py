@@ -406,7 +406,8 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         except ValueError as error:
             pytest.skip(str(error))
     else:
-        runner.kernels = {"cuda": cuda_kernels, "triton": triton_kernels}[path]()
+        is_cuda = path == "cuda"
+        runner.kernels = cuda_kernels(runner.layout) if is_cuda else triton_kernels()
     if not ON_GPU:
         runner.flash_attn = partial(flash_attn_stand_in)
 

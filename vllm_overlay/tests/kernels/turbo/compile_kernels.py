@@ -68,8 +68,12 @@ def instances(capability: int) -> dict[str, CudaModule]:
     modules = {}
     for size in cuda_decode.SUPPORTED_HEAD_SIZES:
         modules[f"merge {size}"] = cuda_merge.module(size)
-        modules[f"merge {size} cap"] = cuda_merge.module(size, True)
-        for name, end in itertools.product(TURBO_PRESETS, ("", " offset", " cap")):
+        ends = ["", " offset"]
+        # Of longer heads scores have no soft cap: see refusals.py.
+        if size <= 256:
+            modules[f"merge {size} cap"] = cuda_merge.module(size, True)
+            ends.append(" cap")
+        for name, end in itertools.product(TURBO_PRESETS, ends):
             layout = TurboFormat.from_cache_dtype(name, size)
             offset, cap = end == " offset", end == " cap"
             for window, kept in ((False, ""), (True, " window")):
@@ -80,6 +84,8 @@ def instances(capability: int) -> dict[str, CudaModule]:
             for width, paired in (("paired", True), ("full", False)):
                 decode = cuda_decode.module(layout, paired, shared_bytes, offset, cap)
                 modules[f"decode {name} {size} {width}{end}"] = decode
+            if cuda_extend.unsupported_reason(layout):
+                continue
             for columns in cuda_extend.COLUMNS:
                 extend = cuda_extend.module(layout, columns, shared_bytes, offset, cap)
                 modules[f"extend {name} {size} {columns}{end}"] = extend

@@ -76,7 +76,10 @@ def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypat
             impl = TurboAttentionImpl(
                 heads, size, 0.1, kv_heads, kv_cache_dtype="turbo4"
             )
-        impl.runner.kernels = getattr(kernels, f"{name}_kernels")()
+        layout = impl.runner.layout
+        is_cuda = name == "cuda"
+        own = kernels.cuda_kernels(layout) if is_cuda else kernels.triton_kernels()
+        impl.runner.kernels = own
         impl.runner.num_sms = 132
         impl.runner.flash_attn = no_flash_attn
         found = impl.runner.workspace_bytes / MIB

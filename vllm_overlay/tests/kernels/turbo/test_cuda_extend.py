@@ -20,7 +20,7 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
-    all_layouts,
+    extend_layouts,
     newest_or_stored,
 )
 from .utils import (
@@ -52,7 +52,7 @@ def check(batch: Batch, with_newest: bool, num_splits: int = 8) -> torch.Tensor:
 
 
 @requires_cuda
-@all_layouts
+@extend_layouts
 @pytest.mark.parametrize("query_len", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
@@ -63,7 +63,7 @@ def test_against_reference(layout, query_len, group, with_newest):
 
 
 @requires_cuda
-@all_layouts
+@extend_layouts
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
 def test_queries_of_different_lengths(layout, group, with_newest):
@@ -102,7 +102,7 @@ def test_one_split_does_not_depend_on_the_batch(query_len):
 
 
 @requires_cuda
-@all_layouts
+@extend_layouts
 def test_recycled_bytes_do_not_leak(layout):
     """What lies past a sequence's end in its last page changes no bit."""
     seq_lens = [3, 17, 33, STEP + 5]
@@ -165,7 +165,7 @@ def extend_pages(
 
 
 @requires_cuda
-@all_layouts
+@extend_layouts
 def test_one_key_gives_its_score_and_value(layout):
     """Of random bytes with scales from the least to the largest: the LSE is the score,
     exact but for fp32 sums, and the output the value.
@@ -188,7 +188,7 @@ def test_one_key_gives_its_score_and_value(layout):
 
 
 @requires_cuda
-@all_layouts
+@extend_layouts
 @pytest.mark.parametrize("score", [1e4, -1e4])
 def test_large_scores(layout, score):
     """The weights of equal keys are equal, whatever their scores."""
@@ -243,19 +243,21 @@ def test_shared_memory_has_room_for_a_stage(capability):
     """Two where there is room: all architectures have it up to head size 128."""
     limit = ARCHITECTURES[capability]
     for name in TURBO_PRESETS:
-        for size in (64, 128, 256):
+        for size in cuda_extend.SUPPORTED_HEAD_SIZES:
             layout = TurboFormat.from_cache_dtype(name, size)
             for columns in cuda_extend.COLUMNS:
                 stages = cuda_extend.num_stages(layout, columns, limit)
                 assert 1 <= stages <= 2 and (stages == 2 or size == 256)
 
 
-@pytest.mark.parametrize("kernel", [cuda_decode, cuda_extend])
-def test_head_sizes_without_an_instance_say_so(kernel):
+@pytest.mark.parametrize(
+    "kernel, sizes", [(cuda_decode, (64, 128, 256, 512)), (cuda_extend, (64, 128, 256))]
+)
+def test_head_sizes_without_an_instance_say_so(kernel, sizes):
     for size in HEAD_SIZES:
         layout = TurboFormat.from_cache_dtype("turbo4", size)
-        reason = cuda_decode.unsupported_reason(layout)
-        assert (reason is None) == (size in (64, 128, 256))
+        reason = kernel.unsupported_reason(layout)
+        assert (reason is None) == (size in sizes)
         if reason is not None:
             with pytest.raises(RuntimeError, match=f"head size {size}"):
                 kernel.module(layout, 64, ARCHITECTURES[90])

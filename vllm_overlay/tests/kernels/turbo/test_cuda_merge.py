@@ -112,6 +112,8 @@ def merge(
     shape = (seq_lens.shape[0], num_heads + 1, head_size)
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     output = buffer[:, 1:]
+    if num_warps is not None:
+        num_warps = min(num_warps, cuda_merge.block_warps(head_size))
     cuda_merge.merge_splits(
         Partials(partial, lse),
         batch_of(seq_lens),
@@ -425,29 +427,32 @@ def test_signs_are_those_of_the_rotation(head_size):
     assert bits == (matrix[0] < 0).int().tolist()
 
 
+@all_sizes
 @pytest.mark.parametrize("num_sms", [16, 132])
-def test_warps_a_row(num_sms):
+def test_warps_a_row(num_sms, head_size):
     """A power of two, one with one split, and no more than the GPU has room for."""
+    most = cuda_merge.block_warps(head_size)
     for num_rows in (1, 8, 32, 500, 1024, 4096, 10**6):
         for num_splits in range(1, MAX_KV_SPLITS + 1):
-            warps = cuda_merge.warps_a_row(num_rows, num_splits, num_sms)
-            assert warps in (1, 2, 4, 8) and warps <= num_splits
-            assert warps == 1 or warps * num_rows <= 64 * num_sms
-    assert cuda_merge.warps_a_row(32, 64, num_sms) == 8
+            warps = cuda_merge.warps_a_row(num_rows, num_splits, head_size, num_sms)
+            assert warps in (1, 2, 4, most) and warps <= num_splits
+            assert warps == 1 or warps * num_rows <= 8 * most * num_sms
+    assert cuda_merge.warps_a_row(32, 64, head_size, num_sms) == most
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 16])
-@pytest.mark.parametrize("head_size", cuda_merge.SUPPORTED_HEAD_SIZES)
+@all_sizes
 def test_warps_a_row_with_window(head_size, group):
     """Never more than without; fewer only where rows share what a block reads."""
+    most = cuda_merge.block_warps(head_size)
     for num_rows in (1, 8, 32, 128, 500, 512, 1024, 2048, 10**6):
         for num_splits in (1, 7, 64):
-            without = cuda_merge.warps_a_row(num_rows, num_splits, 132)
+            without = cuda_merge.warps_a_row(num_rows, num_splits, head_size, 132)
             arguments = num_rows, num_splits, group, head_size, 132
             warps = cuda_merge.warps_a_row_with_window(*arguments)
-            assert warps <= without and warps in (1, 2, 4, 8)
+            assert warps <= without and warps in (1, 2, 4, most)
             if warps < without:
-                assert 8 // (2 * warps) < min(group, 4 if head_size < 256 else 2)
-                assert 2 * warps * num_rows > 8 * 132
+                assert most // (2 * warps) < min(group, 4 if head_size < 256 else 2)
+                assert 2 * warps * num_rows > most * 132
     assert cuda_merge.warps_a_row_with_window(32, 64, 4, 128, 132) == 8
     assert cuda_merge.warps_a_row_with_window(512, 51, 4, 128, 132) == 2

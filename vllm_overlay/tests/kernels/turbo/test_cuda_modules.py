@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.kernel_choice import max_extend_len
+from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels, max_extend_len
 
 DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448
@@ -110,6 +110,16 @@ def test_no_extends(asked):
     assert names == ["store turbo4_128", "merge 128", "decode turbo4_128"]
 
 
+def test_heads_that_prefill_extends(asked):
+    """Of them no more is built than the kernels in ``cuda_kernels`` ask for."""
+    layout = TurboFormat.from_cache_dtype("turbo4", 512)
+    loaders = serving_modules(layout, 8, 3, max_extend_len(8), DEVICE)
+    names = ["store turbo4_512", "merge 512", "decode turbo4_512"]
+    assert [loader.name for loader in loaders] == names
+    assert cuda_kernels(layout).extend_attention is None
+    assert cuda_kernels(LAYOUT).extend_attention is not None
+
+
 @pytest.mark.parametrize("name", TURBO_PRESETS)
 @pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
 @pytest.mark.parametrize(
@@ -126,7 +136,8 @@ def test_names_are_those_of_the_modules(
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
-    assert len(set(names)) == len(names) == 7
+    num_extends = 0 if cuda_extend.unsupported_reason(layout) else 2
+    assert len(set(names)) == len(names) == 5 + num_extends
 
 
 def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):

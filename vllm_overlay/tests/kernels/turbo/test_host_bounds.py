@@ -48,7 +48,10 @@ def test_the_largest_batch_is_a_closed_bound(
 
     config = make_vllm_config(tmp_path, dtype=FP16)
     impl = make_impl(with_drafts(config, num_drafts) if num_drafts else config)
-    impl.runner.kernels = getattr(kernels, f"{name}_kernels")()._replace(
+    layout = impl.runner.layout
+    is_cuda = name == "cuda"
+    own = kernels.cuda_kernels(layout) if is_cuda else kernels.triton_kernels()
+    impl.runner.kernels = own._replace(
         num_decode_splits=num_splits, num_extend_splits=num_splits
     )
     assert impl.runner.workspace_bytes > 0

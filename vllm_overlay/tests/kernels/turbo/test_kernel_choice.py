@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import warm_up
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
@@ -53,7 +54,7 @@ def fail(monkeypatch, message: str) -> None:
     def store(*args: object) -> None:
         raise error(message)
 
-    def cuda_kernels(reason: str = "") -> TritonKernels:
+    def cuda_kernels(layout: TurboFormat, reason: str = "") -> TritonKernels:
         return TritonKernels(reason)._replace(store=store, name=CUDA)
 
     monkeypatch.setattr(kernels, "cuda_kernels", cuda_kernels)

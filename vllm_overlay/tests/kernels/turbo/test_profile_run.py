@@ -121,10 +121,12 @@ def without_kernels(
     monkeypatch.setattr(isolate, "isolate_broken_values", no_kernel)
     monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
-    if path == "most":
-        chosen = kernels.triton_kernels()._replace(num_decode_splits=most_splits)
+    if path == "cuda":
+        chosen = kernels.cuda_kernels(impl.runner.layout)
     else:
-        chosen = getattr(kernels, f"{path}_kernels")()
+        chosen = kernels.triton_kernels()
+    if path == "most":
+        chosen = chosen._replace(num_decode_splits=most_splits)
     impl.runner.kernels = chosen._replace(
         store=no_kernel,
         decode_attention=check_scratch,

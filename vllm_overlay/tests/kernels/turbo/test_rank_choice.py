@@ -72,7 +72,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
         monkeypatch.setattr(
             kernels,
             f"{function}_kernels",
-            lambda reason="", name=name: recording(name, reason),
+            # The reason comes last.
+            lambda *args, name=name: recording(name, args[-1]),
         )
     monkeypatch.setattr(kernels, "_chosen", [])
     monkeypatch.setattr(kernels, "_launch_refusal", None)

@@ -59,7 +59,9 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     large, small = make_impl(tmp_path, 2, 256), make_impl(tmp_path, 4, 96)
     small.runner.stored = large.runner.stored = True
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    large.runner.kernels = kernels.cuda_kernels("they could be built")
+    large.runner.kernels = kernels.cuda_kernels(
+        large.runner.layout, "they could be built"
+    )
     small.runner.kernels = kernels.triton_kernels("head size 96 has no others")
     line = describe_cache([small, large, large])
     assert line.startswith(
@@ -123,7 +125,9 @@ def test_documented_line(monkeypatch, tmp_path):
     batch = dict(max_num_seqs=96, max_num_batched_tokens=8192)
     impl = make_impl(tmp_path, 8, 128, 32, **batch)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    impl.runner.kernels = kernels.cuda_kernels("they could be built")
+    impl.runner.kernels = kernels.cuda_kernels(
+        impl.runner.layout, "they could be built"
+    )
     impl.runner.num_sms = 132
     page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
     _, _, block = page.read_text().partition("```text\n")

@@ -42,11 +42,15 @@ def triton_kernels(reason: str = "") -> KernelSet:
     return TritonKernels(reason)
 
 
-def cuda_kernels(reason: str = "") -> KernelSet:
+def cuda_kernels(layout: TurboFormat, reason: str = "") -> KernelSet:
     """CUDA's, for layouts without a ``cuda_unsupported_reason``."""
+    from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
     from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 
-    return CudaKernels(reason)
+    kernels = CudaKernels(reason)
+    if cuda_extend.unsupported_reason(layout):
+        return kernels._replace(extend_attention=None)
+    return kernels
 
 
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
@@ -163,7 +167,8 @@ def choose_kernels(
         )
     reason = unsupported or error
     if reason is None:
-        return cuda_kernels("they could be built" if choice == "auto" else asked_for)
+        reason = "they could be built" if choice == "auto" else asked_for
+        return cuda_kernels(layout, reason)
     if choice == "cuda":
         raise ValueError(cuda_refusal(reason))
     if unsupported:

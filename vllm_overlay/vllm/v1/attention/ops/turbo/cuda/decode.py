@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
 )
 
-SUPPORTED_HEAD_SIZES = (64, 128, 256)
+SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # Queries of a KV head up to which the tensor core's columns are shared by two halves
 # of the work.
 MAX_PAIRED_QUERIES = 4
@@ -41,9 +41,11 @@ _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
 # Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 4096
-# Queries in int8, each column's for both halves of the scale groups; a few numbers.
+# Queries in int8, each column's for both halves of the scale groups; a few numbers;
+# and scores, where warps share tiles.
 _QUERY_COLUMNS = 2 * 8
 _SHARED_BYTES_BESIDE_TILES = 256
+_SHARED_BYTES_OF_SCORES = 1024
 
 
 def _max_warps(head_size: int, paired: bool) -> int:
@@ -59,11 +61,20 @@ def unsupported_reason(layout: TurboFormat) -> str | None:
     return None
 
 
+def tile_warps(head_size: int) -> int:
+    """Warps that attend to a tile together: kTileWarps of common/tile_warps.cuh."""
+    return max(1, head_size // 256)
+
+
 def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
     """Warps a block, of which ``shared_bytes`` of shared memory serve all."""
-    per_warp = _TILES_IN_FLIGHT * layout.tile_bytes + _SHARED_BYTES_BESIDE_TILES
-    per_warp += _QUERY_COLUMNS * layout.head_size
-    fitting = shared_bytes // per_warp // _TEAM_WARPS * _TEAM_WARPS
+    sharing = tile_warps(layout.head_size)
+    per_tile = _TILES_IN_FLIGHT * layout.tile_bytes
+    per_tile += _QUERY_COLUMNS * layout.head_size
+    per_tile += sharing * _SHARED_BYTES_BESIDE_TILES
+    if sharing > 1:
+        per_tile += sharing * _SHARED_BYTES_OF_SCORES
+    fitting = shared_bytes // per_tile * sharing // _TEAM_WARPS * _TEAM_WARPS
     assert fitting > 0, (layout, shared_bytes)
     return min(_max_warps(layout.head_size, paired), fitting)
 

@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
 )
 
+SUPPORTED_HEAD_SIZES = (64, 128, 256)
 # Queries of a KV head that attend at once; more do in further passes.
 COLUMNS = (32, 64)
 # kStepTiles of extend/segment.cuh.
@@ -46,6 +47,13 @@ _ALIGNMENT = 128
 # tokens of a batch that there is room for in any case.
 _BLOCKS_PER_SM = 2
 _MAX_PARTIALS = 4096
+
+
+def unsupported_reason(layout: TurboFormat) -> str | None:
+    """Why a layout has no such kernel, so that prefill serves; None if it has."""
+    if layout.head_size not in SUPPORTED_HEAD_SIZES:
+        return f"head size {layout.head_size} has no CUDA extend kernel"
+    return None
 
 
 def num_columns(num_queries: int) -> int:
@@ -94,7 +102,7 @@ def module(
         RuntimeError: If there is no instance for the layout.
 
     """
-    reason = cuda_decode.unsupported_reason(layout)
+    reason = unsupported_reason(layout)
     if reason is not None:
         raise RuntimeError(reason)
     flags = {
@@ -191,8 +199,8 @@ def extend_attention(
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    The layout is one without a ``decode.unsupported_reason``. With ``newest`` the cache
-    is read up to the query tokens, and the merge attends to these, one after the other.
+    The layout is one without an ``unsupported_reason``. With ``newest`` the cache is
+    read up to the query tokens, and the merge attends to these, one after the other.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its

@@ -22,13 +22,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
 )
 
-SUPPORTED_HEAD_SIZES = (64, 128, 256)
-# kMergeWarps of merge/params.cuh.
-_BLOCK_WARPS = 8
+SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
 _WINDOW_HEADS = 4
-# Warps of a multiprocessor that rows are spread over.
-_WARPS_PER_SM = 32
+# Blocks of a multiprocessor that rows are spread over.
+_BLOCKS_PER_SM = 4
 
 
 def instance(head_size: int, has_soft_cap: bool = False) -> str:
@@ -57,16 +55,21 @@ def load(
     return build_and_load(module(head_size, has_soft_cap), device)
 
 
-def warps_a_row(num_rows: int, num_splits: int, num_sms: int) -> int:
+def block_warps(head_size: int) -> int:
+    """Warps a block: kMergeWarps of merge/params.cuh."""
+    return 8 if head_size <= 256 else 4
+
+
+def warps_a_row(num_rows: int, num_splits: int, head_size: int, num_sms: int) -> int:
     """Warps that share a row's splits: a power of two.
 
     As many as the GPU has room for, so that the splits are read at once. With one
     split there is one, so a result does not depend on the batch then.
     """
-    warps = 1
+    warps, most = 1, block_warps(head_size)
     while (
-        2 * warps <= min(_BLOCK_WARPS, num_splits)
-        and 2 * warps * num_rows <= _WARPS_PER_SM * num_sms
+        2 * warps <= min(most, num_splits)
+        and 2 * warps * num_rows <= _BLOCKS_PER_SM * most * num_sms
     ):
         warps *= 2
     return warps
@@ -80,14 +83,11 @@ def warps_a_row_with_window(
     As many rows as can, of one KV head, share a block where multiprocessors would
     otherwise have several blocks: each would read the window for rows of its own.
     """
-    warps = warps_a_row(num_rows, num_splits, num_sms)
+    most = block_warps(head_size)
+    warps = warps_a_row(num_rows, num_splits, head_size, num_sms)
     sharing = _WINDOW_HEADS if head_size <= 128 else _WINDOW_HEADS // 2
     sharing = min(sharing, heads_per_kv)
-    while (
-        warps > 1
-        and _BLOCK_WARPS // warps < sharing
-        and warps * num_rows > _BLOCK_WARPS * num_sms
-    ):
+    while warps > 1 and most // warps < sharing and warps * num_rows > most * num_sms:
         warps //= 2
     return warps
 
@@ -169,13 +169,13 @@ def merge_splits(
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
         if window is None:
-            num_warps = warps_a_row(num_rows, num_splits, num_sms)
+            num_warps = warps_a_row(num_rows, num_splits, head_size, num_sms)
         else:
             group = num_heads // num_kv_heads
             num_warps = warps_a_row_with_window(
                 num_rows, num_splits, group, head_size, num_sms
             )
-    assert num_warps in (1, 2, 4, _BLOCK_WARPS), num_warps
+    assert num_warps in (1, 2, 4, block_warps(head_size)), num_warps
     load(head_size, output.device, logits_soft_cap is not None)(
         *partials,
         batch.seq_lens,

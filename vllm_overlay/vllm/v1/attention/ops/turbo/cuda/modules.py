@@ -47,6 +47,7 @@ def serving_modules(
         num_queries_per_kv: Query heads a KV head.
         max_query_len: Query tokens of a sequence that is decoded, at most.
         max_extend_len: Those of a sequence that is extended, at most; 0 for no extends.
+            A layout with an ``cuda.extend.unsupported_reason`` has none.
         device: The GPU; None for the current one.
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
@@ -73,6 +74,8 @@ def serving_modules(
         loads[f"decode {instance}"] = partial(
             cuda_decode.load_instance, layout, paired, device, *variant
         )
+    if cuda_extend.unsupported_reason(layout):
+        max_extend_len = 0
     for query_len in range(1, max_extend_len + 1):
         columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
         instance = cuda_extend.instance(layout, columns, *variant)

@@ -28,7 +28,8 @@ class StoreTuning(NamedTuple):
     """How the store kernel is launched.
 
     Attributes:
-        parts: Lanes that share a scale group; more are faster for few tokens only.
+        parts: Lanes that share a scale group; more are faster for few tokens only. Of
+            heads of 512 at least two do.
         threads: Threads a block.
 
     """

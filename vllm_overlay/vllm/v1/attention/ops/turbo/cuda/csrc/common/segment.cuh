@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/attention_params.cuh"
+#include "common/tile.cuh"
 #include "common/warp.cuh"
 
 namespace turbo {
@@ -39,22 +40,25 @@ __device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
   }
 }
 
-// Zero the scales of V of a token that the sequence does not have, or that is
-// not read: there are any bytes, and a weight of zero does not make a product
-// with infinity or NaN zero.
+// Zero the scales of V, of the warp's share, of a token that the sequence does
+// not have, or that is not read: there are any bytes, and a weight of zero does
+// not make a product with infinity or NaN zero.
 __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
+  constexpr int kShareBytes = SCALE_BYTES / kTileWarps;
   uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
-                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES;
+                 VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES +
+                 kShareBytes * share_of_warp();
 #pragma unroll
-  for (int i = 0; i < SCALE_BYTES; i += 2)
+  for (int i = 0; i < kShareBytes; i += 2)
     *reinterpret_cast<uint16_t*>(row + i) = 0;
 }
 
 // The copies of a warp's tiles, two at a time, from pages to shared memory.
-// Half of the lanes copy a tile; lane i has the address of tile i % 2 of step i
-// / 2.
+// Half of the lanes copy a tile, or what a share is of it; lane i has the
+// address of tile i % 2 of step i / 2.
 struct TileCopies {
   static constexpr int kHalf = 16, kChunk = 16;
+  static constexpr int kStep = kTileWarps * kHalf * kChunk;
   const AttentionParams& p;
   const Segment& segment;
   const int* table;
@@ -70,11 +74,15 @@ struct TileCopies {
                                         int size, int lane)
       : p(p), segment(segment), address(nullptr), lane(lane) {
     table = p.block_table + int64_t(segment.seq) * p.stride_block_table;
-    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES +
-             (lane % kHalf) * kChunk;
+    target = shared_address(tiles) + (lane / kHalf) * TILE_BYTES + own_byte();
     first = segment.first_tile + 2 * index;
     stride = 2 * size;
     count = (segment.last_tile - first + stride - 1) / stride;
+  }
+
+  // The first byte of a tile that the lane copies.
+  __device__ __forceinline__ int own_byte() const {
+    return (share_of_warp() * kHalf + lane % kHalf) * kChunk;
   }
 
   __device__ __forceinline__ void load_addresses(int step) {
@@ -98,9 +106,9 @@ struct TileCopies {
           __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
       if (source != nullptr) {
 #pragma unroll
-        for (int i = 0; i < TILE_BYTES; i += kHalf * kChunk) {
-          const int own = lane % kHalf * kChunk;
-          if (i + kHalf * kChunk <= TILE_BYTES || i + own < TILE_BYTES) {
+        for (int i = 0; i < TILE_BYTES; i += kStep) {
+          const int own = own_byte();
+          if (i + kStep <= TILE_BYTES || i + own < TILE_BYTES) {
             copy_async(target + stage_offset + i, source + own + i);
           }
         }

@@ -10,23 +10,30 @@
 
 #include "common/format.cuh"
 #include "common/mma.cuh"
+#include "common/tile_warps.cuh"
 #include "common/warp.cuh"
 
 namespace turbo {
 
 constexpr int kColumns = 8;
+constexpr int kShareUnits = NUM_UNITS / kTileWarps;
 // Scores above the running reference by more than this raise it.
 constexpr float kMaxExponent = 8.0f;
 // Units of a token that a lane has of K.
-constexpr int kLaneUnits = NUM_UNITS / 4;
+constexpr int kLaneUnits = kShareUnits / 4;
 // A lane's scale groups of V: it has one of 8 (or, if there are but 4, half of
 // one).
-constexpr int kPieces = NUM_UNITS <= 16 ? 1 : NUM_UNITS / 16;
+constexpr int kPieces = kShareUnits <= 16 ? 1 : kShareUnits / 16;
 constexpr int kPieceWords = HEAD_SIZE < 128 ? 2 : 4;
 constexpr int kPieceCodes =
     2 * kPieceWords;  // codes of a row of V^T's fragments
-constexpr int kNumOutputs = HEAD_SIZE / 16;
+constexpr int kNumOutputs = HEAD_SIZE / 16 / kTileWarps;
 static_assert(kNumOutputs == kPieces * kPieceCodes);
+
+// Which of a tile's shares this warp has.
+__device__ __forceinline__ int share_of_warp() {
+  return threadIdx.x / 32 % kTileWarps;
+}
 
 // Over the eight lanes that have the same columns; each gets the same.
 __device__ __forceinline__ float column_max(float x) {
@@ -68,14 +75,20 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[kWords],
 __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
   const int g = lane / 4;
   if (HEAD_SIZE < 128) return (2 * i + r) * NUM_UNITS + g;
-  const int piece = i / kPieceCodes, code = 2 * (i % 4) + i % kPieceCodes / 4;
+  const int piece = i / kPieceCodes + kPieces * share_of_warp();
+  const int code = 2 * (i % 4) + i % kPieceCodes / 4;
   return code * NUM_UNITS + g + 8 * piece + NUM_GROUPS * r;
 }
 
-// Which of a token's four runs of units a lane has of K: lanes 0 and 1 of four
-// have the first half of the scale groups.
+// Which half of a share's scale groups a lane has of K, counted from the tile's
+// first: lanes 0 and 1 of four have the first.
+__device__ __forceinline__ int key_half(int lane) {
+  return 2 * share_of_warp() + lane % 4 / 2;
+}
+
+// Which of a token's runs of units a lane has of K, of four a share.
 __device__ __forceinline__ int key_place(int lane) {
-  return (lane & 1) * 2 + (lane & 2) / 2;
+  return (lane & 1) * (2 * kTileWarps) + key_half(lane);
 }
 
 // Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
@@ -88,7 +101,7 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
     load_words(words, row + key_place(lane) * (4 * kLaneUnits));
   } else {
     // Lanes t and t + 1 have units p = 0 and 1 of the same groups.
-    const int p = lane & 1, half = lane % 4 / 2;
+    const int p = lane & 1, half = key_half(lane);
     uint32_t branches[kLaneUnits], paths[kLaneUnits / 2];
     load_words(branches, row + half * (4 * kLaneUnits));
     load_words(paths, tile + PATHS_OFFSET + n * (HEAD_SIZE / 8) +
@@ -104,6 +117,22 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
       const uint32_t high = branches[i] << (p ? 0 : 2);
       words[i] = select(0x33333333u, i % 2 == 0 ? low : low >> 2, high);
     }
+  }
+}
+
+// Load a share's scale words of a token, and of the next.
+__device__ __forceinline__ void load_scale_words(uint32_t (&words)[2 * kPieces],
+                                                 const uint8_t* row) {
+  if constexpr (kTileWarps == 1) {
+    load_words(words, row);
+  } else {
+    uint32_t first[kPieces], second[kPieces];
+    const uint8_t* share = row + SCALE_BYTES / kTileWarps * share_of_warp();
+    load_words(first, share);
+    load_words(second, share + SCALE_BYTES);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      words[i] = first[i], words[kPieces + i] = second[i];
   }
 }
 
@@ -124,8 +153,8 @@ __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
     deltas =
         SCALE_DELTA_STEP > 1 ? bases >> (SCALE_DELTA_BITS * g) : bases >> shift;
   } else {
-    uint32_t words[HEAD_SIZE / 64];
-    load_words(words, row);
+    uint32_t words[2 * kPieces];
+    load_scale_words(words, row);
     const uint32_t first = words[piece], second = words[kPieces + piece];
     deltas = __byte_perm(first >> shift, second >> shift, 0x5410);
     bases = __byte_perm(first, second, 0x5410);
@@ -140,7 +169,7 @@ __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
                                                  const uint8_t* tile, int h,
                                                  int piece, int lane) {
   const int g = lane / 4, t = lane % 4;
-  const int group = g % NUM_GROUPS + 8 * piece;
+  const int group = g % NUM_GROUPS + 8 * (piece + kPieces * share_of_warp());
   const int lane_unit = g / NUM_GROUPS;  // if a lane has but one of a group
   const uint8_t* codes = tile + VALUE_CODES_OFFSET;
   if constexpr (VALUE_BITS == 4) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/tile.cuh"
+#include "decode/share.cuh"
 
 namespace turbo {
 
@@ -54,11 +55,13 @@ struct Query {
 // Quantise the columns' queries to int8, one factor each.
 //
 // rows: their places in p_queries and p_scales; -1 for a column without one.
+// shared: what warps that share tiles tell each other by.
 template <bool kPaired>
 __device__ __forceinline__ void load_query(Query<kPaired>& query,
                                            const __half* p_queries,
                                            const float* p_scales,
-                                           const int* rows, int lane) {
+                                           const int* rows,
+                                           SharedScores& shared, int lane) {
   const int column = lane / 4, t = lane % 4;
   const int row = rows[column];
   const bool inside = row >= 0;
@@ -81,7 +84,9 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
   for (int mask = 1; mask <= 2; mask *= 2) {
     most = __hmax2_nan(most, __shfl_xor_sync(~0u, most, mask));
   }
-  const float largest = __half2float(__hmax_nan(most.x, most.y));
+  float largest = __half2float(__hmax_nan(most.x, most.y));
+  if constexpr (kTileWarps > 1)
+    largest = largest_of_shares(largest, shared, lane);
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   const float scale = inside ? p_scales[row] : 0.0f;
   const float factor =
@@ -115,6 +120,9 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
   }
 }
 
+// Halves of a share's groups that have one scale word.
+constexpr int kHalvesAWord = kLaneUnits <= 4 ? 2 : 1;
+
 // A token's scale word of K for each half of the groups; lanes of kPaired need
 // one.
 struct KeyScales {
@@ -122,15 +130,16 @@ struct KeyScales {
 
   __device__ __forceinline__ KeyScales() {}
   __device__ __forceinline__ KeyScales(const uint8_t* row, int group_half) {
+    const auto* words = reinterpret_cast<const uint32_t*>(row);
     if constexpr (HEAD_SIZE < 128) {
       deltas = *reinterpret_cast<const uint16_t*>(row);
-    } else if constexpr (HEAD_SIZE == 128) {
-      deltas = *reinterpret_cast<const uint32_t*>(row);
+    } else if constexpr (kHalvesAWord == 2) {
+      deltas = words[share_of_warp()];
     } else {
-      deltas = reinterpret_cast<const uint32_t*>(row)[group_half];
+      deltas = words[2 * share_of_warp() + group_half];
     }
     base = (deltas & 0xFF) << kScaleShift;
-    if (HEAD_SIZE <= 128)
+    if (kHalvesAWord == 2)
       deltas >>= group_half * (kLaneUnits * SCALE_DELTA_BITS);
   }
 

@@ -5,11 +5,13 @@
 #pragma once
 
 #include "common/attention_params.cuh"
+#include "common/tile_warps.cuh"
 
 namespace turbo {
 
-// Warps that may work on a segment together, as one could.
+// Warps that may work on a segment together, as those of a tile could.
 constexpr int kTeamWarps = 4;
+static_assert(kTeamWarps % kTileWarps == 0);
 
 // A warp takes two tiles at once, which are to have one offset of K: ranges and
 // passes then begin at even tiles.
@@ -30,8 +32,8 @@ __device__ __forceinline__ int known_tiles(const AttentionParams& p, int seq) {
 // of one size, one a team of warps, so that the GPU is evenly busy whatever the
 // lengths. If there are more, a team has several.
 struct Partition {
-  int team_size;
-  int range;  // tiles
+  int team_size;  // warps
+  int range;      // tiles
   int num_ranges;
   // Whether ranges begin where passes do: tiles are counted as if each pass
   // were a whole number of ranges.
@@ -61,11 +63,11 @@ __device__ __forceinline__ void for_each_length(const AttentionParams& p,
 }
 
 // A pass is over a sequence's tokens, for as many queries of a KV head as
-// attend at once; num_passes are those over a sequence. Teams are warps, or
-// kTeamWarps where a sequence would otherwise have more than num_splits partial
-// results. With one split, a result does not depend on what else is in the
-// batch. Ranges that begin where passes do need no split more; they are taken
-// if they are no longer.
+// attend at once; num_passes are those over a sequence. Teams are the warps of
+// a tile, or kTeamWarps where a sequence would otherwise have more than
+// num_splits partial results. With one split, a result does not depend on what
+// else is in the batch. Ranges that begin where passes do need no split more;
+// they are taken if they are no longer.
 __device__ __noinline__ Partition partition(const AttentionParams& p,
                                             int num_passes, int num_warps,
                                             int lane) {
@@ -79,8 +81,9 @@ __device__ __noinline__ Partition partition(const AttentionParams& p,
   // At least one, also where no sequence has tokens: so has each range.
   longest = max(__reduce_max_sync(~0u, longest), 1);
   Partition result;
-  result.team_size = 1;
-  result.range = whole_pairs((total + num_warps - 1) / num_warps);
+  result.team_size = kTileWarps;
+  int num_teams = num_warps / kTileWarps;
+  result.range = whole_pairs((total + num_teams - 1) / num_teams);
   if (p.num_splits == 1) {
     num_filled = __reduce_add_sync(~0u, num_filled) * num_passes;
     return {kTeamWarps, longest, num_filled, true};
@@ -88,10 +91,9 @@ __device__ __noinline__ Partition partition(const AttentionParams& p,
   // A range may begin inside a pass, so a pass may need one more split.
   const int least =
       whole_pairs((longest + p.num_splits - 2) / (p.num_splits - 1));
-  int num_teams = num_warps;
   if (result.range < least) {
     result.team_size = kTeamWarps;
-    num_teams /= kTeamWarps;
+    num_teams = num_warps / kTeamWarps;
     result.range = max(whole_pairs((total + num_teams - 1) / num_teams), 1);
   }
   const int splits = min(max(longest / result.range, 1), p.num_splits);

@@ -23,8 +23,8 @@ struct Team {
     return threadIdx.x / 32 - first;
   }
   __device__ __forceinline__ void sync() const {
-    __syncwarp();
-    if (size > 1) {
+    sync_tile();
+    if (size > kTileWarps) {
       asm volatile("bar.sync %0, %1;" ::"r"(1 + first / kTeamWarps),
                    "n"(32 * kTeamWarps)
                    : "memory");
@@ -34,10 +34,11 @@ struct Team {
 
 template <bool kPaired, int kWarps, int kStages>
 struct alignas(128) DecodeShared {
+  // Of a warp, or of those that share tiles.
   union {
     uint8_t tiles[kStages][2][TILE_BYTES];
     float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
-  } warps[kWarps];
+  } warps[kWarps / kTileWarps];
   typename Query<kPaired>::Kept queries[kWarps];
   float reference[kWarps][kColumns];
   float sum[kWarps][kColumns];
@@ -45,6 +46,7 @@ struct alignas(128) DecodeShared {
   TokenLimits limits[kWarps][kColumns];  // what they see
   // What the scores that the references are of lack.
   float missing[KEY_OFFSET ? kWarps : 1][kColumns];
+  SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
 // Note which queries a segment's columns are.
@@ -100,7 +102,7 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
                               const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
-  __syncwarp();  // the warp's tiles have been read
+  sync_tile();  // the warp's tiles have been read
   if constexpr (KEY_OFFSET != 0)
     shift(acc, reinterpret_cast<const float2*>(shared.missing[warp])[t]);
 #pragma unroll
@@ -111,7 +113,7 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
       shared.reference[warp][column] = acc.reference[c];
       shared.sum[warp][column] = acc.sum[c];
     }
-    float* output = shared.warps[warp].output[column];
+    float* output = shared.warps[warp / kTileWarps].output[column];
 #pragma unroll
     for (int i = 0; i < kNumOutputs; ++i) {
       output[output_coordinate(i, 0, lane)] = acc.output[i][c];
@@ -131,7 +133,7 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
     const int64_t partial_row = first_row + own_row;
     float largest = kNoReference;
 #pragma unroll 1
-    for (int w = team.first; w < team.first + team.size; ++w) {
+    for (int w = team.first; w < team.first + team.size; w += kTileWarps) {
 #pragma unroll
       for (int c = 0; c < kQueryColumns; ++c) {
         largest = fmaxf(largest, shared.reference[w][query + 4 * c]);
@@ -140,14 +142,14 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
     float total = 0.0f;
     float2 output[HEAD_SIZE / 64] = {};
 #pragma unroll 1
-    for (int w = team.first; w < team.first + team.size; ++w) {
+    for (int w = team.first; w < team.first + team.size; w += kTileWarps) {
 #pragma unroll
       for (int c = 0; c < kQueryColumns; ++c) {
         const int column = query + 4 * c;
         const float weight = exp2_approx(shared.reference[w][column] - largest);
         total += weight * shared.sum[w][column];
-        const float2* row =
-            reinterpret_cast<const float2*>(shared.warps[w].output[column]);
+        const float2* row = reinterpret_cast<const float2*>(
+            shared.warps[w / kTileWarps].output[column]);
 #pragma unroll
         for (int i = 0; i < HEAD_SIZE / 64; ++i) {
           const float2 x = row[32 * i + lane];
@@ -189,16 +191,20 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
 }
 
 // Add two tiles to the running result.
+//
+// shared: for the scores of warps that share the tiles.
 template <bool kPaired>
 __device__ __forceinline__ void attend_tiles(
-    DecodeAccumulator& acc, const uint8_t* tiles, const Query<kPaired>& query,
-    const Visible& visible, const SoftCap& soft_cap, int lane) {
+    DecodeAccumulator& acc, const uint8_t* tiles, SharedScores& shared,
+    const Query<kPaired>& query, const Visible& visible,
+    const SoftCap& soft_cap, int lane) {
   float scores[2][4];
   uint32_t weights[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
   }
+  if constexpr (kTileWarps > 1) join_scores(scores, shared, lane);
   weigh<kPaired>(weights, acc, scores, query, visible, soft_cap, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -210,9 +216,11 @@ __device__ __forceinline__ void attend_segment(
     DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
     const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint8_t* tiles = shared.warps[warp].tiles[0][0];
+  const int tile_index = warp / kTileWarps;
+  uint8_t* tiles = shared.warps[tile_index].tiles[0][0];
   constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
-  TileCopies copies(p, segment, tiles, team.index(), team.size, lane);
+  TileCopies copies(p, segment, tiles, team.index() / kTileWarps,
+                    team.size / kTileWarps, lane);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage)
     copies.issue(stage, stage * kStageBytes);
@@ -221,7 +229,8 @@ __device__ __forceinline__ void attend_segment(
   Query<kPaired> query;
   const int64_t first_query = p.first_query(segment.seq);
   load_query(query, p.query + first_query * HEAD_SIZE,
-             p.query_scale + first_query, shared.rows[warp], lane);
+             p.query_scale + first_query, shared.rows[warp],
+             shared.scores[tile_index], lane);
   query.keep(shared.queries[warp], lane);
   DecodeAccumulator acc;
 #pragma unroll
@@ -248,13 +257,14 @@ __device__ __forceinline__ void attend_segment(
       }
     }
     wait_copies<kStages - 1>();
-    __syncwarp();
+    sync_tile();
     if (num_tokens < 2 * TILE_TOKENS)
       clear_missing(tiles + offset, num_tokens, lane);
     query.recall(shared.queries[warp], lane);
     const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
-    attend_tiles(acc, tiles + offset, query, visible, p.soft_cap, lane);
-    __syncwarp();
+    attend_tiles(acc, tiles + offset, shared.scores[tile_index], query, visible,
+                 p.soft_cap, lane);
+    sync_tile();
     copies.issue(i + kStages, offset);
     offset = offset + kStageBytes == kStages * kStageBytes
                  ? 0

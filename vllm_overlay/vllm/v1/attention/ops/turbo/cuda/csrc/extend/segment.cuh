@@ -38,6 +38,7 @@ struct alignas(128) ExtendShared {
   static constexpr int kWarpOutputs = kNumOutputs / kWarps;
   static_assert(kWarpTiles * kWarps == kStepTiles);
   static_assert(kWarpOutputs * kWarps == kNumOutputs);
+  static_assert(kTileWarps == 1);
   static_assert(kWarps >= kCopyWarps && kBlockColumns <= 32 * kWarps);
 
   uint8_t tiles[kStages][kStepTiles][TILE_BYTES];

@@ -9,8 +9,9 @@
 
 namespace turbo {
 
-// Warps a block.
-constexpr int kMergeWarps = 8;
+// Warps a block: of long vectors registers and shared memory have room for
+// fewer.
+constexpr int kMergeWarps = HEAD_SIZE <= 256 ? 8 : 4;
 
 // What numbers are.
 enum class Floats { kBFloat16, kHalf, kFloat };

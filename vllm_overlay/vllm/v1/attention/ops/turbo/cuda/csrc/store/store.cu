@@ -87,6 +87,10 @@ void add_window(turbo::StoreParams& p, const TensorView& pages,
   w.stride_block_table = block_table.stride(0);
 }
 
+// Lanes that share a scale group, at least: of long vectors one has no
+// registers for all of its groups.
+constexpr int kFewestParts = HEAD_SIZE <= 256 ? 1 : 2;
+
 // parts: lanes that share a scale group; 1 for many tokens.
 template <int kParts>
 void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
@@ -170,7 +174,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
                         query_scale.value());
   }
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  const auto launch = parts == 1   ? launch_store<1>
+  const auto launch = parts == 1   ? launch_store<kFewestParts>
                       : parts == 2 ? launch_store<2>
                                    : launch_store<4>;
   launch(turbo::KernelParams(p), is_bf16, threads, device);

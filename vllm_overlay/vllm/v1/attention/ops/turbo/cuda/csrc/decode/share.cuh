@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Warps that have a tile together, each a share of its coordinates: scores are
+// the sums of all shares', the output is made share by share. Softmax is
+// computed in each of the warps, of the same scores.
+#pragma once
+
+#include "common/tile.cuh"
+
+namespace turbo {
+
+// Barrier 0 is the block's, and the next are those of up to four teams.
+constexpr int kFirstTileBarrier = 5;
+
+// Wait for the lanes of the warps that have a tile together.
+__device__ __forceinline__ void sync_tile() {
+  __syncwarp();
+  if constexpr (kTileWarps > 1) {
+    const int tile = threadIdx.x / 32 / kTileWarps;
+    asm volatile("bar.sync %0, %1;" ::"r"(kFirstTileBarrier + tile),
+                 "n"(32 * kTileWarps)
+                 : "memory");
+  }
+}
+
+// Scores of two tiles by share and lane; hardly any room where none is shared.
+//
+// Between two uses of it the warps wait for each other.
+using SharedScores = float4[kTileWarps][2][kTileWarps > 1 ? 32 : 1];
+
+// The largest number that a lane has of all shares; NaN is above infinity, and
+// none is negative.
+__device__ __forceinline__ float largest_of_shares(float x,
+                                                   SharedScores& shared,
+                                                   int lane) {
+  shared[share_of_warp()][0][lane].x = x;
+  sync_tile();
+#pragma unroll
+  for (int share = 0; share < kTileWarps; ++share) {
+    const float other = shared[share][0][lane].x;
+    x = __int_as_float(max(__float_as_int(x), __float_as_int(other)));
+  }
+  return x;
+}
+
+// Make scores of a warp's share those of the whole tiles.
+__device__ __forceinline__ void join_scores(float (&scores)[2][4],
+                                            SharedScores& shared, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    shared[share_of_warp()][i][lane] = {scores[i][0], scores[i][1],
+                                        scores[i][2], scores[i][3]};
+  }
+  sync_tile();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float4 sum = shared[0][i][lane];
+#pragma unroll
+    for (int share = 1; share < kTileWarps; ++share) {
+      const float4 x = shared[share][i][lane];
+      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    scores[i][0] = sum.x, scores[i][1] = sum.y;
+    scores[i][2] = sum.z, scores[i][3] = sum.w;
+  }
+}
+
+}  // namespace turbo
