@@ -11,7 +11,7 @@ from vllm_turbo_cpu_standins.cuda import build
 from vllm_turbo_cpu_standins.cuda.translate import translate
 
 SOURCE = Path(__file__).parent / "emulated.cu"
-SUM, REVERSE, HALVES, COPY, MULTIPLY = range(5)
+SUM, REVERSE, HALVES, COPY, MULTIPLY, FOLLOW = range(6)
 THREADS = 64
 needs_compiler = pytest.mark.skipif(
     build.compiler() is None, reason="needs a C++ compiler"
@@ -25,13 +25,14 @@ def emulated() -> Callable[..., None]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", [SUM, REVERSE, HALVES])
+@pytest.mark.parametrize("kernel", [SUM, REVERSE, HALVES, FOLLOW])
 def test_kernels_that_are_right(emulated, kernel):
     x = torch.arange(1.0, THREADS + 1)
     expected = {
         SUM: x.sum().expand(THREADS),
         REVERSE: x.view(2, 32).flip(1).flatten(),
         HALVES: x.view(4, 16)[[1, 0, 3, 2]].flatten(),
+        FOLLOW: x,
     }
     y = torch.zeros(THREADS)
     emulated(kernel, x, y, 0, 1)
@@ -71,6 +72,8 @@ def test_a_matrix_product(emulated):
         (HALVES, 1, "no thread can go on:(.|\n)*waits at barrier 1"),
         (HALVES, 2, "and nothing orders the two"),
         (COPY, 1, "reads 4 bytes that a copy is on its way to"),
+        (FOLLOW, 1, "writes 4 bytes before it has waited for the kernel before it"),
+        (FOLLOW, 2, "thread 32 .* ends without having waited"),
     ],
 )
 def test_mistakes_are_seen(emulated, kernel, defect, message):

@@ -92,6 +92,8 @@ void pass_if_complete(unsigned id) {
 void thread_main() {
   launched->body(launched->kernel, launched->params);
   settle();
+  if (block.threads[current].may_overlap)
+    fail("ends without having waited for the kernel before it");
   block.threads[current].state = Thread::State::kEnded;
   ++block.num_ended;
   pass_if_complete(0);
@@ -106,6 +108,7 @@ void run_current() {
   if (_setjmp(scheduler) != 0) return;
   if (thread.has_begun) _longjmp(thread.context, 1);
   thread.has_begun = true;
+  thread.may_overlap = launched->overlaps;
   ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = stack_of(current);
@@ -270,8 +273,7 @@ bool sync_block(const Site& site, unsigned id, unsigned count, bool predicate) {
   return self.predicate;
 }
 
-}  // namespace emulator
-namespace emulator {
 void start_dependents() {}
-void wait_for_prerequisites() {}
+void wait_for_prerequisites() { block.threads[current].may_overlap = false; }
+
 }  // namespace emulator

@@ -152,6 +152,8 @@ void check(const Access& access) {
   const bool is_power = (access.bytes & (access.bytes - 1)) == 0;
   if (is_power && reinterpret_cast<uintptr_t>(p) % access.bytes != 0)
     fail(access, "at an address that is no multiple");
+  if (access.writes && !in_shared && block.threads[current].may_overlap)
+    fail(access, "before it has waited for the kernel before it");
   check_race(access, in_shared);
 }
 

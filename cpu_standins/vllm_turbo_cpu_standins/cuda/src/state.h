@@ -35,6 +35,8 @@ struct Thread {
   int waits_barrier = -1;     // or which barrier
   Site waits_site;
   bool predicate = false;  // of the last barrier
+  // Whether the launch before may still run, for all that it knows.
+  bool may_overlap = false;
   // Groups of copies that have not been waited for, and the open one.
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
