@@ -24,6 +24,7 @@ OFFSETS = "test_cuda_offset.py::test_offsets"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
 CAPS = "test_cuda_soft_cap.py::test_"
 WINDOWS = "test_cuda_sliding_window.py::test_"
+STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_it"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest.
 PASSED, FAILED = 0, 1
@@ -155,8 +156,8 @@ DEFECTS = {
     # Tokens have the offset of others of their sequence.
     "store-offset": Defect(
         "store/params.cuh",
-        "__ldg(params.query_start_loc + seq + 1))",
-        "__ldg(params.query_start_loc + seq))",
+        "__ldcg(params.query_start_loc + seq + 1))",
+        "__ldcg(params.query_start_loc + seq))",
         "test_cuda_offset.py::test_store",
         "turbo4",
     ),
@@ -176,6 +177,7 @@ DEFECTS = {
         "test_cuda_window.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
     # What the kernel before has not written yet is read.
+    "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
     "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),

@@ -113,7 +113,17 @@ def include_flags() -> list[str]:
 
 
 def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
+    """Compile a module's device code for one architecture: see ``compile_to_ptx``."""
+    return compile_to_ptx(module, capability, nvcc)[0]
+
+
+def compile_to_ptx(
+    module: CudaModule, capability: int, nvcc: str
+) -> tuple[Resources, str]:
     """Compile a module's device code for one architecture.
+
+    Returns:
+        What its kernels take, and the PTX that they were made of.
 
     Raises:
         CompileError: With the compiler's words.
@@ -130,13 +140,16 @@ def compile_module(module: CudaModule, capability: int, nvcc: str) -> Resources:
             *module.flags,
             "-cubin",
             "-Xptxas=-v",
+            "--keep",
+            f"--keep-dir={folder}",
             f"-o={folder}/kernel.cubin",
             str(module.source),
         ]
         result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise CompileError(result.stdout + result.stderr)
-    return parse_resources(result.stdout + result.stderr)
+        if result.returncode != 0:
+            raise CompileError(result.stdout + result.stderr)
+        ptx = (Path(folder) / module.source.with_suffix(".ptx").name).read_text()
+    return parse_resources(result.stdout + result.stderr), ptx
 
 
 def parse_resources(text: str) -> Resources:

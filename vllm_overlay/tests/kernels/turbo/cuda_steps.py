@@ -91,15 +91,14 @@ class Step(NamedTuple):
         """What attention is told of the sequences."""
         return DecodeBatch(len(self.query), self.block_table, self.seq_lens)
 
-    def run(
+    def store(
         self,
         cache: torch.Tensor,
         layout: TurboFormat,
         scratch: Scratch,
-        raw_newest: bool = False,
-    ) -> torch.Tensor:
-        """Store, attend and merge, as the backend does."""
-        scale = layout.head_size**-0.5
+        enable_pdl: bool = True,
+    ) -> None:
+        """Store the newest tokens, and rotate the queries."""
         cuda_store.store(
             cache,
             self.slots,
@@ -108,8 +107,22 @@ class Step(NamedTuple):
             layout,
             self.query,
             scratch.rotated,
-            scale,
+            layout.head_size**-0.5,
+            enable_pdl=enable_pdl,
         )
+
+    def run(
+        self,
+        cache: torch.Tensor,
+        layout: TurboFormat,
+        scratch: Scratch,
+        raw_newest: bool = False,
+        sliding_window: int | None = None,
+        enable_pdl: bool = True,
+    ) -> torch.Tensor:
+        """Store, attend and merge, as the backend does."""
+        self.store(cache, layout, scratch, enable_pdl)
+        scale = layout.head_size**-0.5
         newest = NewestTokens(self.query, self.key, self.value, scale)
         cuda_decode.decode_attention(
             scratch.rotated,
@@ -119,6 +132,8 @@ class Step(NamedTuple):
             scratch.partials,
             scratch.output,
             newest if raw_newest else None,
+            sliding_window=sliding_window,
+            enable_pdl=enable_pdl,
         )
         return scratch.output
 

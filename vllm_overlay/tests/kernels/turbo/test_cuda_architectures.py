@@ -9,6 +9,7 @@ import importlib.util
 import json
 
 import pytest
+import regex as re
 
 from .compile_kernels import (
     ARCHITECTURES,
@@ -16,6 +17,7 @@ from .compile_kernels import (
     CompileError,
     Resources,
     compile_module,
+    compile_to_ptx,
     excess,
     find_nvcc,
     instances,
@@ -38,12 +40,36 @@ SUBSET = [
     ("extend turbo3 256 64", 120),
     ("extend turbo4 128 64 offset", 86),
     ("store turbo4 128", 80),
+    ("store turbo4 64 offset", 90),
     ("merge 128", 90),
 ]
+# The first on which a kernel may begin before the one before it has ended.
+OVERLAPPING = 90
+WAIT = "griddepcontrol.wait;"
+LET_NEXT_BEGIN = "griddepcontrol.launch_dependents;"
 
 
 def recorded() -> dict:
     return json.loads(RECORDED.read_text())
+
+
+def check_overlap(kernel: str, capability: int, ptx: str) -> None:
+    """Kernels wait for the one before them before they write anything. The merge alone
+    reads before, what the model gives it, and so the store lets none begin before it
+    has waited itself.
+    """
+    if capability < OVERLAPPING:
+        assert "griddepcontrol" not in ptx
+        return
+    entries = re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]
+    assert entries
+    early = r"\b(st\.global|red\.|atom\."
+    early += ")" if kernel == "merge" else r"|ld\.global|cp\.async)"
+    for entry in entries:
+        before, wait, _ = entry.partition(WAIT)
+        assert wait and not re.search(early, before)
+        if kernel in ("store", "merge"):
+            assert LET_NEXT_BEGIN in entry and LET_NEXT_BEGIN not in before
 
 
 @requires_nvcc
@@ -52,7 +78,8 @@ def recorded() -> dict:
 )
 def test_compiles_and_spills_no_more_than_is_recorded(name, capability):
     module = instances(capability)[name]
-    found = compile_module(module, capability, NVCC)
+    found, ptx = compile_to_ptx(module, capability, NVCC)
+    check_overlap(module.kernel, capability, ptx)
     assert 0 < found.registers <= 255
     if nvcc_release(NVCC) != recorded()["nvcc"]:
         pytest.skip("it compiles; spills are recorded for another release of nvcc")

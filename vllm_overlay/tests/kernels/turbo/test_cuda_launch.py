@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 
 from .cuda_steps import (
+    BLOCK_SIZE,
     NUM_KV_HEADS,
     Scratch,
     Step,
@@ -31,7 +32,7 @@ from .cuda_steps import (
     random_sequences,
     step_of,
 )
-from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia
+from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
 
 pytestmark = requires_nvidia
 
@@ -122,6 +123,90 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
         copy_late(written, target)
         cuda_merge.merge_splits(partials, batch, output, NUM_KV_HEADS)
         assert torch.equal(output, expected)
+
+
+@requires_overlap
+@pytest.mark.parametrize("num_seqs", [2, 600], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize("late", ["query", "key", "value", "slots"])
+def test_the_store_waits_for_the_kernel_before_it(late, num_seqs):
+    """Which makes all that it stores."""
+    blocks = torch.arange(num_seqs, dtype=torch.int32, device=DEVICE)
+    step = step_of(LAYOUT, blocks[:, None], [1] * num_seqs)
+    step.slots.copy_(torch.arange(num_seqs, device=DEVICE) * BLOCK_SIZE)
+    cache = torch.zeros_like(new_cache(LAYOUT, num_seqs))
+    scratch = Scratch.of(step.query, 2)
+
+    def stored() -> list[torch.Tensor]:
+        step.store(cache, LAYOUT, scratch)
+        return [x.clone() for x in (cache, *scratch.rotated)]
+
+    expected = stored()
+    target = getattr(step, late)
+    written = target.clone()
+    for _ in range(3):
+        target.copy_(written.flip(0))
+        for x in (cache, *scratch.rotated):
+            x.zero_()
+        torch.accelerator.synchronize()
+        copy_late(written, target)
+        assert all(map(torch.equal, stored(), expected))
+
+
+@requires_overlap
+@pytest.mark.parametrize("window", [None, 128], ids=["full", "sliding"])
+def test_layers_of_a_graph_take_turns_with_what_they_share(window):
+    """Scratch is the same in all layers. What comes before a layer's store is by turns
+    a kernel that makes its query, the merge of the layer before, a memset, and kernels
+    of two streams.
+    """
+    seq_lens, num_layers = [4000, 17, 1, 300, 129], 8
+    caches = []
+    for _ in range(num_layers):
+        cache, step = random_sequences(LAYOUT, seq_lens)
+        caches.append(cache)
+    ends = [
+        slots_of(step.block_table[i], n - 1, n, BLOCK_SIZE).to(DEVICE)
+        for i, n in enumerate(seq_lens)
+    ]
+    step.slots.copy_(torch.cat(ends))
+    given = normal(num_layers + 1, *step.query.shape, seed=1)
+    queries, outputs = given.clone(), torch.full_like(given, math.nan)
+    scratch = Scratch.of(step.query, 6)
+    side = torch.cuda.Stream()
+
+    def go_on(i: int) -> None:
+        if i % 4 == 0:
+            torch.add(given[i + 1], outputs[i], out=queries[i + 1])
+        elif i % 4 == 2:
+            outputs[i + 1].zero_()
+        elif i % 4 == 3:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step.key.neg_()
+            step.value.neg_()
+            torch.cuda.current_stream().wait_stream(side)
+
+    def run(enable_pdl: bool) -> None:
+        for i, cache in enumerate(caches):
+            own = step._replace(query=queries[i])
+            there = scratch._replace(output=outputs[i])
+            own.run(cache, LAYOUT, there, True, window, enable_pdl)
+            go_on(i)
+
+    found = []
+    for enable_pdl in (False, True):
+        run(enable_pdl)
+        torch.accelerator.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(enable_pdl)
+        for _ in range(20):
+            outputs.fill_(math.nan)
+            graph.replay()
+            found.append([x.clone() for x in (outputs[:-1], *caches)])
+    assert not found[0][0].isnan().any()
+    for again in found[1:]:
+        assert all(map(torch.equal, again, found[0]))
 
 
 @pytest.mark.skipif(

@@ -97,10 +97,11 @@ def attend(
     factor: float,
     sliding_window: int,
     soft_cap: float,
+    enable_pdl: bool,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
-    assert packed_lens is None
+    assert packed_lens is None and enable_pdl
     # Read by the merge alone, which is left out.
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +147,8 @@ def merge(
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert window_pages is None
-    *_, sliding_window, sinks, soft_cap = others
+    *_, sliding_window, sinks, soft_cap, enable_pdl = others
+    assert enable_pdl
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(

@@ -203,6 +203,7 @@ def attend(
     sliding_window: int | None,
     sinks: torch.Tensor | None,
     logits_soft_cap: float | None,
+    enable_pdl: bool,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
 
@@ -244,6 +245,7 @@ def attend(
         scale * LOG2_E,
         sliding_window or 0,
         (logits_soft_cap or 0.0) * LOG2_E,
+        enable_pdl,
     )
     merge_splits(
         partials,
@@ -256,6 +258,7 @@ def attend(
         sliding_window,
         sinks,
         logits_soft_cap,
+        enable_pdl=enable_pdl,
     )
 
 
@@ -272,11 +275,14 @@ def decode_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
     The layout is one without an ``unsupported_reason``. S is the most splits of a
-    sequence; with S = 1 a result does not depend on the rest of the batch.
+    sequence; with S = 1 a result does not depend on the rest of the batch. With
+    ``enable_pdl`` kernels may begin, on GPUs that can, before the one before them on
+    the stream has ended; they wait for what they read.
 
     Raises:
         RuntimeError: If the kernels cannot be built; see ``build_and_load`` for what
@@ -297,4 +303,5 @@ def decode_attention(
         sliding_window,
         sinks,
         logits_soft_cap,
+        enable_pdl,
     )

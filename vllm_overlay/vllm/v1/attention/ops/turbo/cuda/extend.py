@@ -196,6 +196,7 @@ def extend_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
@@ -221,4 +222,5 @@ def extend_attention(
         sliding_window,
         sinks,
         logits_soft_cap,
+        enable_pdl,
     )

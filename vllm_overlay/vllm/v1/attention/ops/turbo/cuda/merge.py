@@ -123,12 +123,13 @@ def merge_splits(
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
     num_warps: int | None = None,
+    enable_pdl: bool = True,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
     The kernel before it on the stream may let it begin early; it waits for that to
     end before it reads ``partials`` and ``window``, but not with what it reads of
-    ``newest`` and ``batch``.
+    ``newest`` and ``batch``. It writes nothing before.
 
     Args:
         partials: The splits' results, B * S * Q of them.
@@ -148,6 +149,7 @@ def merge_splits(
         logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
             as it has those of the splits; not with ``offset``. None for nothing.
         num_warps: Warps a row; None to choose by the batch.
+        enable_pdl: Whether it may begin early, on GPUs that can.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
@@ -195,4 +197,5 @@ def merge_splits(
         sliding_window or 0,
         sinks,
         (logits_soft_cap or 0.0) * LOG2_E,
+        enable_pdl,
     )

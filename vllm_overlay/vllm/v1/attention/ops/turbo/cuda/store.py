@@ -150,6 +150,7 @@ def store(
     key_offset: KeyOffset | None = None,
     window: WindowUpdate | None = None,
     tuning: StoreTuning | None = None,
+    enable_pdl: bool = True,
 ) -> None:
     """Quantise K and V into their slots and, if given, rotate q for decoding.
 
@@ -158,7 +159,9 @@ def store(
     step stores others' tokens.
 
     Arguments are ``StoreFn``'s, with blocks and heads of the cache at
-    multiples of 16 bytes, and vectors at multiples of 8.
+    multiples of 16 bytes, and vectors at multiples of 8. With ``enable_pdl`` the kernel
+    may begin, on GPUs that can, before the one before it on the stream has ended, for
+    which it waits before it reads or writes anything but constants.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
@@ -188,4 +191,5 @@ def store(
         None if step is None else step.query_start_loc,
         *_window_arguments(window),
         *tuning,
+        enable_pdl,
     )

@@ -112,7 +112,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      Optional<TensorView> packed_lens,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor,
-                     int64_t sliding_window, double soft_cap) {
+                     int64_t sliding_window, double soft_cap, bool enable_pdl) {
   static_assert(!(KEY_OFFSET && SOFT_CAP),
                 "a capped score cannot get back what it lacks");
   AttentionParams p =
@@ -124,7 +124,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   launch(Instance::kKernel, Instance::num_blocks(device.device_id),
-         Instance::kThreads, Instance::kSharedBytes, device, p);
+         Instance::kThreads, Instance::kSharedBytes, device, p, enable_pdl);
 }
 
 }  // namespace turbo

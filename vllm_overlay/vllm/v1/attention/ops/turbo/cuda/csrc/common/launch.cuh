@@ -87,11 +87,12 @@ void allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
 
 // Launch a kernel on the device, which is the current one, and its stream.
 //
-// overlaps: whether it may begin before the kernel before it ends. It has to
-// wait by itself: see wait_for_previous_kernel.
+// enable_pdl: whether it may begin before the kernel before it ends, where GPUs
+//   can (programmatic dependent launch). It has to wait by itself: see
+//   wait_for_previous_kernel.
 template <typename Params>
 void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
-            DLDevice device, const Params& params, bool overlaps = true) {
+            DLDevice device, const Params& params, bool enable_pdl) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -102,7 +103,7 @@ void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &overlap;
-  if (overlaps) {
+  if (enable_pdl) {
     const int major =
         attribute_of(device.device_id, cudaDevAttrComputeCapabilityMajor);
     config.numAttrs = major >= 9 ? 1 : 0;

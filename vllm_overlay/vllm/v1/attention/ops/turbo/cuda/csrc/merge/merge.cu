@@ -58,8 +58,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
            int64_t value_scales, Optional<TensorView> key_offset,
-           int64_t sliding_window, Optional<TensorView> sinks,
-           double soft_cap) {
+           int64_t sliding_window, Optional<TensorView> sinks, double soft_cap,
+           bool enable_pdl) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -139,7 +139,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const bool with_more = with_newest || sinks.has_value();
   turbo::launch(kernel_of(output, with_more, with_window), grid,
-                turbo::kMergeThreads, 0, device, p);
+                turbo::kMergeThreads, 0, device, p, enable_pdl);
 }
 
 }  // namespace

@@ -216,6 +216,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   }
   recent.join(p, newest, r, lane);
   wait_for_previous_kernel();
+  start_next_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
   __syncthreads();
 

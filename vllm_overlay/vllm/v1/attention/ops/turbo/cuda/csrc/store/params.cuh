@@ -139,8 +139,7 @@ __device__ __forceinline__ int sequence_of(const KernelParams& params,
 #pragma unroll
     for (int i = 1; i < kParts; ++i) {
       const int place = min(i * size, count - 1);
-      const bool begins =
-          __ldg(params.query_start_loc + first + place) <= token;
+      const bool begins = params.query_start_loc[first + place] <= token;
       passed += i * size < count && begins;
     }
     first += passed * size;
@@ -156,8 +155,8 @@ struct Position {
   Position() = default;
   __device__ __forceinline__ Position(const KernelParams& params, int token)
       : seq(sequence_of(params, token)),
-        seq_len(__ldg(params.seq_lens + seq)),
-        index(seq_len + token - __ldg(params.query_start_loc + seq + 1)) {}
+        seq_len(__ldcg(params.seq_lens + seq)),
+        index(seq_len + token - __ldcg(params.query_start_loc + seq + 1)) {}
 };
 
 // The offset of a key.
@@ -188,7 +187,7 @@ __device__ __forceinline__ uint8_t* window_tag(const KernelParams& params,
                                                const Position& position,
                                                int kv_head, bool is_first) {
   const StoreWindow& window = params.window;
-  const int block = __ldg(window.blocks + position.seq);
+  const int block = window.blocks[position.seq];
   if (block == 0 || position.index < position.seq_len - window.num_rows)
     return nullptr;
   const int row = unsigned(position.index) % unsigned(window.num_rows);

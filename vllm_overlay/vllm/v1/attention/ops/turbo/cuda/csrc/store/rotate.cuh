@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_integers(const uint16_t* row,
     uint2 pairs = make_uint2(0, 0);
     const int place = i * (kMmaRows / kColumnVectors) + first;
     if (row != nullptr) {
-      pairs = __ldg(reinterpret_cast<const uint2*>(row + place));
+      pairs = __ldcg(reinterpret_cast<const uint2*>(row + place));
       if (KEY_OFFSET != 0 && offset != nullptr)
         pairs = without_offset<kIsBf16>(pairs, offset + place);
     }

@@ -58,7 +58,7 @@ load_single(const uint16_t* row, const float* offset,
         4 * NUM_GROUPS * (column % 2) +
         (kLaneGroups == 4 ? m % 2 * 2 * kWarpColumns : 0) +
         (kLaneGroups == 1 ? 0 : m / (kLaneGroups / 2)) * HEAD_SIZE / 2;
-    uint2 pairs = __ldg(reinterpret_cast<const uint2*>(row + first));
+    uint2 pairs = __ldcg(reinterpret_cast<const uint2*>(row + first));
     if (KEY_OFFSET != 0 && offset != nullptr)
       pairs = without_offset<kIsBf16>(pairs, offset + first);
     result.x[m][0] = pairs.x;

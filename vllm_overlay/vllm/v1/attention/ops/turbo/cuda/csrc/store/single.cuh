@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   const int token = params.by_kv_heads.divide(pair, head);
   SingleInput input = {};
   Position position;
-  if (!is_query) slot = static_cast<int>(__ldg(params.slot_mapping + token));
+  if (!is_query) slot = static_cast<int>(params.slot_mapping[token]);
   if (is_key && (KEY_OFFSET != 0 || RECENT_WINDOW != 0))
     position = Position(params, token);
   if (!is_query || is_row) {

@@ -94,7 +94,7 @@ constexpr int kFewestParts = HEAD_SIZE <= 256 ? 1 : 2;
 // parts: lanes that share a scale group; 1 for many tokens.
 template <int kParts>
 void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
-                  DLDevice device) {
+                  DLDevice device, bool enable_pdl) {
   // A vector's warps are of one block.
   if (turbo::kIsSingle<kParts>)
     threads = std::max<int64_t>(threads, 32 * turbo::kSingleWarps);
@@ -105,7 +105,7 @@ void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
   if (blocks == 0) return;
   const auto kernel = is_bf16 ? turbo::store_kernel<true, kParts>
                               : turbo::store_kernel<false, kParts>;
-  turbo::launch(kernel, blocks, threads, 0, device, p, /*overlaps=*/false);
+  turbo::launch(kernel, blocks, threads, 0, device, p, enable_pdl);
 }
 
 // See turbo::StoreParams and store.py for shapes and types.
@@ -121,7 +121,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
            int64_t value_scales, int64_t tags, int64_t places,
            int64_t window_tokens, Optional<TensorView> block_table,
-           int64_t parts, int64_t threads) {
+           int64_t parts, int64_t threads, bool enable_pdl) {
   turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
   turbo::check_axes("slot_mapping", slot_mapping, 1);
@@ -177,7 +177,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   const auto launch = parts == 1   ? launch_store<kFewestParts>
                       : parts == 2 ? launch_store<2>
                                    : launch_store<4>;
-  launch(turbo::KernelParams(p), is_bf16, threads, device);
+  launch(turbo::KernelParams(p), is_bf16, threads, device, enable_pdl);
 }
 
 }  // namespace

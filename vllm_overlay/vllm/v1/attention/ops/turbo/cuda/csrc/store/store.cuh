@@ -169,6 +169,9 @@ template <bool kIsBf16, int kParts>
 __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
+  // The next kernel begins when all before this one is there to be read: it
+  // waits for no more than this.
+  wait_for_previous_kernel();
   start_next_kernel();
   if constexpr (RECENT_WINDOW != 0) {
     if (int(blockIdx.x) < params.window_blocks) {

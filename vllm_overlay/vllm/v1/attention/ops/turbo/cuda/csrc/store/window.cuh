@@ -106,11 +106,11 @@ __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
   bool found = false;
 #pragma unroll kSlotsInFlight
   for (int i = threadIdx.x; i < p.num_tokens; i += int(blockDim.x)) {
-    const int slot = static_cast<int>(__ldg(p.slot_mapping + i));
+    const int slot = static_cast<int>(p.slot_mapping[i]);
     if (slot < 0 || (i >= first_token && i < s.end)) continue;
     int place;
     const int block = p.by_block.divide(slot, place);
-    for (int j = first; j <= last; ++j) found |= __ldg(s.table + j) == block;
+    for (int j = first; j <= last; ++j) found |= s.table[j] == block;
   }
   return __syncthreads_or(found);
 }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void update_window(const KernelParams& p,
     return;
   }
   // All layers have the same lengths. Who reads those of the layer before had
-  // ended when this kernel began.
+  // ended when this kernel's wait did.
   const int count = has_page ? count_rows(p, s) : 0;
   if (threadIdx.x == 0) p.window.packed_lens[seq] = s.seq_len - count;
 }
