@@ -12,18 +12,21 @@ arms in turn. One JSON object a line, for each arm and part:
 * ``store``: the step's K and V into the cache. turbo rotates q there, too; the
   quantisation of the fp8 arm's q is not counted.
 * ``step``: both, one after the other.
+* ``layers``: ``LAYERS`` times a kernel that makes the query, as a model has one before,
+  and a step. From the second on the cache that is read is warm.
 * ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
   the cache, where it has room for them; its bytes are those read and written.
 
 The turbo arms run the kernels that would be served, CUDA's where they can be had; the
 ``_triton`` arms always run Triton's, ``_offset`` arms take an offset off K, as for
-models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone, and
-``_window`` arms have a recent window, which is full; their gate attends without. bf16
-and fp8 are FlashAttention 3, with heads of more than 256 FlashAttention 4; their
-``_triton`` arms are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's
-FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
-``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
-with its error.
+models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone and
+``_sliding128`` arms the last 128, and ``_window`` arms have a recent window, which is
+full; their gate attends without. In ``_serial`` arms no kernel of turbo's begins before
+the one before it has ended, as without programmatic dependent launch. bf16 and fp8 are
+FlashAttention 3, with heads of more than 256 FlashAttention 4; their ``_triton`` arms
+are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend takes
+on Hopper if it can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes
+otherwise. An arm that cannot run here ends as a row with its error.
 """
 
 import argparse
@@ -52,7 +55,10 @@ from turbo_decode_peers import (
 from turbo_decode_timing import capture, measure, measure_device, spread
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
-SLIDING_WINDOW = 1024
+# By the end of an arm's name.
+SLIDING_WINDOWS = {"_sliding": 1024, "_sliding128": 128}
+# Of the part of that name.
+LAYERS = 8
 # A name begins with that of its cache: arms with the same share one.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
@@ -82,10 +88,27 @@ ARMS: dict[str, Callable[..., Arm]] = {
         for dtype in TURBO_DTYPES
     },
     **{
-        f"{dtype}_sliding": partial(
-            TurboArm, cache_dtype=dtype, sliding_window=SLIDING_WINDOW
+        f"{dtype}{sliding}{serial}": partial(
+            TurboArm,
+            cache_dtype=dtype,
+            kernels="cuda" if serial else "auto",
+            sliding_window=SLIDING_WINDOWS.get(sliding),
+            enable_pdl=not serial,
         )
         for dtype in TURBO_DTYPES
+        for sliding in ("", *SLIDING_WINDOWS)
+        for serial in ("", "_serial")
+        if sliding or serial
+    },
+    **{
+        f"{dtype}{sliding}": partial(
+            FlashAttentionArm,
+            fp8=dtype == "fp8",
+            planned=True,
+            sliding_window=window,
+        )
+        for dtype in ("bf16", "fp8")
+        for sliding, window in SLIDING_WINDOWS.items()
     },
 }  # fmt: skip
 DEFAULT_SHAPES = (
@@ -240,6 +263,13 @@ def run_step(arm: Arm) -> None:
     arm.attention()
 
 
+def run_layers(arm: Arm) -> None:
+    """What layers do, each with a kernel before that the store follows."""
+    for _ in range(LAYERS):
+        arm.batch.query.mul_(1.0)
+        run_step(arm)
+
+
 def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
     """Keys, values and slots of a prompt's chunk, if the cache has so many slots."""
     if not 0 < num_tokens <= batch.num_blocks * batch.block_size:
@@ -282,6 +312,7 @@ def time_shape(
                 "store": arm.store,
                 "attention": arm.attention,
                 "step": partial(run_step, arm),
+                "layers": partial(run_layers, arm),
             }
             if chunk is not None:
                 own["prefill_store"] = partial(arm.write, *chunk)

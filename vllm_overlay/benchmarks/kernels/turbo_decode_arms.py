@@ -119,12 +119,14 @@ class Arm(ABC):
         token_bytes: Bytes of a token and KV head.
         relative_error: Bound of the gate against unquantised K and V; None: the
             arm has to attend exactly to what its cache holds.
+        sliding_window: Tokens that a query token sees, at most; None for all.
 
     """
 
     cache: torch.Tensor
     token_bytes: int
     relative_error: float | None = None
+    sliding_window: int | None = None
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -157,7 +159,9 @@ class Arm(ABC):
         """Attention from (1, Hq, D) queries to what is held: fp32, on the host."""
         from vllm.v1.attention.ops.turbo.reference import attention
 
-        return attention(query.float(), key, value, self.scale)[0]
+        return attention(
+            query.float(), key, value, self.scale, sliding_window=self.sliding_window
+        )[0]
 
 
 class TurboArm(Arm):
@@ -174,6 +178,7 @@ class TurboArm(Arm):
             what is left of the keys.
         has_window: Whether there is a recent window.
         sliding_window: Tokens that a query token sees, at most; None for all.
+        enable_pdl: Whether CUDA's kernels may begin before the one before has ended.
 
     """
 
@@ -187,6 +192,7 @@ class TurboArm(Arm):
         has_key_offset: bool = False,
         has_window: bool = False,
         sliding_window: int | None = None,
+        enable_pdl: bool = True,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -241,6 +247,9 @@ class TurboArm(Arm):
         self.attend = self.kernels.decode_attention
         self.query_len = 1
         self.options: dict[str, Any] = {}
+        self.store_options: dict[str, Any] = {}
+        if not enable_pdl:
+            self.options["enable_pdl"] = self.store_options["enable_pdl"] = False
         if variant:
             from vllm.v1.attention.ops.turbo.triton.decode import DecodeTuning
 
@@ -334,6 +343,7 @@ class TurboArm(Arm):
             self.scale,
             self.step_offset,
             self.window_update,
+            **self.store_options,
         )
 
     def attention(self) -> None:

@@ -69,8 +69,12 @@ class FlashAttentionArm(PagesArm):
         fp8: bool,
         planned: bool,
         cache: torch.Tensor | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         super().__init__(batch, fp8, cache)
+        self.sliding_window = sliding_window
+        # To the left of a query token, and to its right; -1: all.
+        self.window_size = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         descale = self.one.expand(len(batch.seq_lens), batch.shape.num_kv_heads)
         self.fa_version = 3 if batch.shape.head_size <= 256 else 4
         self.options: dict[str, Any] = {
@@ -106,6 +110,7 @@ class FlashAttentionArm(PagesArm):
             cu_seqlens_q=self.options["cu_seqlens_q"],
             page_size=batch.block_size,
             causal=True,
+            window_size=self.window_size,
             num_splits=num_splits,
         )
         return {"scheduler_metadata": metadata, "num_splits": num_splits}
@@ -125,6 +130,7 @@ class FlashAttentionArm(PagesArm):
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=self.scale,
             causal=True,
+            window_size=list(self.window_size),
             block_table=batch.block_table,
             fa_version=self.fa_version,
             **self.options,
