@@ -90,7 +90,7 @@ def make_vllm_config(
     **changes: object,
 ) -> VllmConfig:
     """The configuration of a one-layer Llama, described in ``folder``, or of what
-    the changes make of it.
+    the changes make of it; without a recent window.
     """
     description = {
         "architectures": ["LlamaForCausalLM"],
@@ -110,7 +110,7 @@ def make_vllm_config(
             model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048
         ),
         cache_config=CacheConfig(cache_dtype=cache_dtype, block_size=32),
-        attention_config=AttentionConfig(turbo_prefill=turbo_prefill),
+        attention_config=AttentionConfig(turbo_prefill=turbo_prefill, turbo_window=0),
         scheduler_config=SchedulerConfig.default_factory(
             max_model_len=2048,
             max_num_seqs=max_num_seqs,
