@@ -6,6 +6,7 @@ reference, and what attention makes of them.
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,11 @@ from vllm.v1.attention.ops.turbo.reference.window import (
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 from .test_cuda_multi import ATTENTION, LAYOUT, ROUNDING
+from .test_cuda_offset import some_layouts
 from .utils import (
     BF16,
     DEVICE,
+    INVALID_BLOCK,
     attention_of_rounded,
     gaussian,
     load_context,
@@ -80,9 +83,10 @@ class Scene:
         with_offset: bool = False,
         num_tokens: int = 64,
         group: int = GROUP,
+        sliding_window: int | None = None,
     ) -> None:
         self.layout, self.num_kv_heads, self.dtype = layout, num_kv_heads, dtype
-        self.format = WindowFormat(layout, BLOCK_SIZE)
+        self.format = WindowFormat(layout, BLOCK_SIZE, sliding_window)
         self.num_tokens, self.group = num_tokens, group
         num_seqs, width = len(CONTEXTS), max(CONTEXTS) // BLOCK_SIZE + 6
         blocks = torch.randperm(num_seqs * (width + 1), device=DEVICE).int() + 1
@@ -158,8 +162,9 @@ class Scene:
         kernel: str,
         num_splits: int,
         dtype: torch.dtype = torch.float32,
-        logits_soft_cap: float | None = None,
+        **options: Any,
     ) -> torch.Tensor:
+        """The options are an ``AttentionFn``'s."""
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
         query = self.query[:total]
@@ -183,7 +188,7 @@ class Scene:
             self.layout,
             DecodeBatch(
                 len(self.lens),
-                self.table,
+                self.visible_blocks(),
                 ints(self.lens),
                 query_len,
                 ints(self.starts),
@@ -193,13 +198,21 @@ class Scene:
             newest,
             offset,
             window,
-            logits_soft_cap=logits_soft_cap,
+            **options,
         )
         return output
 
-    def expected(
-        self, kernel: str, logits_soft_cap: float | None = None
-    ) -> list[torch.Tensor]:
+    def visible_blocks(self) -> torch.Tensor:
+        """The table, with blocks that there are not before a sliding window."""
+        table, sliding_window = self.table.clone(), self.format.sliding_window
+        if sliding_window is not None:
+            own = [b - a for a, b in zip(self.starts, self.starts[1:])]
+            for row, (length, count) in enumerate(zip(self.lens, own)):
+                first = max(length - count + 1 - sliding_window, 0)
+                table[row, : first // BLOCK_SIZE] = INVALID_BLOCK
+        return table
+
+    def expected(self, kernel: str, **options: Any) -> list[torch.Tensor]:
         """(Q, Hq, D) fp32 of each sequence, from q as the kernel rounds it for what is
         packed, less its offset, and as it is for all else.
         """
@@ -232,7 +245,7 @@ class Scene:
                     length - num_packed,
                     self.layout.head_size**-0.5,
                     torch.cat([taken_off, torch.zeros_like(newest)]),
-                    logits_soft_cap=logits_soft_cap,
+                    **options,
                 )
             )
         return outputs
@@ -384,12 +397,59 @@ def test_soft_cap(layout, kernel, num_splits):
     scene.query *= 4
     output = scene.attend(kernel, num_splits, logits_soft_cap=2.0)
     without = scene.expected(kernel)
-    for row, expected in enumerate(scene.expected(kernel, 2.0)):
+    for row, expected in enumerate(scene.expected(kernel, logits_soft_cap=2.0)):
         part = slice(*scene.starts[row : row + 2])
         error = (output[part] - expected).norm()
         assert error <= 2**-10 * expected.norm(), row
         if scene.lens[row] > part.stop - part.start:
             assert (without[row] - expected).norm() > 2**-4 * expected.norm(), row
+
+
+# Windows that some queries see nothing of but the recent one, and longer ones.
+@pytest.mark.parametrize("sliding_window", [16, 20, 100])
+@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@pytest.mark.parametrize("num_splits", [1, 8])
+@with_offset
+@some_layouts
+def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset):
+    """Errors are those of ``test_attention``."""
+    scene = Scene(layout, with_offset=with_offset, sliding_window=sliding_window)
+    heads = GROUP * scene.num_kv_heads
+    options = {
+        "sliding_window": sliding_window,
+        "sinks": torch.linspace(-10, 5, heads, device=DEVICE),
+    }
+    tolerance = 2**-8 if with_offset else 2**-10
+    longest = 3 if kernel == "cuda" else 33
+    for query_lens in (
+        [1] * len(CONTEXTS),
+        [2, 1, longest, 1, 2, 1, longest, 1, 1],
+    ):
+        scene.step(query_lens)
+        counts = scene.check()
+        rows = scene.format.num_rows
+        assert rows <= sliding_window
+        assert counts[8] == rows - query_lens[8]
+        output = scene.attend(kernel, num_splits, **options)
+        for row, expected in enumerate(scene.expected(kernel, **options)):
+            part = slice(*scene.starts[row : row + 2])
+            error = output[part] - expected
+            assert error.norm() <= tolerance * expected.norm(), row
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@some_layouts
+def test_soft_cap_of_a_sliding_window(layout, kernel):
+    scene = Scene(layout, sliding_window=70)
+    scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
+    scene.check()
+    scene.query *= 4
+    options = {"sliding_window": 70, "logits_soft_cap": 2.0}
+    output = scene.attend(kernel, 8, **options)
+    for row, expected in enumerate(scene.expected(kernel, **options)):
+        part = slice(*scene.starts[row : row + 2])
+        error = (output[part] - expected).norm()
+        assert error <= 2**-10 * expected.norm(), row
 
 
 def test_a_window_is_only_with_the_newest_tokens():

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def attend_by_torch(
     newest,
     offset,
     window,
-    logits_soft_cap,
+    **options,
 ) -> None:
     """An ``AttentionFn`` that takes queries that are not rotated."""
     starts = torch.arange(batch.num_seqs + 1) * batch.query_len
@@ -103,7 +104,7 @@ def attend_by_torch(
             output[tokens],
             None if offset is None else offset.table,
             None if window is None else window.from_sequence(row),
-            logits_soft_cap=logits_soft_cap,
+            **options,
         )
 
 
@@ -124,8 +125,8 @@ def store_by_triton(
         )
 
 
-def attend_by_triton(*args, logits_soft_cap) -> None:
-    triton_kernels().decode_attention(*args, logits_soft_cap=logits_soft_cap)
+def attend_by_triton(*args, **options) -> None:
+    triton_kernels().decode_attention(*args, **options)
 
 
 # By name: what stores, what attends.
@@ -159,11 +160,12 @@ class Scene:
         max_blocks: int = 6,
         dtype: torch.dtype = BF16,
         table: torch.Tensor | None = None,
+        sliding_window: int | None = None,
         **cache_options,
     ) -> None:
         """``num_tokens``: that the window takes; ``table``: the offset of K."""
         self.layout, self.block_size, self.dtype = layout, block_size, dtype
-        self.format = WindowFormat(layout, block_size)
+        self.format = WindowFormat(layout, block_size, sliding_window)
         self.num_tokens, self.table = num_tokens, table
         # The first is the null block.
         num_blocks = 1 + num_seqs * (max_blocks + 1)
@@ -589,9 +591,11 @@ def attend(
     path: str,
     num_splits: int = 2,
     dtype: torch.dtype | None = None,
-    logits_soft_cap: float | None = None,
+    **options,
 ) -> torch.Tensor:
-    """The output of the queries of the last step; scratch and output are NaN before."""
+    """The output of the queries of the last step; scratch and output are NaN before.
+    The options are an ``AttentionFn``'s.
+    """
     layout, num_seqs, query_len = scene.layout, len(query_lens), max(query_lens)
     shape = (num_seqs * num_splits * query_len, NUM_HEADS, layout.head_size)
     partial = torch.full(shape, math.nan, device=DEVICE)
@@ -616,7 +620,7 @@ def attend(
         newest,
         offset,
         scene.last_window,
-        logits_soft_cap=logits_soft_cap,
+        **options,
     )
     return output
 
@@ -641,12 +645,33 @@ def seen_tokens(
     return keys, torch.cat([values, newest.value[tokens].float()])
 
 
+def visible_blocks(
+    scene: Scene, query_lens: list[int], options: dict[str, Any]
+) -> torch.Tensor:
+    """The block table, with blocks that there are not before a sliding window."""
+    table = scene.block_table.clone()
+    window = options.get("sliding_window") or math.inf
+    for row, (count, length) in enumerate(zip(query_lens, scene.lengths)):
+        hidden = max(length - count + 1 - window, 0) // scene.block_size
+        table[row, : int(hidden)] = INVALID_BLOCK
+    return table
+
+
 def check_attention(
-    scene: Scene, query_lens: list[int], path: str, num_splits: int = 2
+    scene: Scene, query_lens: list[int], path: str, num_splits: int = 2, **options
 ) -> None:
-    """Compare the attention of the last step's queries by the 2x rule."""
+    """Compare the attention of the last step's queries by the 2x rule.
+
+    The options are both ``reference.attention``'s and an ``AttentionFn``'s.
+    """
     newest = newest_tokens(scene, query_lens)
-    output = attend(scene, query_lens, newest, path, num_splits)
+    if scene.table is not None:
+        # Scores of some hundreds leave the softmax one token.
+        newest.query.mul_(0.1)
+    seen = scene.block_table
+    scene.block_table = visible_blocks(scene, query_lens, options)
+    output = attend(scene, query_lens, newest, path, num_splits, **options)
+    scene.block_table = seen
     first = 0
     for row, count in enumerate(query_lens):
         tokens = slice(first, first + count)
@@ -656,7 +681,7 @@ def check_attention(
         elif count > 0:
             keys, values = seen_tokens(scene, row, newest, tokens)
             where = output[tokens], newest.query[tokens], keys, values
-            assert_by_2x_rule(*where, newest.scale, scene.dtype)
+            assert_by_2x_rule(*where, newest.scale, scene.dtype, **options)
 
 
 ATTENDED = [("turbo4", 64), ("turbo3", 64), ("turbo4", 80), ("turbo3", 128)]
@@ -761,6 +786,47 @@ def test_soft_cap(path):
         assert_by_2x_rule(*where, logits_soft_cap=2.0)
         with pytest.raises(AssertionError, match="allowed"):
             assert_by_2x_rule(*where)
+
+
+# Sliding windows of more tokens than there are rows, and of fewer: these leave some
+# queries nothing that is packed.
+SLIDING = [(40, [1] * 4), (9, [3, 1, 2, 3]), (7, [1] * 4), (5, [3] * 4)]
+
+
+@all_paths
+@packings
+@pytest.mark.parametrize("sliding_window, query_lens", SLIDING)
+def test_sliding_window(name, sliding_window, query_lens, path):
+    """The window has its place in it, and takes none from what is packed before."""
+    scene = Scene(
+        small(name), 4, block_size=32, dtype=FP16, sliding_window=sliding_window
+    )
+    contexts = [60, sliding_window, 6, 33]
+    scene.step(contexts)
+    rows = scene.format.num_rows
+    assert rows <= sliding_window
+    counts = [min(rows - own, context) for own, context in zip(query_lens, contexts)]
+    assert scene.step(query_lens) == counts
+    check_attention(scene, query_lens, path, sliding_window=sliding_window)
+
+
+@all_paths
+@pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 3])
+@pytest.mark.parametrize("what", ["sinks", "offset", "soft cap"])
+def test_what_goes_with_a_sliding_window(query_lens, what, path):
+    """Of a window that crosses a segment of the offset's, and is in one."""
+    window, options = 24, {}
+    table = make_offset(3, 64) if what == "offset" else None
+    if what == "sinks":
+        options["sinks"] = torch.tensor([-20.0, 0.0, 2.0, 20.0], device=DEVICE)
+    if what == "soft cap":
+        options["logits_soft_cap"] = 2.0
+    blocks = SEGMENT // 32 + 2
+    scene = Scene(small(), 3, 10, 32, blocks, FP16, table=table, sliding_window=window)
+    scene.step([SEGMENT + 4, SEGMENT - 3, 30])
+    rows = scene.format.num_rows
+    assert scene.step(query_lens) == [min(10, rows - query_lens[0])] * 3
+    check_attention(scene, query_lens, path, sliding_window=window, **options)
 
 
 @requires_triton

@@ -254,10 +254,11 @@ class AttentionFn(Protocol):
             offset: What was taken off the cached keys, and is missing in their scores;
                 None if nothing was.
             window: Where the newest cached tokens are read instead; only together with
-                ``newest``. None if nowhere.
-            sliding_window: Tokens that a query token sees, at most, itself the last;
-                not together with ``window``. None: all before it. Pages that no query
-                token sees are not read for what they hold.
+                ``newest``. Each query token sees all of them, whatever the sliding
+                window. None if nowhere.
+            sliding_window: Tokens that a query token sees, at most, itself the last.
+                None: all before it. Pages that no query token sees are not read for
+                what they hold.
             sinks: (Hq,), of each query head a logit beside its scores that weighs
                 nothing but in the sum of weights; None for none.
             logits_soft_cap: Scores s become cap * tanh(s / cap), in base e and before

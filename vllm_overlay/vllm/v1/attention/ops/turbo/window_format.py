@@ -43,11 +43,15 @@ class WindowFormat:
     Attributes:
         layout: Of the packed pages.
         block_size: N, tokens of a packed page.
+        sliding_window: Tokens that a query token sees, at most, itself the last; None:
+            all before it. There are no more rows: the query tokens and the rows that
+            count for them are R at most, so that each of them sees all of these.
 
     """
 
     layout: TurboFormat
     block_size: int
+    sliding_window: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -79,6 +83,8 @@ class WindowFormat:
     def num_rows(self) -> int:
         """R."""
         rows = min(self.page_bytes // sum(self.row_widths), MAX_ROWS)
+        if self.sliding_window is not None:
+            rows = min(rows, self.sliding_window)
         while self._starts(rows)[-1] > self.page_bytes:
             rows -= 1
         return rows

@@ -220,7 +220,6 @@ def attend(
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
     assert window is None or newest is not None, "a window without the newest tokens"
-    assert window is None or sliding_window is None, "both kinds of window"
     assert sliding_window is None or sliding_window > 0, sliding_window
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_queries = num_heads // num_kv_heads * batch.query_len

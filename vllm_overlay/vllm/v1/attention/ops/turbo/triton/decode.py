@@ -134,7 +134,8 @@ def decode_attention(
             them; None to read them from the cache.
         offset: What was taken off the cached keys; None if nothing was.
         window: Where the newest cached tokens are read instead, with ``newest``: the
-            merge has them. None if nowhere.
+            merge has them. Each query token sees all of them, whatever the sliding
+            window. None if nowhere.
         sliding_window: Tokens that a query token sees, at most; None: all before it.
         sinks: (Hq,), of each query head a logit without a value; None for none.
         logits_soft_cap: What bounds scores by a tanh, not with ``offset``; None for
@@ -147,7 +148,7 @@ def decode_attention(
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
     assert output.stride(2) == 1
-    assert window is None or (newest is not None and sliding_window is None)
+    assert window is None or newest is not None, "a window without the newest tokens"
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     batch.check(num_tokens)
     if batch.num_seqs == 0:
@@ -161,7 +162,11 @@ def decode_attention(
     block_h = max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_queries_per_kv))
     query_blocks = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
     start_loc = batch.query_start_loc
-    seq_lens = batch.seq_lens if window is None else window.packed_lens
+    seq_lens, whole_lens = batch.seq_lens, None
+    if window is not None:
+        seq_lens = window.packed_lens
+        if sliding_window is not None:
+            whole_lens = batch.seq_lens
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
@@ -180,6 +185,7 @@ def decode_attention(
         kv_cache,
         batch.block_table,
         seq_lens,
+        whole_lens,
         batch.seq_lens if start_loc is None else start_loc,
         partials.output,
         partials.lse,

@@ -141,6 +141,7 @@ def _add_values(
         "raw_query_ptr",
         "block_table_ptr",
         "seq_lens_ptr",
+        "whole_lens_ptr",
         "query_start_loc_ptr",
     ],
 )
@@ -150,6 +151,7 @@ def decode_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [B, max_blocks]
     seq_lens_ptr,  # [B]
+    whole_lens_ptr,  # [B], with the tokens that are read elsewhere, or None
     query_start_loc_ptr,  # [B + 1]
     partial_ptr,  # [B, S, Q, Hq, D] fp32
     partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
@@ -217,6 +219,8 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_ptr + batch)
     # Tokens up to a sequence's first query token, and itself.
     first_end = seq_len - query_len + 1
+    if whole_lens_ptr is not None:
+        first_end = tl.load(whole_lens_ptr + batch) - query_len + 1
     if WITH_NEWEST:
         seq_len -= query_len
     lowest = 0

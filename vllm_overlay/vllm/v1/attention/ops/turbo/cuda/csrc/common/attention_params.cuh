@@ -19,7 +19,8 @@ struct AttentionParams {
   const uint8_t* kv_cache;     // [num_blocks, H, N, C]
   const int* block_table;      // [B, max_blocks]
   const int* seq_lens;         // [B]
-  const int* known_lens;       // [B], known early: as long, or longer
+  const int* known_lens;       // [B], known early: as long, or longer by the
+                               // tokens of a recent window
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   float* partial;              // [B, S, Q, Hq, D]
   float* partial_lse;          // [B, S, Q, Hq], base 2
@@ -80,13 +81,10 @@ struct AttentionParams {
   __device__ __forceinline__ int num_tokens(int seq) const {
     return num_tokens(seq, seq_lens);
   }
-  // The first token that a sequence's query token sees; negative for all.
-  __device__ __forceinline__ int first_seen(int seq, int token,
-                                            const int* lens) const {
-    return lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
-  }
+  // The first token that a sequence's query token sees; negative for all. The
+  // tokens of a recent window are before it, too.
   __device__ __forceinline__ int first_seen(int seq, int token) const {
-    return first_seen(seq, token, seq_lens);
+    return known_lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
   }
 };
 
@@ -99,7 +97,7 @@ struct SeenTokens {
       : first(0), last(0) {
     if (seq >= p.num_seqs) return;
     last = max(p.num_tokens(seq, lens), 0);
-    first = min(max(p.first_seen(seq, 0, lens), 0), last);
+    first = min(max(p.first_seen(seq, 0), 0), last);
   }
   __device__ __forceinline__ SeenTokens(const AttentionParams& p, int seq)
       : SeenTokens(p, seq, p.seq_lens) {}
