@@ -13,6 +13,8 @@ sys.path.insert(0, str(SCRIPTS))
 
 from quality_cases import HELD_OUT, MODEL  # noqa: E402
 
+# Of which each layer may have a sliding window.
+LLAMA = MODEL.with_name("needle-llama")
 BLOCK = 64
 # Rows of a block of turbo4 with vectors of 128, but for the one that is written.
 NUM_TOKENS = 23
@@ -21,6 +23,8 @@ LENGTHS = (2 * BLOCK, 3 * BLOCK + 1, 2 * BLOCK + 20, 3 * BLOCK + 40)
 # Of prompts that hit all but the last token: nothing else is written to their windows.
 ALIKE = (3 * BLOCK + 1,) * 4
 MAX_TOKENS = 24
+# Of all layers but the last; requests outgrow it, and lose blocks.
+SLIDING_WINDOW = BLOCK // 2 + 4
 # So few that some requests are preempted, with a block more for each.
 NUM_SCARCE_BLOCKS = 18
 # Those that hits leave, and few more: windows get blocks that others had.
@@ -45,7 +49,8 @@ def engine(window: int | str, dtype: str = "turbo4", **args: Any) -> Engine:
     if dtype != "auto":
         settings["attention_config"] = {"turbo_window": window}
     made = args.pop("calls", None) or calls()
-    return Engine(settings | args, made, model=str(MODEL))
+    model = args.pop("model", MODEL)
+    return Engine(settings | args, made, model=str(model))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,22 @@ def result(jobs: Jobs) -> dict[str, Any]:
         "scarce": engine("auto", num_gpu_blocks_override=NUM_SCARCE_BLOCKS),
     }
     return jobs.start("recent-window", "v2", engines).result()
+
+
+@pytest.fixture(scope="module")
+def sliding(jobs: Jobs) -> dict[str, Any]:
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    args: dict[str, Any] = {
+        "model": LLAMA,
+        "calls": {"batched": Call(prompts()[1:3], MAX_TOKENS)},
+        "hf_overrides": {"sliding_window": SLIDING_WINDOW, "layer_types": kinds},
+    }
+    engines = {
+        "exact": engine(0, "auto", **args),
+        "none": engine(0, **args),
+        "window": engine("auto", **args),
+    }
+    return jobs.start("recent-window-sliding", "v2", engines).result()
 
 
 @pytest.fixture
@@ -111,6 +132,13 @@ def test_hits(result: dict[str, Any]):
 def test_beside_layers_that_are_not_packed(result: dict[str, Any]):
     """Whose pages have other sizes."""
     assert divergence(result, "skipped") < divergence(result, "none") / 2
+
+
+def test_layers_with_a_sliding_window(sliding: dict[str, Any]):
+    """Have one, too, in groups with those of other layers."""
+    assert divergence(sliding, "window") < divergence(sliding, "none") / 2
+    counts = {name: sliding[name]["num_kv_cache_groups"] for name in sliding}
+    assert counts == {"exact": 5, "none": 5, "window": 10}
 
 
 def test_preemption(result: dict[str, Any]):

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The layer that has a recent window: when there is one, its blocks and its cost."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from vllm.v1.attention.backends.turbo_window import (
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.core.kv_cache_planning import get_kv_cache_configs, get_kv_cache_groups
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
-from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from .backend_utils import make_vllm_config, with_drafts
@@ -54,16 +59,29 @@ def make_config(
     ).create_engine_config()
 
 
-def add_layers(config: VllmConfig, num_layers: int = 1) -> dict[str, Any]:
-    """Registers layers as models do, and returns all that are registered."""
+def add_layers(
+    config: VllmConfig,
+    num_layers: int = 1,
+    sliding_windows: tuple[int | None, ...] = (),
+) -> dict[str, Any]:
+    """Registers layers as models do, and returns all that are registered.
+
+    Args:
+        config: The engine's.
+        num_layers: How many.
+        sliding_windows: Theirs, in turns.
+
+    """
+    windows = itertools.cycle(sliding_windows or (None,))
     with set_current_vllm_config(config), set_default_torch_dtype(BF16):
-        for i in range(num_layers):
+        for i, sliding_window in zip(range(num_layers), windows):
             Attention(
                 4,
                 128,
                 128**-0.5,
                 2,
                 cache_config=config.cache_config,
+                per_layer_sliding_window=sliding_window,
                 prefix=f"layers.{i}.attn",
             )
     return config.compilation_config.static_forward_context
@@ -137,6 +155,72 @@ def test_a_block_without_room(folder: Path):
     layers = add_layers(config)
     assert list(get_kv_cache_spec(config)) == [MAIN]
     assert layers[MAIN].impl.window.of_step() is None
+
+
+@pytest.mark.parametrize(
+    "sliding_window, wanted, num_drafts, tokens",
+    [
+        (128, "auto", 0, 23),
+        (128, 7, 0, 7),
+        (24, "auto", 0, 23),
+        (20, "auto", 0, 19),
+        # Full layers have so many; of these all queries see fewer.
+        (20, 23, 0, 19),
+        (20, 7, 0, 7),
+        (20, "auto", 3, 16),
+    ],
+)
+def test_sliding_window(
+    folder: Path,
+    sliding_window: int,
+    wanted: int | str,
+    num_drafts: int,
+    tokens: int,
+):
+    """A step's tokens and the window's are all in sight of each of the step's."""
+    config = make_config(folder, wanted, block_size=64)
+    if num_drafts:
+        config = with_drafts(config, num_drafts)
+    layers = add_layers(config, 1, (sliding_window,))
+    specs, window = get_kv_cache_spec(config), layers[WINDOW]
+    assert type(specs[MAIN]) is SlidingWindowSpec
+    assert type(specs[WINDOW]) is CircularBufferSpec
+    assert window.num_tokens == tokens
+    assert window.num_tokens + window.query_len <= sliding_window
+    assert num_drafts < window.query_len
+    window.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
+    assert window.format.num_rows == min(24, sliding_window)
+
+
+def test_sliding_windows_of_few_tokens(folder: Path):
+    for i, args in enumerate([("auto", 16, 0), (7, 16, 0), ("auto", 17, 16)]):
+        (folder / str(i)).mkdir()
+        wanted, sliding_window, num_drafts = args
+        config = make_config(folder / str(i), wanted, block_size=128)
+        if num_drafts:
+            config = with_drafts(config, num_drafts)
+        layers = add_layers(config, 1, (sliding_window,))
+        assert list(get_kv_cache_spec(config)) == [MAIN]
+        window = layers[MAIN].impl.window
+        assert window is None or window.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "sliding_windows, counts",
+    [((128,) * 5 + (None,), [5, 1, 6]), ((128, None), [1, 1, 2])],
+    ids=["5:1", "1:1"],
+)
+def test_groups(
+    folder: Path, sliding_windows: tuple[int | None, ...], counts: list[int]
+):
+    """Windows of both kinds of layers share groups: they are alike."""
+    config = make_config(folder, block_size=64)
+    config.cache_config.kv_cache_layout = "LBHNC"
+    add_layers(config, 12, sliding_windows)
+    groups = get_kv_cache_groups(config, get_kv_cache_spec(config))
+    kinds = [type(group.kv_cache_spec) for group in groups]
+    found = (SlidingWindowSpec, FullAttentionSpec, CircularBufferSpec)
+    assert [kinds.count(kind) for kind in found] == counts
 
 
 # By reason, what an engine is started with, and what else is changed.

@@ -264,7 +264,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         runner = self.runner
         if runner.window_wanted:
             self.window = TurboWindow(
-                layer_name, runner.layout, runner.window_wanted, runner.max_query_len
+                layer_name,
+                runner.layout,
+                runner.window_wanted,
+                runner.max_query_len,
+                runner.sliding_window,
             )
         return self.window
 

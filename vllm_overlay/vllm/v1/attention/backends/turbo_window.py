@@ -39,6 +39,8 @@ logger = init_logger(__name__)
 
 # Tokens of a block, if nobody asks for a size: smaller ones have room for few rows.
 PREFERRED_BLOCK_SIZE = 64
+# Tokens of a sliding window up to which a recent one is not worth its block.
+FEW_TOKENS = 16
 
 
 @dataclass
@@ -121,8 +123,8 @@ def window_choice(vllm_config: VllmConfig, sliding_window: int | None = None) ->
 
     Args:
         vllm_config: The engine's configuration.
-        sliding_window: Tokens that the layer's query tokens see, at most; None for no
-            limit.
+        sliding_window: Tokens that a query token of the layer sees, at most, itself the
+            last; None: all before it.
 
     Raises:
         ValueError: If so many are asked for, and the engine can have no window.
@@ -131,9 +133,11 @@ def window_choice(vllm_config: VllmConfig, sliding_window: int | None = None) ->
     choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
     if choice == 0:
         return 0
-    if sliding_window is not None:
+    if sliding_window is not None and sliding_window <= FEW_TOKENS:
         logger.info_once(
-            "Turbo KV cache: layers with a sliding window have no recent window."
+            "Turbo KV cache: no recent window of layers whose sliding window has %d "
+            "tokens: too few.",
+            sliding_window,
         )
         return 0
     features = refusals.WINDOW_FEATURES.items()
@@ -157,7 +161,12 @@ class TurboWindow(AttentionLayerBase):
     """
 
     def __init__(
-        self, main_layer_name: str, layout: TurboFormat, wanted: int, query_len: int
+        self,
+        main_layer_name: str,
+        layout: TurboFormat,
+        wanted: int,
+        query_len: int,
+        sliding_window: int | None = None,
     ):
         """Make the window of a layer.
 
@@ -167,6 +176,8 @@ class TurboWindow(AttentionLayerBase):
             wanted: Tokens of the window, at most.
             query_len: Query tokens of a decode request, at most: as many rows are
                 being written while others are read.
+            sliding_window: Tokens that a query token sees, at most, itself the last;
+                None: all before it.
 
         """
         self.main_layer_name = main_layer_name
@@ -174,6 +185,7 @@ class TurboWindow(AttentionLayerBase):
         self.layout = layout
         self.wanted = wanted
         self.query_len = query_len
+        self.sliding_window = sliding_window
         self.num_tokens = 0
         self.kv_cache = torch.tensor([])
         self.format: WindowFormat | None = None
@@ -181,8 +193,18 @@ class TurboWindow(AttentionLayerBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TurboWindowBackend
 
+    def _room(self, block_size: int, in_sight: bool = False) -> int:
+        """Tokens that a block has room for beside a step's; or of these those that all
+        of the step's see.
+        """
+        sliding_window = self.sliding_window if in_sight else None
+        rows = WindowFormat(self.layout, block_size, sliding_window).num_rows
+        return max(rows - self.query_len, 0)
+
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         """The spec of the layer's own pages, but one a request; None for no window.
+
+        Under a short sliding window there may be fewer tokens than are asked for.
 
         Raises:
             ValueError: If the block is too small for the tokens that are asked for.
@@ -198,13 +220,15 @@ class TurboWindow(AttentionLayerBase):
             or isinstance(spec, ChunkedLocalAttentionSpec)
         ):
             return None
-        window_format = WindowFormat(self.layout, spec.block_size)
-        room = max(window_format.num_rows - self.query_len, 0)
+        room = self._room(spec.block_size)
         choice = vllm_config.attention_config.turbo_window
         reason = refusals.window_room(room, spec.block_size, self.query_len)
         if choice != "auto" and choice > room:
             raise ValueError(refusals.window_refusal(choice, reason))
-        self.num_tokens = min(self.wanted, room)
+        self.num_tokens = min(self.wanted, self._room(spec.block_size, in_sight=True))
+        if self.num_tokens == 0 and room > 0:
+            assert self.sliding_window is not None
+            reason = refusals.window_sight(self.sliding_window, self.query_len)
         if self.num_tokens == 0:
             logger.info_once("Turbo KV cache: no recent window, because %s.", reason)
             return None
@@ -220,7 +244,7 @@ class TurboWindow(AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         self.kv_cache = kv_cache
-        self.format = WindowFormat(self.layout, kv_cache.shape[2])
+        self.format = WindowFormat(self.layout, kv_cache.shape[2], self.sliding_window)
 
     def of_step(self) -> RecentWindow | None:
         """The windows of the forward pass's requests; None if there are none."""

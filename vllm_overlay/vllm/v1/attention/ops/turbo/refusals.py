@@ -150,6 +150,14 @@ def window_room(num_tokens: int, block_size: int, query_len: int) -> str:
     )
 
 
+def window_sight(sliding_window: int, query_len: int) -> str:
+    """The reason not to have a window of tokens that some query tokens do not see."""
+    return (
+        f"query tokens see {sliding_window} tokens, of which a step may have "
+        f"{query_len}"
+    )
+
+
 def way_out(cache_dtype: str | None) -> str:
     """What follows the reasons for which a backend was not selected."""
     return f"use --kv-cache-dtype fp8 or auto instead of {cache_dtype}"

@@ -170,7 +170,7 @@ def small_windows(
     """
     if runner.window_wanted == 0:
         return [None]
-    window_format = WindowFormat(runner.layout, block_size)
+    window_format = WindowFormat(runner.layout, block_size, runner.sliding_window)
     num_seqs = step.query_start_loc.shape[0] - 1
     slot = (runner.shape.num_kv_heads, block_size, runner.layout.slot_size)
     window = RecentWindow(
