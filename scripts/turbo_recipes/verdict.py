@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    CircularBufferSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
@@ -96,11 +97,16 @@ def find_foreign_layer(
 
 
 def describe_layers(built: Build) -> dict[str, Any]:
-    """What is packed: how many layers of how many KV heads of which size."""
+    """What is packed: how many layers of how many KV heads of which size.
+
+    A layer's recent window is none of its own.
+    """
     packed = [
         spec
         for spec in built.specs.values()
-        if isinstance(spec, AttentionSpec) and is_packed(spec)
+        if isinstance(spec, AttentionSpec)
+        and not isinstance(spec, CircularBufferSpec)
+        and is_packed(spec)
     ]
     shapes = Counter((spec.num_kv_heads, spec.head_size) for spec in packed)
     state = any(isinstance(spec, MambaSpec) for spec in built.specs.values())
