@@ -79,7 +79,7 @@ kernels() {
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
-      -n logical --dist worksteal vllm_overlay/tests/kernels/turbo/test_cuda_*.py
+      -n logical --dist loadfile vllm_overlay/tests/kernels/turbo/test_cuda_*.py
   fi
 }
 

@@ -81,7 +81,6 @@ BOUNDED = [
 ]
 
 IN_CI = (
-    "auto-v2",
     "turbo4-stored-v2",
     "turbo4-raw-v1",
     "turbo4-raw-window-v2",
