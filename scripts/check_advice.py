@@ -82,7 +82,8 @@ def advise(rows: list[Row]) -> str:
             continue
         against = reasons(row, reference, fp8)
         verdict = f"not ({', '.join(against)})" if against else "safe"
-        parts.append(f"{row['arm']}: {verdict}")
+        name = f"{row['arm']} with window" if row.get("window_layers") else row["arm"]
+        parts.append(f"{name}: {verdict}")
     if not parts:
         return "nothing to advise on"
     if not says_needles(reference):

@@ -221,7 +221,8 @@ class Checks:
         }
         continued = [part["continuations"] for part in (reference, result)]
         found = [self.found(part) for part in (reference, result)]
-        facts = ("bytes_per_token", "layers", "mixed_layers", "backends", "overrides")
+        facts = ("bytes_per_token", "layers", "window_layers", "mixed_layers")
+        facts += ("backends", "overrides")
         return overall | {
             "decode": by_context,
             "greedy_prefix": greedy_agreement(*continued),

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+from arm_process import TURBO_DTYPES
 from check_advice import gain_of_layer, ran
 from quality_report import table
 
@@ -112,6 +113,13 @@ def markdown(report: dict[str, Any]) -> str:
         f"- `{row['arm']}`: no GSM8K: {row['gsm8k_error']}"
         for row in rows
         if "gsm8k_error" in row
+    ]
+    # What is served: an engine says at start why it has none.
+    notes += [
+        f"- `{row['arm']}`: no recent window, which this engine can not have; its log "
+        "says why."
+        for row in rows
+        if ran(row) and row["arm"] in TURBO_DTYPES and not row["window_layers"]
     ]
     text += ["", *notes] if notes else []
     if report["keys"]:

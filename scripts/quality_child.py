@@ -171,10 +171,6 @@ class Lab:
         layer_specs = [item for rank in ranks for item in rank.items()]
         # A recent window has a block a request, whatever the length.
         windows = [x for x in layer_specs if isinstance(x[1], CircularBufferSpec)]
-        is_turbo = is_turbo_cache_dtype(self.config.cache_config.cache_dtype)
-        wanted = self.config.attention_config.turbo_window
-        if is_turbo and wanted and not windows:
-            raise RuntimeError("there is no recent window: the log says why")
         layer_specs = [item for item in layer_specs if item not in windows]
         specs = [spec for _, spec in layer_specs]
         layers = self.config.compilation_config.static_forward_context.values()
@@ -186,6 +182,7 @@ class Lab:
         return {
             "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),
             "layers": len({name for name, _ in layer_specs}),
+            "window_layers": len({name for name, _ in windows}),
             # Not all layers' caches have the same dtype.
             "mixed_layers": len({s.page_size_bytes / s.block_size for s in specs}) > 1,
             "backends": sorted(backends),
@@ -230,8 +227,12 @@ def main() -> None:
         False,
     )
     lab.timed("tasks", start)
-    result = {"continuations": continuations, "answers": answers} | lab.facts()
-    write_result(folder, result)
+    facts = lab.facts()
+    is_turbo = is_turbo_cache_dtype(lab.config.cache_config.cache_dtype)
+    wanted = is_turbo and lab.config.attention_config.turbo_window
+    if wanted and not facts["window_layers"]:
+        raise RuntimeError("there is no recent window: the log says why")
+    write_result(folder, {"continuations": continuations, "answers": answers} | facts)
 
 
 if __name__ == "__main__":

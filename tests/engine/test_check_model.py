@@ -15,7 +15,9 @@ import pytest
 from arm_process import read_result, run_arm
 from check_args import build_parser, complete
 from check_metrics import rank_layers
+from check_report import markdown
 from child_runner import side_by_side
+from families import write_family
 from harness import SCRIPTS, TIMEOUT_S
 from quality_metrics import kl_divergence
 from scenarios import GAIN
@@ -102,6 +104,8 @@ def test_a_window_is_measured(rows: dict[str, dict[str, Any]]):
     row = rows["turbo4"]
     assert row["kl_mean"] < rows[PACKED]["kl_mean"] / 2
     assert row["capacity"] == rows[PACKED]["capacity"]
+    assert row["window_layers"] == row["layers"]
+    assert rows[PACKED]["window_layers"] == 0
 
 
 def test_kl_is_that_of_full_distributions(
@@ -213,3 +217,23 @@ def test_what_the_offset_leaves_is_told(biased: dict[str, list[dict[str, Any]]])
     layers = {row["layer"]: row for row in biased["turbo4"]}
     for name in ("0", "4"):
         assert layers[name]["k_left"] < 0.1 * layers[name]["k_mean"]
+
+
+@pytest.mark.matrix
+def test_what_can_have_no_window_is_measured(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """A hybrid has none by default; the report says so."""
+    model = write_family(tmp_path / "hybrid", "nemotron_h")
+    options = ["--max-context", "512", "--texts", "1", "--needles", "1"]
+    options += ["--kv-cache-dtype", "turbo4", "--output", str(tmp_path / "output")]
+    args = build_parser("").parse_args([str(model), *options])
+    complete(args)
+    args.plan = replace(args.plan, greedy_steps=4, answer_tokens=7, depths=(0.5,))
+    (tmp_path / "arms").mkdir()
+    checks = check_model.Checks(args, tmp_path / "arms", pool)
+    report = check_model.check(checks, check_model.arms_of(["turbo4"]))
+    _, row = report["arms"]
+    assert row["window_layers"] == 0 and row["capacity"] > 3
+    assert "`turbo4`: no recent window" in markdown(report)
+    assert report["advice"].startswith("turbo4: ")

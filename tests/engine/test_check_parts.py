@@ -110,6 +110,11 @@ def test_reasons_are_listed():
     assert advise([AUTO, row("turbo4"), bad, row("fp8", 0.0039)]) == expected
 
 
+def test_a_window_is_named():
+    rows = [AUTO, row("turbo4", window_layers=8), row("k4v3", window_layers=0)]
+    assert advise(rows) == "turbo4 with window: safe; k4v3: safe"
+
+
 def test_noise_and_layers_are_not_judged():
     again = row("auto, again") | {"cache_dtype": "auto"}
     skipping = row("turbo4", 9.0, skip_layers=["3"])
