@@ -18,7 +18,8 @@ One JSON object a line:
   not fit then, so it is a run of its own, with an empty --shapes.
 
 With --together FOLDER the arms' engines start side by side, which needs memory for all
-of them (--kv-cache-memory-bytes), and measure one after another, when all have started.
+of them (--kv-cache-memory-bytes), and measure one after another, when all have started
+and FOLDER has no file named hold.
 
 An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
 turbo_kernel, `turbo4:window` turbo_window, which is 0 else, and `fp8:FLASHINFER` the
@@ -127,14 +128,21 @@ class Engine:
         self.vocab_size = config.model_config.get_vocab_size()
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        extra_args: dict[str, Any] | None = None,
     ) -> tuple[float, list["RequestOutput"]]:
         """Returns the seconds that a batch takes, and its outputs."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra_args,
         )
         batch = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         start = time.perf_counter()
@@ -212,12 +220,18 @@ def started(args: argparse.Namespace, arm: str) -> Path:
 
 @contextmanager
 def turn(args: argparse.Namespace, arm: str) -> Iterator[None]:
-    """Waits until all arms' engines have started, and no other one measures."""
+    """Waits until all arms' engines have started, and no other one measures.
+
+    A file named `hold` beside those of the arms makes all wait for its end.
+    """
     if not args.together:
         yield
         return
     started(args, arm).touch()
-    while not all(started(args, other).exists() for other in args.arms):
+    hold = args.together / "hold"
+    while hold.exists() or not all(
+        started(args, other).exists() for other in args.arms
+    ):
         time.sleep(0.1)
     with (args.together / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

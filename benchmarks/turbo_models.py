@@ -9,6 +9,7 @@ costs a decode step what other keys cost. So models of any length fit into minut
 
 * `startup`: time to build the engine, and how many tokens its cache holds.
 * `decode`: time a token and sequence (TPOT), as in turbo_engine.py.
+* `prefill`: time to one token of a prompt as long as the longest, which is computed.
 * `attention`: microseconds a decode step in which a kernel of attention runs (store,
   decode, merge, and what other caches have instead), from a profile of its own; those
   in which any kernel runs; and each kernel's by name. One that is launched before the
@@ -54,7 +55,7 @@ ATTENTION = re.compile(
 # Of states, not of keys: they have "flash" or "decode" in their names, too.
 NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)
 # A layer's own of a configuration.
-PER_LAYER = ("layer_types", "hybrid_override_pattern")
+PER_LAYER = ("layer_types", "hybrid_override_pattern", "no_rope_layers")
 
 
 def cut_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
@@ -123,7 +124,8 @@ class FilledEngine(Engine):
     def __init__(self, arm: str, args: argparse.Namespace, traces: Path) -> None:
         self.traces = traces
         connector = {
-            "kv_connector": "DecodeBenchConnector",
+            "kv_connector": "FillUnlessToldConnector",
+            "kv_connector_module_path": "fill_connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"startup_fill": True},
         }
@@ -154,6 +156,22 @@ class FilledEngine(Engine):
             "steps": self.args.steps,
         }
 
+    def prefill(self) -> dict[str, Any]:
+        """Returns the row of a prompt that is computed, as the engine's first is."""
+        from fill_connector import COMPUTED
+
+        seconds = []
+        for _ in range(1 + self.args.repeats):
+            prompt = self.prompts(1, self.longest)
+            seconds.append(self.generate(prompt, 1, COMPUTED)[0])
+        # The first compiles.
+        return {
+            "shape": f"1x{self.longest}",
+            "part": "prefill",
+            "seconds": statistics.median(seconds[1:]),
+            "all_seconds": seconds[1:],
+        }
+
     def attention(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Returns the row of a profile."""
         self.llm.start_profile()
@@ -170,6 +188,7 @@ class FilledEngine(Engine):
             prompts = self.prompts(batch, context)
             self.generate(prompts, 4)
             yield {"shape": f"{batch}x{context}"} | self.decode(prompts)
+        yield self.prefill()
         # A profiler that ran may slow what comes after it.
         for batch, context in self.args.shapes:
             row = self.attention(self.prompts(batch, context))

@@ -26,16 +26,26 @@ from turbo_models import (  # noqa: E402
     kernels_of,
 )
 
+PER_LAYER = {
+    "gemma-3-27b": {"layer_types"},
+    "gpt-oss-20b": {"layer_types"},
+    "gpt-oss-120b": {"layer_types"},
+    "llama-4-scout": {"layer_types", "no_rope_layers"},
+    "nemotron-3-nano-30b": {"hybrid_override_pattern"},
+    "qwen3.6-35b-a3b": {"layer_types"},
+}
 
-@pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-20b", "qwen3.6-35b-a3b"])
+
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_first_layers(name: str) -> None:
     path = ROOT / "benchmarks" / "configs" / name / "config.json"
     config = json.loads(path.read_text())
     cut = cut_layers(config, 8)
     assert cut["num_hidden_layers"] == 8
-    assert cut["layer_types"] == config["layer_types"][:8]
-    assert len(config["layer_types"]) == config["num_hidden_layers"]
-    same = set(config) - {"num_hidden_layers", "layer_types"}
+    for key in PER_LAYER[name]:
+        assert cut[key] == config[key][:8]
+        assert len(config[key]) == config["num_hidden_layers"]
+    same = set(config) - {"num_hidden_layers", *PER_LAYER[name]}
     assert all(cut[key] == config[key] for key in same)
     assert cut_layers(config, None) == config
     with pytest.raises(ValueError, match="1000 layers of a model of"):
@@ -112,6 +122,24 @@ def test_arms_measure_in_turn(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(seen) == sorted(args.arms)
+
+
+def test_arms_wait_while_they_are_held(tmp_path: Path) -> None:
+    args = Namespace(together=tmp_path, arms=["auto"])
+    hold = tmp_path / "hold"
+    hold.touch()
+    measured = threading.Event()
+
+    def measure() -> None:
+        with turn(args, "auto"):
+            measured.set()
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    assert not measured.wait(timeout=0.3)
+    hold.unlink()
+    thread.join()
+    assert measured.is_set()
 
 
 def test_an_arm_alone_waits_for_none() -> None:

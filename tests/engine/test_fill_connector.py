@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which prompts the connector of benchmarks says are cached."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from harness import SCRIPTS
+
+sys.path.insert(0, str(SCRIPTS.parent / "benchmarks"))
+
+from fill_connector import COMPUTED, FillUnlessToldConnector  # noqa: E402
+
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (  # noqa: E402
+    DecodeBenchConnectorScheduler,
+)
+
+
+@pytest.mark.parametrize(
+    "params, filled", [(None, 99), ({}, 99), (COMPUTED["kv_transfer_params"], 0)]
+)
+def test_filled_unless_told(params: dict | None, filled: int) -> None:
+    connector = object.__new__(FillUnlessToldConnector)
+    scheduler = object.__new__(DecodeBenchConnectorScheduler)
+    scheduler._filled_requests = set()
+    connector.connector_scheduler = scheduler
+    request = SimpleNamespace(request_id="a", num_tokens=100, kv_transfer_params=params)
+    assert connector.get_num_new_matched_tokens(request, 0) == (filled, False)
