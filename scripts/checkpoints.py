@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,11 @@ def write(model: str, kind: str, scratch: Path) -> Path:
     return folder
 
 
-def check(folder: Path, output: Path) -> dict[str, Any]:
+def check(folder: Path, output: Path, engine_args: str) -> dict[str, Any]:
     """Returns what check_model.py says of a checkpoint: `error`, or its figures."""
     command = [sys.executable, str(ROOT / "scripts" / "check_model.py"), str(folder)]
     done = subprocess.run(
-        [*command, *OPTIONS, "--output", str(output)],
+        [*command, *OPTIONS, "--engine-args", engine_args, "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -102,12 +103,21 @@ def judge(row: dict[str, Any], plain: dict[str, Any]) -> str:
 def run(args: argparse.Namespace, scratch: Path, report: Report) -> bool:
     """Checks all checkpoints, and returns whether all are as they should be."""
     is_right = True
-    for model in args.models:
-        plain: dict[str, Any] = {}
-        for kind in (PLAIN, *args.kinds):
-            row: dict[str, Any] = {"model": model, "kind": kind}
-            row |= check(write(model, kind, scratch), scratch / f"{model}-{kind}-check")
-            plain = plain or row
+    with ThreadPoolExecutor(args.jobs) as pool:
+        checks = {
+            (model, kind): pool.submit(
+                check,
+                write(model, kind, scratch),
+                scratch / f"{model}-{kind}-check",
+                args.engine_args,
+            )
+            for model in args.models
+            for kind in (PLAIN, *args.kinds)
+        }
+        for (model, kind), found in checks.items():
+            row = {"model": model, "kind": kind} | found.result()
+            if kind == PLAIN:
+                plain = row
             wrong = judge(row, plain)
             report.row(**row, wrong=wrong)
             is_right = is_right and not wrong
@@ -119,6 +129,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="rows are added to it")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--engine-args", default="{}", help="as check_model.py's")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="at a time; several want kv_cache_memory_bytes in --engine-args, else "
+        "one's profile of the memory sees what the others take",
+    )
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:
         return 0 if run(args, Path(scratch), Report(args.output)) else 1

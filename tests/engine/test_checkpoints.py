@@ -121,7 +121,8 @@ def test_nothing_is_judged_by_what_did_not_run():
 def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By what tells the models apart; routers to experts are not quantised."""
 
-    def check(folder: Path, _output: Path) -> dict[str, Any]:
+    def check(folder: Path, _output: Path, engine_args: str) -> dict[str, Any]:
+        assert engine_args == "{}"
         config = json.loads((folder / "config.json").read_text())
         quantised = config.get("quantization_config", {})
         plain = quantised.get("modules_to_not_convert", [])
