@@ -3,14 +3,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
-# models|pictures|serve|quality|lab|equality|checkpoints|memory|soak]...
+# models|pictures|serve|quality|lab|equality|families|checkpoints|check|memory|soak]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
-# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, CHECKPOINTS_ARGS, MEMORY_ARGS,
-# SOAK_ARGS.
+# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS,
+# CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -31,10 +31,12 @@
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
-# pipeline_parallel expert_parallel data_parallel", too. checkpoints has AWQ, GPTQ,
-# compressed-tensors, FP8 and ModelOpt, with and without experts, which are 52 starts of
-# an engine. memory asks for growth after the start, at the model's context and at a
-# million tokens. soak takes an hour at most.
+# pipeline_parallel expert_parallel data_parallel", too. families holds CUDA's kernels to
+# Triton's on seeded models with windows, sinks, a soft cap, shared caches, chunks and
+# states. checkpoints has AWQ, GPTQ, compressed-tensors, FP8 and ModelOpt, with and
+# without experts, which are 52 starts of an engine. check runs scripts/check_model.py on
+# models/needle-qwen3, or on the model that CHECK_ARGS names. memory asks for growth after
+# the start, at the model's context and at a million tokens. soak takes an hour at most.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. quality and
 # pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
@@ -47,12 +49,12 @@ out=${OUT:-$PWD/benchmarks/results}
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
   bench extend profile engine throughput models pictures serve quality lab \
-  equality checkpoints memory soak
+  equality families checkpoints check memory soak
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
     profile | throughput | models | pictures | serve | quality | lab) ;;
-    equality | checkpoints | memory | soak) ;;
+    equality | families | checkpoints | check | memory | soak) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -195,8 +197,16 @@ equality() {
   "$python" scripts/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
 }
 
+families() {
+  "$python" ci/families.py --output "$out/families.jsonl" "$@"
+}
+
 checkpoints() {
   "$python" scripts/checkpoints.py --output "$out/checkpoints.jsonl" "$@"
+}
+
+check() {
+  "$python" scripts/check_model.py --output "$out/check" "${@:-models/needle-qwen3}"
 }
 
 memory() {
@@ -226,7 +236,9 @@ for section; do
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
     equality) arguments=${EQUALITY_ARGS:-} ;;
+    families) arguments=${FAMILIES_ARGS:-} ;;
     checkpoints) arguments=${CHECKPOINTS_ARGS:-} ;;
+    check) arguments=${CHECK_ARGS:-} ;;
     memory) arguments=${MEMORY_ARGS:-} ;;
     soak) arguments=${SOAK_ARGS:-} ;;
   esac
