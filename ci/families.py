@@ -30,7 +30,11 @@ DTYPE = "turbo4"
 # Other caches that are measured beside those of one's kernels.
 PEERS = {"cuda": ("fp8",), "triton": ()}
 # Prompts come in chunks; engines start side by side.
-ENGINE_ARGS = {"max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 30}
+ENGINE_ARGS = {
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 1 << 30,
+    "gpu_memory_utilization": 0.1,
+}
 OPTIONS = [
     "--max-context", "1024", "--texts", "6", "--decode-steps", "64",
     "--needles", "1", "--top", "259",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""PyTorch's memory-efficient attention, as prefill calls it for heads of 512.
+"""PyTorch's memory-efficient attention, as prefill calls it for heads of 512, and
+FlashAttention 4 where vLLM has it.
 
 On a CPU, which has no such operator, one in plain PyTorch returns what it would.
 """
@@ -71,20 +72,33 @@ def operator(monkeypatch):
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_which_heads_it_serves(monkeypatch, is_cuda):
-    """Those that no FlashAttention takes, whose slices are bounded for it."""
+@pytest.mark.parametrize("version", [None, 2, 3, 4])
+def test_which_heads_it_serves(monkeypatch, version, is_cuda):
+    """Those that vLLM has no FlashAttention 4 for, whose slices are bounded for it."""
     monkeypatch.setattr(current_platform, "is_cuda", lambda: is_cuda)
     monkeypatch.setattr(current_platform, "is_rocm", lambda: False)
     monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: True)
-    monkeypatch.setattr(prefill, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(prefill, "get_flash_attn_version", lambda head_size: version)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", print, raising=False)
-    found = prefill.get_flash_attn(256)
-    assert isinstance(found, partial)
-    assert (found.func, found.keywords) == (print, {"fa_version": 3})
-    wanted = efficient_attention if is_cuda else None
-    assert prefill.get_flash_attn(512) is wanted
+    without = efficient_attention if is_cuda else None
+    for head_size in (256, 512):
+        found = prefill.get_flash_attn(head_size)
+        if version is None or (head_size == 512 and version < 4):
+            assert found is (without if head_size == 512 else None)
+        else:
+            assert isinstance(found, partial)
+            assert (found.func, found.keywords) == (print, {"fa_version": version})
     monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: False)
     assert prefill.get_flash_attn(256) is None
+    assert prefill.get_flash_attn(512) is without
+
+
+def flash_attn_4():
+    """What prefill calls for heads of 512, if it is not the operator."""
+    found = prefill.get_flash_attn(512) if ON_GPU else None
+    if found is None or found is efficient_attention:
+        pytest.skip("vLLM has no FlashAttention 4 for heads of 512 here")
+    return found
 
 
 # Queries and keys of each sequence.
@@ -99,8 +113,10 @@ LENGTHS = {
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_equals_flash_attention(lengths, group, dtype):
+@pytest.mark.parametrize("served", ["operator", "flash_attn_4"])
+def test_equals_flash_attention(served, lengths, group, dtype):
     """Output and LSE, also of sequences without keys and of views."""
+    tested = efficient_attention if served == "operator" else flash_attn_4()
     query_lens, key_lens = LENGTHS[lengths]
     causal = lengths != "contexts"
     num_kv_heads, size = 2, 512
@@ -112,7 +128,7 @@ def test_equals_flash_attention(lengths, group, dtype):
         for lens in (query_lens, key_lens)
     ]
     results = []
-    for attend in (efficient_attention, flash_attn_stand_in):
+    for attend in (tested, flash_attn_stand_in):
         out = torch.full_like(query, math.nan)
         results.append(
             attend(

@@ -41,18 +41,17 @@ def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
     """FlashAttention's varlen function for a head size, its version bound.
 
     The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
-    is PyTorch's memory-efficient attention. None if there is none for this GPU.
+    is FlashAttention 4 if vLLM picks that for them, else PyTorch's memory-efficient
+    attention. None if there is none for this GPU.
     """
-    if head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-        return efficient_attention if current_platform.is_cuda() else None
-    if not is_flash_attn_varlen_func_available():
-        return None
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    is_large = head_size > FLASH_ATTN_MAX_HEAD_SIZE
+    if is_flash_attn_varlen_func_available():
+        version = get_flash_attn_version(head_size=head_size)
+        if version is not None and (version == 4 or not is_large):
+            from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-    version = get_flash_attn_version(head_size=head_size)
-    if version is None:
-        return None
-    return partial(flash_attn_varlen_func, fa_version=version)
+            return partial(flash_attn_varlen_func, fa_version=version)
+    return efficient_attention if is_large and current_platform.is_cuda() else None
 
 
 def _attend_to_requests(
