@@ -32,8 +32,6 @@ class Shape:
         tokens: Special tokens that the model looks up while it is built.
         stand_in: Whether the checkpoint brings the class of its config.
         note: What is not built as in the checkpoint.
-        read: The refusal that vLLM's code has for the model, where a package that it
-            needs is missing.
 
     """
 
@@ -47,7 +45,6 @@ class Shape:
     tokens: tuple[str, ...] = ()
     stand_in: bool = False
     note: str = ""
-    read: str = ""
 
     @cached_property
     def architecture(self) -> str:

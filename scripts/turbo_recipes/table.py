@@ -39,7 +39,6 @@ CAUSES = {
     "DIFFKV": "K and V of different sizes",
     "AttentionType": "encoder or cross attention",
     "non-causal": "non-causal attention",
-    "FlashInfer attention": "FlashInfer's attention by name",
     "KV sharing": "KV sharing between layers",
     "TurboAttentionBackend": "blocks that are pooled, of its own kind",
     "read by TURBO alone": "R-SWA",

@@ -150,8 +150,6 @@ def examine(shape: Shape, ways_out: bool = True) -> dict[str, Any]:
     from turbo_recipes.build import build
 
     verdict = judge(build(shape, CACHE_DTYPE))
-    if verdict["outcome"] == "unknown" and shape.read:
-        verdict = {"outcome": "refused", "stage": "read", "reason": shape.read}
     if verdict["outcome"] != "refused" or not ways_out:
         return verdict
     flags = [flag for flag in FLAGS if flag in verdict["reason"]]
