@@ -5,6 +5,7 @@
 ``device.pretend`` must have been called: the platform is the one that it makes.
 """
 
+import base64
 import json
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mistral_common.tokens.tokenizers.base import SpecialTokens
 from seeded_model import write_tokenizer
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -110,6 +112,32 @@ def write_special_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+def write_tekken(folder: Path, audio: dict[str, Any]) -> None:
+    """Mistral's tokenizer, of bytes, and what it says of sound."""
+    special = [
+        {"rank": rank, "token_str": token.value, "is_control": True}
+        for rank, token in enumerate(SpecialTokens)
+    ]
+    vocab = [
+        {
+            "rank": byte,
+            "token_bytes": base64.b64encode(bytes([byte])).decode(),
+            "token_str": None,
+        }
+        for byte in range(256)
+    ]
+    config = {
+        "pattern": r"\p{L}+|\s+|.",
+        "default_vocab_size": len(vocab) + len(special),
+        "default_num_special_tokens": len(special),
+        "version": "v13",
+    }
+    content = {"config": config, "vocab": vocab, "audio": audio}
+    (folder / "tekken.json").write_text(
+        json.dumps(content | {"special_tokens": special})
+    )
+
+
 @contextmanager
 def checkpoint(shape: Shape) -> Iterator[Path]:
     """A folder with a model's configuration, and nothing else of it."""
@@ -117,7 +145,9 @@ def checkpoint(shape: Shape) -> Iterator[Path]:
         register_stand_in(shape.config["model_type"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if shape.tokens:
+        if shape.audio:
+            write_tekken(folder, shape.audio)
+        elif shape.tokens:
             write_special_tokens(folder, shape.tokens)
         files = {"config.json": {"dtype": "bfloat16"} | shape.config, **shape.files}
         for path, content in files.items():
@@ -127,7 +157,8 @@ def checkpoint(shape: Shape) -> Iterator[Path]:
 
 def make(shape: Shape, folder: Path, built: Build, own: dict[str, Any]) -> None:
     """Make what an engine makes until it serves, as far as it gets."""
-    args = ARGS | {"skip_tokenizer_init": not shape.tokens} | shape.args | own
+    has_tokenizer = bool(shape.tokens or shape.audio)
+    args = ARGS | {"skip_tokenizer_init": not has_tokenizer} | shape.args | own
     config = built.config = EngineArgs(str(folder), **args).create_engine_config()
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)

@@ -30,6 +30,7 @@ class Shape:
         args: Arguments of ``EngineArgs``, of the recipe's own command.
         files: Content of other JSON files of the checkpoint, by name.
         tokens: Special tokens that the model looks up while it is built.
+        audio: What the checkpoint's tekken.json says of sound, if the model reads it.
         stand_in: Whether the checkpoint brings the class of its config.
         note: What is not built as in the checkpoint.
 
@@ -43,6 +44,7 @@ class Shape:
     args: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
+    audio: dict[str, Any] = field(default_factory=dict)
     stand_in: bool = False
     note: str = ""
 

@@ -40,7 +40,6 @@ CAUSES = {
     "AttentionType": "encoder or cross attention",
     "non-causal": "non-causal attention",
     "KV sharing": "KV sharing between layers",
-    "TurboAttentionBackend": "blocks that are pooled, of its own kind",
     "read by TURBO alone": "R-SWA",
     "partial multimodal": "image tokens that see each other",
 }

@@ -66,9 +66,8 @@ def find_reason(message: str) -> str | None:
     for pattern in MESSAGES:
         if found := re.fullmatch(pattern, message, re.DOTALL):
             return found[1]
-    # Models that read their caches by themselves name what they read, or whose reader
-    # they have no place for.
-    if re.search(rf"{CACHE_DTYPE}|KV cache|TurboAttentionBackend", message):
+    # Models that read their caches by themselves name what they read.
+    if re.search(rf"{CACHE_DTYPE}|KV cache", message):
         return message.partition(". ")[0]
     return None
 

@@ -136,6 +136,10 @@ IMPL_ARGUMENTS = {
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
     "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),
     "unknown argument": (dict(chunk_lookback=4), "chunk_lookback"),
+    "pooled layer that is skipped": (
+        dict(kv_cache_dtype="auto"),
+        "pooled blocks .*--kv-cache-dtype-skip-layers, nor sliding_window",
+    ),
 }
 
 

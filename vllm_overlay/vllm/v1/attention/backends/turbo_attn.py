@@ -192,9 +192,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     Attributes:
         runner: The layer's kernels.
         window: The layer that has the newest tokens in 8 bits; None if none has.
+        states_per_token: Tokens of the layer, each stored, a token of its request: see
+            ``TurboMetadataBuilder``.
 
     """
 
+    states_per_token: ClassVar[int] = 1
     window: TurboWindow | None = None
 
     def __init__(
@@ -215,7 +218,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         vllm_config = get_current_vllm_config()
         speculative = vllm_config.speculative_config
         if sliding_window is not None and (
-            sliding_window >= refusals.longest_sequence(vllm_config)
+            sliding_window
+            >= self.states_per_token * refusals.longest_sequence(vllm_config)
         ):
             sliding_window = None
         # Zero is none, for models that pass it.
@@ -229,6 +233,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.MICRO_BATCHES)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             reasons.append(refusals.KV_SHARING_FAST_PREFILL)
+        if not is_turbo_cache_dtype(kv_cache_dtype):
+            # Its model chooses the backend by the dtype of the others.
+            reasons.append(refusals.SKIPPED_POOLED_LAYER)
         if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
             reasons.append(refusals.NO_FLASH_ATTN)
         if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
@@ -236,7 +243,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if logits_soft_cap is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
             reasons.append(refusals.SOFT_CAP_OF_LARGE_HEADS)
         if reasons:
-            raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
+            named = kv_cache_dtype
+            if not is_turbo_cache_dtype(named):
+                named = vllm_config.cache_config.cache_dtype
+            raise ValueError(refusals.refusal(named, reasons))
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size
@@ -249,10 +259,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.scale,
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
             vllm_config,
-            window_choice(vllm_config, sliding_window),
+            window_choice(vllm_config, sliding_window, self.states_per_token),
             sliding_window,
             sinks,
             logits_soft_cap,
+            self.states_per_token,
         )
         if kv_sharing_target_layer_name is not None:
             self.runner.share_cache()

@@ -41,7 +41,15 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     of the last step's were rejected is known on the device alone, as are, with adaptive
     verification, how many are verified in this one. Whoever may have drafts is a decode
     request, therefore, and decodes take all lengths from the device.
+
+    Attributes:
+        states_per_token: Tokens of the layers a token of their requests. What ``build``
+            is given counts the layers', and what model runners read of a builder the
+            requests'.
+
     """
+
+    states_per_token: ClassVar[int] = 1
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int = 1
@@ -103,6 +111,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         log_turbo_cache(vllm_config)
 
     @property
+    def decode_threshold(self) -> int:
+        """Query tokens of the layers up to which a request decodes."""
+        assert self.reorder_batch_threshold is not None
+        return self.states_per_token * self.reorder_batch_threshold
+
+    @property
     def max_extend_len(self) -> int:
         """Query tokens up to which the kernels of all layers have extends."""
         return min((runner.max_extend_len for runner in self.runners), default=0)
@@ -129,7 +143,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             )
         # Not by whether they are prefilled.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold
+            common, decode_threshold=self.decode_threshold
         )
         query_len, is_uniform = self._decode_query_len(
             common, num_decodes, num_decode_tokens
@@ -262,13 +276,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
     ) -> tuple[int, bool]:
         """Query tokens of a decode request, at most, and whether each has as many."""
-        if self.reorder_batch_threshold == 1 or num_decodes == 0:
+        if self.decode_threshold == 1 or num_decodes == 0:
             return 1, True
         query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
         query_len = max(int(query_lens.max()), 1)
         if self.has_device_query_lens and max(query_len, common.max_query_len) > 1:
             # The host's are an even share of the drafts that are verified.
-            return self.reorder_batch_threshold, False
+            return self.decode_threshold, False
         # A padded batch has requests without tokens at its end, and the tokens that
         # these would have.
         return query_len, num_decodes * query_len == num_decode_tokens

@@ -118,13 +118,18 @@ class TurboWindowBackend(AttentionBackend):
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
 
 
-def window_choice(vllm_config: VllmConfig, sliding_window: int | None = None) -> int:
+def window_choice(
+    vllm_config: VllmConfig,
+    sliding_window: int | None = None,
+    states_per_token: int = 1,
+) -> int:
     """Tokens that are wanted of a recent window, at most; zero for no window.
 
     Args:
         vllm_config: The engine's configuration.
         sliding_window: Tokens that a query token of the layer sees, at most, itself the
             last; None: all before it.
+        states_per_token: Tokens of the layer a token of its request.
 
     Raises:
         ValueError: If so many are asked for, and the engine can have no window.
@@ -138,6 +143,14 @@ def window_choice(vllm_config: VllmConfig, sliding_window: int | None = None) ->
             "Turbo KV cache: no recent window of layers whose sliding window has %d "
             "tokens: too few.",
             sliding_window,
+        )
+        return 0
+    if states_per_token > 1:
+        # Its block is a request's, and counts the request's tokens.
+        logger.info_once(
+            "Turbo KV cache: no recent window of layers that have %d tokens for each "
+            "of a request.",
+            states_per_token,
         )
         return 0
     features = refusals.WINDOW_FEATURES.items()

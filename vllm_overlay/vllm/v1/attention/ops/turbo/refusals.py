@@ -78,6 +78,10 @@ KV_SHARING_OF_OTHER_DTYPES = (
     "KV sharing between layers of different dtypes (name all that share, or none, in "
     "--kv-cache-dtype-skip-layers)"
 )
+SKIPPED_POOLED_LAYER = (
+    "pooled blocks of a layer in the model's dtype (name no layer of its number in "
+    "--kv-cache-dtype-skip-layers, nor sliding_window)"
+)
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
 NO_FLASH_ATTN = "a vLLM without FlashAttention for this GPU"
@@ -120,6 +124,7 @@ REASONS = (
     SOFT_CAP_OF_LARGE_HEADS,
     KV_SHARING_FAST_PREFILL,
     KV_SHARING_OF_OTHER_DTYPES,
+    SKIPPED_POOLED_LAYER,
     HIDDEN_STATES,
     MICRO_BATCHES,
     "layer argument <name>",

@@ -84,6 +84,8 @@ class TurboRunner:
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.
         kernel_choice: ``attention_config.turbo_kernel``.
+        states_per_token: Tokens of the layer a token of its request.
+        max_num_tokens: Query tokens of a step, at most.
         max_query_len: Query tokens of a decode request, at most, drafters' too.
         has_spans: Whether tokens may see later ones, an image's.
         num_sms: Multiprocessors of the GPU.
@@ -114,6 +116,7 @@ class TurboRunner:
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
         logits_soft_cap: float | None = None,
+        states_per_token: int = 1,
     ) -> None:
         self.shape = shape
         self.scale = scale
@@ -122,9 +125,10 @@ class TurboRunner:
         self.kernel_choice = vllm_config.attention_config.turbo_kernel
         scheduler_config = vllm_config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
-        self.max_num_tokens = scheduler_config.max_num_batched_tokens
-        self.max_query_len = max_decode_query_len(vllm_config) + num_draft_slots(
-            vllm_config
+        self.states_per_token = states_per_token
+        self.max_num_tokens = states_per_token * scheduler_config.max_num_batched_tokens
+        self.max_query_len = states_per_token * (
+            max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
         )
         self.cache_config = vllm_config.cache_config
         model_config = vllm_config.model_config

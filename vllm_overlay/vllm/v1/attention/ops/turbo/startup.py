@@ -88,12 +88,19 @@ def _kind(impl: "TurboAttentionImpl") -> tuple[object, ...]:
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size
     features = runner.sinks is not None, runner.logits_soft_cap
+    sizes = *sizes, runner.states_per_token
     return *sizes, runner.sliding_window, *features
+
+
+def _token_bytes(impl: "TurboAttentionImpl") -> int:
+    """What a layer stores of a token of a request."""
+    runner = impl.runner
+    return runner.states_per_token * impl.num_kv_heads * runner.layout.slot_size
 
 
 def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     """What layers alike store, and by which kernels."""
-    slot_bytes = impl.num_kv_heads * impl.runner.layout.slot_size
+    slot_bytes = _token_bytes(impl)
     window = impl.runner.sliding_window
     features = "" if window is None else f", sliding window: {window}"
     if impl.runner.sinks is not None:
@@ -120,8 +127,11 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     kinds = {_kind(impl): impl for impl in impls}
     counts = Counter(_kind(impl) for impl in impls)
     layers = ", ".join(_layers(impl, counts[kind]) for kind, impl in kinds.items())
-    packed = sum(impl.num_kv_heads * impl.runner.layout.slot_size for impl in impls)
-    unpacked = sum(impl.num_kv_heads * 4 * impl.head_size for impl in impls)
+    packed = sum(map(_token_bytes, impls))
+    unpacked = sum(
+        impl.runner.states_per_token * impl.num_kv_heads * 4 * impl.head_size
+        for impl in impls
+    )
     workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
     shared = f"; {num_shared} more read caches of these" if num_shared else ""
     seen = "stored" if impls[0].runner.stored else "raw"

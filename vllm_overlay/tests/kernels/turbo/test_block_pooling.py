@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Layers that have several tokens for each of their requests', under a sliding window:
+the causal encoder of Voxtral Realtime, whose backend wraps that of the cache dtype.
+"""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.models.whisper_causal import (
+    WhisperCausalAttentionWithBlockPooling,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+from vllm.v1.attention.ops.turbo.startup import check_layer, describe_cache
+
+from .backend_utils import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    KERNELS,
+    NUM_HEADS,
+    PADDING,
+    SCALE,
+    Batch,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .utils import BF16, DEVICE, requires_triton
+
+POOL, NAME = 4, "encoder.layers.0.attn"
+# Of requests: decodes, streamed chunks, a prefix hit, a first chunk.
+BATCHES = {
+    "decodes": [(1, 7), (1, 0), (1, 40)],
+    "mixed": [(1, 7), (1, 30), (2, 9), (5, 12), (20, 3), (4, 0)],
+    "first chunks": [(9, 0), (3, 0)],
+}
+paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_scratch(monkeypatch, piece_tokens=64)
+    monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
+
+
+def make_layer(
+    config: VllmConfig, sliding_window: int = 21
+) -> WhisperCausalAttentionWithBlockPooling:
+    """The encoder's attention layer, which has as many KV heads as query heads."""
+    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
+        return WhisperCausalAttentionWithBlockPooling(
+            NUM_HEADS,
+            HEAD_SIZE,
+            SCALE,
+            num_kv_heads=NUM_HEADS,
+            cache_config=config.cache_config,
+            per_layer_sliding_window=sliding_window,
+            prefix=NAME,
+            block_pool_size=POOL,
+        )
+
+
+def make_builder(config: VllmConfig, layer: WhisperCausalAttentionWithBlockPooling):
+    spec = layer.get_kv_cache_spec(config)
+    builder_cls = layer.get_attn_backend().get_builder_cls()
+    return builder_cls(spec, [NAME], config, DEVICE)
+
+
+def requests_metadata(batch: Batch) -> CommonAttentionMetadata:
+    """What the runner says of the batch, in tokens of the requests."""
+    common = batch.common
+    assert common.seq_lens_cpu_upper_bound is not None
+    slots = common.slot_mapping[: common.num_actual_tokens : POOL] // POOL
+    padding = torch.full((PADDING,), -1, device=DEVICE)
+    return common.replace(
+        query_start_loc=common.query_start_loc // POOL,
+        query_start_loc_cpu=common.query_start_loc_cpu // POOL,
+        seq_lens=common.seq_lens // POOL,
+        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound // POOL,
+        num_actual_tokens=common.num_actual_tokens // POOL,
+        max_query_len=common.max_query_len // POOL,
+        max_seq_len=common.max_seq_len // POOL,
+        slot_mapping=torch.cat([slots, padding]),
+    )
+
+
+def make_batch(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> Batch:
+    """A batch of requests, as the layer sees it: with several tokens for each."""
+    tokens = [(POOL * query, POOL * context) for query, context in requests]
+    return Batch.make(impl, tokens, POOL * BLOCK_SIZE)
+
+
+@requires_triton
+@prefill_modes
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@paths
+def test_batches(tmp_path: Path, mode, requests, path):
+    config = make_vllm_config(tmp_path, turbo_prefill=mode)
+    layer = make_layer(config)
+    impl = layer.impl
+    set_path(impl, path)
+    batch = make_batch(impl, requests)
+    batch.free_hidden_blocks(21)
+    metadata = make_builder(config, layer).build(0, requests_metadata(batch))
+    num_decodes = sum(length == 1 for length, _ in requests)
+    assert metadata.num_decodes == num_decodes
+    assert metadata.num_decode_tokens == POOL * num_decodes
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+@requires_triton
+@pytest.mark.parametrize("drafts", [0, 2])
+@paths
+def test_decodes_by_lengths_of_the_device(tmp_path: Path, drafts, path):
+    """As CUDA graphs replay them: from tensors that stay, whatever the host knew when
+    they were captured.
+    """
+    config = make_vllm_config(tmp_path)
+    if drafts:
+        config = with_drafts(config, drafts)
+    layer = make_layer(config)
+    impl = layer.impl
+    set_path(impl, path)
+    builder = make_builder(config, layer)
+    length = 1 + drafts
+    captured = make_batch(impl, [(length, 50), (length, 50)])
+    metadata = builder.build(0, requests_metadata(captured))
+    assert metadata.decode_query_len == POOL * length
+    assert metadata.decode_start_loc is None
+    batch = make_batch(impl, [(length, 3), (length, 33)])
+    captured.common.block_table_tensor.zero_()
+    columns = batch.table.shape[1]
+    captured.common.block_table_tensor[:, :columns] = batch.table
+    builder.build(0, requests_metadata(batch))
+    batch.check(impl, batch.run(impl, metadata, path))
+
+
+def test_spec(tmp_path: Path):
+    """Several slots a token, of the bytes that others have one of."""
+    config = make_vllm_config(tmp_path)
+    layer = make_layer(config)
+    check_layer(NAME, layer, config)
+    spec = layer.get_attn_backend().customize_spec(layer.get_kv_cache_spec(config))
+    assert spec.tokens_per_state == Fraction(1, POOL)
+    slot_size = layer.impl.runner.layout.slot_size
+    assert spec.state_content_bytes == slot_size
+    assert spec.page_size_bytes == POOL * spec.block_size * NUM_HEADS * slot_size
+    told = describe_cache([layer.impl])
+    assert f" {POOL * NUM_HEADS * slot_size} bytes a token and layer" in told
+    assert " 3.76 times fewer" in told
+
+
+def test_limits_are_the_layers(tmp_path: Path):
+    """Scratch for all of the layer's tokens, and a window that its sequences exceed."""
+    config = make_vllm_config(tmp_path)
+    requests = config.model_config.max_model_len
+    runner = make_layer(config, requests + 1).impl.runner
+    assert runner.sliding_window == requests + 1
+    step = config.scheduler_config.max_num_batched_tokens
+    assert runner.max_num_tokens == POOL * step
+    assert runner.max_query_len == POOL
+    config.compilation_config.static_forward_context.clear()
+    layer = make_layer(config, POOL * requests)
+    assert layer.impl.runner.sliding_window is None
+    # The runner reorders requests by their own tokens.
+    assert make_builder(config, layer).reorder_batch_threshold == 1
+
+
+def test_no_recent_window(tmp_path: Path):
+    """Its block would be of the request's tokens."""
+    config = make_vllm_config(tmp_path)
+    config.attention_config.turbo_window = "auto"
+    make_layer(config)
+    assert list(config.compilation_config.static_forward_context) == [NAME]
+
+
+@pytest.mark.parametrize("skipped", ["0", "sliding_window"])
+def test_skipped_layers_are_refused(tmp_path: Path, skipped):
+    """The backend is chosen before anybody asks for the layer's own dtype."""
+    config = make_vllm_config(tmp_path)
+    config.cache_config.kv_cache_dtype_skip_layers = [skipped]
+    message = "--kv-cache-dtype turbo4 .*: pooled blocks of a layer in the model's"
+    with pytest.raises(ValueError, match=message):
+        make_layer(config)
