@@ -33,4 +33,8 @@ def register() -> list[str]:
         from vllm_turbo_cpu_standins.states import keep_states_of_chunks
 
         keep_states_of_chunks()
+    if "chunk_gated_delta_rule_cpu" in registered:
+        from vllm_turbo_cpu_standins.delta_nets import serve_fp32
+
+        serve_fp32()
     return registered

@@ -9,7 +9,9 @@ import torch
 from vllm_turbo_cpu_standins import (
     attention,
     convolution,
+    delta_nets,
     drafting,
+    experts,
     linear,
     paging,
     quantization,
@@ -89,6 +91,58 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "str? activation, Tensor? conv_state_indices, Tensor? query_start_loc, "
         "SymInt pad_slot_id) -> Tensor",
         convolution.update_state,
+    ),
+    "causal_conv1d_weight_pack": (
+        "(Tensor weight) -> Tensor",
+        convolution.weight_pack,
+    ),
+    "causal_conv1d_fwd_cpu": (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a3!)? conv_states, "
+        "Tensor? query_start_loc, Tensor? cache_indices, Tensor? has_initial_state, "
+        "bool silu_activation, SymInt pad_slot_id, bool is_vnni) -> Tensor",
+        convolution.prefill,
+    ),
+    "causal_conv1d_update_cpu": (
+        "(Tensor x, Tensor(a1!) conv_states, Tensor weight, Tensor? bias, "
+        "bool silu_activation, Tensor? num_accepted_tokens, "
+        "Tensor? conv_state_indices, SymInt pad_slot_id, bool is_vnni) -> Tensor",
+        convolution.decode,
+    ),
+    "fused_gdn_gating_cpu": (
+        "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
+        delta_nets.gating,
+    ),
+    "chunk_gated_delta_rule_cpu": (
+        "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, "
+        "Tensor(a5!) initial_state, bool output_final_state, Tensor cu_seqlens, "
+        "bool head_first, bool use_qk_l2norm_in_kernel, "
+        "Tensor initial_state_indices, float eps=1e-5) -> (Tensor, Tensor)",
+        delta_nets.prefill,
+    ),
+    "fused_sigmoid_gating_delta_rule_update_cpu": (
+        "(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
+        "Tensor b, Tensor(a7!) initial_state_source, Tensor initial_state_indices, "
+        "Tensor cu_seqlens, bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, "
+        "float softplus_threshold=20.0) -> Tensor",
+        delta_nets.decode,
+    ),
+    "fused_sigmoid_gating_delta_rule_update_spec_cpu": (
+        "(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
+        "Tensor b, Tensor(a7!) initial_state_source, Tensor spec_state_indices, "
+        "Tensor num_accepted_tokens, Tensor cu_seqlens, "
+        "bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, "
+        "float softplus_threshold=20.0) -> Tensor",
+        delta_nets.verify,
+    ),
+    "prepack_moe_weight": (
+        "(Tensor weight, Tensor(a1!) packed_weight, str isa) -> ()",
+        experts.prepack_weight,
+    ),
+    "cpu_fused_moe": (
+        "(Tensor(a0!) output, Tensor input, Tensor w13, Tensor w2, Tensor? w13_bias, "
+        "Tensor? w2_bias, Tensor topk_weights, Tensor topk_id, bool skip_weighted, "
+        "str act, str isa) -> ()",
+        experts.fused_experts,
     ),
     "selective_state_update_cpu": (
         "(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "

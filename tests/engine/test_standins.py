@@ -271,6 +271,35 @@ def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
     assert torch.equal(state[[0, 1, 3]], unused)
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_experts_are_summed_up_by_their_weights(ops, is_weighted: bool):
+    """Of three, two a token."""
+    torch.manual_seed(0)
+    hidden, inner = 6, 4
+    weights = torch.randn(3, 2 * inner, hidden), torch.randn(3, hidden, inner)
+    biases = torch.randn(3, 2 * inner), torch.randn(3, hidden)
+    packed = [torch.empty_like(weight) for weight in weights]
+    for weight, copy in zip(weights, packed):
+        ops.prepack_moe_weight(weight, copy, "vec")
+    x, out = torch.randn(4, hidden), torch.full((4, hidden), float("nan"))
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1], [0, 2]], dtype=torch.int32)
+    shares = torch.rand(4, 2)
+    ops.cpu_fused_moe(
+        out, x, *packed, *biases, shares, ids, not is_weighted, "silu", "vec"
+    )
+    for row, experts in enumerate(ids.tolist()):
+        expected = torch.zeros(hidden)
+        for expert, share in zip(experts, shares[row]):
+            gate, up = (weights[0][expert] @ x[row] + biases[0][expert]).split(inner)
+            made = weights[1][expert] @ (gate * torch.sigmoid(gate) * up)
+            made += biases[1][expert]
+            expected += share * made if is_weighted else made
+        torch.testing.assert_close(out[row], expected)
+    with pytest.raises(NotImplementedError, match="gelu"):
+        rest = (shares, ids, False, "gelu", "vec")
+        ops.cpu_fused_moe(out, x, *packed, None, None, *rest)
+
+
 @pytest.mark.parametrize("with_zeros", [False, True])
 def test_product_with_codes_of_four_bits(ops, with_zeros: bool):
     """Columns in blocks of 16; a scale, and perhaps a zero, for 8 consecutive rows."""
