@@ -50,6 +50,7 @@ WAYS = {
     "llama4": CHUNKED,
     "lfm2": hybrid(128),
     "nemotron_h": hybrid(80),
+    "qwen3_next": hybrid(80),
 }
 GROUPS = {
     "gemma2": 4,
@@ -61,6 +62,7 @@ GROUPS = {
     "llama4": 4,
     "lfm2": 2,
     "nemotron_h": 2,
+    "qwen3_next": 2,
 }
 WITH_WINDOWS = [name for name, ways in WAYS.items() if ways in (WINDOWED, SHARING)]
 HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
