@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "Qwen3MoeForCausalLM": ("benchmarks/results/h200/equality.jsonl",),
     "Lfm2ForCausalLM": ("tests/engine/test_families.py",),
     "NemotronHForCausalLM": ("tests/engine/test_families.py",),
+    "Qwen3NextForCausalLM": ("tests/engine/test_families.py",),
 }
 # What a refusal is for, by a part of its reason, the first that is found.
 CAUSES = {
