@@ -4,6 +4,8 @@
 
 What is drafted must not change an answer. That a drafter's own attention is right shows
 in what is accepted: a model that drafts for itself is always right.
+
+A hybrid's states of drafts that are rejected are gone back from, in the cache.
 """
 
 import heapq
@@ -13,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from families import write_family
 from harness import Call, Engine, Jobs, Runner, decided_tokens, tie
+from safetensors.torch import load_file, save_file
 from scenarios import BLOCK, NUM_DRAFTS, SLOT_BYTES, text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -36,14 +41,39 @@ ARGS: dict[str, Any] = {
 }
 
 
+# A hybrid's, whose states are blocks: hits end within the second and the third prompt's
+# blocks, too.
+STATE_BLOCK, UNIT = 80, 16
+HYBRID_PROMPTS = [
+    text(length, length)
+    for length in (3, STATE_BLOCK - 1, 2 * STATE_BLOCK + 20, STATE_BLOCK)
+]
+HYBRID_ARGS: dict[str, Any] = {
+    "block_size": STATE_BLOCK,
+    "max_num_batched_tokens": STATE_BLOCK + 12,
+}
+CACHED = {
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "align",
+    "prefix_match_unit": UNIT,
+}
+
+
 def answers(
-    jobs: Jobs, name: str, runner: Runner, args: dict[str, Any]
+    jobs: Jobs,
+    name: str,
+    runner: Runner,
+    args: dict[str, Any],
+    prompts: list[list[int]] = PROMPTS,
+    model: Path | None = None,
 ) -> dict[str, Any]:
-    """What an engine gives for the prompts."""
-    calls = {"batched": Call(PROMPTS, NUM_GENERATED)}
+    """What an engine gives for the prompts, and what it gives then."""
+    calls = {"batched": Call(prompts, NUM_GENERATED)}
+    if "enable_prefix_caching" in args:
+        calls["warm"] = Call(prompts, NUM_GENERATED)
     # Counts of drafts are a process's: one engine in each.
-    job = jobs.start(name, runner, {"engine": Engine(ARGS | args, calls)})
-    return job.result()["engine"]
+    engine = Engine(ARGS | args, calls, model=str(model) if model else None)
+    return jobs.start(name, runner, {"engine": engine}).result()["engine"]
 
 
 def num_tied(result: dict[str, Any]) -> int:
@@ -57,16 +87,19 @@ def num_tied(result: dict[str, Any]) -> int:
 
 def assert_equal(jobs: Jobs, runner: Runner, result: dict[str, Any]) -> None:
     """Asserts that drafts changed no token that rounding does not decide."""
-    plain = answers(jobs, f"undrafted-{runner}", runner, {})
+    assert_tokens(answers(jobs, f"undrafted-{runner}", runner, {}), result, runner)
+
+
+def assert_tokens(
+    plain: dict[str, Any], result: dict[str, Any], runner: Runner
+) -> None:
     assert plain["runner"] == result["runner"] == runner
     expected = plain["calls"]["batched"]["requests"]
-    requests = result["calls"]["batched"]["requests"]
-    num_decided = 0
-    for own, other in zip(expected, requests, strict=True):
-        decided = decided_tokens(own, TIE)
-        assert other["tokens"][: len(decided)] == decided
-        num_decided += len(decided)
-    assert 2 * num_decided > NUM_GENERATED * len(PROMPTS)
+    decided = [decided_tokens(request, TIE) for request in expected]
+    for call in result["calls"].values():
+        for tokens, request in zip(decided, call["requests"], strict=True):
+            assert request["tokens"][: len(tokens)] == tokens
+    assert 2 * sum(map(len, decided)) > NUM_GENERATED * len(expected)
 
 
 def drafter(method: str, folder: Path) -> dict[str, Any]:
@@ -145,3 +178,61 @@ def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
     result = answers(jobs, "ngram_gpu-v2", "v2", args)
     assert result["drafted"] > 0
     assert_equal(jobs, "v2", result)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid whose checkpoint has a layer that predicts a further token.
+
+    It has two tokens, so that half of what it predicts is right by chance.
+    """
+    folder = write_family(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
+    weights = load_file(folder / "model.safetensors")
+    head, first = weights["lm_head.weight"], ord("a")
+    # Of a row and its negative one wins against the others, which are zero.
+    row = head[first].clone()
+    head.zero_()
+    head[first], head[first + 1] = row, -row
+    generator = torch.Generator().manual_seed(1)
+    hidden = head.shape[1]
+    drafter = {"fc": torch.empty(hidden, 2 * hidden)}
+    norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+    drafter |= {name: torch.zeros(hidden) for name in norms}
+    drafter = {f"mtp.{name}.weight": tensor for name, tensor in drafter.items()}
+    last = "model.layers.3."
+    drafter |= {
+        name.replace(last, "mtp.layers.0."): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(last)
+    }
+    for tensor in drafter.values():
+        if tensor.dim() > 1:
+            tensor.normal_(0, 0.3, generator=generator)
+    weights |= {name: tensor.bfloat16() for name, tensor in drafter.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "runner, is_cached", [("v1", False), ("v2", False), ("v2", True)]
+)
+def test_own_layer_of_a_hybrid(
+    jobs: Jobs, hybrid: Path, runner: Runner, is_cached: bool
+):
+    """States after each draft are kept until it is known which of them counts."""
+    rest = (HYBRID_PROMPTS, hybrid)
+    plain = answers(jobs, f"undrafted-hybrid-{runner}", runner, HYBRID_ARGS, *rest)
+    args = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    args = HYBRID_ARGS | {"speculative_config": args} | (CACHED if is_cached else {})
+    name = f"hybrid-mtp-{runner}-{is_cached}"
+    result = answers(jobs, name, runner, args, *rest)
+    # Some, and not all, of a step's.
+    assert result["drafted"] > result["accepted"] > NUM_GENERATED
+    assert_tokens(plain, result, runner)
+    assert len(result["pages"]) == len(plain["pages"]) + 1
+    assert len({size for size, _ in result["pages"].values()}) == 1
+    if is_cached:
+        warm = result["calls"]["warm"]["requests"]
+        cached = [request["num_cached_tokens"] for request in warm]
+        assert sum(num % STATE_BLOCK > 0 for num in cached) >= 2
