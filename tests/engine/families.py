@@ -69,7 +69,23 @@ FAMILIES = {
         # The embedding as in Gemma 2.
         {"post_attention_layernorm": 7},
     ),
-    # The last two layers read the caches of the two before them.
+    # The last two layers read the caches of the two before them, as below.
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": 512,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 16,
+        },
+        # As in Gemma 4, but half as much: its streams make more of each code that
+        # flips by rounding, and those hardly mix then.
+        {"q_norm": -0.75, "post_attention_layernorm": 3},
+        {"prediction_coefs": 0.3, "correction_coefs": 0.3},
+    ),
     "gemma4": Family(
         "gemma4_text",
         {

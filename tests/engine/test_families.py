@@ -43,6 +43,7 @@ def hybrid(block: int) -> Ways:
 WAYS = {
     "gemma2": WINDOWED,
     "gemma3": WINDOWED,
+    "gemma3n": SHARING,
     "gemma4": SHARING,
     "cohere2": WINDOWED,
     "olmo3": WINDOWED,
@@ -55,6 +56,7 @@ WAYS = {
 GROUPS = {
     "gemma2": 4,
     "gemma3": 4,
+    "gemma3n": 2,
     "gemma4": 2,
     "cohere2": 4,
     "olmo3": 4,
@@ -69,8 +71,8 @@ HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
 
 
 def some_marked(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Of windows alone there are others without the mark of the matrix."""
-    marks = dict.fromkeys(("cohere2", "olmo3"), pytest.mark.matrix)
+    """Of windows and of shared caches others are without the mark of the matrix."""
+    marks = dict.fromkeys(("cohere2", "gemma3n", "olmo3"), pytest.mark.matrix)
     cases = [pytest.param(name, marks=marks.get(name, ())) for name in names]
     return pytest.mark.parametrize("name", cases)
 
