@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -287,15 +287,11 @@ def check_layers(checks: Checks, rows: list[dict[str, Any]]) -> dict[str, Any] |
     return {"packed": arm.name, "rows": measured, "skip": skip}
 
 
-def check(checks: Checks, arms: list[Arm]) -> dict[str, Any]:
-    """Returns the report, `arms` being a row an arm in the order given."""
-    rows: list[dict[str, Any]] = []
-    for row in checks.run(arms):
-        rows.append(row)
-        if not ran(rows[0]):
-            raise SystemExit(f"check_model: no reference: {row['error']}")
+def report_of(
+    checks: Checks, rows: list[dict[str, Any]], layers: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the report of the arms that have ended."""
     args = checks.args
-    layers = check_layers(checks, rows) if args.layers else None
     # Only the turbo dtypes' layers know what they take off.
     turbo = [row for row in rows if row["cache_dtype"] in TURBO_DTYPES and ran(row)]
     return {
@@ -312,18 +308,42 @@ def check(checks: Checks, arms: list[Arm]) -> dict[str, Any]:
     }
 
 
+def check(
+    checks: Checks,
+    arms: list[Arm],
+    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Returns the report, `arms` being a row an arm in the order given.
+
+    Each arm that ends is kept in a report of those before it, too.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in checks.run(arms):
+        rows.append(row)
+        if not ran(rows[0]):
+            raise SystemExit(f"check_model: no reference: {row['error']}")
+        keep(report_of(checks, rows))
+    layers = check_layers(checks, rows) if checks.args.layers else None
+    return report_of(checks, rows, layers)
+
+
 def failed(report: dict[str, Any]) -> bool:
     """Whether an engine did not run to its end."""
     rows = report["arms"] + (report["layers"] or {"rows": []})["rows"]
     return any("error" in row or "gsm8k_error" in row for row in rows)
 
 
+def write_files(report: dict[str, Any], output: Path) -> str:
+    """Writes check.json and check.md, and returns the latter's text."""
+    text = markdown(report)
+    (output / "check.json").write_text(json.dumps(rounded(report), indent=1) + "\n")
+    (output / "check.md").write_text(text)
+    return text
+
+
 def write_report(report: dict[str, Any], output: Path) -> None:
     """Writes check.json, check.md and kl.svg, and prints the tables."""
-    path = output / "check.json"
-    path.write_text(json.dumps(rounded(report), indent=1) + "\n")
-    text = markdown(report)
-    (output / "check.md").write_text(text)
+    path, text = output / "check.json", write_files(report, output)
     print(f"\n{text}", flush=True)
     if not importlib.util.find_spec("matplotlib"):
         print(f"{path}; no picture: matplotlib is not installed")
@@ -342,7 +362,8 @@ def main(words: list[str] | None = None) -> int:
             checks = Checks(args, Path(folder), pool)
         except ValueError as error:
             parser.error(str(error))
-        report = check(checks, arms_of(args.kv_cache_dtype))
+        arms = arms_of(args.kv_cache_dtype)
+        report = check(checks, arms, lambda report: write_files(report, args.output))
         write_report(report, args.output)
     return 1 if failed(report) else 0
 

@@ -156,6 +156,28 @@ def test_a_refused_dtype_loses_no_other(
     assert report["advice"].endswith("fp8: not measured")
 
 
+def test_what_has_ended_is_kept(
+    checks: FullChecks,
+    report: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In files that are whole when the run is stopped."""
+
+    def run(_arms: list[check_model.Arm]) -> Iterator[dict[str, Any]]:
+        yield from report["arms"][:2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        check_model.check(
+            checks, [], lambda report: check_model.write_files(report, tmp_path)
+        )
+    kept = json.loads((tmp_path / "check.json").read_text())
+    assert [row["arm"] for row in kept["arms"]] == ["auto", "auto, again"]
+    assert "`auto, again`" in (tmp_path / "check.md").read_text()
+
+
 def test_worst_layer_in_bf16(report: dict[str, Any], rows: dict[str, dict[str, Any]]):
     (row,) = report["layers"]["rows"]
     packed = rows[PACKED]
