@@ -11,10 +11,11 @@ costs a decode step what other keys cost. So models of any length fit into minut
 * `decode`: time a token and sequence (TPOT), as in turbo_engine.py.
 * `prefill`: time to one token of a prompt as long as the longest, which is computed.
 * `attention`: microseconds a decode step in which a kernel of attention runs (store,
-  decode, merge, and what other caches have instead), from a profile of its own; those
+  decode, merge, and what other caches have instead), from profiles of their own; those
   in which any kernel runs; and each kernel's by name. One that is launched before the
   kernel ahead of it has ended counts from its launch, so that the second figure, less
-  another arm's, is the better one for short steps.
+  another arm's, is the better one for short steps. The first step, in which the
+  connector fills states and recent windows, is taken off all of them.
 
 Experts are drawn for each token by vLLM's simulation of routers: what dummy weights
 choose depends on the attention, so that arms would load different experts.
@@ -46,6 +47,7 @@ SHAPES = ((16, 32768), (64, 4096), (16, 128))
 PROFILED_STEPS = 8
 KERNELS_SHOWN = 24
 NAME_LENGTH = 100
+ATTENTION_US, KERNELS_US = "attention_us", "kernels_us"
 # Kernels that store keys and values, quantise queries, attend, and join what was split.
 ATTENTION = re.compile(
     r"turbo::|_(store|decode|extend|merge|isolate|window|rotate_query|weigh_by_sinks)"
@@ -99,21 +101,39 @@ def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
     ]
 
 
-def attention_row(
-    kernels: list[tuple[str, float, float]], steps: int
-) -> dict[str, Any]:
-    """Returns the row of a profile of a number of steps."""
-    by_name: Counter[str] = Counter()
+def kernel_times(kernels: list[tuple[str, float, float]]) -> Counter[str]:
+    """Returns us by what they are of: a kernel's name, ATTENTION_US or KERNELS_US."""
+    times: Counter[str] = Counter()
     for name, start, end in kernels:
-        by_name[name[:NAME_LENGTH]] += end - start
+        times[name[:NAME_LENGTH]] += end - start
     attention = [(start, end) for name, start, end in kernels if is_attention(name)]
-    shown = dict(by_name.most_common(KERNELS_SHOWN))
-    shown |= {name: us for name, us in by_name.items() if is_attention(name)}
+    times[ATTENTION_US] = covered(attention)
+    times[KERNELS_US] = covered((start, end) for _, start, end in kernels)
+    return times
+
+
+def attention_row(
+    first: list[tuple[str, float, float]],
+    whole: list[tuple[str, float, float]],
+    steps: int,
+) -> dict[str, Any]:
+    """Returns the row of what steps take beyond the first.
+
+    Args:
+        first: Kernels of the first step alone.
+        whole: Kernels of the first and of `steps` more.
+        steps: How many these are.
+
+    """
+    times = kernel_times(whole)
+    times.subtract(kernel_times(first))
+    totals = {name: times.pop(name) / steps for name in (ATTENTION_US, KERNELS_US)}
+    shown = dict(times.most_common(KERNELS_SHOWN))
+    shown |= {name: us for name, us in times.items() if is_attention(name)}
     return {
         "part": "attention",
         "steps": steps,
-        "attention_us": covered(attention) / steps,
-        "kernels_us": covered((start, end) for _, start, end in kernels) / steps,
+        **totals,
         "by_kernel_us": {name: us / steps for name, us in shown.items()},
     }
 
@@ -172,15 +192,22 @@ class FilledEngine(Engine):
             "all_seconds": seconds[1:],
         }
 
-    def attention(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Returns the row of a profile."""
+    def profile(
+        self, prompts: list[list[int]], tokens: int
+    ) -> list[tuple[str, float, float]]:
+        """Returns the kernels of so many tokens."""
         self.llm.start_profile()
-        self.generate(prompts, PROFILED_STEPS)
+        self.generate(prompts, tokens)
         self.llm.stop_profile()
         (trace,) = self.traces.glob("*.json.gz")
-        row = attention_row(kernels_of(trace), PROFILED_STEPS)
+        kernels = kernels_of(trace)
         trace.unlink()
-        return row
+        return kernels
+
+    def attention(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Returns the row of two profiles."""
+        first, whole = (self.profile(prompts, 1 + n) for n in (0, PROFILED_STEPS))
+        return attention_row(first, whole, PROFILED_STEPS)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of all shapes."""

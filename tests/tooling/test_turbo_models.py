@@ -89,7 +89,7 @@ def test_profile(tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    row = attention_row(kernels_of(trace), steps=2)
+    row = attention_row([], kernels_of(trace), steps=2)
     assert row["attention_us"] == 20
     assert row["kernels_us"] == 45
     assert row["by_kernel_us"] == {
@@ -97,6 +97,15 @@ def test_profile(tmp_path: Path) -> None:
         "void turbo::decode_kernel<1>": 12,
         "gemm": 25,
     }
+
+
+def test_the_first_step_does_not_count() -> None:
+    """What it fills, and what it does as the others do."""
+    first = [("fill", 0.0, 50.0), ("_store_kernel", 50.0, 54.0)]
+    whole = first + [("_store_kernel", 100.0 + i, 102.0 + i) for i in (0, 10)]
+    row = attention_row(first, whole, steps=2)
+    assert row["attention_us"] == row["kernels_us"] == 2
+    assert row["by_kernel_us"] == {"_store_kernel": 2, "fill": 0}
 
 
 def test_arms_measure_in_turn(tmp_path: Path) -> None:
