@@ -66,7 +66,8 @@ fi
 
 kernels() {
   # Of the processes of -n each would take all cores for references on the CPU.
-  OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider "$@" \
+  PYTHONPATH=ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 \
+    "$python" -m pytest -q -p no:cacheprovider -p failures_at_once "$@" \
     vllm_overlay/tests/kernels/turbo >"$out/kernels.txt" 2>&1
   set -- $?
   tail -n 40 "$out/kernels.txt"
