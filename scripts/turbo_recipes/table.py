@@ -25,9 +25,39 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/quality-qwen2/quality.md",
     ),
     "Qwen3MoeForCausalLM": ("benchmarks/results/h200/equality.jsonl",),
-    "Lfm2ForCausalLM": ("tests/engine/test_families.py",),
-    "NemotronHForCausalLM": ("tests/engine/test_families.py",),
+    "Lfm2ForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/families.jsonl",
+    ),
+    "NemotronHForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/models.jsonl",
+    ),
     "Qwen3NextForCausalLM": ("tests/engine/test_families.py",),
+    "Qwen3_5MoeForCausalLM": ("benchmarks/results/h200/models.jsonl",),
+    "GptOssForCausalLM": ("benchmarks/results/h200/models.jsonl",),
+    "Gemma3ForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/families.jsonl",
+        "benchmarks/results/h200/models.jsonl",
+    ),
+    "Gemma4ForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/families.jsonl",
+        "benchmarks/results/h200/models.jsonl",
+    ),
+    "Llama4ForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/families.jsonl",
+        "benchmarks/results/h200/models.jsonl",
+    ),
+}
+# Architectures of which the text's part has run as a model of its own.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 # What a refusal is for, by a part of its reason, the first that is found.
 CAUSES = {
@@ -65,7 +95,8 @@ start with a layer that stores something else. Of {misled} a flag that the refus
 leads to a crash.
 
 Accepted is not run. {families} kinds of model, of {ran} recipes, have run in an engine
-with a turbo dtype, on a CPU or on an H200.
+with a turbo dtype, on a CPU or on an H200; of {texts} of these recipes the text's part
+alone, without images.
 
 The shapes are written by hand ([`shapes.yaml`](../scripts/turbo_recipes/shapes.yaml)
 says of each where it is from), with the number of layers, heads and head sizes of the
@@ -142,10 +173,15 @@ def find_way_out(verdict: dict[str, Any]) -> str:
     return " or ".join(parts)
 
 
+def runs_of(architecture: str) -> tuple[str, ...]:
+    """What has run the architecture, or its text's part; nothing if neither has."""
+    return RUNS.get(TEXT_PARTS.get(architecture, architecture), ())
+
+
 def count(content: dict[str, Any]) -> dict[str, int]:
     """The numbers of recipes that the texts name."""
     verdicts = verdicts_of(content).values()
-    run = [each for each in verdicts if each["architecture"] in RUNS]
+    run = [each for each in verdicts if runs_of(each["architecture"])]
     refused = [each for each in verdicts if each["outcome"] == "refused"]
     flagged = [each for each in refused if flags_that_help(each)]
     return {
@@ -160,6 +196,7 @@ def count(content: dict[str, Any]) -> dict[str, int]:
         "refused": len(refused) - len(flagged),
         "families": len({each["architecture"] for each in run}),
         "ran": len(run),
+        "texts": sum(each["architecture"] in TEXT_PARTS for each in run),
         "guessed": sum("guess" in each["source"] for each in verdicts),
     }
 
@@ -170,14 +207,15 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 
 def _where(architecture: str) -> str:
     """Where engines have run the architecture: a cell."""
-    paths = RUNS.get(architecture, ())
+    paths = runs_of(architecture)
     places = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
     found = [
         place
         for start, place in places.items()
         if any(path.startswith(start) for path in paths)
     ]
-    return " and ".join(found) or "no"
+    text = ", text alone" if architecture in TEXT_PARTS else ""
+    return " and ".join(found) + text if found else "no"
 
 
 def accepted_table(content: dict[str, Any]) -> str:
@@ -256,7 +294,7 @@ def page(content: dict[str, Any], version: str) -> str:
     rows = [("recipe", "model class", "accepted", "run", "layers, or why not")]
     rows.append(("---",) * 5)
     for name, verdict in verdicts_of(content).items():
-        runs = RUNS.get(verdict["architecture"], ())
+        runs = runs_of(verdict["architecture"])
         links = ", ".join(f"[{path.split('/')[-1]}](../{path})" for path in runs)
         guess = " (guess)" if "guess" in verdict["source"] else ""
         cells = (_accepted(verdict), links, _what(verdict) + guess)
