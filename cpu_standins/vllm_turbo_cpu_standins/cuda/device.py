@@ -43,6 +43,7 @@ def install() -> None:
         return load(path, name)
 
     interface.OFFSET_SEGMENT = OFFSET_SEGMENT
+    cuda_build.find = lambda module, device: None
     cuda_build.build = build_emulated
     cuda_build._load_function = load_emulated
     torch.cuda.get_device_properties = lambda device=None: PROPERTIES

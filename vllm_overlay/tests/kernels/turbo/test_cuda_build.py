@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
@@ -115,7 +116,11 @@ class FlashInfer:
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FlashInfer:
     """FlashInfer, and a GPU to build for."""
-    jit = FlashInfer(tmp_path / "cache")
+    # Of any release, for any architectures.
+    jit = FlashInfer(tmp_path / ".cache" / "flashinfer" / "0.1" / "80" / "cached_ops")
+    jit.folder.parent.mkdir(parents=True)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setattr(cuda_built, "PREBUILT_DIR", tmp_path / "prebuilt")
     for name, module in jit.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
 
@@ -154,7 +159,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     def recorder(level: int) -> Callable[..., None]:
         return lambda text, *args, **_: records.append((level, text % args))
 
-    for logger in (kernels.logger, cuda_build.logger):
+    for logger in (kernels.logger, cuda_build.logger, cuda_built.logger):
         for name, level in (("info", logging.INFO), ("warning", logging.WARNING)):
             monkeypatch.setattr(logger, name, recorder(level))
             monkeypatch.setattr(logger, f"{name}_once", recorder(level), raising=False)
@@ -168,7 +173,7 @@ def load(module: CudaModule = MODULE) -> str:
 def test_builds_once_and_says_so(flashinfer, log):
     assert load() == MODULE.header
     (name,) = flashinfer.builds
-    assert name.startswith("turbo_decode_turbo4_128_")
+    assert name.startswith("turbo_decode_turbo4_128_sm90_")
     assert flashinfer.flags == ["-gencode=arch=compute_90,code=sm_90", "-DB"]
     ((level, text),) = log
     assert level == logging.INFO
@@ -224,16 +229,104 @@ def test_every_part_is_in_the_name(monkeypatch, tmp_path):
     """An installation keeps no times that would tell old from new."""
     shutil.copytree(cuda_build.SOURCE_DIR, tmp_path / "cuda")
     monkeypatch.setattr(cuda_build, "SOURCE_DIR", tmp_path / "cuda")
-    names = {cuda_build.module_name(MODULE, ["-DB"])}
-    assert names == {cuda_build.module_name(MODULE, ["-DB"])}
-    names.add(cuda_build.module_name(MODULE, ["-DC"]))
-    names.add(cuda_build.module_name(MODULE._replace(header="#define A 2"), ["-DB"]))
-    names.add(cuda_build.module_name(MODULE._replace(kernel="store"), ["-DB"]))
+    names = {cuda_build.module_name(MODULE, "90")}
+    assert names == {cuda_build.module_name(MODULE, "90")}
+    names.add(cuda_build.module_name(MODULE, "86"))
+    names.add(cuda_build.module_name(MODULE._replace(flags=()), "90"))
+    names.add(cuda_build.module_name(MODULE._replace(header="#define A 2"), "90"))
+    names.add(cuda_build.module_name(MODULE._replace(kernel="store"), "90"))
     for source in ("decode/decode.cu", "common/format.cuh"):
         with (tmp_path / "cuda" / source).open("a") as file:
             file.write("//\n")
-        names.add(cuda_build.module_name(MODULE, ["-DB"]))
-    assert len(names) == 6
+        names.add(cuda_build.module_name(MODULE, "90"))
+    monkeypatch.setattr(cuda_build.metadata, "version", lambda name: f"other {name}")
+    names.add(cuda_build.module_name(MODULE, "90"))
+    assert len(names) == 8
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The libraries that are loaded, each a text that its function returns."""
+    paths: list[Path] = []
+
+    def load_function(path: Path, name: str) -> str:
+        paths.append(path)
+        return path.read_text()
+
+    monkeypatch.setattr(cuda_build, "_load_function", load_function)
+    return paths
+
+
+@pytest.fixture
+def without_tools(flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch):
+    """Takes them away: programs, FlashInfer and what locks."""
+
+    def take() -> None:
+        flashinfer.tools.clear()
+        for name in ("flashinfer", "flashinfer.jit", "filelock"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return take
+
+
+@pytest.mark.parametrize("place", ["cache", "package"])
+def test_what_is_built_needs_no_tools(
+    flashinfer, loaded, without_tools, log, tmp_path, place
+):
+    """Nor a root that can be written."""
+    library = build(MODULE, DEVICE)
+    if place == "package":
+        library = shutil.copytree(library.parent, tmp_path / "prebuilt") / library.name
+        shutil.rmtree(flashinfer.folder)
+    without_tools()
+    log.clear()
+    for folder in (library.parent, tmp_path):
+        folder.chmod(0o555)
+    assert build_and_load(MODULE, DEVICE) == MODULE.header
+    assert loaded == [library] and len(flashinfer.builds) == 1 and not log
+    # Other modules, and this one for another GPU, are others.
+    with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
+        build_and_load(MODULE._replace(header="#define A 2"), DEVICE)
+    tmp_path.chmod(0o755)
+
+
+@pytest.mark.parametrize("fault", ["not whole", "changed"])
+def test_what_is_not_whole_is_not_loaded(flashinfer, loaded, without_tools, log, fault):
+    library = build(MODULE, DEVICE)
+    if fault == "changed":
+        library.write_text("#define")
+    else:
+        library.with_suffix(".sha256").unlink()
+    found = build_and_load(MODULE, DEVICE)
+    assert found == MODULE.header and len(flashinfer.builds) == 2
+    warnings = [text for level, text in log if level == logging.WARNING]
+    assert len(warnings) == (fault == "changed")
+    assert all(str(library) in text and "SHA-256" in text for text in warnings)
+    library.with_suffix(".sha256").write_text("0")
+    without_tools()
+    with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
+        build_and_load(MODULE, DEVICE)
+
+
+def test_what_cannot_be_loaded_is_built_anew(
+    flashinfer, without_tools, log, monkeypatch, tmp_path
+):
+    library = build(MODULE, DEVICE)
+    prebuilt = shutil.copytree(library.parent, tmp_path / "prebuilt") / library.name
+
+    def load_function(path: Path, name: str) -> str:
+        if path == prebuilt:
+            raise OSError("libcudart.so.13: cannot open")
+        return path.read_text()
+
+    monkeypatch.setattr(cuda_build, "_load_function", load_function)
+    assert build_and_load(MODULE, DEVICE) == MODULE.header
+    level, text = log[-1]
+    assert level == logging.WARNING
+    assert re.search(f"{prebuilt}.*built anew.*libcudart", text)
+    without_tools()
+    with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
+        build_and_load(MODULE, DEVICE)
 
 
 def no_flashinfer(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,8 +244,7 @@ def test_kernels_run_where_their_tensors_are(kernel):
 @pytest.fixture
 def other_architecture(monkeypatch: pytest.MonkeyPatch):
     """Kernels are built for GPUs that have nothing in common with this one."""
-    number = 80 if current_platform.has_device_capability(90) else 90
-    flag = f"-gencode=arch=compute_{number},code=sm_{number}"
+    number = "80" if current_platform.has_device_capability(90) else "90"
     loads = (
         cuda_store.load,
         cuda_decode.load_instance,
@@ -254,7 +253,7 @@ def other_architecture(monkeypatch: pytest.MonkeyPatch):
     )
     for load in loads:
         load.cache_clear()
-    monkeypatch.setattr(cuda_build, "_target", lambda device: flag)
+    monkeypatch.setattr(cuda_build, "_architecture", lambda device: number)
     yield
     for load in loads:
         load.cache_clear()

@@ -3,13 +3,15 @@
 """Builds the CUDA kernels with FlashInfer's JIT: once for all processes of a host.
 
 A module is one source of ``cuda/`` with one header of constants, and exports one
-function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache.
+function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache,
+where it is found again without FlashInfer, a compiler or a lock: see built.py.
 """
 
 import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo.cuda.built import find_built, publish, replace_text
 
 logger = init_logger(__name__)
 
@@ -108,27 +111,42 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
-def _target(device: torch.device) -> str:
+def _architecture(device: torch.device) -> str:
     """The device's own, whatever others FlashInfer's modules are built for."""
     capability = current_platform.get_device_capability(device.index or 0)
     assert capability is not None
-    number = capability.to_int()
-    return f"-gencode=arch=compute_{number},code=sm_{number}"
+    return str(capability.to_int())
 
 
-def module_name(module: CudaModule, flags: list[str]) -> str:
+def _flags(module: CudaModule, architecture: str) -> list[str]:
+    """What nvcc is given beyond FlashInfer's own."""
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    return [target, *module.flags]
+
+
+def _version_of_tvm_ffi() -> str:
+    """Of the interface between a library and Python, whose headers it is built with."""
+    try:
+        return metadata.version("apache-tvm-ffi")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def module_name(module: CudaModule, architecture: str) -> str:
     """A name with a hash of all that goes into the module.
 
     FlashInfer judges what it has built by its sources' times, which say nothing after
     an installation.
     """
     digest = hashlib.sha256()
-    parts = [*flags, HEADER_NAME, module.header]
+    parts = [*_flags(module, architecture), _version_of_tvm_ffi()]
+    parts += [HEADER_NAME, module.header]
     for path in sorted(SOURCE_DIR.rglob("*.cu*")):
         parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_text()]
     for part in parts:
         digest.update(part.encode() + b"\0")
-    return f"turbo_{module.kernel}_{module.instance}_{digest.hexdigest()[:16]}"
+    words = ("turbo", module.kernel, module.instance, f"sm{architecture}")
+    return "_".join([*words, digest.hexdigest()[:16]])
 
 
 def _write_header(path: Path, text: str) -> None:
@@ -136,9 +154,7 @@ def _write_header(path: Path, text: str) -> None:
     if path.exists() and path.read_text() == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.{os.getpid()}")
-    whole.write_text(text)
-    whole.replace(path)
+    replace_text(path, text)
 
 
 def _build(jit: Any, spec: Any, module: CudaModule) -> None:
@@ -182,27 +198,33 @@ def build(module: CudaModule, device: torch.device) -> Path:
     jit = _import_jit()
     from filelock import FileLock
 
-    flags = [_target(device), *module.flags]
-    name = module_name(module, flags)
+    architecture = _architecture(device)
+    name = module_name(module, architecture)
     header_dir = jit.env.FLASHINFER_GEN_SRC_DIR / name
     try:
         spec = jit.gen_jit_spec(
             name,
             [module.source],
-            extra_cuda_cflags=flags,
+            extra_cuda_cflags=_flags(module, architecture),
             extra_include_paths=[SOURCE_DIR, header_dir],
             use_fast_math=False,
         )
         with FileLock(spec.lock_path, thread_local=False):
             _write_header(header_dir / HEADER_NAME, module.header)
             _build(jit, spec, module)
+            publish(spec.jit_library_path)
     except OSError as error:
         raise _not_writable(error) from error
     return spec.jit_library_path
 
 
+def find(module: CudaModule, device: torch.device) -> Path | None:
+    """The shared library of a module that was built for such a device before."""
+    return find_built(module_name(module, _architecture(device)))
+
+
 def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., None]:
-    """Build a module, if need be, and load it.
+    """Load a module, built before or now.
 
     Args:
         module: What to build.
@@ -218,6 +240,12 @@ def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., No
         RuntimeError: If it cannot be built or loaded; the message has the way out.
 
     """
+    found = find(module, device)
+    if found is not None:
+        try:
+            return _load_function(found, module.kernel)
+        except (AttributeError, OSError, RuntimeError) as error:
+            logger.warning("%s cannot be loaded and is built anew: %s", found, error)
     path = build(module, device)
     try:
         return _load_function(path, module.kernel)
