@@ -361,7 +361,11 @@ class Batch:
             query, target = self.query[part], None
             own_ranges = (ranges or {}).get(row, [])
             options["spans"] = [(first, last + 1) for first, last in own_ranges]
-            is_prefilled = any(last >= context for _, last in own_ranges)
+            # One that has two of the step's tokens: of one alone no token is later.
+            newest = context + num_queries - 1
+            is_prefilled = any(
+                min(last, newest) > max(first, context) for first, last in own_ranges
+            )
             if row < num_rounded and not is_prefilled:
                 rotated = reference.round_query(reference.rotate(query))
                 rounded = reference.inverse_rotate(rotated)
