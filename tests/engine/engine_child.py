@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,16 @@ import torch
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
+from vllm.config import get_layers_from_vllm_config
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
+from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -121,6 +125,36 @@ def short_offset_segments(size: int) -> Iterator[None]:
         yield
     finally:
         interface.OFFSET_SEGMENT = served
+
+
+@contextmanager
+def misled_drafter() -> Iterator[None]:
+    """Lets Gemma 4's drafter read the first caches of each kind, and not the last."""
+    drafters = Gemma4Proposer, Gemma4Speculator
+    wirings = [drafter._setup_gemma4_kv_sharing for drafter in drafters]
+
+    def misled(wire: Callable[..., None]) -> Callable[..., None]:
+        def misled_wire(drafter: Any, *args: Any) -> None:
+            wire(drafter, *args)
+            layers = get_layers_from_vllm_config(drafter.vllm_config, Attention)
+            targets = args[-1]
+            for name in layers.keys() - targets:
+                window = layers[name].sliding_window
+                layers[name].kv_sharing_target_layer_name = min(
+                    target
+                    for target in targets
+                    if layers[target].sliding_window == window
+                )
+
+        return misled_wire
+
+    for drafter, wire in zip(drafters, wirings):
+        drafter._setup_gemma4_kv_sharing = misled(wire)
+    try:
+        yield
+    finally:
+        for drafter, wire in zip(drafters, wirings):
+            drafter._setup_gemma4_kv_sharing = wire
 
 
 def summarise(output: RequestOutput) -> dict[str, Any]:
@@ -368,6 +402,8 @@ def run_job(job_path: Path, result_path: Path) -> None:
                 stack.enter_context(short_offset_segments(engine["offset_segment"]))
             if engine["without_key_offset"]:
                 stack.enter_context(without_key_offset())
+            if engine["misled_drafter"]:
+                stack.enter_context(misled_drafter())
             results[name] = run_engine(engine)
     result_path.write_text(json.dumps(results))
 

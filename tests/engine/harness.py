@@ -81,6 +81,7 @@ class Engine:
         nan_token: A token whose embedding is NaN.
         without_key_offset: Whether K is stored with its bias.
         offset_segment: Tokens that share an offset of K, if not as many as are served.
+        misled_drafter: Whether Gemma 4's drafter reads other layers' caches: a defect.
 
     """
 
@@ -92,6 +93,7 @@ class Engine:
     nan_token: int | None = None
     without_key_offset: bool = False
     offset_segment: int | None = None
+    misled_drafter: bool = False
 
 
 BASE_ARGS: dict[str, Any] = {

@@ -10,9 +10,10 @@ A hybrid's states of drafts that are rejected are gone back from, in the cache.
 
 import heapq
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -66,13 +67,15 @@ def answers(
     args: dict[str, Any],
     prompts: list[list[int]] = PROMPTS,
     model: Path | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """What an engine gives for the prompts, and what it gives then."""
     calls = {"batched": Call(prompts, NUM_GENERATED)}
     if "enable_prefix_caching" in args:
         calls["warm"] = Call(prompts, NUM_GENERATED)
     # Counts of drafts are a process's: one engine in each.
-    engine = Engine(ARGS | args, calls, model=str(model) if model else None)
+    folder = str(model) if model else None
+    engine = Engine(ARGS | args, calls, model=folder, **options)
     return jobs.start(name, runner, {"engine": engine}).result()["engine"]
 
 
@@ -236,3 +239,152 @@ def test_own_layer_of_a_hybrid(
         warm = result["calls"]["warm"]["requests"]
         cached = [request["num_cached_tokens"] for request in warm]
         assert sum(num % STATE_BLOCK > 0 for num in cached) >= 2
+
+
+class Shared(NamedTuple):
+    """A target, and a drafter that reads its caches."""
+
+    target: Path
+    drafter: Path
+
+
+def write_drafting_target(folder: Path) -> None:
+    """Writes a Gemma 4 whose last two layers, which read others' caches, say all.
+
+    A drafter with the same layers lacks the K and V of the newest tokens, and is at the
+    position of the one before them. So that it is right all the same, most of the time,
+    positions are close to each other, and no token attends to itself.
+    """
+    write_family(folder, "gemma4")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = {"rope_type": "linear", "factor": 64.0, "rope_theta": 10_000}
+    config["rope_parameters"] = dict.fromkeys(config["rope_parameters"], rope)
+    path.write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    size = config["head_dim"]
+    num_own = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    for name, tensor in weights.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else num_own
+        if layer < num_own and "post_" in name:
+            tensor.zero_()
+        # Else a token would be followed by itself, and others before it hardly count.
+        if layer >= num_own:
+            factors = {"post_attention": 4, "q_norm": 3}
+            tensor *= math.prod(x for part, x in factors.items() if part in name)
+    for layer in range(num_own, config["num_hidden_layers"]):
+        query = weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
+        heads = query.float().unflatten(0, (config["num_key_value_heads"], -1, size))
+        # The layer before it of its kind, whose cache it reads.
+        key = f"model.layers.{layer - 2}.self_attn.k_proj.weight"
+        weights[key] = -heads.sum(1).flatten(0, 1).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_assistant(folder: Path, target: Path) -> None:
+    """Writes Gemma 4's drafter, with the layers of a target that read others' caches.
+
+    Of each of the target's query heads it has two, which count half.
+    """
+    own = json.loads((target / "config.json").read_text())
+    num_layers, hidden = own["num_kv_shared_layers"], own["hidden_size"]
+    first = own["num_hidden_layers"] - num_layers
+    text_config = own | {
+        "num_hidden_layers": num_layers,
+        "layer_types": own["layer_types"][first:],
+        "num_attention_heads": 2 * own["num_attention_heads"],
+        "vocab_size_per_layer_input": 0,
+    }
+    config = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": hidden,
+        "text_config": text_config,
+        "dtype": "bfloat16",
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    heads = (-1, own["head_dim"])
+    # Of the embedding and the target's hidden state it takes the first.
+    identity = torch.eye(hidden)
+    weights = {
+        "pre_projection.weight": torch.cat((identity, 0 * identity), dim=1),
+        "post_projection.weight": identity,
+    }
+    for name, tensor in load_file(target / "model.safetensors").items():
+        if ".layers." in name:
+            layer = int(name.split(".")[2])
+            if layer < first:
+                continue
+            name = name.replace(f".{layer}.", f".{layer - first}.")
+        if "q_proj" in name:
+            tensor = tensor.unflatten(0, heads).repeat_interleave(2, 0).flatten(0, 1)
+        if "o_proj" in name:
+            tensor = tensor.unflatten(1, heads).repeat_interleave(2, 1).flatten(1, 2)
+            tensor = tensor / 2
+        weights[name] = tensor
+    weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    folder = tmp_path_factory.mktemp("shared")
+    found = Shared(folder / "target", folder / "drafter")
+    write_drafting_target(found.target)
+    write_assistant(found.drafter, found.target)
+    return found
+
+
+def shared_answers(
+    jobs: Jobs,
+    shared: Shared,
+    name: str,
+    runner: Runner,
+    args: dict[str, Any],
+    **options: Any,
+) -> dict[str, Any]:
+    args = drafter("mtp", shared.drafter) | args
+    name = f"shared-{name}-{runner}"
+    return answers(jobs, name, runner, args, PROMPTS, shared.target, **options)
+
+
+SHARED_CASES = {
+    "stored": {},
+    # Its prompts are planned beside those of the layers that store.
+    "raw": {"attention_config": {"turbo_prefill": "raw"}},
+    "cached": {"enable_prefix_caching": True},
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("case", SHARED_CASES)
+def test_a_drafter_that_reads_the_targets_caches(
+    jobs: Jobs, shared: Shared, runner: Runner, case: str
+):
+    """Gemma 4's, whose layers have queries alone."""
+    args = SHARED_CASES[case]
+    plain = f"undrafted-shared-{runner}-{case == 'raw'}"
+    settings = {} if case == "cached" else args
+    plain = answers(jobs, plain, runner, settings, PROMPTS, shared.target)
+    result = shared_answers(jobs, shared, case, runner, args)
+    assert result["drafted"] > result["accepted"] > 2 / 3 * result["drafted"]
+    assert_tokens(plain, result, runner)
+    # Of the caches that it reads, and no others.
+    assert result["num_blocks"] == plain["num_blocks"]
+    assert len(result["pages"]) == len(plain["pages"]) + 2
+    page = BLOCK * SLOT_BYTES["turbo4"]
+    assert set(map(tuple, result["pages"].values())) == {(page, False)}
+    if case == "cached":
+        warm = result["calls"]["warm"]["requests"]
+        assert sum(request["num_cached_tokens"] for request in warm) > BLOCK
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_drafter_that_reads_other_caches(jobs: Jobs, shared: Shared, runner: Runner):
+    """Guards the test above: it would notice."""
+    options = {"misled_drafter": True}
+    result = shared_answers(jobs, shared, "misled", runner, {}, **options)
+    assert result["accepted"] < result["drafted"] / 10
