@@ -376,6 +376,9 @@ def test_a_drafter_that_reads_the_targets_caches(
     assert len(result["pages"]) == len(plain["pages"]) + 2
     page = BLOCK * SLOT_BYTES["turbo4"]
     assert set(map(tuple, result["pages"].values())) == {(page, False)}
+    log = (jobs.folder / f"shared-{case}-{runner}" / "log").read_text()
+    (line,) = (line for line in log.splitlines() if "KV cache turbo4:" in line)
+    assert line.endswith("; 4 more read caches of these.")
     if case == "cached":
         warm = result["calls"]["warm"]["requests"]
         assert sum(request["num_cached_tokens"] for request in warm) > BLOCK

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
+from vllm.v1.attention.ops.turbo import startup
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.startup import describe_cache
 
@@ -176,6 +177,29 @@ def test_a_target_that_is_named_late(tmp_path: Path):
     metadata = builder.build(0, batch.common)
     for impl in impls:
         batch.check(impl, batch.run(impl, metadata, "triton"))
+
+
+def test_targets_of_other_groups_that_are_named_late(tmp_path: Path, monkeypatch):
+    """The first builder knows, too, and what is said at the start is said once."""
+    config = make_vllm_config(tmp_path, "turbo4", FP16)
+    impls = [make_impl(config, sliding_window=window) for window in (None, 17) * 2]
+    names = [f"layers.{i}.attn" for i in range(4)]
+    for name, impl in zip(names, impls):
+        register(config, impl, name)
+    layers = config.compilation_config.static_forward_context
+    for sharing, target in zip(names[2:], names):
+        layers[sharing].kv_sharing_target_layer_name = target
+    lines = []
+    monkeypatch.setattr(
+        startup.logger, "info_once", lambda *line, scope: lines.append(line[1])
+    )
+    spec = cache_spec(impls[0].runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    for group in (names[::2], names[1::2]):
+        TurboMetadataBuilder(spec, group, config, DEVICE)
+        shares = [impl.runner.shares_cache for impl in impls]
+        assert shares == [False, False, True, True]
+    assert len(lines) == 2 and len(set(lines)) == 1
+    assert lines[0].endswith("; 2 more read caches of these.")
 
 
 @requires_triton

@@ -25,7 +25,7 @@ from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill_planner import PrefillPlanner
 from vllm.v1.attention.ops.turbo.runtime import num_draft_slots
-from vllm.v1.attention.ops.turbo.startup import check_shared_caches, log_turbo_cache
+from vllm.v1.attention.ops.turbo.startup import log_turbo_cache, share_caches
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 
@@ -87,11 +87,8 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self.is_drafter = all(layer.is_draft_layer for layer in layers)
         if self.is_drafter:
             self.reorder_batch_threshold += num_draft_slots(vllm_config)
-        check_shared_caches(vllm_config)
+        share_caches(vllm_config)
         runners = [layer.impl.runner for layer in layers]
-        for layer, runner in zip(layers, runners):
-            if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-                runner.share_cache()
         # One of each shape: layers alike have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"

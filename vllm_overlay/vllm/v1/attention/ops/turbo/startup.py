@@ -64,8 +64,11 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
-def check_shared_caches(vllm_config: VllmConfig) -> None:
-    """Check that layers which share a cache read it as it is stored.
+def share_caches(vllm_config: VllmConfig) -> None:
+    """Have layers that read another's cache know it, and check that they read it as it
+    is stored.
+
+    Gemma 4's drafter is told whose caches it reads when its layers are made.
 
     Raises:
         ValueError: If a layer's dtype is not that of the layer whose cache it reads,
@@ -74,13 +77,16 @@ def check_shared_caches(vllm_config: VllmConfig) -> None:
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     for layer in layers.values():
-        target = layers.get(layer.kv_sharing_target_layer_name or "")
-        if target is None or target.kv_cache_dtype == layer.kv_cache_dtype:
+        if layer.kv_sharing_target_layer_name is None:
             continue
-        for dtype in (target.kv_cache_dtype, layer.kv_cache_dtype):
-            if is_turbo_cache_dtype(dtype):
-                reasons = [refusals.KV_SHARING_OF_OTHER_DTYPES]
-                raise ValueError(refusals.refusal(dtype, reasons))
+        target = layers.get(layer.kv_sharing_target_layer_name, layer)
+        if target.kv_cache_dtype != layer.kv_cache_dtype:
+            for dtype in (target.kv_cache_dtype, layer.kv_cache_dtype):
+                if is_turbo_cache_dtype(dtype):
+                    reasons = [refusals.KV_SHARING_OF_OTHER_DTYPES]
+                    raise ValueError(refusals.refusal(dtype, reasons))
+        if is_turbo_cache_dtype(layer.kv_cache_dtype):
+            cast("TurboAttentionImpl", layer.impl).runner.share_cache()
 
 
 def _kind(impl: "TurboAttentionImpl") -> tuple[object, ...]:
