@@ -15,11 +15,13 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 
 from .backend_utils import (
+    BLOCK_SIZE,
     HEAD_SIZE,
     KERNELS,
     NUM_KV_HEADS,
@@ -36,7 +38,7 @@ from .backend_utils import (
     with_drafts,
 )
 from .test_backend_extends import give_extends
-from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian, requires_triton
+from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, gaussian, requires_triton
 
 paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
 # Requests, and of each the ranges: in a first chunk, one and all of it; behind context,
@@ -255,6 +257,31 @@ def test_ranges_beyond_a_window(folder):
             NotImplementedError, match="turbo4.*beyond a sliding window"
         ):
             builder.build(0, batch.common)
+
+
+@requires_triton
+def test_ranges_beyond_a_drafters_window(folder):
+    """Gemma 4's drafter has layers in the groups of those whose caches it reads. They
+    are not clamped, but what they draft is verified.
+    """
+    config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=512)
+    impls = [make_impl(config, sliding_window=16) for _ in range(2)]
+    names = ["layers.0.attn", "draft_model.layers.0.attn"]
+    for name, impl in zip(names, impls):
+        set_path(impl, "triton")
+        register(config, impl, name)
+    layers = config.compilation_config.static_forward_context
+    layers[names[0]].mm_prefix_clamp_sliding_window = True
+    layers[names[1]].is_draft_layer = True
+    layers[names[1]].kv_sharing_target_layer_name = names[0]
+    spec = cache_spec(impls[0].runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
+    builder = TurboMetadataBuilder(spec, names, config, DEVICE)
+    batch = Batch.make(impls[0], [(60, 0)])
+    ranges: Ranges = {0: [(2, 50)]}
+    batch.common.mm_req_doc_ranges = ranges
+    metadata = builder.build(0, batch.common)
+    for impl in impls:
+        batch.check(impl, batch.run(impl, metadata, "triton"), ranges)
 
 
 def test_drafters_see_no_images(folder):

@@ -97,11 +97,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         # Layers that read another's cache have a plan of their own.
         shared = [runner for runner in runners if runner.stored != self.stored]
         self.shared_planner = PrefillPlanner.of_layers(shared, True, device)
-        # Others' spans are clamped: to what a window hides before a token.
+        # Others' spans are clamped: to what a window hides before a token. So are those
+        # of a drafter, whose layers are beside those that it reads the caches of.
         unclamped = (
             layer.impl.runner.sliding_window
             for layer in layers
             if layer.impl.runner.sliding_window is not None
+            and not layer.is_draft_layer
             and not getattr(layer, "mm_prefix_clamp_sliding_window", False)
         )
         self.unclamped_window = min(unclamped, default=None)
