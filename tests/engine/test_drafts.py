@@ -391,3 +391,15 @@ def test_a_drafter_that_reads_other_caches(jobs: Jobs, shared: Shared, runner: R
     options = {"misled_drafter": True}
     result = shared_answers(jobs, shared, "misled", runner, {}, **options)
     assert result["accepted"] < result["drafted"] / 10
+
+
+@pytest.mark.matrix
+def test_a_drafter_of_another_dtype_than_the_caches_it_reads(
+    jobs: Jobs, shared: Shared
+):
+    """Runner V2 has no dtype of this drafter's own."""
+    args = drafter("mtp", shared.drafter)
+    args["speculative_config"]["kv_cache_dtype"] = "auto"
+    engine = Engine(ARGS | args, model=str(shared.target), may_fail=True)
+    result = jobs.start("shared-auto-v1", "v1", {"engine": engine}).result()
+    assert "no kv_cache_dtype in --speculative-config" in result["engine"]["error"]

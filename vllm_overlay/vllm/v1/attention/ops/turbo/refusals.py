@@ -76,7 +76,7 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
 KV_SHARING_FAST_PREFILL = "fast prefill (leave out --kv-sharing-fast-prefill)"
 KV_SHARING_OF_OTHER_DTYPES = (
     "KV sharing between layers of different dtypes (name all that share, or none, in "
-    "--kv-cache-dtype-skip-layers)"
+    "--kv-cache-dtype-skip-layers, and no kv_cache_dtype in --speculative-config)"
 )
 SKIPPED_POOLED_LAYER = (
     "pooled blocks of a layer in the model's dtype (name no layer of its number in "
