@@ -14,10 +14,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
@@ -26,6 +28,8 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -157,6 +161,27 @@ def misled_drafter() -> Iterator[None]:
             drafter._setup_gemma4_kv_sharing = wire
 
 
+@contextmanager
+def causal_images() -> Iterator[None]:
+    """Lets no token see a later one, whatever image they are of."""
+    build = TurboMetadataBuilder.build
+
+    def causal(
+        builder: TurboMetadataBuilder,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboMetadata:
+        common = replace(common_attn_metadata, mm_req_doc_ranges=None)
+        return build(builder, common_prefix_len, common, fast_build)
+
+    TurboMetadataBuilder.build = causal
+    try:
+        yield
+    finally:
+        TurboMetadataBuilder.build = build
+
+
 def summarise(output: RequestOutput) -> dict[str, Any]:
     """Returns a request's tokens, and the log-probabilities of all at each."""
     completion = output.outputs[0]
@@ -255,6 +280,17 @@ def adapters(call: dict[str, Any]) -> list[LoRARequest | None]:
     ]
 
 
+def inputs(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns each prompt, with its images if it has some."""
+    prompts = call["prompts"]
+    found: list[dict[str, Any]] = [{"prompt_token_ids": tokens} for tokens in prompts]
+    for prompt, paths in zip(found, call["images"] or [[]] * len(prompts), strict=True):
+        if paths:
+            images = [Image.open(path) for path in paths]
+            prompt["multi_modal_data"] = {"image": images}
+    return found
+
+
 def generate(
     llm: LLM, requests: list[tuple[dict[str, Any], SamplingParams, LoRARequest | None]]
 ) -> list[RequestOutput]:
@@ -288,9 +324,9 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     if call["pooled"] is not None:
         return run_pooled(llm, call)
     requests = [
-        ({"prompt_token_ids": tokens}, sampling_params(call, transfer), lora)
-        for tokens, transfer, lora in zip(
-            call["prompts"], transfers(call), adapters(call), strict=True
+        (prompt, sampling_params(call, transfer), lora)
+        for prompt, transfer, lora in zip(
+            inputs(call), transfers(call), adapters(call), strict=True
         )
     ]
     batches = [[each] for each in requests] if call["one_by_one"] else [requests]
@@ -299,6 +335,8 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
         if call["reloaded"] is not None:
             arguments = (call["reloaded"], RELOADING_STEP, call["remade_key_offset"])
             stack.enter_context(reloading(llm, *arguments))
+        if call["causal_images"]:
+            stack.enter_context(causal_images())
         for batch in batches:
             outputs += generate(llm, batch)
     if call["handed_over"] is not None:

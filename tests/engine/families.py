@@ -184,16 +184,9 @@ FAMILIES = {
 }
 
 
-def write_family(folder: Path, name: str, seed: int = 0) -> Path:
-    """Writes a model's config, weights and tokenizer into a folder, and returns it.
-
-    Matrices are normal. The norm of q, if there is one, is doubled, so that single
-    tokens far back still decide the output.
-    """
-    family = FAMILIES[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_tokenizer(folder)
-    common = {
+def common_config(vocab_size: int) -> dict[str, Any]:
+    """Returns what the configurations of all have."""
+    return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
         "num_hidden_layers": 4,
@@ -206,14 +199,14 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
         "eos_token_id": vocab_size - 1,
         "pad_token_id": vocab_size - 3,
     }
-    config = AutoConfig.for_model(family.model_type, **common | family.changes)
-    # Of what the class draws itself, and is kept.
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if family.has_sinks:
-        for layer in model.model.layers:
-            # Of a key or two.
-            layer.self_attn.sinks = nn.Parameter(torch.linspace(0, 5, HEADS))
+
+
+def seed_weights(model: nn.Module, family: Family, seed: int) -> None:
+    """Draws a model's weights.
+
+    Matrices are normal. The norm of q, if there is one, is doubled, so that single
+    tokens far back still decide the output.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
@@ -222,5 +215,21 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
             added = {"q_norm": 1, "q_layernorm": 1} | family.added
             tensor += sum(x for part, x in added.items() if part in key)
             tensor *= math.prod(x for part, x in family.factors.items() if part in key)
+
+
+def write_family(folder: Path, name: str, seed: int = 0) -> Path:
+    """Writes a model's config, weights and tokenizer into a folder, and returns it."""
+    family = FAMILIES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    common = common_config(write_tokenizer(folder))
+    config = AutoConfig.for_model(family.model_type, **common | family.changes)
+    # Of what the class draws itself, and is kept.
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family.has_sinks:
+        for layer in model.model.layers:
+            # Of a key or two.
+            layer.self_attn.sinks = nn.Parameter(torch.linspace(0, 5, HEADS))
+    seed_weights(model, family, seed)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder

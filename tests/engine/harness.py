@@ -52,6 +52,8 @@ class Call:
             this one lives on until that engine has done so.
         taken_over: The file of the engine that this one goes on from.
         adapters: The folder of each prompt's LoRA adapter, or None.
+        images: The files of each prompt's images.
+        causal_images: Whether an image's tokens see only what is before them: a defect.
         pooled: What to make of the prompts' hidden states instead of tokens: a task.
 
     """
@@ -65,6 +67,8 @@ class Call:
     handed_over: str | None = None
     taken_over: str | None = None
     adapters: list[str | None] | None = None
+    images: list[list[str]] | None = None
+    causal_images: bool = False
     pooled: str | None = None
 
 
