@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Building the CUDA kernels, and what is chosen where that fails."""
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -271,7 +272,7 @@ def without_tools(flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("place", ["cache", "package"])
 def test_what_is_built_needs_no_tools(
-    flashinfer, loaded, without_tools, log, tmp_path, place
+    flashinfer, loaded, without_tools, log, monkeypatch, tmp_path, place
 ):
     """Nor a root that can be written."""
     library = build(MODULE, DEVICE)
@@ -280,14 +281,18 @@ def test_what_is_built_needs_no_tools(
         shutil.rmtree(flashinfer.folder)
     without_tools()
     log.clear()
-    for folder in (library.parent, tmp_path):
-        folder.chmod(0o555)
+
+    # Permissions would not keep root from it.
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for name in ("mkdir", "replace", "touch", "write_bytes", "write_text"):
+        monkeypatch.setattr(Path, name, refuse)
     assert build_and_load(MODULE, DEVICE) == MODULE.header
     assert loaded == [library] and len(flashinfer.builds) == 1 and not log
     # Other modules, and this one for another GPU, are others.
     with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
         build_and_load(MODULE._replace(header="#define A 2"), DEVICE)
-    tmp_path.chmod(0o755)
 
 
 @pytest.mark.parametrize("fault", ["not whole", "changed"])
