@@ -119,8 +119,8 @@ def test_a_request_asked_again_is_held_to_the_first(quiet):
 
 BUILT = {
     "store turbo4_128": 1,
-    "decode turbo4_128": 1,
-    "decode turbo4_128_paired": 1,
+    "decode turbo4_128_4": 1,
+    "decode turbo4_128_8": 1,
     "extend turbo4_128_c32": 1,
     "extend turbo4_128_c64": 1,
     "merge 128": 1,

@@ -81,9 +81,9 @@ def instances(capability: int) -> dict[str, CudaModule]:
                 if not cap:
                     store = cuda_store.module(layout, offset, window)
                     modules[f"store {name} {size}{end}{kept}"] = store
-            for width, paired in (("paired", True), ("full", False)):
-                decode = cuda_decode.module(layout, paired, shared_bytes, offset, cap)
-                modules[f"decode {name} {size} {width}{end}"] = decode
+            for queries in cuda_decode.queries_at_once(size):
+                decode = cuda_decode.module(layout, queries, shared_bytes, offset, cap)
+                modules[f"decode {name} {size} {queries}{end}"] = decode
             if cuda_extend.unsupported_reason(layout):
                 continue
             for columns in cuda_extend.COLUMNS:

@@ -32,10 +32,10 @@ requires_nvcc = pytest.mark.skipif(
 )
 # The oldest and the newest architecture, and the least shared memory.
 SUBSET = [
-    ("decode turbo4 128 paired", 80),
-    ("decode turbo3 64 full", 120),
-    ("decode k4v3 256 full", 89),
-    ("decode turbo4 128 full offset", 90),
+    ("decode turbo4 128 4", 80),
+    ("decode turbo3 64 16", 120),
+    ("decode k4v3 256 8", 89),
+    ("decode turbo4 128 16 offset", 90),
     ("extend turbo4 128 64", 90),
     ("extend turbo3 256 64", 120),
     ("extend turbo4 128 64 offset", 86),

@@ -535,7 +535,7 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
         choose("auto")
     built = [text.split()[5:8] for _, text in log if "Building" in text]
     assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
-        "decode turbo4_128_paired;",
+        "decode turbo4_128_4;",
         "extend turbo4_128_c32;",
         "extend turbo4_128_c64;",
         "merge 128;",

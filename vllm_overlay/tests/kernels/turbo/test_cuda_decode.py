@@ -133,14 +133,14 @@ def check_decode(
 @requires_cuda
 @all_layouts
 @model_dtypes
-@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("group", [4, 8, 16])
 def test_lengths(layout, dtype, group):
     check_decode(layout, SEQ_LENS, 48, dtype, group)
 
 
 @requires_cuda
 @all_layouts
-@pytest.mark.parametrize("group", [1, 3, 5, 12, 16])
+@pytest.mark.parametrize("group", [1, 3, 5, 9, 12, 17, 24])
 def test_query_heads_per_kv_head(layout, group):
     check_decode(layout, [50, 700], 16, group=group)
 

@@ -52,7 +52,7 @@ RAGGED = [200_000, 1, 17, 0, 70_001, 32, 3, 131_071, 4096, 16, 1000, 0, 33, 2, 2
 
 
 @all_layouts
-@pytest.mark.parametrize("group", [4, 8], ids=["paired", "full"])
+@pytest.mark.parametrize("group", [4, 8, 16])
 def test_lengths_of_1_to_200000_in_a_batch(layout, group):
     cache, step = random_sequences(layout, RAGGED, group)
     scratch = Scratch.of(step.query, served_splits(len(RAGGED)))

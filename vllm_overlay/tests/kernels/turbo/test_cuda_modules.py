@@ -93,13 +93,14 @@ def test_all_that_is_asked_for_is_listed(
     assert set(asked) == listed
 
 
-def test_both_widths_of_both_kernels_where_batches_have_them(asked):
+def test_all_widths_of_both_kernels_where_batches_have_them(asked):
     loaders = serving_modules(LAYOUT, 4, 3, max_extend_len(4), DEVICE)
     assert [loader.name for loader in loaders] == [
         "store turbo4_128",
         "merge 128",
-        "decode turbo4_128_paired",
-        "decode turbo4_128",
+        "decode turbo4_128_4",
+        "decode turbo4_128_8",
+        "decode turbo4_128_16",
         "extend turbo4_128_c32",
         "extend turbo4_128_c64",
     ]
@@ -107,14 +108,14 @@ def test_both_widths_of_both_kernels_where_batches_have_them(asked):
 
 def test_no_extends(asked):
     names = [loader.name for loader in serving_modules(LAYOUT, 8, 1, 0, DEVICE)]
-    assert names == ["store turbo4_128", "merge 128", "decode turbo4_128"]
+    assert names == ["store turbo4_128", "merge 128", "decode turbo4_128_8"]
 
 
 def test_heads_that_prefill_extends(asked):
     """Of them no more is built than the kernels in ``cuda_kernels`` ask for."""
     layout = TurboFormat.from_cache_dtype("turbo4", 512)
     loaders = serving_modules(layout, 8, 3, max_extend_len(8), DEVICE)
-    names = ["store turbo4_512", "merge 512", "decode turbo4_512"]
+    names = ["store turbo4_512", "merge 512", "decode turbo4_512_8"]
     assert [loader.name for loader in loaders] == names
     assert cuda_kernels(layout).extend_attention is None
     assert cuda_kernels(LAYOUT).extend_attention is not None

@@ -171,7 +171,7 @@ def check(
 @some_layouts
 @model_dtypes
 @newest_or_stored
-@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (3, 1), (3, 4)])
+@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4)])
 def test_decodes(layout, dtype, with_newest, query_len, group):
     batch = OffsetBatch(SEQ_LENS, query_len, group, layout, dtype)
     check(batch, "cuda", with_newest)

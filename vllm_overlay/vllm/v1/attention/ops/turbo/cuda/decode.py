@@ -31,9 +31,10 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
-# Queries of a KV head up to which the tensor core's columns are shared by two halves
-# of the work.
-MAX_PAIRED_QUERIES = 4
+# Queries of a KV head that attend at once; more do in further passes. The tensor core
+# has eight columns: with four queries they are shared by two halves of the work, and
+# with 16 each decoded fragment is multiplied by two of queries.
+QUERIES = (4, 8, 16)
 # Warps a block, one block a multiprocessor; multiples of kTeamWarps of
 # decode/partition.cuh. More leave too few registers. Two pairs of tiles a warp are in
 # flight.
@@ -41,17 +42,20 @@ _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
 # Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 4096
-# Queries in int8, each column's for both halves of the scale groups; a few numbers;
-# and scores, where warps share tiles.
-_QUERY_COLUMNS = 2 * 8
-_SHARED_BYTES_BESIDE_TILES = 256
+# A warp's columns at least. Of each: the query in int8 for both halves of the scale
+# groups, a few numbers, and the result, which is written where tiles were. Then scores,
+# where warps share tiles.
+_MIN_COLUMNS = 8
+_QUERY_COPIES = 2
+_COLUMN_BYTES = 32
+_RESULT_PADDING = 4
 _SHARED_BYTES_OF_SCORES = 1024
 
 
-def _max_warps(head_size: int, paired: bool) -> int:
-    if head_size > 128:
+def _max_warps(head_size: int, queries: int) -> int:
+    if head_size > 128 or head_size == 128 and queries > 8:
         return 8
-    return 16 if head_size < 128 and paired else 12
+    return 16 if head_size < 128 and queries <= 4 else 12
 
 
 def unsupported_reason(layout: TurboFormat) -> str | None:
@@ -66,45 +70,52 @@ def tile_warps(head_size: int) -> int:
     return max(1, head_size // 256)
 
 
-def num_warps(layout: TurboFormat, paired: bool, shared_bytes: int) -> int:
+def num_warps(layout: TurboFormat, queries: int, shared_bytes: int) -> int:
     """Warps a block, of which ``shared_bytes`` of shared memory serve all."""
-    sharing = tile_warps(layout.head_size)
-    per_tile = _TILES_IN_FLIGHT * layout.tile_bytes
-    per_tile += _QUERY_COLUMNS * layout.head_size
-    per_tile += sharing * _SHARED_BYTES_BESIDE_TILES
+    size, columns = layout.head_size, max(queries, _MIN_COLUMNS)
+    sharing = tile_warps(size)
+    results = columns * (size + _RESULT_PADDING) * torch.float32.itemsize
+    per_tile = max(_TILES_IN_FLIGHT * layout.tile_bytes, results)
+    per_tile += columns * (_QUERY_COPIES * size + sharing * _COLUMN_BYTES)
     if sharing > 1:
         per_tile += sharing * _SHARED_BYTES_OF_SCORES
     fitting = shared_bytes // per_tile * sharing // _TEAM_WARPS * _TEAM_WARPS
     assert fitting > 0, (layout, shared_bytes)
-    return min(_max_warps(layout.head_size, paired), fitting)
+    return min(_max_warps(size, queries), fitting)
 
 
-def is_paired(num_queries: int) -> bool:
+def queries_at_once(head_size: int) -> tuple[int, ...]:
+    """Those of ``QUERIES`` that there are modules for: registers hold the results."""
+    return QUERIES if head_size <= 128 else QUERIES[:-1]
+
+
+def num_queries_at_once(head_size: int, num_queries: int) -> int:
     """Which module serves so many queries of a sequence and KV head."""
-    return num_queries <= MAX_PAIRED_QUERIES
+    served = queries_at_once(head_size)
+    return next((n for n in served if num_queries <= n), served[-1])
 
 
 def instance(
     layout: TurboFormat,
-    paired: bool,
+    queries: int,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> str:
     """The name of a module's instance."""
     suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
-    width = "_paired" if paired else ""
-    return f"{layout.name}_{layout.head_size}{width}{suffix}"
+    return f"{layout.name}_{layout.head_size}_{queries}{suffix}"
 
 
 def module(
     layout: TurboFormat,
-    paired: bool,
+    queries: int,
     shared_bytes: int,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory, for cached keys
-    with an offset or without, and for scores with a soft cap or without.
+    """What is built, for so many queries of a KV head at once, for GPUs whose blocks have
+    so much shared memory, for cached keys with an offset or without, and for scores with
+    a soft cap or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -113,12 +124,12 @@ def module(
     reason = unsupported_reason(layout)
     if reason is not None:
         raise RuntimeError(reason)
-    warps = num_warps(layout, paired, shared_bytes)
+    warps = num_warps(layout, queries, shared_bytes)
     return CudaModule(
         "decode",
-        instance(layout, paired, has_key_offset, has_soft_cap),
+        instance(layout, queries, has_key_offset, has_soft_cap),
         layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        (f"-DDECODE_PAIRED={str(paired).lower()}", f"-DDECODE_WARPS={warps}"),
+        (f"-DDECODE_QUERIES={queries}", f"-DDECODE_WARPS={warps}"),
     )
 
 
@@ -142,23 +153,22 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(
-        layout, is_paired(num_queries), device, has_key_offset, has_soft_cap
-    )
+    queries = num_queries_at_once(layout.head_size, num_queries)
+    return load_instance(layout, queries, device, has_key_offset, has_soft_cap)
 
 
 @cache
 def load_instance(
     layout: TurboFormat,
-    paired: bool,
+    queries: int,
     device: torch.device,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> Callable[..., None]:
-    """As ``load``, of one of the two modules of a layout."""
+    """As ``load``, of one of the modules of a layout."""
     shared_bytes = shared_memory(device)
     return build_and_load(
-        module(layout, paired, shared_bytes, has_key_offset, has_soft_cap), device
+        module(layout, queries, shared_bytes, has_key_offset, has_soft_cap), device
     )
 
 
@@ -180,7 +190,7 @@ def num_kv_splits(
 
     """
     num_seqs = max(1, num_seqs)
-    teams = num_sms * _max_warps(128, True) // _TEAM_WARPS
+    teams = num_sms * _max_warps(128, QUERIES[0]) // _TEAM_WARPS
     alone = -(-teams // num_kv_heads) + 1
     average = -(-teams * _TEAM_WARPS // (num_seqs * num_kv_heads))
     room = max(_MAX_PARTIALS // (num_seqs * query_len), 2 * average + 1)

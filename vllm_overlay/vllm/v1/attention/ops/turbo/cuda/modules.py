@@ -69,10 +69,11 @@ def serving_modules(
         cuda_merge.load, head_size, device, has_soft_cap
     )
     for query_len in range(1, max_query_len + 1):
-        paired = cuda_decode.is_paired(num_queries_per_kv * query_len)
-        instance = cuda_decode.instance(layout, paired, *variant)
+        num_queries = num_queries_per_kv * query_len
+        queries = cuda_decode.num_queries_at_once(head_size, num_queries)
+        instance = cuda_decode.instance(layout, queries, *variant)
         loads[f"decode {instance}"] = partial(
-            cuda_decode.load_instance, layout, paired, device, *variant
+            cuda_decode.load_instance, layout, queries, device, *variant
         )
     if cuda_extend.unsupported_reason(layout):
         max_extend_len = 0

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The decode kernel's entry point. A module has one instance: decode.py defines
-// DECODE_PAIRED and DECODE_WARPS, and has turbo_constants.h of the layout
+// DECODE_QUERIES and DECODE_WARPS, and has turbo_constants.h of the layout
 // included.
 #include <tvm/ffi/function.h>
 
@@ -16,9 +16,9 @@ struct Decode {
   static constexpr int kStages = 2;
   static constexpr int kThreads = 32 * DECODE_WARPS;
   static constexpr size_t kSharedBytes =
-      sizeof(turbo::DecodeShared<DECODE_PAIRED, DECODE_WARPS, kStages>);
+      sizeof(turbo::DecodeShared<DECODE_QUERIES, DECODE_WARPS, kStages>);
   static constexpr auto kKernel =
-      turbo::decode_kernel<DECODE_PAIRED, DECODE_WARPS, kStages>;
+      turbo::decode_kernel<DECODE_QUERIES, DECODE_WARPS, kStages>;
 
   // One a multiprocessor.
   static int num_blocks(int device) {

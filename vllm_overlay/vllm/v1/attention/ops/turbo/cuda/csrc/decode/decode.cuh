@@ -10,9 +10,9 @@
 namespace turbo {
 
 // Attend to a range: to segments of any few sequences.
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 __device__ __forceinline__ void attend_range(
-    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
     const Partition& cut, int num_passes, const Team& team, int index) {
   const int lane = threadIdx.x % 32;
   const int head_passes = num_passes / p.num_kv_heads;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void attend_range(
         Segment segment;
         segment.seq = seq;
         segment.kv_head = kv_head;
-        segment.first_column = pass % head_passes * kPassColumns<kPaired>;
+        segment.first_column = pass % head_passes * kQueries;
         segment.cache = p.kv_cache + kv_head * p.stride_cache_head;
         segment.num_tokens = p.num_tokens(seq);
         const int end = (segment.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
@@ -59,22 +59,22 @@ __device__ __forceinline__ void attend_range(
           segment.first_seen_tile = SeenTokens(p, seq).first_tile();
         segment.split = index - start / cut.range;
         segment.ends = segment.last_tile == end;
-        attend_segment<kPaired>(shared, p, segment, team);
+        attend_segment<kQueries>(shared, p, segment, team);
       }
     }
     before = __shfl_sync(~0u, end, 31);
   }
 }
 
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     decode_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<DecodeShared<kPaired, kWarps, kStages>*>(shared_bytes);
+      *reinterpret_cast<DecodeShared<kQueries, kWarps, kStages>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_passes =
-      (p.num_columns() + kPassColumns<kPaired> - 1) / kPassColumns<kPaired>;
+      (p.num_columns() + kQueries - 1) / kQueries;
   const int num_passes = p.num_kv_heads * head_passes;
 
   // The kernel before this one stores the queries. One that writes lengths also
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   int index = (int(blockIdx.x) * kWarps + warp) / cut.team_size;
 #pragma unroll 1
   for (; index < cut.num_ranges; index += num_teams) {
-    attend_range<kPaired>(shared, p, cut, num_passes, team, index);
+    attend_range<kQueries>(shared, p, cut, num_passes, team, index);
   }
   skip_empty<kWarps>(p, warp, lane);
 }

@@ -3,9 +3,10 @@
 //
 // Queries and the scores of a tile's keys: S^T = K q^T, tokens by queries.
 //
-// A query is one of a query head and query token. With up to four (kPaired),
-// columns 4 to 7 of K q^T hold the products of the other half of the scale
-// groups, and those of O^T the tokens 8 to 15.
+// A query is one of a query head and query token. kQueries of a KV head attend at
+// once: 4, 8 or 16. With four (kPaired), columns 4 to 7 of K q^T hold the
+// products of the other half of the scale groups, and those of O^T the tokens 8
+// to 15. With 16 a fragment of keys or values is multiplied by two of queries.
 #pragma once
 
 #include "common/tile.cuh"
@@ -13,20 +14,25 @@
 
 namespace turbo {
 
-// Queries of a KV head that attend at once.
-template <bool kPaired>
-constexpr int kPassColumns = kPaired ? kColumns / 2 : kColumns;
+template <int kQueries>
+constexpr bool kPaired = kQueries < kColumns;
+// The tensor core's results for a tile's tokens.
+template <int kQueries>
+constexpr int kColumnTiles = kPaired<kQueries> ? 1 : kQueries / kColumns;
+template <int kQueries>
+constexpr int kAllColumns = kColumns * kColumnTiles<kQueries>;
 
 // A scale code in a float's exponent and first bits is 2^-112 times the scale.
 constexpr int kScaleShift = 20;
 constexpr float kScaleUnit = 0x1p112f;
 
-template <bool kPaired>
+// The queries of eight columns.
+template <int kQueries>
 struct Query {
-  // B fragments: [word of a lane][codes 0-3, 4-7], the first index for the
-  // other half of the scale groups where the columns are not shared.
-  static constexpr int kGroupHalves = kPaired ? 1 : 2;
-  uint32_t codes[kGroupHalves][kLaneUnits][2];
+  // B fragments: [word of a lane][half][codes 0-3, 4-7], the other half of the
+  // scale groups where the columns are not shared.
+  static constexpr int kGroupHalves = kPaired<kQueries> ? 1 : 2;
+  uint32_t codes[kLaneUnits][kGroupHalves][2];
   float factor[2];  // of the scores, for this lane's two columns
 
   // Codes are kept in shared memory, to leave registers to the values.
@@ -41,10 +47,13 @@ struct Query {
                        words[4 * i + 3]};
     }
   }
-  __device__ __forceinline__ void recall(const Kept& kept, int lane) {
+  // Those of a lane's words first to last (exclusive), which are whole vectors.
+  __device__ __forceinline__ void recall(const Kept& kept, int lane,
+                                         int first = 0, int last = kLaneUnits) {
     const auto words = &codes[0][0][0];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      if (2 * i < first * kGroupHalves || 2 * i >= last * kGroupHalves) continue;
       const uint4 x = kept[i][lane];
       words[4 * i] = x.x, words[4 * i + 1] = x.y;
       words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
@@ -52,12 +61,16 @@ struct Query {
   }
 };
 
-// Quantise the columns' queries to int8, one factor each.
+// Those of all columns of a pass, as they are kept.
+template <int kQueries>
+using KeptQueries = typename Query<kQueries>::Kept[kColumnTiles<kQueries>];
+
+// Quantise eight columns' queries to int8, one factor each.
 //
 // rows: their places in p_queries and p_scales; -1 for a column without one.
 // shared: what warps that share tiles tell each other by.
-template <bool kPaired>
-__device__ __forceinline__ void load_query(Query<kPaired>& query,
+template <int kQueries>
+__device__ __forceinline__ void load_query(Query<kQueries>& query,
                                            const __half* p_queries,
                                            const float* p_scales,
                                            const int* rows,
@@ -111,10 +124,11 @@ __device__ __forceinline__ void load_query(Query<kPaired>& query,
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                       __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 #pragma unroll
-      for (int group_half = 0; group_half < Query<kPaired>::kGroupHalves;
+      for (int group_half = 0; group_half < Query<kQueries>::kGroupHalves;
            ++group_half) {
-        const bool mine = t / 2 == (kPaired ? column / 4 : group_half);
-        query.codes[group_half][j][half] = mine ? word : 0;
+        const bool mine =
+            t / 2 == (kPaired<kQueries> ? column / 4 : group_half);
+        query.codes[j][group_half][half] = mine ? word : 0;
       }
     }
   }
@@ -157,14 +171,17 @@ struct KeyScales {
   }
 };
 
-// Scores of a tile, without the query's factor. Score c is of token g and
-// column 2 * t + c, score 2 + c of token g + 8.
-template <bool kPaired>
-__device__ __forceinline__ void key_scores(float (&scores)[4],
-                                           const uint8_t* tile,
-                                           const Query<kPaired>& query,
-                                           int lane) {
-  constexpr int kGroupHalves = Query<kPaired>::kGroupHalves;
+// Scores of a tile, without the queries' factors: of eight columns, score c is
+// of token g and column 2 * t + c, score 2 + c of token g + 8.
+//
+// queries: with 16, their codes are recalled here, word by word.
+template <int kQueries>
+__device__ __forceinline__ void key_scores(
+    float (&scores)[kColumnTiles<kQueries>][4], const uint8_t* tile,
+    Query<kQueries> (&queries)[kColumnTiles<kQueries>],
+    const KeptQueries<kQueries>& kept, int lane) {
+  constexpr int kGroupHalves = Query<kQueries>::kGroupHalves;
+  constexpr int kAcross = kColumnTiles<kQueries>;
   const int g = lane / 4, t = lane % 4;
   uint32_t words[2][kLaneUnits];
   KeyScales scales[2][kGroupHalves];
@@ -176,11 +193,14 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
     for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
       scales[n][group_half] =
           KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * SCALE_BYTES,
-                    kPaired ? t / 2 : group_half);
+                    kPaired<kQueries> ? t / 2 : group_half);
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) scores[i] = 0.0f;
+  for (int m = 0; m < kAcross; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[m][i] = 0.0f;
+  }
 #pragma unroll
   for (int j = 0; j < kLaneUnits; ++j) {
     uint32_t a[4], b[4];
@@ -194,23 +214,28 @@ __device__ __forceinline__ void key_scores(float (&scores)[4],
     }
 #pragma unroll
     for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
-      const uint32_t (&q)[2] = query.codes[group_half][j];
-      int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-      mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
-      mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
+      const float scale[2] = {scales[0][group_half][j],
+                              scales[1][group_half][j]};
+      total[0] += scale[0], total[1] += scale[1];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float scale = scales[n][group_half][j];
-        total[n] += scale;
+      for (int m = 0; m < kAcross; ++m) {
+        if (kAcross > 1 && group_half == 0)
+          queries[m].recall(kept[m], lane, j, j + 1);
+        const uint32_t (&q)[2] = queries[m].codes[j][group_half];
+        int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+        mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
+        mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          scores[2 * n + c] += __int_as_float(products[2 * n + c]) * scale;
-        }
+        for (int i = 0; i < 4; ++i)
+          scores[m][i] += __int_as_float(products[i]) * scale[i / 2];
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) scores[i] -= kMagic * total[i / 2];
+  for (int m = 0; m < kAcross; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[m][i] -= kMagic * total[i / 2];
+  }
 }
 
 }  // namespace turbo

@@ -32,31 +32,32 @@ struct Team {
   }
 };
 
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 struct alignas(128) DecodeShared {
+  static constexpr int kTotalColumns = kAllColumns<kQueries>;
   // Of a warp, or of those that share tiles.
   union {
     uint8_t tiles[kStages][2][TILE_BYTES];
-    float output[kColumns][HEAD_SIZE + 4];  // padded for its writes' banks
+    float output[kTotalColumns][HEAD_SIZE + 4];  // padded for its writes' banks
   } warps[kWarps / kTileWarps];
-  typename Query<kPaired>::Kept queries[kWarps];
-  float reference[kWarps][kColumns];
-  float sum[kWarps][kColumns];
-  int rows[kWarps][kColumns];  // the columns' queries of the sequence, or -1
-  TokenLimits limits[kWarps][kColumns];  // what they see
+  KeptQueries<kQueries> queries[kWarps];
+  float reference[kWarps][kTotalColumns];
+  float sum[kWarps][kTotalColumns];
+  int rows[kWarps][kTotalColumns];  // the columns' queries of the sequence, or -1
+  TokenLimits limits[kWarps][kTotalColumns];  // what they see
   // What the scores that the references are of lack.
-  float missing[KEY_OFFSET ? kWarps : 1][kColumns];
+  float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
 // Note which queries a segment's columns are.
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 __device__ __forceinline__ void note_columns(
-    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
     const Segment& segment, int lane) {
-  if (lane < kColumns) {
+  if (lane < shared.kTotalColumns) {
     const int warp = threadIdx.x / 32;
-    const int column = segment.first_column + lane % kPassColumns<kPaired>;
+    const int column = segment.first_column + lane % kQueries;
     // One query token needs no division.
     const int token = column < p.heads_per_kv ? 0 : column / p.heads_per_kv;
     const int query_len = p.num_query_tokens(segment.seq);
@@ -79,35 +80,41 @@ __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
 }
 
 // Have a warp go on to tiles with another offset of K.
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 __device__ __forceinline__ void change_offset(
-    DecodeShared<kPaired, kWarps, kStages>& shared, DecodeAccumulator& acc,
-    const AttentionParams& p, const Segment& segment, int offset, int lane) {
+    DecodeShared<kQueries, kWarps, kStages>& shared,
+    DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
+    const Segment& segment, int offset, int lane) {
   const int warp = threadIdx.x / 32;
-  const float score = offset_score(p, segment.seq, segment.kv_head, offset,
-                                   shared.rows[warp][lane / 4], lane);
-  auto* missing = reinterpret_cast<float2*>(shared.missing[warp]);
-  const float2 before = missing[lane % 4];
-  __syncwarp();
-  if (lane % 4 == 0) shared.missing[warp][lane / 4] = score;
-  __syncwarp();
-  const float2 after = missing[lane % 4];
-  shift(acc, {before.x - after.x, before.y - after.y});
+#pragma unroll
+  for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
+    const int first = kColumns * m;
+    const float score = offset_score(p, segment.seq, segment.kv_head, offset,
+                                     shared.rows[warp][first + lane / 4], lane);
+    auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
+    const float2 before = missing[lane % 4];
+    __syncwarp();
+    if (lane % 4 == 0) shared.missing[warp][first + lane / 4] = score;
+    __syncwarp();
+    const float2 after = missing[lane % 4];
+    shift(acc[m], {before.x - after.x, before.y - after.y});
+  }
 }
 
-// Join the team's results and write them.
-template <bool kPaired, int kWarps, int kStages>
-__device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
-                              DecodeAccumulator& acc, const AttentionParams& p,
-                              const Segment& segment, const Team& team) {
+// Leave eight columns' results, from first_column on, to the team.
+template <int kQueries, int kWarps, int kStages>
+__device__ __forceinline__ void leave_results(
+    DecodeShared<kQueries, kWarps, kStages>& shared, DecodeAccumulator& acc,
+    int first_column) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
-  sync_tile();  // the warp's tiles have been read
-  if constexpr (KEY_OFFSET != 0)
-    shift(acc, reinterpret_cast<const float2*>(shared.missing[warp])[t]);
+  if constexpr (KEY_OFFSET != 0) {
+    const float* missing = shared.missing[warp] + first_column;
+    shift(acc, reinterpret_cast<const float2*>(missing)[t]);
+  }
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    const int column = 2 * t + c;
+    const int column = first_column + 2 * t + c;
     acc.sum[c] = column_sum(acc.sum[c]);
     if (g == 0) {
       shared.reference[warp][column] = acc.reference[c];
@@ -120,14 +127,27 @@ __device__ void write_partial(DecodeShared<kPaired, kWarps, kStages>& shared,
       output[output_coordinate(i, 1, lane)] = acc.output[i][2 + c];
     }
   }
+}
+
+// Join the team's results and write them.
+template <int kQueries, int kWarps, int kStages>
+__device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
+                              DecodeAccumulator (
+                                  &acc)[kColumnTiles<kQueries>],
+                              const AttentionParams& p, const Segment& segment,
+                              const Team& team) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  sync_tile();  // the warp's tiles have been read
+#pragma unroll
+  for (int m = 0; m < kColumnTiles<kQueries>; ++m)
+    leave_results(shared, acc[m], kColumns * m);
   team.sync();
   const int num_queries = p.num_queries();
   const int64_t first_row =
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
-  constexpr int kQueryColumns = kPaired ? 2 : 1;
+  constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
 #pragma unroll 1
-  for (int query = team.index(); query < kPassColumns<kPaired>;
-       query += team.size) {
+  for (int query = team.index(); query < kQueries; query += team.size) {
     const int own_row = shared.rows[warp][query];
     if (own_row < 0) break;
     const int64_t partial_row = first_row + own_row;
@@ -193,27 +213,42 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
 // Add two tiles to the running result.
 //
 // shared: for the scores of warps that share the tiles.
-template <bool kPaired>
+template <int kQueries>
 __device__ __forceinline__ void attend_tiles(
-    DecodeAccumulator& acc, const uint8_t* tiles, SharedScores& shared,
-    const Query<kPaired>& query, const Visible& visible,
+    DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const uint8_t* tiles,
+    SharedScores& shared, Query<kQueries> (&queries)[kColumnTiles<kQueries>],
+    const KeptQueries<kQueries>& kept, const Visible& visible,
     const SoftCap& soft_cap, int lane) {
-  float scores[2][4];
-  uint32_t weights[2][2];
+  constexpr int kAcross = kColumnTiles<kQueries>;
+  float scores[2][kAcross][4];
+  uint32_t weights[2][kAcross][2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    key_scores(scores[i], tiles + i * TILE_BYTES, query, lane);
+  for (int i = 0; i < 2; ++i)
+    key_scores(scores[i], tiles + i * TILE_BYTES, queries, kept, lane);
+#pragma unroll
+  for (int m = 0; m < kAcross; ++m) {
+    float own[2][4];
+    uint32_t packed[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) own[i][c] = scores[i][m][c];
+    }
+    if constexpr (kTileWarps > 1) join_scores(own, shared, lane);
+    weigh<kQueries>(packed, acc[m], own, queries[m],
+                    visible.of_columns(kColumns * m), soft_cap, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      weights[i][m][0] = packed[i][0], weights[i][m][1] = packed[i][1];
   }
-  if constexpr (kTileWarps > 1) join_scores(scores, shared, lane);
-  weigh<kPaired>(weights, acc, scores, query, visible, soft_cap, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
 }
 
-template <bool kPaired, int kWarps, int kStages>
+template <int kQueries, int kWarps, int kStages>
 __device__ __forceinline__ void attend_segment(
-    DecodeShared<kPaired, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
     const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int tile_index = warp / kTileWarps;
@@ -226,22 +261,18 @@ __device__ __forceinline__ void attend_segment(
     copies.issue(stage, stage * kStageBytes);
 
   note_columns(shared, p, segment, lane);
-  Query<kPaired> query;
+  constexpr int kAcross = kColumnTiles<kQueries>;
+  static_assert(kAcross == 1 || kTileWarps == 1);
+  Query<kQueries> queries[kAcross];
+  DecodeAccumulator acc[kAcross];
   const int64_t first_query = p.first_query(segment.seq);
-  load_query(query, p.query + first_query * HEAD_SIZE,
-             p.query_scale + first_query, shared.rows[warp],
-             shared.scores[tile_index], lane);
-  query.keep(shared.queries[warp], lane);
-  DecodeAccumulator acc;
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    acc.reference[c] = kNoReference;
-    acc.sum[c] = 0.0f;
-  }
-#pragma unroll
-  for (int i = 0; i < kNumOutputs; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) acc.output[i][c] = 0.0f;
+  for (int m = 0; m < kAcross; ++m) {
+    load_query(queries[m], p.query + first_query * HEAD_SIZE,
+               p.query_scale + first_query, shared.rows[warp] + kColumns * m,
+               shared.scores[tile_index], lane);
+    queries[m].keep(shared.queries[warp][m], lane);
+    acc[m].clear();
   }
 
   uint32_t offset = 0;
@@ -260,10 +291,11 @@ __device__ __forceinline__ void attend_segment(
     sync_tile();
     if (num_tokens < 2 * TILE_TOKENS)
       clear_missing(tiles + offset, num_tokens, lane);
-    query.recall(shared.queries[warp], lane);
+    if constexpr (kAcross == 1)
+      queries[0].recall(shared.queries[warp][0], lane);
     const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
-    attend_tiles(acc, tiles + offset, shared.scores[tile_index], query, visible,
-                 p.soft_cap, lane);
+    attend_tiles(acc, tiles + offset, shared.scores[tile_index], queries,
+                 shared.queries[warp], visible, p.soft_cap, lane);
     sync_tile();
     copies.issue(i + kStages, offset);
     offset = offset + kStageBytes == kStages * kStageBytes
@@ -271,7 +303,7 @@ __device__ __forceinline__ void attend_segment(
                  : offset + kStageBytes;
     num_tokens -= copies.stride * TILE_TOKENS;
   }
-  write_partial<kPaired>(shared, acc, p, segment, team);
+  write_partial(shared, acc, p, segment, team);
 }
 
 }  // namespace turbo

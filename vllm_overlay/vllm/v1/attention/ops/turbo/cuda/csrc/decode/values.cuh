@@ -13,12 +13,26 @@ namespace turbo {
 
 constexpr float kNoReference = -1e30f;
 
-// One warp's running result. Lane 4 * g + t has columns 2 * t and 2 * t + 1,
-// and coordinates output_coordinate(i, 0) and, in the other half, (i, 1).
+// One warp's running result of eight columns. Lane 4 * g + t has columns 2 * t
+// and 2 * t + 1, and coordinates output_coordinate(i, 0) and, in the other half,
+// (i, 1).
 struct DecodeAccumulator {
   float output[kNumOutputs][4];
   float reference[2];
   float sum[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      reference[c] = kNoReference;
+      sum[c] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kNumOutputs; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) output[i][c] = 0.0f;
+    }
+  }
 };
 
 // Raise the references to the largest scores and rescale what is summed so far.
@@ -55,29 +69,34 @@ struct TokenLimits {
 struct Visible {
   int num_tokens;
   int most_hidden;
-  const TokenLimits* limits;  // [kColumns]
+  const TokenLimits* limits;  // of columns
+
+  __device__ __forceinline__ Visible of_columns(int first) const {
+    return {num_tokens, most_hidden, limits + first};
+  }
 };
 
 // Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
 // those eight later, of column lane / 4. Tokens that are not visible have none.
 //
 // soft_cap: of scores, with SOFT_CAP.
-template <bool kPaired, int kTiles>
+template <int kQueries, int kTiles>
 __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
                                       DecodeAccumulator& acc,
                                       const float (&scores)[kTiles][4],
-                                      const Query<kPaired>& query,
+                                      const Query<kQueries>& query,
                                       const Visible& visible,
                                       const SoftCap& soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4;
-  constexpr int kTileScores = kPaired ? 2 : 4, kScores = kTiles * kTileScores;
+  constexpr int kTileScores = kPaired<kQueries> ? 2 : 4;
+  constexpr int kScores = kTiles * kTileScores;
   float own[kScores];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int i = 0; i < kTileScores; ++i) {
       float& x = own[tile * kTileScores + i];
-      if constexpr (kPaired) {
+      if constexpr (kPaired<kQueries>) {
         // Lanes 0 and 1 of four keep tokens 0 to 7, the others 8 to 15.
         const float sent = t < 2 ? scores[tile][2 + i] : scores[tile][i];
         const float kept = t < 2 ? scores[tile][i] : scores[tile][2 + i];
@@ -107,7 +126,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
                                    visible.limits[2 * t + 1]};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const int half = kPaired ? t / 2 : i / 2 % 2;
+      const int half = kPaired<kQueries> ? t / 2 : i / 2 % 2;
       const int token =
           TILE_TOKENS * (i / kTileScores) + 8 * half + g - visible.num_tokens;
       const bool is_seen =
@@ -127,7 +146,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
     acc.sum[1] += weight[1];
     const uint32_t packed =
         transposed(as_bits(__floats2half2_rn(weight[0], weight[1])));
-    if constexpr (kPaired) {
+    if constexpr (kPaired<kQueries>) {
       weights[i][0] = g < 4 ? packed : 0;
       weights[i][1] = g < 4 ? 0 : packed;
     } else {
@@ -136,11 +155,11 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
   }
 }
 
-// Add V^T P^T of a tile.
-__device__ __forceinline__ void add_values(DecodeAccumulator& acc,
-                                           const uint8_t* tile,
-                                           const uint32_t (&weights)[2],
-                                           int lane) {
+// Add V^T P^T of a tile, of eight columns each.
+template <int kColumnTiles>
+__device__ __forceinline__ void add_values(
+    DecodeAccumulator (&acc)[kColumnTiles], const uint8_t* tile,
+    const uint32_t (&weights)[kColumnTiles][2], int lane) {
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     uint32_t words[2][kPieceWords];
@@ -173,8 +192,11 @@ __device__ __forceinline__ void add_values(DecodeAccumulator& acc,
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t (&x)[2][2] = values[i];
-        mma_f16(acc.output[piece * kPieceCodes + 4 * j + i], x[0][0], x[0][1],
-                x[1][0], x[1][1], weights[0], weights[1]);
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m) {
+          mma_f16(acc[m].output[piece * kPieceCodes + 4 * j + i], x[0][0],
+                  x[0][1], x[1][0], x[1][1], weights[m][0], weights[m][1]);
+        }
       }
     }
   }
