@@ -37,10 +37,15 @@ def what_happened(log: Path) -> str:
 
 
 def last_error(log: Path) -> str:
-    """Returns the last error that a log names, on one line."""
+    """Returns the last error that a log names, on one line.
+
+    What ends one process of an engine is not what ends those that wait for it: their
+    errors say where to look for the cause.
+    """
     text = log.read_text(errors="replace")
-    errors = re.findall(r"\b\w+(?:Error|Exception): .*$", text, re.MULTILINE)
-    return errors[-1].strip()[:300] if errors else f"see {log}"
+    errors = re.findall(r"\b(?:\w+Error|\w*Exception): .*$", text, re.MULTILINE)
+    causes = [error for error in errors if "root cause" not in error]
+    return (causes or errors or [f"see {log}"])[-1].strip()[:300]
 
 
 def emit(**fields: Any) -> None:

@@ -105,6 +105,26 @@ def test_rows_are_read_from_among_the_log(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "lines, found",
+    [
+        (["KeyError: 'a'", "(Worker pid=7) ValueError: no.", 2, 3], "ValueError: no."),
+        (["TypeError: no", "EngineDeadError: See above for the root cause."], None),
+        ([2, 3], "RuntimeError: Engine core failed. See root cause above."),
+        (["fine"], "see {log}"),
+    ],
+)
+def test_the_error_is_the_cause(tmp_path: Path, lines: list, found: str | None):
+    """Of an engine's processes those that wait for the one that failed say so last."""
+    waiting = {
+        2: "Exception: A worker failed. See stack trace for root cause.",
+        3: "RuntimeError: Engine core failed. See root cause above.",
+    }
+    log = tmp_path / "log"
+    log.write_text("\n".join(waiting.get(line, line) for line in lines) + "\n")
+    assert last_error(log) == (found or "TypeError: no").format(log=log)
+
+
+@pytest.mark.parametrize(
     "program, found",
     [
         ("emit(a=1); emit(b=2)", {"b": 2}),
