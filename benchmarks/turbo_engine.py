@@ -333,9 +333,16 @@ def run_arm(arm: str, args: argparse.Namespace, report: Report) -> bool:
     return not wrong and not any("error" in row for row in rows)
 
 
-def run_arms(args: argparse.Namespace) -> int:
-    """Runs and reports all arms; returns the exit status."""
+def run_arms(args: argparse.Namespace, facts: dict[str, Any] | None = None) -> int:
+    """Runs and reports all arms; returns the exit status.
+
+    Args:
+        args: As parsed.
+        facts: More of what every row says of the run, whose arm may not have started.
+
+    """
     report = Report(args.output)
+    report.facts |= facts or {}
 
     def run(arm: str) -> bool:
         try:

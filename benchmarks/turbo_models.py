@@ -16,6 +16,13 @@ costs a decode step what other keys cost. So models of any length fit into minut
   kernel ahead of it has ended counts from its launch, so that the second figure, less
   another arm's, is the better one for short steps. The first step, in which the
   connector fills states and recent windows, is taken off all of them.
+* `follow_up`, of `--parts prefix`: chats as many and as long as the shape says, which
+  are answered, and go on with each of `--turns` tokens. How many tokens of the prompts
+  the prefix cache held, of those that had been computed, and the seconds until each
+  chat had its first token. Nothing is filled here.
+
+With `--quantization awq` the weights have 4 bits, and are as dummy as others: on a GPU
+vLLM takes Marlin's kernels. An arm that does not start has a row with its `error`.
 
 Experts are drawn for each token by vLLM's simulation of routers: what dummy weights
 choose depends on the attention, so that arms would load different experts.
@@ -34,7 +41,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import follow_ups
 from common import CONFIGS, ROOT
+from model_config import cut_layers, with_awq
 from turbo_engine import Engine, build_parser, run_arms, turn, used_mib
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -44,6 +53,7 @@ from child_runner import exit_when_told  # noqa: E402
 
 # Contexts but the last's, which shows what a step costs beside attention.
 SHAPES = ((16, 32768), (64, 4096), (16, 128))
+FILLED_PARTS, PREFIX = ("decode", "prefill", "attention"), "prefix"
 PROFILED_STEPS = 8
 KERNELS_SHOWN = 24
 NAME_LENGTH = 100
@@ -56,23 +66,6 @@ ATTENTION = re.compile(
 )
 # Of states, not of keys: they have "flash" or "decode" in their names, too.
 NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)
-# A layer's own of a configuration.
-PER_LAYER = ("layer_types", "hybrid_override_pattern", "no_rope_layers")
-
-
-def cut_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Returns a model's configuration with its first layers only.
-
-    Raises:
-        ValueError: If the model has fewer.
-    """
-    whole = config["num_hidden_layers"]
-    if layers is None:
-        return config
-    if not 0 < layers <= whole:
-        raise ValueError(f"{layers} layers of a model of {whole}")
-    cut = {name: config[name][:layers] for name in PER_LAYER if name in config}
-    return config | {"num_hidden_layers": layers} | cut
 
 
 def is_attention(name: str) -> bool:
@@ -211,13 +204,15 @@ class FilledEngine(Engine):
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of all shapes."""
-        for batch, context in self.args.shapes:
+        parts = self.args.parts
+        for batch, context in self.args.shapes if "decode" in parts else ():
             prompts = self.prompts(batch, context)
             self.generate(prompts, 4)
             yield {"shape": f"{batch}x{context}"} | self.decode(prompts)
-        yield self.prefill()
+        if "prefill" in parts:
+            yield self.prefill()
         # A profiler that ran may slow what comes after it.
-        for batch, context in self.args.shapes:
+        for batch, context in self.args.shapes if "attention" in parts else ():
             row = self.attention(self.prompts(batch, context))
             yield {"shape": f"{batch}x{context}"} | row
 
@@ -225,53 +220,98 @@ class FilledEngine(Engine):
         self.generate(self.prompts(2, min(self.longest, 128)), 4)
 
 
+def model_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the configuration of the model that is measured.
+
+    Raises:
+        ValueError: If it cannot be had of the one that is named.
+    """
+    config = cut_layers(
+        json.loads((args.model / "config.json").read_text()), args.layers
+    )
+    return with_awq(config) if args.quantization == "awq" else config
+
+
 def measure_arm(arm: str, args: argparse.Namespace) -> None:
     """Measures one arm; the rows go to the standard output."""
-    config = json.loads((args.model / "config.json").read_text())
     with tempfile.TemporaryDirectory() as name:
         folder, traces = Path(name) / args.model.name, Path(name) / "traces"
         folder.mkdir()
         traces.mkdir()
-        cut = cut_layers(config, args.layers)
-        (folder / "config.json").write_text(json.dumps(cut))
-        facts = {
-            "model": args.model.name,
-            "layers": cut["num_hidden_layers"],
-            "of_layers": config["num_hidden_layers"],
-        }
+        (folder / "config.json").write_text(json.dumps(model_config(args)))
         args.model = folder
-        engine = FilledEngine(arm, args, traces)
+        engine: FilledEngine | follow_ups.ChatEngine
+        if args.parts == [PREFIX]:
+            engine = follow_ups.ChatEngine(arm, args)
+        else:
+            engine = FilledEngine(arm, args, traces)
         emit(
             part="startup",
             seconds=engine.startup_s,
             kv_cache_tokens=engine.cache_config.kv_cache_size_tokens,
             block_size=engine.cache_config.block_size,
+            prefix_caching=engine.cache_config.enable_prefix_caching,
+            prefix_match_unit=engine.cache_config.prefix_match_unit,
             gpu_memory_utilization=args.gpu_memory_utilization,
             max_num_seqs=engine.max_num_seqs,
             used_mib=used_mib(),
-            **facts,
         )
         engine.warm_up()
         with turn(args, arm):
             for row in engine.rows():
-                emit(**facts, **row)
+                emit(**row)
             engine.llm.llm_engine.engine_core.shutdown()
 
 
-def main() -> int:
+def parse_args() -> argparse.Namespace:
     parser = build_parser()
     parser.description = __doc__.splitlines()[0]
-    parser.set_defaults(model=CONFIGS / "gemma-3-27b", shapes=SHAPES)
+    parser.set_defaults(model=CONFIGS / "gemma-3-27b", shapes=None)
     parser.add_argument("--layers", type=int, help="keep the first of them only")
+    parser.add_argument(
+        "--parts", nargs="+", choices=(*FILLED_PARTS, PREFIX), default=FILLED_PARTS
+    )
+    parser.add_argument("--quantization", choices=("awq",), help="of the weights")
+    parser.add_argument(
+        "--turns",
+        nargs="+",
+        type=int,
+        default=follow_ups.TURNS,
+        metavar="TOKENS",
+        help="that a chat goes on with, for --parts prefix",
+    )
+    parser.add_argument(
+        "--prefix-match-unit", type=int, help="tokens, for --parts prefix of hybrids"
+    )
     args = parser.parse_args()
+    if PREFIX in args.parts and args.parts != [PREFIX]:
+        parser.error("prefix has an engine of its own: measure --parts prefix alone")
+    if args.shapes is None:
+        args.shapes = follow_ups.SHAPES if PREFIX in args.parts else SHAPES
     if not args.shapes or args.throughput:
         parser.error("--shapes only are measured, and one of them at least")
+    try:
+        model_config(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> int:
+    args = parse_args()
     if args.child:
         measure_arm(args.child, args)
         return 0
     exit_when_told()
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    return run_arms(args)
+    config = json.loads((args.model / "config.json").read_text())
+    facts = {
+        "model": args.model.name,
+        "layers": args.layers or config["num_hidden_layers"],
+        "of_layers": config["num_hidden_layers"],
+        "quantization": model_config(args).get("quantization_config"),
+    }
+    return run_arms(args, facts)
 
 
 if __name__ == "__main__":

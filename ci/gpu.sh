@@ -26,8 +26,10 @@
 #
 # throughput is the engine's, with a cache of 8 GiB. models times the decode steps of a
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
-# names: layers with windows, sinks, states or larger heads. pictures draws what is in $OUT, and
-# alone needs neither a GPU nor vLLM.
+# names: layers with windows, sinks, states or larger heads. With --quantization awq its
+# weights have 4 bits; --parts prefix [--prefix-match-unit 16] has chats go on instead, and
+# says what they found in the prefix cache. pictures draws what is in $OUT, and alone needs
+# neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads

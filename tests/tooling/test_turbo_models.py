@@ -17,13 +17,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import follow_ups  # noqa: E402
+import turbo_models  # noqa: E402
+from model_config import cut_layers, with_awq  # noqa: E402
 from turbo_engine import started, turn  # noqa: E402
 from turbo_models import (  # noqa: E402
     attention_row,
     covered,
-    cut_layers,
     is_attention,
     kernels_of,
+    parse_args,
 )
 
 PER_LAYER = {
@@ -50,6 +53,56 @@ def test_first_layers(name: str) -> None:
     assert cut_layers(config, None) == config
     with pytest.raises(ValueError, match="1000 layers of a model of"):
         cut_layers(config, 1000)
+
+
+@pytest.mark.parametrize(
+    "name, group", [("qwen3.6-35b-a3b", 128), ("nemotron-3-nano-30b", 64)]
+)
+def test_awq_has_groups_that_fit(name: str, group: int) -> None:
+    """An expert of Nemotron has 1856 channels, 14.5 groups of 128."""
+    path = ROOT / "benchmarks" / "configs" / name / "config.json"
+    config = json.loads(path.read_text())
+    quantised = with_awq(config)
+    written = quantised.pop("quantization_config")
+    assert quantised == config
+    assert written["quant_method"] == "awq" and written["bits"] == 4
+    assert written["group_size"] == group
+    # vLLM would look for weights.
+    assert written["modules_to_not_convert"]
+    with pytest.raises(ValueError, match="quantised already: awq"):
+        with_awq(config | {"quantization_config": written})
+    with pytest.raises(ValueError, match="no groups that divide .*2000"):
+        with_awq(config | {"hidden_size": 2000})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--parts", "prefix", "decode"], "measure --parts prefix alone"),
+        (["--layers", "63"], "63 layers of a model of 62"),
+        (["--shapes"], "one of them at least"),
+    ],
+)
+def test_what_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["turbo_models.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        parse_args()
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shapes(*arguments: str) -> tuple:
+        monkeypatch.setattr(sys, "argv", ["turbo_models.py", *arguments])
+        return tuple(parse_args().shapes)
+
+    assert shapes() == shapes("--parts", "decode") == turbo_models.SHAPES
+    assert shapes("--parts", "prefix") == follow_ups.SHAPES
+    assert shapes("--parts", "prefix", "--shapes", "1x9") == ((1, 9),)
 
 
 def test_covered_time() -> None:
