@@ -53,7 +53,9 @@ _SHARED_BYTES_OF_SCORES = 1024
 
 
 def _max_warps(head_size: int, queries: int) -> int:
-    if head_size > 128 or head_size == 128 and queries > 8:
+    if head_size > 128:
+        return 8
+    if head_size == 128 and queries > 8:
         return 8
     return 16 if head_size < 128 and queries <= 4 else 12
 

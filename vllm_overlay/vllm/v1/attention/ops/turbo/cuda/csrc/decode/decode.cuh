@@ -85,7 +85,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if (p.lens_are_new) start_next_kernel();
   const Team team(cut.team_size);
   const int num_teams = int(gridDim.x) * kWarps / cut.team_size;
-  int index = (int(blockIdx.x) * kWarps + warp) / cut.team_size;
+  // Each scheduler of all multiprocessors has a warp before one has a second: few
+  // ranges are done sooner, and blocks without any make room for the next kernel.
+  const int place = warp / kTeamWarps * int(gridDim.x) + int(blockIdx.x);
+  int index = (place * kTeamWarps + warp % kTeamWarps) / cut.team_size;
 #pragma unroll 1
   for (; index < cut.num_ranges; index += num_teams) {
     attend_range<kQueries>(shared, p, cut, num_passes, team, index);

@@ -129,6 +129,47 @@ __device__ __forceinline__ void leave_results(
   }
 }
 
+// Replace the sums of the team's results for a warp's queries by their weights in
+// the joined result, and write its LSEs: a lane has a query.
+template <int kQueries, int kWarps, int kStages>
+__device__ __forceinline__ void weigh_results(
+    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
+    const Team& team, int64_t first_row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
+  const int query = team.index() + lane * team.size;
+  const int own_row = query < kQueries ? shared.rows[warp][query] : -1;
+  if (own_row >= 0) {
+    const int end = team.first + team.size;
+    float largest = kNoReference, total = 0.0f;
+#pragma unroll 1
+    for (int w = team.first; w < end; w += kTileWarps) {
+#pragma unroll
+      for (int c = 0; c < kQueryColumns; ++c)
+        largest = fmaxf(largest, shared.reference[w][query + 4 * c]);
+    }
+#pragma unroll 1
+    for (int w = team.first; w < end; w += kTileWarps) {
+#pragma unroll
+      for (int c = 0; c < kQueryColumns; ++c) {
+        const int column = query + 4 * c;
+        const float weight = exp2_approx(shared.reference[w][column] - largest);
+        total += weight * shared.sum[w][column];
+        shared.sum[w][column] = weight;
+      }
+    }
+    const float inverse = 1.0f / total;
+#pragma unroll 1
+    for (int w = team.first; w < end; w += kTileWarps) {
+#pragma unroll
+      for (int c = 0; c < kQueryColumns; ++c)
+        shared.sum[w][query + 4 * c] *= inverse;
+    }
+    p.partial_lse[first_row + own_row] = largest + log2f(total);
+  }
+  __syncwarp();
+}
+
 // Join the team's results and write them.
 template <int kQueries, int kWarps, int kStages>
 __device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
@@ -145,29 +186,20 @@ __device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
   const int num_queries = p.num_queries();
   const int64_t first_row =
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
+  weigh_results(shared, p, team, first_row);
   constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
-#pragma unroll 1
+#pragma unroll 2
   for (int query = team.index(); query < kQueries; query += team.size) {
     const int own_row = shared.rows[warp][query];
     if (own_row < 0) break;
     const int64_t partial_row = first_row + own_row;
-    float largest = kNoReference;
-#pragma unroll 1
-    for (int w = team.first; w < team.first + team.size; w += kTileWarps) {
-#pragma unroll
-      for (int c = 0; c < kQueryColumns; ++c) {
-        largest = fmaxf(largest, shared.reference[w][query + 4 * c]);
-      }
-    }
-    float total = 0.0f;
     float2 output[HEAD_SIZE / 64] = {};
 #pragma unroll 1
     for (int w = team.first; w < team.first + team.size; w += kTileWarps) {
 #pragma unroll
       for (int c = 0; c < kQueryColumns; ++c) {
         const int column = query + 4 * c;
-        const float weight = exp2_approx(shared.reference[w][column] - largest);
-        total += weight * shared.sum[w][column];
+        const float weight = shared.sum[w][column];
         const float2* row = reinterpret_cast<const float2*>(
             shared.warps[w / kTileWarps].output[column]);
 #pragma unroll
@@ -177,14 +209,10 @@ __device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
         }
       }
     }
-    const float inverse = 1.0f / total;
     float2* row =
         reinterpret_cast<float2*>(p.partial + partial_row * HEAD_SIZE);
 #pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 64; ++i) {
-      row[32 * i + lane] = {output[i].x * inverse, output[i].y * inverse};
-    }
-    if (lane == 0) p.partial_lse[partial_row] = largest + log2f(total);
+    for (int i = 0; i < HEAD_SIZE / 64; ++i) row[32 * i + lane] = output[i];
     if (segment.ends) {
 #pragma unroll 1
       for (int s = segment.split + 1 + lane; s < p.num_splits; s += 32) {
