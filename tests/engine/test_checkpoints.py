@@ -100,8 +100,16 @@ def figures(kind: str, kl: float = 0.01, **changes: Any) -> dict[str, Any]:
     [
         (figures("awq", 0.039), ""),
         (figures("awq", 0.041), "more than 4.0 times as far off as plain"),
-        (figures("modelopt-nvfp4", 0.49), ""),
-        (figures("modelopt-nvfp4", 0.51), "more than 50.0 times as far off as plain"),
+        (figures("modelopt-fp8", 0.079, fp8_kl_mean=0.2), ""),
+        (
+            figures("modelopt-fp8", 0.081, fp8_kl_mean=0.2),
+            "more than 8.0 times as far off as plain",
+        ),
+        (figures("modelopt-nvfp4", 0.29, fp8_kl_mean=0.2), ""),
+        (
+            figures("modelopt-nvfp4", 0.31, fp8_kl_mean=0.2),
+            "more than 1.5 times as far off as fp8",
+        ),
         (figures("awq", lost=1), "facts lost"),
         # As if the cache that it is compared with were FP8.
         (figures("awq", capacity=1.88), "another capacity"),
@@ -121,8 +129,10 @@ def test_nothing_is_judged_by_what_did_not_run():
 def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By what tells the models apart; routers to experts are not quantised."""
 
-    def check(folder: Path, _output: Path, engine_args: str) -> dict[str, Any]:
-        assert engine_args == "{}"
+    def check(
+        kind: str, folder: Path, _output: Path, engine_args: str
+    ) -> dict[str, Any]:
+        assert engine_args == "{}" and kind in ("plain", "awq")
         config = json.loads((folder / "config.json").read_text())
         quantised = config.get("quantization_config", {})
         plain = quantised.get("modules_to_not_convert", [])
@@ -132,7 +142,7 @@ def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(checkpoints, "check", check)
     output = tmp_path / "rows.jsonl"
-    assert checkpoints.main(["--kinds", "fp8", "--output", str(output)]) == 1
+    assert checkpoints.main(["--kinds", "awq", "--output", str(output)]) == 1
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     found = [(row["model"], row["plain"], row["wrong"]) for row in rows]
     wrong = "more than 4.0 times as far off as plain"
