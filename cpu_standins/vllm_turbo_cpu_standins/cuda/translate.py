@@ -30,8 +30,6 @@ INSTRUCTIONS = {
     "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": "load_shared_4",
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_s8",
-    "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-    "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};": "mma_s8_half",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_f16",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

@@ -141,12 +141,6 @@ void mma_s8(const Site& site, int& d0, int& d1, int& d2, int& d3,
   mma("mma.s8", site, multiply_s8, d0, d1, d2, d3, ab...);
 }
 
-// Of 16 numbers a row: the first of what k32 has of them.
-inline void mma_s8_half(const Site& site, int& d0, int& d1, int& d2, int& d3,
-                        uint32_t a0, uint32_t a1, uint32_t b0) {
-  mma("mma.s8", site, multiply_s8, d0, d1, d2, d3, a0, a1, 0u, 0u, b0, 0u);
-}
-
 template <typename... Operands>
 void mma_f16(const Site& site, float& d0, float& d1, float& d2, float& d3,
              Operands... ab) {

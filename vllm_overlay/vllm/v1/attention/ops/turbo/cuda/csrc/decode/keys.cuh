@@ -21,12 +21,6 @@ template <int kQueries>
 constexpr int kColumnTiles = kPaired<kQueries> ? 1 : kQueries / kColumns;
 template <int kQueries>
 constexpr int kAllColumns = kColumns * kColumnTiles<kQueries>;
-// Whether a product is over one scale group, whose codes are those of two lanes:
-// each of four has half of a word of codes. Else it is over two groups, one of
-// which has codes of zero of the queries. Words of 3-bit codes would be decoded
-// twice.
-template <int kQueries>
-constexpr bool kByGroup = !kPaired<kQueries> && KEY_BITS == 4;
 
 // A scale code in a float's exponent and first bits is 2^-112 times the scale.
 constexpr int kScaleShift = 20;
@@ -36,16 +30,13 @@ constexpr float kScaleUnit = 0x1p112f;
 template <int kQueries>
 struct Query {
   // B fragments: [word of a lane][half][codes 0-3, 4-7], the other half of the
-  // scale groups where the columns are not shared. Of a group alone a lane has
-  // the first or the last four codes.
+  // scale groups where the columns are not shared.
   static constexpr int kGroupHalves = kPaired<kQueries> ? 1 : 2;
-  static constexpr int kWords = kByGroup<kQueries> ? 1 : 2;
-  uint32_t codes[kLaneUnits][kGroupHalves][kWords];
+  uint32_t codes[kLaneUnits][kGroupHalves][2];
   float factor[2];  // of the scores, for this lane's two columns
 
   // Codes are kept in shared memory, to leave registers to the values.
-  static constexpr int kVectors = kGroupHalves * kWords * kLaneUnits / 4;
-  static constexpr int kVectorUnits = kLaneUnits / kVectors;
+  static constexpr int kVectors = kGroupHalves * kLaneUnits / 2;
   using Kept = uint4[kVectors][32];
 
   __device__ __forceinline__ void keep(Kept& kept, int lane) const {
@@ -56,35 +47,23 @@ struct Query {
                        words[4 * i + 3]};
     }
   }
-  // Those of kVectorUnits units.
-  __device__ __forceinline__ void recall(const Kept& kept, int lane, int i) {
+  // Those of a lane's words first to last (exclusive), which are whole vectors.
+  __device__ __forceinline__ void recall(const Kept& kept, int lane,
+                                         int first = 0, int last = kLaneUnits) {
     const auto words = &codes[0][0][0];
-    const uint4 x = kept[i][lane];
-    words[4 * i] = x.x, words[4 * i + 1] = x.y;
-    words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
-  }
-  __device__ __forceinline__ void recall(const Kept& kept, int lane) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) recall(kept, lane, i);
+    for (int i = 0; i < kVectors; ++i) {
+      if (2 * i < first * kGroupHalves || 2 * i >= last * kGroupHalves) continue;
+      const uint4 x = kept[i][lane];
+      words[4 * i] = x.x, words[4 * i + 1] = x.y;
+      words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+    }
   }
 };
 
 // Those of all columns of a pass, as they are kept.
 template <int kQueries>
 using KeptQueries = typename Query<kQueries>::Kept[kColumnTiles<kQueries>];
-
-// A lane with the first half of the scale groups that are this one's, too.
-__device__ __forceinline__ int lane_of_first_half(int lane) { return lane & ~2; }
-
-// Where in a query the code i of a lane's first unit is, as load_query has it.
-template <int kQueries>
-__device__ __forceinline__ int query_place(int i, int lane) {
-  if constexpr (!kByGroup<kQueries>)
-    return i * NUM_UNITS + kLaneUnits * key_place(lane);
-  const int code = lane % 4 / 2 * 4 + i % 4, half = i / 4;
-  const int place = key_place(lane_of_first_half(lane)) + half;
-  return code * NUM_UNITS + kLaneUnits * place;
-}
 
 // Quantise eight columns' queries to int8, one factor each.
 //
@@ -101,15 +80,16 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
   const bool inside = row >= 0;
   __half2 q[8][kLaneUnits / 2];
   __half2 most = __float2half2_rn(0.0f);
-  const __half* p_query = p_queries + row * HEAD_SIZE;
+  const __half* p_query =
+      p_queries + row * HEAD_SIZE + kLaneUnits * key_place(lane);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto* units = reinterpret_cast<const __half2*>(
-        p_query + query_place<kQueries>(i, lane));
 #pragma unroll
     for (int j = 0; j < kLaneUnits / 2; ++j) {
       q[i][j] = __float2half2_rn(0.0f);
-      if (inside) q[i][j] = units[j];
+      if (inside) {
+        q[i][j] = reinterpret_cast<const __half2*>(p_query + i * NUM_UNITS)[j];
+      }
       most = __hmax2_nan(most, __habs2(q[i][j]));
     }
   }
@@ -143,10 +123,6 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
       const uint32_t word =
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                       __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
-      if constexpr (kByGroup<kQueries>) {
-        query.codes[j][half][0] = word;
-        continue;
-      }
 #pragma unroll
       for (int group_half = 0; group_half < Query<kQueries>::kGroupHalves;
            ++group_half) {
@@ -195,88 +171,6 @@ struct KeyScales {
   }
 };
 
-// Levels of a unit of K of tokens g and g + 8, as A fragments: the sum of a and
-// b.
-template <bool kByGroup>
-struct UnitLevels {
-  uint32_t a[4], b[4];
-
-  __device__ __forceinline__ UnitLevels(const uint32_t (&words)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const uint32_t word = words[n], complement = ~word;
-      a[n] = negative_levels(word);
-      a[n + 2] = negative_levels(word >> 16);
-      b[n] = positive_levels(complement);
-      b[n + 2] = positive_levels(complement >> 16);
-    }
-  }
-  __device__ __forceinline__ void multiply(int (&products)[4],
-                                           const uint32_t (&q)[2]) const {
-    mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
-    mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
-  }
-};
-
-// The same of half a unit, in the first half of the words.
-template <>
-struct UnitLevels<true> {
-  uint32_t a[2], b[2];
-
-  __device__ __forceinline__ UnitLevels(const uint32_t (&words)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      a[n] = negative_levels(words[n]);
-      b[n] = positive_levels(~words[n]);
-    }
-  }
-  __device__ __forceinline__ void multiply(int (&products)[4],
-                                           const uint32_t (&q)[1]) const {
-    mma_s8(products, a[0], a[1], q[0]);
-    mma_s8(products, b[0], b[1], q[0]);
-  }
-};
-
-// A lane's codes of a token of K: of its half of the groups, or of all of them the
-// half that it multiplies.
-template <bool kByGroup>
-struct KeyCodes {
-  uint32_t words[kLaneUnits];
-
-  __device__ __forceinline__ void load(const uint8_t* tile, int token,
-                                       int lane) {
-    load_key_words(words, tile, token, lane);
-  }
-  // Unit j, which serves both halves of the groups.
-  __device__ __forceinline__ uint32_t unit(int j, int group_half) const {
-    return words[j];
-  }
-};
-
-template <>
-struct KeyCodes<true> {
-  uint32_t words[2][kLaneUnits / 2];  // of two units each
-
-  __device__ __forceinline__ void load(const uint8_t* tile, int token,
-                                       int lane) {
-    uint32_t units[2 * kLaneUnits];
-    load_words(units, tile + token * KEY_ROW_BYTES +
-                          key_place(lane_of_first_half(lane)) * 4 * kLaneUnits);
-    const uint32_t halves = lane % 4 < 2 ? 0x5410 : 0x7632;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < kLaneUnits; j += 2) {
-        const int i = half * kLaneUnits + j;
-        words[half][j / 2] = __byte_perm(units[i], units[i + 1], halves);
-      }
-    }
-  }
-  __device__ __forceinline__ uint32_t unit(int j, int group_half) const {
-    return words[group_half][j / 2] >> (j % 2 * 16);
-  }
-};
-
 // Scores of a tile, without the queries' factors: of eight columns, score c is
 // of token g and column 2 * t + c, score 2 + c of token g + 8.
 //
@@ -289,13 +183,12 @@ __device__ __forceinline__ void key_scores(
   constexpr int kGroupHalves = Query<kQueries>::kGroupHalves;
   constexpr int kAcross = kColumnTiles<kQueries>;
   const int g = lane / 4, t = lane % 4;
-  constexpr bool kGrouped = kByGroup<kQueries>;
-  KeyCodes<kGrouped> codes[2];
+  uint32_t words[2][kLaneUnits];
   KeyScales scales[2][kGroupHalves];
   float total[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    codes[n].load(tile, g + 8 * n, lane);
+    load_key_words(words[n], tile, g + 8 * n, lane);
 #pragma unroll
     for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
       scales[n][group_half] =
@@ -310,18 +203,15 @@ __device__ __forceinline__ void key_scores(
   }
 #pragma unroll
   for (int j = 0; j < kLaneUnits; ++j) {
-    if constexpr (kAcross > 1) {
-      if (j % Query<kQueries>::kVectorUnits == 0) {
+    uint32_t a[4], b[4];
 #pragma unroll
-        for (int m = 0; m < kAcross; ++m)
-          queries[m].recall(kept[m], lane, j / Query<kQueries>::kVectorUnits);
-      }
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t word = words[n][j], complement = ~word;
+      a[n] = negative_levels(word);
+      a[n + 2] = negative_levels(word >> 16);
+      b[n] = positive_levels(complement);
+      b[n + 2] = positive_levels(complement >> 16);
     }
-    using Levels = UnitLevels<kGrouped>;
-    // The compiler sees that both halves' are the same where they are.
-    const uint32_t units[2][2] = {{codes[0].unit(j, 0), codes[1].unit(j, 0)},
-                                  {codes[0].unit(j, 1), codes[1].unit(j, 1)}};
-    const Levels levels[2] = {Levels(units[0]), Levels(units[1])};
 #pragma unroll
     for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
       const float scale[2] = {scales[0][group_half][j],
@@ -329,8 +219,12 @@ __device__ __forceinline__ void key_scores(
       total[0] += scale[0], total[1] += scale[1];
 #pragma unroll
       for (int m = 0; m < kAcross; ++m) {
+        if (kAcross > 1 && group_half == 0)
+          queries[m].recall(kept[m], lane, j, j + 1);
+        const uint32_t (&q)[2] = queries[m].codes[j][group_half];
         int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-        levels[group_half].multiply(products, queries[m].codes[j][group_half]);
+        mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
+        mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           scores[m][i] += __int_as_float(products[i]) * scale[i / 2];
