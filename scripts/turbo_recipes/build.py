@@ -155,7 +155,7 @@ def checkpoint(shape: Shape) -> Iterator[Path]:
         yield folder
 
 
-def make(shape: Shape, folder: Path, built: Build, own: dict[str, Any]) -> None:
+def make(shape: Shape, folder: Path | str, built: Build, own: dict[str, Any]) -> None:
     """Make what an engine makes until it serves, as far as it gets."""
     has_tokenizer = bool(shape.tokens or shape.audio)
     args = ARGS | {"skip_tokenizer_init": not has_tokenizer} | shape.args | own
@@ -166,7 +166,7 @@ def make(shape: Shape, folder: Path, built: Build, own: dict[str, Any]) -> None:
     with set_current_vllm_config(config), without_memory[0], without_memory[1]:
         built.stage = "layers"
         with set_default_torch_dtype(dtype):
-            initialize_model(config)
+            built.model = initialize_model(config)
         built.stage = "start"
         current_platform.update_block_size_for_backend(config)
         register_all_kvcache_specs(config)

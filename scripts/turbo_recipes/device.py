@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""An H200 that is not there: what vLLM asks of a GPU before a kernel runs.
+"""A GPU that is not there, an H200 if no other is named: what vLLM asks of one before
+a kernel runs.
 
-``pretend`` makes a process see one: vLLM's own CUDA platform with its lists of
+``pretend`` makes a process see it: vLLM's own CUDA platform with its lists of
 attention backends, on a machine without a driver. What cannot be loaded there is
 replaced by what has no content: extensions that link CUDA's libraries, and packages of
 which models import names only. To be called before vLLM is imported.
@@ -14,12 +15,30 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-NAME, CAPABILITY, NUM_SMS, MEMORY = "NVIDIA H200", (9, 0), 132, 141 * 10**9
+
+class Device(NamedTuple):
+    """What a driver says of a GPU.
+
+    Attributes:
+        name: The GPU's.
+        memory: Bytes.
+        capability: Compute capability.
+        num_sms: Streaming multiprocessors.
+
+    """
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    num_sms: int
+
+
+H200 = Device("NVIDIA H200", 150_110_011_392, (9, 0), 132)
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_NO_USAGE_STATS": "1",
@@ -79,6 +98,10 @@ class AnyName(type):
             raise AttributeError(name)
         return AnyName(name, (), {})
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A function, unless somebody has made a class of it.
+        return 0 if cls.__base__ is object else super().__call__(*args, **kwargs)
+
 
 class HollowModule(ModuleType):
     """A package with every name."""
@@ -97,10 +120,13 @@ class HollowModule(ModuleType):
 class HollowFinder:
     """Finds the modules of hollow packages, for ``sys.meta_path``."""
 
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        if any(f"{name}.".startswith(f"{each}.") for each in HOLLOW_PACKAGES):
+        if any(f"{name}.".startswith(f"{each}.") for each in self.packages):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
@@ -145,45 +171,45 @@ class Inert:
         pass
 
 
-def _make_platform() -> Any:
+def _make_platform(seen: Device) -> Any:
     from vllm.platforms.interface import DeviceCapability
 
     cuda: Any = importlib.import_module("vllm.platforms.cuda")
 
-    class Device(cuda.CudaPlatformBase):
-        device_name = NAME
+    class Platform(cuda.CudaPlatformBase):
+        device_name = seen.name
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(*CAPABILITY)
+            return DeviceCapability(*seen.capability)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            return NAME
+            return seen.name
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return MEMORY
+            return seen.memory
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:
-            return NUM_SMS
+            return seen.num_sms
 
         @classmethod
         def is_fully_connected(cls, device_ids: list[int]) -> bool:
             return True
 
-    return Device()
+    return Platform()
 
 
-def _fill_torch() -> None:
+def _fill_torch(seen: Device) -> None:
     """Have PyTorch speak of the device, and of operators that it does not have."""
     properties = SimpleNamespace(
-        name=NAME,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        multi_processor_count=NUM_SMS,
-        total_memory=MEMORY,
+        name=seen.name,
+        major=seen.capability[0],
+        minor=seen.capability[1],
+        multi_processor_count=seen.num_sms,
+        total_memory=seen.memory,
     )
     torch_module: Any = torch
     torch_module.accelerator.current_device_index = lambda: 0
@@ -196,10 +222,16 @@ def _fill_torch() -> None:
         namespace.__class__ = Kernels
 
 
-def pretend() -> None:
-    """Have this process see one H200."""
+def pretend(seen: Device = H200, packages: Sequence[str] = ()) -> None:
+    """Have this process see one GPU.
+
+    Args:
+        seen: The GPU.
+        packages: More that are taken to be there, and are hollow.
+
+    """
     os.environ.update(ENVIRONMENT)
-    sys.meta_path.insert(0, HollowFinder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, HollowFinder((*HOLLOW_PACKAGES, *packages)))  # type: ignore[arg-type]
     for name in EXTENSIONS:
         sys.modules[name] = ModuleType(name)
     library = torch.library.Library("_C", "FRAGMENT")
@@ -209,7 +241,7 @@ def pretend() -> None:
         library.impl(name, lambda _, answer=answer: answer, "CompositeExplicitAutograd")
 
     platforms: Any = importlib.import_module("vllm.platforms")
-    platforms._current_platform = _make_platform()
+    platforms._current_platform = _make_platform(seen)
     # Registers what it can of the operators that are there, and must find no others.
     importlib.import_module("vllm._custom_ops")
-    _fill_torch()
+    _fill_torch(seen)

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from turbo_recipes.shapes import Shape
 from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -49,6 +51,7 @@ class Build:
         stage: What was being made last.
         error: What was raised; None if all was made.
         config: The engine's configuration.
+        model: Without weights.
         specs: Of the cache of each layer, by the layer's name.
         groups: What shares blocks.
 
@@ -57,6 +60,7 @@ class Build:
     stage: str = "configuration"
     error: Exception | None = None
     config: VllmConfig | None = None
+    model: nn.Module | None = None
     specs: dict[str, KVCacheSpec] = field(default_factory=dict)
     groups: list[KVCacheGroupSpec] = field(default_factory=list)
 
