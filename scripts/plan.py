@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Says how many users a model and a GPU serve, by cache dtype, before either is there.
+
+vLLM builds the model without weights, as on that GPU, and plans its cache: no GPU is
+needed, and of the model its config.json alone. The time per output token is an estimate
+from the bytes that a step reads, and the share of its bandwidth that an H200 was
+measured to read them at.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+from turbo_plan import report
+from turbo_plan.gpus import ATTENTION, GPUS
+from turbo_recipes import device
+
+DESCRIBING = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+def find_model(name: str) -> Path:
+    """A folder with what describes a model: that one, or the Hub's of this name.
+
+    Raises:
+        ValueError: If there is none.
+
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / "config.json").exists():
+            return folder
+        raise ValueError(f"{folder} has no config.json")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=DESCRIBING))
+    except Exception as error:
+        raise ValueError(
+            f"{name} is no folder, and cannot be had of the Hub; a folder with its "
+            f"config.json will do. {type(error).__name__}: {error}"
+        ) from error
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a folder with a config.json, or a Hub's name")
+    parser.add_argument("--gpu", choices=GPUS, default="H200")
+    parser.add_argument("--tp", type=positive, default=1, help="GPUs that share it")
+    parser.add_argument("--context", type=positive, default=32768, help="of a user")
+    parser.add_argument("--users", type=positive, default=64, help="at once")
+    parser.add_argument(
+        "--kv-cache-dtype", nargs="+", choices=ATTENTION, default=list(ATTENTION)
+    )
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--max-num-batched-tokens", type=positive, default=8192)
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, help="more of vLLM's, as JSON"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--json", action="store_true", help="instead of the table")
+    parser.add_argument("--plot", type=Path, help="a picture, such as plan.png")
+    return parser
+
+
+def main() -> int:
+    parser = build_parser()
+    args = parser.parse_args()
+    try:
+        model = find_model(args.model)
+    except ValueError as error:
+        parser.error(str(error))
+    gpu = GPUS[args.gpu]
+    # vLLM's are of what this machine lacks.
+    logging.disable(logging.WARNING)
+    # What vLLM has on a GPU: the backend of nvfp4.
+    device.pretend(gpu.device, packages=["flashinfer"])
+    from turbo_plan import planner
+    from turbo_recipes import build
+
+    build.inspect_in_this_process()
+    engine_args = {
+        "max_model_len": args.context,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "tensor_parallel_size": args.tp,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if args.gpu_memory_utilization is not None:
+        engine_args["gpu_memory_utilization"] = args.gpu_memory_utilization
+    engine_args |= args.engine_args
+    plans = [
+        planner.plan(str(model), dtype, gpu, **engine_args)
+        for dtype in args.kv_cache_dtype
+    ]
+    content = {
+        "model": args.model,
+        "gpu": gpu.device.name,
+        "gpus": args.tp,
+        "is_estimate": not gpu.is_measured,
+        "context": args.context,
+        "users": args.users,
+        "rows": [report.row_of(each, gpu, args.users, args.context) for each in plans],
+        "notes": report.notes_of(plans, gpu, args.tp),
+    }
+    print(json.dumps(content, indent=1) if args.json else report.table(content))
+    if args.plot:
+        report.draw(plans, content, gpu, args.plot)
+    return 0 if any(each.model for each in plans) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

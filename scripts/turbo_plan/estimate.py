@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The time of a decode step, from the bytes that it reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from turbo_plan.gpus import ATTENTION, LAYER_S, SEQUENCE_S, SMALL_HEAD, WEIGHTS, Gpu
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's, as far as they are on a GPU.
+
+    Attributes:
+        size: Bytes of all of them.
+        count: Of all GPUs'.
+        chosen: By a token.
+
+    """
+
+    size: int
+    count: int
+    chosen: int
+
+    def read(self, users: int) -> float:
+        """Bytes that a step reads, if a token's experts are any."""
+        return self.size * (1 - (1 - self.chosen / self.count) ** users)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A GPU's share.
+
+    Attributes:
+        size: Bytes in memory.
+        dense: Bytes that each step reads.
+        layers: How many layers a step runs.
+        experts: By layer.
+
+    """
+
+    size: int
+    dense: int
+    layers: int
+    experts: Sequence[Experts] = ()
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a layer of a GPU keeps of a sequence.
+
+    Attributes:
+        token: Bytes a token; 0 of a state.
+        state: Bytes, whatever the context.
+        window: Tokens that are attended to, if not all.
+        head_size: Of attention.
+        dtype: The cache's, if the layer has the model's own instead of the asked one.
+        queries: Heads that attend to a KV head, if that is known.
+        readings: How often a step reads it.
+
+    """
+
+    token: float = 0
+    state: int = 0
+    window: int | None = None
+    head_size: int = 0
+    dtype: str | None = None
+    queries: int = 0
+    readings: int = 1
+
+    def read(self, context: int) -> float:
+        """Bytes of attention that a sequence has to be read of, once."""
+        return self.token * min(context, self.window or context)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a decode step reads.
+
+    Attributes:
+        weights: The model's.
+        cache: By layer.
+
+    """
+
+    weights: Weights
+    cache: Sequence[LayerCache] = field(default_factory=tuple)
+
+    @property
+    def token_bytes(self) -> float:
+        """What each token of a context adds."""
+        return sum(layer.token for layer in self.cache if not layer.window)
+
+    def user_bytes(self, context: int) -> float:
+        """What a sequence has beside: states, and layers with windows."""
+        windows = sum(layer.read(context) for layer in self.cache if layer.window)
+        return windows + sum(layer.state for layer in self.cache)
+
+    def tpot(self, gpu: Gpu, dtype: str, users: int, context: int) -> float:
+        """Seconds to an output token, of so many users with so much context each."""
+        weights = self.weights
+        read = weights.dense + sum(each.read(users) for each in weights.experts)
+        # A state is read and written.
+        read += 2 * users * sum(layer.state for layer in self.cache)
+        seconds = read / WEIGHTS
+        for layer in self.cache:
+            efficiency = ATTENTION[layer.dtype or dtype][layer.head_size > SMALL_HEAD]
+            seconds += users * layer.readings * layer.read(context) / efficiency
+        fixed = weights.layers * LAYER_S + users * SEQUENCE_S
+        return seconds / gpu.bandwidth + fixed

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Has vLLM plan a model's KV cache on a GPU that is not there.
+
+``turbo_recipes.device.pretend`` must have been called, with the GPU.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from turbo_recipes import build
+from turbo_recipes.shapes import Shape
+from turbo_recipes.verdict import Build
+
+from turbo_plan.estimate import Experts, LayerCache, Model, Weights
+from turbo_plan.gpus import GIB, Gpu
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.interfaces import supports_multimodal
+from vllm.v1.attention.ops.turbo.cuda.decode import num_queries_at_once
+from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+# Beside weights and activations: CUDA's context, the kernels' workspaces.
+OTHER_BYTES = int(0.6 * GIB)
+# What a layer's specification has that does not see everything.
+WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What vLLM plans of a cache dtype, for each GPU.
+
+    Attributes:
+        dtype: The cache's.
+        refused: Why it is not served; nothing else is known then.
+        model: What a step reads.
+        cache_bytes: Left for the cache; less than 0 if not even weights fit.
+        tokens: That fit, of sequences as long as the context; 0 if none fits.
+        users: With the context, that fit.
+        block_size: Tokens.
+
+    """
+
+    dtype: str
+    refused: str | None = None
+    model: Model | None = None
+    cache_bytes: int = 0
+    tokens: int = 0
+    users: float = 0
+    block_size: int = 0
+
+
+def checkpoint_bytes(folder: Path) -> int | None:
+    """Bytes of a checkpoint's weights, if they, or an index of them, are there."""
+    if (folder / INDEX).exists():
+        content = json.loads((folder / INDEX).read_text())
+        return content.get("metadata", {}).get("total_size")
+    return (folder / WHOLE).stat().st_size if (folder / WHOLE).exists() else None
+
+
+def num_bytes(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def weights_of(model: nn.Module, config: VllmConfig, size: int | None) -> Weights:
+    """What a step reads of a model's weights, towers for images and sound apart.
+
+    Args:
+        model: Without weights.
+        config: The engine's.
+        size: Bytes in memory, if they are known.
+
+    """
+    language: Any = model
+    if supports_multimodal(model):
+        language = model.get_language_model()
+    read, hidden = num_bytes(language), config.model_config.get_hidden_size()
+    heads = [each for each in model.modules() if isinstance(each, ParallelLMHead)]
+    read_whole = {id(head.weight) for head in heads}
+    for table in language.modules():
+        if not isinstance(table, VocabParallelEmbedding) or isinstance(
+            table, ParallelLMHead
+        ):
+            continue
+        # A step reads a few rows of it, unless it is the head, too.
+        is_head = not heads and table.embedding_dim == hidden
+        if not is_head and id(table.weight) not in read_whole:
+            read -= num_bytes(table)
+    experts = []
+    for module in language.modules():
+        if isinstance(module, RoutedExperts):
+            moe = module.moe_config
+            count, chosen = moe.num_experts, moe.experts_per_token
+            experts.append(Experts(num_bytes(module), count, chosen))
+    read -= sum(each.size for each in experts)
+    layers = config.model_config.get_total_num_hidden_layers()
+    return Weights(size or num_bytes(model), read, layers, experts)
+
+
+def cache_of(name: str, spec: KVCacheSpec, config: VllmConfig) -> LayerCache | None:
+    """What a layer keeps; None of what lies beside a cache."""
+    if isinstance(spec, MambaSpec):
+        return LayerCache(state=spec.real_page_size_bytes)
+    if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
+        return None
+    windows = (getattr(spec, each, None) for each in WINDOWS)
+    layer = config.compilation_config.static_forward_context[name]
+    queries = math.ceil(getattr(layer, "num_heads", 0) / spec.num_kv_heads)
+    readings = 1
+    if spec.kv_quant_mode.is_turbo:
+        readings = math.ceil(queries / num_queries_at_once(spec.head_size, queries))
+    return LayerCache(
+        token=spec.real_page_size_bytes / spec.block_size,
+        window=next(filter(None, windows), None),
+        head_size=spec.head_size,
+        dtype="auto" if spec.dtype == config.model_config.dtype else None,
+        queries=queries,
+        readings=readings,
+    )
+
+
+def activation_bytes(config: VllmConfig) -> int:
+    """About as much as the largest step needs beside the weights."""
+    text = config.model_config.hf_text_config
+    hidden = config.model_config.get_hidden_size()
+    inner = getattr(text, "intermediate_size", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    expert = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
+    inner = max(inner, expert) // config.parallel_config.tensor_parallel_size
+    values = 3 * inner + (4 + chosen) * hidden
+    return 2 * values * config.scheduler_config.max_num_batched_tokens
+
+
+def divide(tensor_parallel: int) -> None:
+    """Have layers take a GPU's share, without the others."""
+    build.start_parallel_state()
+    get_tp_group().world_size = tensor_parallel
+
+
+def plan(
+    model: str, dtype: str, gpu: Gpu, cache_bytes: int | None = None, **args: Any
+) -> Planned:
+    """Plan one cache dtype.
+
+    Args:
+        model: A folder or a name.
+        dtype: The cache's.
+        gpu: The one that this process sees.
+        cache_bytes: For the cache, if it is not to be what is left.
+        **args: Of ``EngineArgs``, with `max_model_len`, the context.
+
+    """
+    divide(args.get("tensor_parallel_size", 1))
+    has_tokenizer = any(Path(model).glob("tokenizer*")) or not Path(model).is_dir()
+    own = {"skip_tokenizer_init": not has_tokenizer, "kv_cache_dtype": dtype}
+    own |= {"distributed_executor_backend": "mp", "dtype": "auto"}
+    built, shape = Build(), Shape("", "", "", {}, ())
+    try:
+        build.make(shape, model, built, own | args)
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        return Planned(dtype, message.partition(" For further information")[0])
+    config = built.config
+    assert config is not None and built.model is not None
+    size = checkpoint_bytes(Path(model))
+    if size is not None:
+        size //= config.parallel_config.tensor_parallel_size
+    weights = weights_of(built.model, config, size)
+    layers = (cache_of(*each, config) for each in built.specs.items())
+    found = Model(weights, [layer for layer in layers if layer])
+    if cache_bytes is None:
+        share = config.cache_config.gpu_memory_utilization
+        used = weights.size + activation_bytes(config) + OTHER_BYTES
+        cache_bytes = int(gpu.device.memory * share) - used
+    tokens, users = 0, 0.0
+    try:
+        (cache,) = get_kv_cache_configs(
+            config, [built.specs], [cache_bytes], built.groups
+        )
+        tokens, users = get_kv_cache_capacity(config, cache)
+    except ValueError:
+        # Not one sequence fits, as the numbers say.
+        pass
+    return Planned(
+        dtype,
+        model=found,
+        cache_bytes=cache_bytes,
+        tokens=tokens,
+        users=users,
+        block_size=config.cache_config.block_size,
+    )
