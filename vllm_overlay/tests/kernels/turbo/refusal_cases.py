@@ -242,13 +242,17 @@ class OwnAttention(torch.nn.Module, AttentionLayerBase):
         return self.spec
 
 
-def transfer_config(config: VllmConfig, permute: bool) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="NixlConnector",
-        kv_role="kv_both",
-        enable_permute_local_kv=permute,
-    )
+def transfer_config(config: VllmConfig, name: str, **changes) -> VllmConfig:
+    transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", **changes)
     return with_attribute(config, "kv_transfer_config", transfer)
+
+
+def multi_config(config: VllmConfig, *names: str) -> VllmConfig:
+    """Of an engine with several connectors."""
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    return transfer_config(
+        config, "MultiConnector", kv_connector_extra_config={"connectors": children}
+    )
 
 
 def make_layer(config: VllmConfig, **changes) -> Attention:

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo.connectors import CONNECTORS
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -166,7 +167,7 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
         partial(select, AttentionBackendEnum.FLASH_ATTN),
         partial(make_impl, speculative_config(config, "extract_hidden_states")),
         partial(make_impl, parallel_config(config, enable_dbo=True)),
-        partial(make_builder, transfer_config(config, True), make_spec()),
+        partial(make_impl, transfer_config(config, "FlexKVConnectorV1")),
         partial(forward, output_scale=torch.ones(())),
         partial(check_layer, "layers.1.attn", own_layer, config),
         partial(update_alone, config),
@@ -196,6 +197,15 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
 
 def test_every_refusal_is_documented():
     assert documented("Refused") == list(REASONS)
+
+
+def test_every_connector_is_documented():
+    _, found, section = PAGE.read_text().partition("## KV connectors\n")
+    assert found
+    section, _, _ = section.partition("\n## ")
+    rows = re.findall(r"^\| `(.+)` \| (.+?) \| (.+) \|$", section, re.M)
+    verdicts = ((name, *verdict) for name, verdict in CONNECTORS.items())
+    assert rows == [(name, state.value, why) for name, state, why in verdicts]
 
 
 def template(text: ast.expr) -> str:

@@ -37,7 +37,6 @@ from .refusal_cases import (
     select_on_cuda,
     share_with_skipped,
     speculative_config,
-    transfer_config,
     with_adaptive_verification,
     with_attribute,
 )
@@ -203,12 +202,6 @@ def test_adaptive_verification_is_served():
 def test_spec(config, make, feature):
     with refused(feature):
         make_builder(config, make())
-
-
-def test_permuted_kv_transfer(config):
-    with refused("enable_permute_local_kv"):
-        make_builder(transfer_config(config, True), make_spec())
-    make_builder(transfer_config(config, False), make_spec())
 
 
 LAYERS = {

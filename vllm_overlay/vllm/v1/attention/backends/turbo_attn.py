@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.turbo_metadata import (
 )
 from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reference, refusals
+from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
@@ -231,6 +232,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.HIDDEN_STATES)
         if vllm_config.parallel_config.use_ubatching:
             reasons.append(refusals.MICRO_BATCHES)
+        reasons += unsupported_connectors(vllm_config.kv_transfer_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             reasons.append(refusals.KV_SHARING_FAST_PREFILL)
         if not is_turbo_cache_dtype(kv_cache_dtype):

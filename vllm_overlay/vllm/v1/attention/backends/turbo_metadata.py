@@ -73,9 +73,6 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         # Where prompts' tokens are among those of decodes is not known then.
         if self.has_device_query_lens and vllm_config.model_config.is_mm_prefix_lm:
             reasons.append(refusals.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.enable_permute_local_kv:
-            reasons.append(refusals.PERMUTED_TRANSFER)
         if reasons:
             raise ValueError(refusals.refusal(self.cache_dtype, reasons))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)

@@ -85,7 +85,6 @@ SKIPPED_POOLED_LAYER = (
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
 NO_FLASH_ATTN = "a vLLM without FlashAttention for this GPU"
-PERMUTED_TRANSFER = "enable_permute_local_kv"
 ROCM = "ROCm"
 XPU = "XPU"
 FUSED_OUTPUT = "fused output quantization"
@@ -133,7 +132,7 @@ REASONS = (
     "head_size_v other than head_size",
     "tokens_per_state other than 1",
     NO_FLASH_ATTN,
-    PERMUTED_TRANSFER,
+    "KV connector <name> (<instead>)",
     FUSED_OUTPUT,
     FOREIGN_TOKENS,
 )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every KV connector is judged: it moves whole blocks of pages, or is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+    NixlConnector,
+    NixlPullConnector,
+)
+from vllm.v1.attention.ops.turbo import connectors
+from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, State
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from .backend_utils import make_vllm_config
+from .refusal_cases import make_impl, multi_config, transfer_config
+from .utils import CACHE_LAYOUTS
+
+REFUSED = [
+    name for name, verdict in CONNECTORS.items() if verdict.state is State.REFUSED
+]
+SERVED = [name for name in CONNECTORS if name not in REFUSED]
+# LMCache's own class, which is named with the module that it is in.
+OF_OTHERS = {"LMCacheConnectorV1Dynamic"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return make_vllm_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is warned of, each time."""
+    said: list[str] = []
+
+    def warn(message: str, *args: object) -> None:
+        said.append(message % args)
+
+    monkeypatch.setattr(connectors.logger, "warning_once", warn)
+    yield said
+
+
+def test_all_that_vllm_registers_are_judged():
+    """A connector that vLLM has and the table has not is to be read, or run."""
+    assert set(KVConnectorFactory._registry) == set(CONNECTORS) - OF_OTHERS
+    # One that was judged by another's name.
+    assert NixlConnector is NixlPullConnector
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served(config: VllmConfig, name: str, warnings: list[str]):
+    make_impl(transfer_config(config, name))
+    assert not warnings
+
+
+def refused(name: str):
+    """Expect a ValueError that names the dtype, the connector and the way out."""
+    words = rf"turbo4 .*KV connector {name} \(.+: (use|leave) .+\)\. Use .*fp8"
+    return pytest.raises(ValueError, match=words)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(config: VllmConfig, name: str):
+    with refused(name):
+        make_impl(transfer_config(config, name))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_beside_others(config: VllmConfig, name: str):
+    with refused(name):
+        make_impl(multi_config(config, "NixlConnector", name))
+
+
+def test_served_beside_others(config: VllmConfig, warnings: list[str]):
+    make_impl(multi_config(config, "NixlConnector", "OffloadingConnector"))
+    assert not warnings
+
+
+def test_refused_within_another_of_several(config: VllmConfig):
+    inner = multi_config(config, "LMCacheConnectorV1").kv_transfer_config
+    assert inner is not None
+    child = {
+        "kv_connector": inner.kv_connector,
+        "kv_connector_extra_config": inner.kv_connector_extra_config,
+    }
+    outer = {"connectors": [child]}
+    with refused("LMCacheConnectorV1"):
+        make_impl(
+            transfer_config(config, "MultiConnector", kv_connector_extra_config=outer)
+        )
+
+
+@pytest.mark.parametrize("name", ["OwnConnector", "NixlConnector"])
+def test_connector_of_another_module(
+    config: VllmConfig, name: str, warnings: list[str]
+):
+    """What it moves is known to nobody here, whatever it is called."""
+    make_impl(transfer_config(config, name, kv_connector_module_path="own.module"))
+    (said,) = warnings
+    assert name in said and "whole blocks" in said
+
+
+def test_permuting_layouts_is_for_others(config: VllmConfig):
+    """NIXL's flag is of pages where a token's heads lie together, as ours never do."""
+    assert KVCacheLayout.LBNHC not in CACHE_LAYOUTS
+    make_impl(transfer_config(config, "NixlConnector", enable_permute_local_kv=True))
+
+
+def test_no_connector(tmp_path: Path):
+    config = make_vllm_config(tmp_path)
+    assert config.kv_transfer_config is None
+    make_impl(config)
