@@ -32,7 +32,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, kv_cache_format_id
 from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
@@ -411,16 +411,18 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     config = llm.llm_engine.vllm_config
     core = llm.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
     result = {
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "num_blocks": config.cache_config.num_gpu_blocks,
         "block_size": config.cache_config.block_size,
         "num_tokens": config.cache_config.kv_cache_size_tokens,
         "pages": llm.collective_rpc(pages)[0],
-        "num_kv_cache_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+        "num_kv_cache_groups": len(groups),
+        "format": kv_cache_format_id(config.cache_config.cache_dtype, groups),
         "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},
     } | count_drafts(llm)
-    del llm, core
+    del llm, core, groups
     gc.collect()
     return result
 

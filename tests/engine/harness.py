@@ -144,7 +144,8 @@ def run_job(
 
     Returns:
         By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
-        a layer's, and whether some are padding), `num_kv_cache_groups` and `calls`, if
+        a layer's, and whether some are padding), `num_kv_cache_groups`, `format` (what
+        the scheduler is told of its pages' bytes) and `calls`, if
         drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
         (`tokens` and `logprobs`, or `data` if pooled, and `num_cached_tokens`), `steps`
         and `num_preemptions`.

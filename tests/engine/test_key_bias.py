@@ -112,3 +112,12 @@ def test_another_bias_in_mid_request(result: dict[str, Any]):
         assert calls["reloaded"] != calls["batched"]
     found = divergence(result, "auto", "offset", "reloaded")
     assert divergence(result, "auto", "remade", "reloaded") > 3 * found
+
+
+def test_formats_are_those_of_the_offsets(result: dict[str, Any]):
+    """Engines of one checkpoint take each other's pages, and no others."""
+    formats = {name: result[name]["format"] for name in result}
+    assert formats["offset"] == formats["remade"]
+    assert re.fullmatch(r"turbo4\.\d+-[0-9a-f]{16}", formats["offset"])
+    assert re.fullmatch(r"turbo4\.\d+", formats["none"])
+    assert formats["auto"] == "auto"

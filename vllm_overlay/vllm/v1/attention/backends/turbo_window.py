@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import RecentWindow
-from vllm.v1.attention.ops.turbo.window_format import MAX_ROWS, WindowFormat
+from vllm.v1.attention.ops.turbo.window_format import MAX_ROWS, VERSION, WindowFormat
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -253,6 +253,7 @@ class TurboWindow(AttentionLayerBase):
             kv_quant_mode=spec.kv_quant_mode,
             page_size_padded=spec.page_size_padded,
             state_content_bytes=self.layout.slot_size,
+            format_id=f"window{VERSION}",
         )
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ doi:10.1109/26.46532): each chooses among half of 16 levels, and which half foll
 from the codes before it. And there is no QJL residual: its unbiased
 estimate has a variance that the softmax amplifies.
 
-The format is an ABI, for pages may outlive the process that wrote them. Codebooks,
-scale coding, rotation, byte counts, planes and the size of a tile are frozen: any
-change is a new dtype name. The order of bytes within a plane has a version,
-``LAYOUT_VERSION``.
+The format is an ABI, for pages may outlive the process that wrote them. It is frozen,
+the order of bytes within a plane, too: any change is a new dtype name.
+``LAYOUT_VERSION`` goes along with pages that are kept or exchanged: those that a build
+with another one has written are not taken.
 """
 
 import math
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-# Of the order of bytes within a plane.
+# Of all of this. Frozen: another one would be another format under the same name.
 LAYOUT_VERSION = 2
 
 # Tokens a tile. A page is a whole number of tiles.

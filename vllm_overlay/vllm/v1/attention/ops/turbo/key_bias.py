@@ -161,6 +161,8 @@ def set_key_offsets(model: nn.Module) -> None:
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )
         layer.impl.runner.key_offset = getattr(layer, key_offset.BUFFER)
+        replicas = getattr(found[0], "num_kv_head_replicas", 1)
+        layer.impl.runner.key_offset_replicas = replicas
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:

@@ -102,6 +102,7 @@ class TurboRunner:
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing, as with a soft cap, under which scores cannot
             get back what they lack. It is set when weights have been loaded, once.
+        key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
         shares_cache: Whether another layer stores, whose cache all is read from.
 
     """
@@ -143,6 +144,7 @@ class TurboRunner:
         self.sinks = sinks
         self.logits_soft_cap = logits_soft_cap
         self.key_offset: torch.Tensor | None = None
+        self.key_offset_replicas = 1
         self.window_wanted = window_wanted
         self.shares_cache = False
         self.num_sms = 1

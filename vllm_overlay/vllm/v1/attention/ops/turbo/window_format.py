@@ -20,7 +20,8 @@ nothing has to be cleared, whoever had the page before, and whatever else wrote 
 packed token: a prefix hit, a transfer or a rejected draft. Codes of V are not compared:
 who writes a token writes both.
 
-This is scratch of a running request, no part of the stored format: it may change.
+This is scratch of a running request, no part of the stored format: it may change,
+under another ``VERSION``. From one engine to another it goes along with the pages.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from functools import cached_property
 
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
 
+# Of what rows hold, and where: engines of one version may exchange them.
+VERSION = 1
 # Rows of a page at most: kernels tell them apart by the bits of a word.
 MAX_ROWS = 64
 # The largest magnitude of a code.

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The word of what turbo pages follow from: the layout, the dtypes of layers, and the
+offset of K of a checkpoint, however its layers and heads are divided among ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.turbo_window import TurboWindow
+from vllm.v1.attention.ops.turbo import format_id, key_bias, key_offset, window_format
+from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, kv_cache_format_id
+from vllm.v1.worker.gpu_worker import Worker
+
+from .backend_utils import make_vllm_config
+from .test_key_bias import SelfAttention, load_biases
+from .utils import BF16
+
+NUM_LAYERS = 2
+
+MakeConfig = Callable[..., VllmConfig]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One rank, and a folder for what models are like."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    with set_current_vllm_config(make_vllm_config(folder)):
+        init_distributed_environment(
+            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+        yield folder
+    cleanup_dist_env_and_memory()
+
+
+class Group:
+    """A rank of several, which is told what the others say."""
+
+    def __init__(self, rank: int, said: list[object]):
+        self.rank_in_group = rank
+        self.world_size = len(said)
+        self.said = said
+        self.cpu_group = self
+
+    def gather(self, found: list[object], own: object, group: object) -> None:
+        assert group is self
+        self.said[self.rank_in_group] = own
+        found[:] = [own if each is None else each for each in self.said]
+
+
+def make_model(
+    folder: Path,
+    layers: range = range(NUM_LAYERS),
+    scale: float = 1.0,
+    skipped: tuple[str, ...] = (),
+    bias: bool = True,
+    dtype: str = "turbo4",
+) -> VllmConfig:
+    """Some layers of a model with a bias of K, as an engine has them."""
+    config = make_vllm_config(folder, dtype)
+    config.cache_config.kv_cache_dtype_skip_layers = list(skipped)
+    model = nn.Module()
+    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
+        for index in layers:
+            attention = SelfAttention(config, index, bias=bias)
+            if bias:
+                load_biases(attention.qkv_proj)
+                # Each layer has biases of its own.
+                attention.qkv_proj.bias.data *= scale + index
+            model.add_module(str(index), attention)
+    key_bias.set_key_offsets(model)
+    return config
+
+
+def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Of its layers, as the worker says them."""
+    layers = get_layers_from_vllm_config(config, Attention)
+    runner = SimpleNamespace(
+        get_kv_cache_spec=lambda: {
+            name: layer.get_kv_cache_spec(config) for name, layer in layers.items()
+        }
+    )
+    worker = SimpleNamespace(model_runner=runner, vllm_config=config)
+    return Worker.get_kv_cache_spec(worker)
+
+
+def word_of(config: VllmConfig) -> str:
+    """What all specs of an engine say."""
+    (word,) = {spec.format_id for spec in specs_of(config).values()}
+    return word
+
+
+def test_worker_tells_the_format(ranks: Path):
+    specs = specs_of(make_model(ranks, bias=False))
+    assert len(specs) == NUM_LAYERS
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+    assert kv_cache_format_id("turbo4", groups) == f"turbo4.{LAYOUT_VERSION}"
+
+
+def test_other_dtypes_say_nothing(ranks: Path):
+    assert word_of(make_model(ranks, bias=False, dtype="auto")) == ""
+
+
+def test_another_layout(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+    """A release that has one does not find what this one has left."""
+    configs = [make_model(ranks, bias=bias) for bias in (False, True)]
+    words = [word_of(config) for config in configs]
+    monkeypatch.setattr(format_id, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    assert len({*words, *map(word_of, configs)}) == 4
+
+
+def test_equal_offsets_agree(ranks: Path):
+    words = {word_of(make_model(ranks)) for _ in range(2)}
+    assert len(words) == 1
+    assert words != {word_of(make_model(ranks, bias=False))}
+
+
+def test_other_offsets_differ(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of other biases, and of another rule for the same ones."""
+    words = [word_of(make_model(ranks)), word_of(make_model(ranks, scale=1.5))]
+    monkeypatch.setattr(key_offset, "VERSION", key_offset.VERSION + 1)
+    words.append(word_of(make_model(ranks)))
+    assert len(set(words)) == 3
+
+
+def test_other_layers_in_the_models_dtype_differ(ranks: Path):
+    """Their blocks have as many bytes."""
+    choices: list[tuple[str, ...]] = [(), ("0",), ("1",)]
+    words = [word_of(make_model(ranks, bias=False, skipped=x)) for x in choices]
+    assert len(set(words)) == len(choices)
+    again = word_of(make_model(ranks, bias=False, skipped=choices[1]))
+    assert again == words[1]
+
+
+def set_ranks(monkeypatch: pytest.MonkeyPatch, tp: Group, pp: Group) -> None:
+    monkeypatch.setattr(format_id, "get_tp_group", lambda: tp)
+    monkeypatch.setattr(format_id, "get_pp_group", lambda: pp)
+
+    def gather(found: list[object], own: object, group: Group) -> None:
+        group.gather(found, own, group)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for place in (linear, parameter):
+        for name, value in (("rank", tp.rank_in_group), ("world_size", tp.world_size)):
+            function = f"get_tensor_model_parallel_{name}"
+            monkeypatch.setattr(place, function, lambda value=value: value)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_heads_of_other_ranks_count(
+    ranks: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+):
+    """Divided, one a rank, and fewer than ranks and so replicated: as on one rank."""
+    word = word_of(make_model(ranks))
+    said: list[object] = [None] * num_ranks
+    words: list[set[str]] = []
+    # The first time each rank's share is known to itself alone.
+    for _ in range(2):
+        words.append(set())
+        for rank in range(num_ranks):
+            set_ranks(monkeypatch, Group(rank, said), Group(0, [None]))
+            words[-1].add(word_of(make_model(ranks)))
+    assert words[1] == {word}
+    assert words[0] != words[1]
+
+
+def test_layers_of_other_stages_count(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+    word = word_of(make_model(ranks))
+    said: list[object] = [None] * NUM_LAYERS
+    words: list[set[str]] = []
+    for _ in range(2):
+        words.append(set())
+        for stage in range(NUM_LAYERS):
+            set_ranks(monkeypatch, Group(0, [None]), Group(stage, said))
+            words[-1].add(word_of(make_model(ranks, range(stage, stage + 1))))
+    assert words[1] == {word}
+    assert words[0] != words[1]
+
+
+def test_windows_have_a_word_of_their_own(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is kept nowhere: what is kept is found with any window."""
+    config = make_model(ranks, bias=False)
+    config.attention_config.turbo_window = "auto"
+    config.cache_config.block_size = 64
+    name, layer = next(iter(get_layers_from_vllm_config(config, Attention).items()))
+    window = TurboWindow(name, layer.impl.runner.layout, 16, 1)
+    window.is_draft_layer = False
+    spec = window.get_kv_cache_spec(config)
+    assert spec is not None
+    specs = format_id.with_format_ids({"window": spec}, config)
+    assert specs["window"].format_id == f"window{window_format.VERSION}"

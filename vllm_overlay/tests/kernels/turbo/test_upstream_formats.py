@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Pages of one dtype whose bytes mean something else are not taken for each other:
+not by NIXL's handshake, in the offload tiers' folders, or by Mooncake's keys.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+    MooncakeStoreWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    compute_nixl_compatibility_hash,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+)
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    get_kv_quant_mode,
+    kv_cache_format_id,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.file_mapper import FileMapper
+
+from .backend_utils import BLOCK_SIZE, HEAD_SIZE, NUM_KV_HEADS, make_vllm_config
+from .refusal_cases import make_layer
+
+LAYER = "layers.0.attn"
+NUM_BLOCKS = 4
+# As a release wrote them, another one, and one that says nothing.
+IDS = ("1", "2", "")
+
+MakeConfig = Callable[[str], VllmConfig]
+
+
+@pytest.fixture(scope="module")
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig]:
+    """The configuration of an engine with one rank, by its cache dtype."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    configs: dict[str, VllmConfig] = {}
+
+    def make(dtype: str) -> VllmConfig:
+        if dtype not in configs:
+            configs[dtype] = config = make_vllm_config(folder, dtype)
+            record_kv_cache_layout(config.cache_config, "LBHNC")
+        return configs[dtype]
+
+    config = make("turbo4")
+    make_layer(config)
+    with set_current_vllm_config(config):
+        init_distributed_environment(
+            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+        yield make
+    cleanup_dist_env_and_memory()
+
+
+def make_spec(
+    dtype: str, format_id: str = "", slot_size: int = 68
+) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode(dtype),
+        state_content_bytes=slot_size,
+        format_id=format_id,
+    )
+
+
+def cache_of(spec: FullAttentionSpec) -> KVCacheConfig:
+    group = KVCacheGroupSpec([LAYER], FullAttentionSpec.merge([spec, spec]))
+    return KVCacheConfig(NUM_BLOCKS, [], [group])
+
+
+def with_connector(config: VllmConfig, name: str, **extra: object) -> VllmConfig:
+    """The configuration, until another connector is set."""
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=name,
+        kv_role="kv_both",
+        kv_buffer_device="cpu",
+        kv_connector_extra_config=extra,
+    )
+    return config
+
+
+def test_ids_group_no_layers():
+    """They are no part of what pages are like to who allocates them."""
+    one, two = (make_spec("turbo4", name) for name in IDS[:2])
+    assert one == two and hash(one) == hash(two)
+
+
+def test_ids_stay_with_specs():
+    spec = make_spec("turbo4", "1")
+    assert FullAttentionSpec.merge([spec, spec]).format_id == "1"
+    assert spec.copy_with_new_block_size(64).format_id == "1"
+
+
+def test_formats_of_groups():
+    groups = [
+        KVCacheGroupSpec([str(i)], make_spec("turbo4", name))
+        for i, name in enumerate(("b", "", "a", "b"))
+    ]
+    assert kv_cache_format_id("turbo4", groups) == "turbo4.a.b"
+    assert kv_cache_format_id("fp8", groups[1:2]) == "fp8"
+
+
+def nixl_hash(config: VllmConfig, spec: FullAttentionSpec) -> str:
+    """As a worker tells it to others, once it has registered its cache."""
+    pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
+    with_connector(config, "NixlConnector")
+    connector = NixlConnector(config, KVConnectorRole.WORKER, cache_of(spec))
+    shape = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, spec.state_content_size_bytes
+    connector.register_kv_caches({LAYER: torch.zeros(shape, dtype=torch.uint8)})
+    worker = connector.connector_worker
+    assert worker is not None
+    found = worker.compat_hash
+    assert found is not None
+    connector.shutdown()
+    return found
+
+
+def test_nixl_hash(make_config: MakeConfig):
+    config = make_config("turbo4")
+    hashes = {name: nixl_hash(config, make_spec("turbo4", name)) for name in IDS}
+    assert len(set(hashes.values())) == len(IDS)
+    assert nixl_hash(config, make_spec("turbo4", IDS[0])) == hashes[IDS[0]]
+    # That of a format without an id is the one of a worker that knows of no ids.
+    assert hashes[""] == compute_nixl_compatibility_hash(config, "TURBO")
+
+
+def offload_folder(config: VllmConfig, spec: FullAttentionSpec) -> str:
+    with_connector(config, "OffloadingConnector", cpu_bytes_to_use=1 << 20)
+    offloading = build_offloading_config(config, cache_of(spec))
+    made = OffloadingSpecFactory.create_spec(offloading)
+    return FileMapper.from_offloading_spec("root", made).base_path
+
+
+def test_offload_folder(make_config: MakeConfig):
+    config = make_config("turbo4")
+    folders = {name: offload_folder(config, make_spec("turbo4", name)) for name in IDS}
+    assert len(set(folders.values())) == len(IDS)
+    assert offload_folder(config, make_spec("turbo4", IDS[0])) == folders[IDS[0]]
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library, without a network."""
+    store = ModuleType("mooncake.store")
+    vars(store).update(
+        MooncakeDistributedStore=lambda: SimpleNamespace(setup=lambda *args: 0),
+        ReplicateConfig=SimpleNamespace,
+    )
+    package = ModuleType("mooncake")
+    vars(package).update(store=store)
+    for module in (package, store):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    path = tmp_path / "mooncake.json"
+    settings = {
+        "metadata_server": "metadata",
+        "global_segment_size": "1mb",
+        "local_buffer_size": "1mb",
+        "protocol": "tcp",
+        "device_name": "",
+        "master_server_address": "127.0.0.1:1",
+    }
+    path.write_text(json.dumps(settings))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+
+
+def mooncake_key(config: VllmConfig, spec: FullAttentionSpec) -> str:
+    """Of a block, as a worker stores it."""
+    with_connector(config, "MooncakeStoreConnector")
+    # The first rank of a stage has a server for the scheduler.
+    config.parallel_config.rank = 1
+    try:
+        worker = MooncakeStoreWorker(config, cache_of(spec))
+    finally:
+        config.parallel_config.rank = 0
+    (database,) = worker.token_dbs
+    return database.store_layout.key_for(0, b"hash")
+
+
+def test_mooncake_keys(make_config: MakeConfig, mooncake: None):
+    config = make_config("turbo4")
+    keys = {name: mooncake_key(config, make_spec("turbo4", name)) for name in IDS}
+    assert len(set(keys.values())) == len(IDS)
+    assert mooncake_key(config, make_spec("turbo4", IDS[0])) == keys[IDS[0]]
+
+
+def test_mooncake_keys_of_dtypes(make_config: MakeConfig, mooncake: None):
+    """Of a size, in one store; without a dtype they stay as they always were."""
+    dtypes = ("auto", "int4_per_token_head", "turbo4")
+    specs = [make_spec(dtype) for dtype in dtypes]
+    assert len({spec.page_size_bytes for spec in specs}) == 1
+    keys = {
+        dtype: mooncake_key(make_config(dtype), spec)
+        for dtype, spec in zip(dtypes, specs)
+    }
+    assert len(set(keys.values())) == len(dtypes)
+    assert "format" not in keys["auto"]
+
+
+def test_other_dtypes_have_no_ids(make_config: MakeConfig):
+    """What is kept of them is found as before."""
+    spec = replace(make_spec("int4_per_token_head"))
+    config = make_config("int4_per_token_head")
+    with_connector(config, "OffloadingConnector", cpu_bytes_to_use=1 << 20)
+    offloading = build_offloading_config(config, cache_of(spec))
+    assert offloading.model.dtype == "int4_per_token_head"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the bytes of turbo pages follow from beyond their dtype, in one word.
+
+It is the layout's version and, of a model that has an offset of K or layers in other
+dtypes, a digest of these: of the whole model, whatever ranks its layers and heads are
+divided among. Engines that say the same may exchange pages, and find each other's where
+they are kept.
+"""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import torch
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import (
+    get_pp_group,
+    get_tp_group,
+    model_parallel_is_initialized,
+)
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.ops.turbo import key_offset
+from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION, is_turbo_cache_dtype
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+# By layer, its dtype and the digest of the offset of each KV head, if there is one.
+LayerFormats = dict[str, tuple[str, list[str]]]
+
+
+def _own_formats(
+    vllm_config: VllmConfig, names: set[str], tp_rank: int
+) -> LayerFormats:
+    """Of this rank's layers; a KV head is of the first of the ranks that have it."""
+    formats: LayerFormats = {}
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    for name in sorted(names & layers.keys()):
+        heads: list[str] = []
+        if is_turbo_cache_dtype(layers[name].kv_cache_dtype):
+            runner = layers[name].impl.runner
+            table = runner.key_offset
+            if table is not None and tp_rank % runner.key_offset_replicas == 0:
+                heads = [key_offset.digest([head]) for head in table.cpu().unbind(1)]
+        formats[name] = layers[name].kv_cache_dtype, heads
+    return formats
+
+
+def _gather(own: LayerFormats, group: GroupCoordinator) -> list[LayerFormats]:
+    if group.world_size == 1:
+        return [own]
+    all_ranks = [own] * group.world_size
+    torch.distributed.all_gather_object(all_ranks, own, group=group.cpu_group)
+    return all_ranks
+
+
+def model_formats(vllm_config: VllmConfig, names: set[str]) -> LayerFormats:
+    """Of the layers of all ranks, if each calls this with the names of its own."""
+    if not model_parallel_is_initialized():
+        return _own_formats(vllm_config, names, 0)
+    tp_group = get_tp_group()
+    own = _own_formats(vllm_config, names, tp_group.rank_in_group)
+    stage: LayerFormats = {}
+    for formats in _gather(own, tp_group):
+        for name, (dtype, heads) in formats.items():
+            stage.setdefault(name, (dtype, []))[1].extend(heads)
+    model: LayerFormats = {}
+    for formats in _gather(stage, get_pp_group()):
+        model |= formats
+    return model
+
+
+def format_id(formats: LayerFormats) -> str:
+    """The word of a model."""
+    is_plain = len({dtype for dtype, _ in formats.values()}) == 1
+    if is_plain and not any(heads for _, heads in formats.values()):
+        return str(LAYOUT_VERSION)
+    text = json.dumps([LAYOUT_VERSION, sorted(formats.items())])
+    return f"{LAYOUT_VERSION}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def with_format_ids(
+    specs: dict[str, KVCacheSpec], vllm_config: VllmConfig
+) -> dict[str, KVCacheSpec]:
+    """Have the specs of an engine with turbo pages say what their bytes follow from.
+
+    All ranks call this, once their weights are loaded. One layer's spec may stand for
+    others, of layers without turbo pages, too: all have the word but those that have
+    one of their own.
+
+    Args:
+        specs: Of the layers of this rank, by name.
+        vllm_config: The engine's configuration.
+
+    """
+    dtypes: list[str | None] = [vllm_config.cache_config.cache_dtype]
+    if vllm_config.speculative_config is not None:
+        dtypes.append(vllm_config.speculative_config.kv_cache_dtype)
+    if not any(map(is_turbo_cache_dtype, dtypes)):
+        return specs
+    word = format_id(model_formats(vllm_config, set(specs)))
+    return {
+        name: spec if spec.format_id else replace(spec, format_id=word)
+        for name, spec in specs.items()
+    }
