@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What ``--enable-mfu-metrics`` takes for the bytes of a packed KV cache."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.metrics import perf
+from vllm.v1.metrics.perf import AttentionMetrics, ExecutionContext, InvalidComponent
+
+from .backend_utils import HEAD_SIZE, NUM_KV_HEADS, make_vllm_config
+
+# By dtype, who packs it, where vLLM has it selected, and its bytes a token and head.
+PACKED: dict[str, tuple[AttentionBackendEnum | None, int]] = {
+    # Codes and scales, for K and for V.
+    "int4_per_token_head": (AttentionBackendEnum.TRITON_ATTN, 2 * (32 + 4)),
+    "int8_per_token_head": (AttentionBackendEnum.TRITON_ATTN, 2 * (64 + 4)),
+    # A norm for K; a scale and a zero for V.
+    "turboquant_4bit_nc": (AttentionBackendEnum.TURBOQUANT, 32 + 2 + 32 + 4),
+    "nvfp4": (AttentionBackendEnum.FLASHINFER, 2 * (32 + 4)),
+    **{
+        name: (None, TurboFormat.from_cache_dtype(name, HEAD_SIZE).slot_size)
+        for name in TURBO_PRESETS
+    },
+}
+PLAIN = {"auto": 2, "fp8": 1}
+
+
+def cache_bytes(config: VllmConfig) -> tuple[int, int]:
+    """Read for a token that attends to 1000, and written for it."""
+    metrics = AttentionMetrics.from_vllm_config(config)
+    context = ExecutionContext()
+    context.add(1, 1000, is_prefill=False)
+    read = metrics.get_read_bytes_breakdown(context)["attn_input"]
+    queries = metrics.num_attention_heads * HEAD_SIZE * metrics.activation_byte_size
+    return read - queries, metrics.get_write_bytes_breakdown(context)["kv_cache"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_bytes_of_packed_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    backend, slot_size = PACKED[name]
+    if backend is AttentionBackendEnum.FLASHINFER:
+        pytest.importorskip("flashinfer", reason="its backend needs it")
+    if backend is not None:
+        # No platform without a GPU selects these.
+        packs = backend.get_class()
+        monkeypatch.setattr(perf, "get_attn_backend", lambda *args: packs)
+    read, written = cache_bytes(make_vllm_config(tmp_path, name))
+    token = NUM_KV_HEADS * slot_size
+    assert (read, written) == (1000 * token, token)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_bytes_of_plain_caches(tmp_path: Path, name: str):
+    token = NUM_KV_HEADS * 2 * HEAD_SIZE * PLAIN[name]
+    assert cache_bytes(make_vllm_config(tmp_path, name)) == (1000 * token, token)
+
+
+def test_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Then nothing is said of attention, and the engine goes on."""
+
+    def refuse(*args: object) -> None:
+        raise ValueError("none")
+
+    monkeypatch.setattr(perf, "get_attn_backend", refuse)
+    with pytest.raises(InvalidComponent, match="No attention backend: none"):
+        AttentionMetrics.from_vllm_config(make_vllm_config(tmp_path))
