@@ -9,6 +9,8 @@ belong to a process, so each configuration has one.
 import gc
 import itertools
 import json
+import os
+import signal
 import sys
 import time
 import zlib
@@ -188,6 +190,7 @@ def summarise(output: RequestOutput) -> dict[str, Any]:
     return {
         "tokens": list(completion.token_ids),
         "logprobs": logprobs_of(output),
+        "finish_reason": completion.finish_reason,
         "num_cached_tokens": output.num_cached_tokens,
     }
 
@@ -263,12 +266,14 @@ def sampling_params(
     )
 
 
-def hand_over(outputs: list[RequestOutput], path: str) -> None:
-    """Leaves what another engine needs, and waits until it has all of it."""
+def hand_over(outputs: list[RequestOutput], path: str, dies: bool) -> None:
+    """Leaves what another engine needs, and waits until it has all of it, or dies."""
     told = [output.kv_transfer_params for output in outputs]
     part = Path(path).with_suffix(".part")
     part.write_text(json.dumps(told))
     part.rename(path)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     wait_for(taken(path))
 
 
@@ -292,9 +297,12 @@ def inputs(call: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def generate(
-    llm: LLM, requests: list[tuple[dict[str, Any], SamplingParams, LoRARequest | None]]
+    llm: LLM,
+    requests: list[tuple[dict[str, Any], SamplingParams, LoRARequest | None]],
+    lost: bool = False,
 ) -> list[RequestOutput]:
-    """Generates for requests at once; those whose transfer failed are asked again.
+    """Generates for requests at once; those whose transfer failed are asked again,
+    unless they are `lost`.
 
     NIXL gives a first reply five seconds, which a busy machine may need.
 
@@ -310,7 +318,7 @@ def generate(
             prompts, params, use_tqdm=False, lora_request=loras if any(loras) else None
         )
         for i, output in zip(missing, found, strict=True):
-            if output.outputs[0].finish_reason != "error":
+            if lost or output.outputs[0].finish_reason != "error":
                 outputs[i] = output
         if len(outputs) == len(requests):
             return [outputs[i] for i in range(len(requests))]
@@ -338,9 +346,9 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
         if call["causal_images"]:
             stack.enter_context(causal_images())
         for batch in batches:
-            outputs += generate(llm, batch)
+            outputs += generate(llm, batch, call["lost"])
     if call["handed_over"] is not None:
-        hand_over(outputs, call["handed_over"])
+        hand_over(outputs, call["handed_over"], call["dies"])
     if call["taken_over"] is not None:
         taken(call["taken_over"]).touch()
     return {

@@ -50,7 +50,9 @@ class Call:
         remade_key_offset: Whether what is taken off K follows them: a defect.
         handed_over: A file for what another engine needs to go on after the prompts;
             this one lives on until that engine has done so.
+        dies: Whether the process is killed instead, once the file is there.
         taken_over: The file of the engine that this one goes on from.
+        lost: Whether requests whose transfer fails are asked once, and are a result.
         adapters: The folder of each prompt's LoRA adapter, or None.
         images: The files of each prompt's images.
         causal_images: Whether an image's tokens see only what is before them: a defect.
@@ -65,7 +67,9 @@ class Call:
     reloaded: str | None = None
     remade_key_offset: bool = False
     handed_over: str | None = None
+    dies: bool = False
     taken_over: str | None = None
+    lost: bool = False
     adapters: list[str | None] | None = None
     images: list[list[str]] | None = None
     causal_images: bool = False
@@ -147,8 +151,8 @@ def run_job(
         a layer's, and whether some are padding), `num_kv_cache_groups`, `format` (what
         the scheduler is told of its pages' bytes) and `calls`, if
         drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
-        (`tokens` and `logprobs`, or `data` if pooled, and `num_cached_tokens`), `steps`
-        and `num_preemptions`.
+        (`tokens`, `logprobs` and `finish_reason`, or `data` if pooled, and
+        `num_cached_tokens`), `steps` and `num_preemptions`.
 
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -142,6 +142,31 @@ def pair(
     return request.param, run_halves(pool, folder, **SETTINGS[request.param])
 
 
+@pytest.fixture(scope="module")
+def orphan(
+    pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What the consumer did whose producer was killed before it was asked for pages."""
+    folder = tmp_path_factory.mktemp("orphan")
+    path = str(folder / "handed_over.json")
+    asked = prompts()[:1]
+    options = SETTINGS["window"]
+    first = half("kv_producer", Call(asked, 1, handed_over=path, dies=True), **options)
+    lost = Call(asked, MAX_TOKENS, taken_over=path, lost=True)
+    then = half("kv_consumer", lost, **options)
+    own = Call(asked, MAX_TOKENS)
+    then = replace(then, calls=then.calls | {"own": own})
+
+    def run(name: str, each: Engine) -> dict[str, Any]:
+        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        return run_job(folder / name, MODEL, "v2", {name: each}, port)
+
+    with pytest.raises(RuntimeError, match="SIGKILL|signal 9|-9|[Kk]illed"):
+        pool.submit(run, "producer", first).result()
+    assert Path(path).exists()
+    return pool.submit(run, "consumer", then).result()["consumer"]
+
+
 def requests(result: dict[str, Any]) -> list[dict[str, Any]]:
     return result["calls"]["all"]["requests"]
 
@@ -174,3 +199,16 @@ def test_pages_and_windows_come_along(pair, alone):
     if name == "window":
         # Without its rows it is nearer to a half.
         assert own < divergence(alone["exact"], alone["stored"]) / 5
+
+
+def test_lost_pages_are_an_error(orphan):
+    """And no answer: none is given without the prompt."""
+    (lost,) = requests(orphan)
+    assert lost["finish_reason"] == "error"
+    assert lost["tokens"] == []
+
+
+def test_the_engine_lives_on(orphan):
+    (task,) = tasks()[:1]
+    (own,) = orphan["calls"]["own"]["requests"]
+    assert own["tokens"][: len(task["answer"])] == task["answer"]
