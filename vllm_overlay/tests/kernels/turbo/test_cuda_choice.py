@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels are chosen, and why: CUDA's are built where that can be done."""
+
+import logging
+import sys
+import threading
+from inspect import unwrap
+from types import SimpleNamespace
+
+import pytest
+import regex as re
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import runtime
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+
+from .backend_utils import make_vllm_config
+from .build_utils import (
+    TIMEOUT_S,
+    FlashInfer,
+    all_failures,
+    does_not_compile,
+    record_log,
+    set_flashinfer,
+    set_platform,
+)
+from .utils import ON_GPU, requires_triton
+
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+# What loads each kernel's modules.
+LOADERS = (
+    (cuda_store, "load"),
+    (cuda_decode, "load_instance"),
+    (cuda_extend, "load_instance"),
+    (cuda_merge, "load"),
+)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    return record_log(monkeypatch)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """As far as the choice goes, a GPU, for which no process has loaded anything."""
+    flashinfer = set_flashinfer(monkeypatch, tmp_path)
+    for module, loader in LOADERS:
+        monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
+    kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    properties = SimpleNamespace(shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    yield flashinfer
+    kernels.cuda_build_error.cache_clear()
+    kernels._log_traceback.cache_clear()
+
+
+def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
+    """The package of the kernels that are chosen."""
+    chosen = kernels.choose_kernels(choice, layout, 4)
+    functions = (chosen.store, chosen.decode_attention, chosen.num_decode_splits)
+    (package,) = {function.__module__.split(".")[-2] for function in functions}
+    return package
+
+
+@requires_triton
+@all_failures
+def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
+    """Here the store, which is built first, is what fails."""
+    fail(gpu, monkeypatch)
+    message = message.replace("decode.cu", "store.cu")
+    assert choose("auto") == "triton"
+    level, text = log[-1]
+    assert level == logging.WARNING
+    assert re.search(f"(?s)Triton kernels, because .*{message}.*\\.$", text)
+    chosen = kernels.choose_kernels("auto", LAYOUT, 4)
+    assert chosen.reason == "the CUDA kernels could not be built"
+    with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
+        choose("cuda")
+
+
+def test_pytorch_has_its_threads_before_modules_are_built(gpu, monkeypatch):
+    """A forked process has none, and making them is not for several at once."""
+    done = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: done.append("threads"))
+    monkeypatch.setattr(
+        cuda_build, "_load_function", lambda path, name: done.append("module")
+    )
+    assert choose("auto") == "cuda"
+    assert done.count("threads") == 1 and done[0] == "threads" and len(done) > 1
+
+
+def no_filelock(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "filelock", None)
+
+
+def no_tvm_ffi(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+
+
+def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a FlashInfer whose function has no ``use_fast_math``."""
+
+    def gen_jit_spec(name, sources, extra_cuda_cflags, extra_include_paths):
+        raise NotImplementedError
+
+    flashinfer_jit = sys.modules["flashinfer.jit"]
+    monkeypatch.setattr(flashinfer_jit, "gen_jit_spec", gen_jit_spec)
+
+
+def little_shared_memory(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No team of warps has room; the store, which has none, can be loaded."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda_build, "_load_function", lambda path, name: print)
+
+
+# What build and load raise that is no RuntimeError of theirs.
+UNFORESEEN = {
+    no_filelock: "ModuleNotFoundError: .*filelock",
+    no_tvm_ffi: "ModuleNotFoundError: .*tvm_ffi",
+    other_arguments: "TypeError: .*use_fast_math",
+    little_shared_memory: "AssertionError: .*1024",
+}
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "fail, message", UNFORESEEN.items(), ids=[fail.__name__ for fail in UNFORESEEN]
+)
+def test_auto_falls_back_on_any_failure(gpu, log, monkeypatch, fail, message):
+    """Other releases of FlashInfer and TVM-FFI may fail in any way."""
+    fail(gpu, monkeypatch)
+    with pytest.raises(
+        ValueError, match=f"turbo_kernel=cuda.* cannot be loaded .{message}.*Use auto"
+    ):
+        choose("cuda")
+    assert choose("auto") == "triton"
+    # Another shape of layers, of which the traceback says nothing new.
+    other = TurboFormat.from_cache_dtype("turbo4", 256)
+    assert choose("auto", other) == "triton"
+    warnings = [text for level, text in log if level == logging.WARNING]
+    traceback, *because = warnings
+    assert traceback == "The turbo CUDA kernels cannot be loaded:"
+    assert len(because) == 2, "one for each choice; vLLM's logger drops the repeat"
+    for text in because:
+        assert re.search(f"Triton kernels, because they cannot .*{message}", text)
+
+
+@requires_triton
+def test_a_build_fails_once_for_all_layers(gpu, log):
+    does_not_compile(gpu, None)
+    for _ in range(3):
+        choose("auto")
+    built = [text.split()[5:8] for _, text in log if "Building" in text]
+    assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
+        "decode turbo4_128_4;",
+        "extend turbo4_128_c32;",
+        "extend turbo4_128_c64;",
+        "merge 128;",
+        "store turbo4_128;",
+    ]
+
+
+@requires_triton
+@pytest.mark.parametrize("choice", ["auto", "cuda"])
+def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
+    loaded: list[tuple] = []
+    for module, loader in LOADERS:
+        monkeypatch.setattr(module, loader, lambda *args: loaded.append(args))
+    assert choose(choice) == "cuda"
+    # The engine's device, by its index: the one that a cache's tensor has.
+    device = torch.device("cuda", 0)
+    expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
+    expected += [(LAYOUT, variant, device, False, False) for variant in (True, 32, 64)]
+    assert sorted(loaded, key=str) == sorted(expected, key=str)
+    chosen = kernels.choose_kernels(choice, LAYOUT, 4)
+    reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
+    assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
+    assert log == []
+
+
+@requires_triton
+def test_kernels_are_built_side_by_side(gpu, monkeypatch):
+    at_once = threading.Barrier(5)
+
+    def load(*args: object) -> None:
+        at_once.wait(timeout=TIMEOUT_S)
+
+    for module, loader in LOADERS:
+        monkeypatch.setattr(module, loader, load)
+    assert choose("cuda") == "cuda"
+
+
+@requires_triton
+def test_triton_builds_nothing(gpu, log):
+    assert choose("triton") == "triton"
+    assert gpu.builds == []
+    chosen = kernels.choose_kernels("triton", LAYOUT, 4)
+    assert (chosen.name, chosen.reason) == ("Triton", "turbo_kernel is triton")
+    assert log == []
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "platform, capability, head_size, reason",
+    [
+        ("rocm", DeviceCapability(9, 4), 128, "NVIDIA GPU"),
+        ("cuda", DeviceCapability(7, 5), 128, "capability 8.0"),
+        ("cuda", DeviceCapability(9, 0), 96, "head size 96"),
+    ],
+)
+def test_unsupported(gpu, log, monkeypatch, platform, capability, head_size, reason):
+    set_platform(monkeypatch, platform, capability)
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    assert choose("auto", layout) == "triton"
+    chosen = kernels.choose_kernels("auto", layout, 4)
+    assert chosen.name == "Triton" and reason in chosen.reason
+    assert log == []
+    with pytest.raises(ValueError, match=f"turbo_kernel=cuda.*{reason}.*Use auto"):
+        choose("cuda", layout)
+    assert gpu.builds == []
+
+
+def make_impl(config: VllmConfig) -> TurboAttentionImpl:
+    with set_current_vllm_config(config):
+        return TurboAttentionImpl(4, 64, 0.125, 2, kv_cache_dtype="turbo4")
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton", "cuda"])
+def test_cpu(monkeypatch, tmp_path, choice):
+    """PyTorch, and no kernels to choose."""
+    set_platform(monkeypatch, "cpu", None)
+    config = make_vllm_config(tmp_path)
+    config.attention_config.turbo_kernel = choice
+    if choice == "cuda":
+        with pytest.raises(ValueError, match="turbo_kernel=cuda.*CPU.*Use auto"):
+            make_impl(config)
+        return
+    asked: list[tuple] = []
+    monkeypatch.setattr(runtime, "share_kernels", lambda *args: asked.append(args))
+    impl = make_impl(config)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.runner.kernels is None
+    assert asked == []
+
+
+@requires_triton
+@pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
+    impl = make_impl(make_vllm_config(tmp_path))
+    set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
+    calls = []
+
+    def record(*args) -> str:
+        calls.append(args)
+        return "kernels"
+
+    monkeypatch.setattr(kernels, "choose_kernels", record)
+    monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
+    monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(kernels, "_chosen", [])
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert calls == [("auto", impl.runner.layout, 2, 1, False, False, False)]
+    assert impl.runner.kernels == impl.runner.kernels == "kernels"
+    assert len(calls) == 1
