@@ -11,17 +11,18 @@ import json
 import pytest
 import regex as re
 
-from .compile_kernels import (
-    ARCHITECTURES,
-    RECORDED,
+from vllm.v1.attention.ops.turbo.cuda.compiler import (
     CompileError,
+    find_nvcc,
+    nvcc_release,
+)
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
+
+from .compile_kernels import (
+    RECORDED,
     Resources,
-    compile_module,
     compile_to_ptx,
     excess,
-    find_nvcc,
-    instances,
-    nvcc_release,
     parse_resources,
 )
 
@@ -32,15 +33,15 @@ requires_nvcc = pytest.mark.skipif(
 )
 # The oldest and the newest architecture, and the least shared memory.
 SUBSET = [
-    ("decode turbo4 128 4", 80),
-    ("decode turbo3 64 16", 120),
-    ("decode k4v3 256 8", 89),
-    ("decode turbo4 128 16 offset", 90),
-    ("extend turbo4 128 64", 90),
-    ("extend turbo3 256 64", 120),
-    ("extend turbo4 128 64 offset", 86),
-    ("store turbo4 128", 80),
-    ("store turbo4 64 offset", 90),
+    ("decode turbo4_128_4", 80),
+    ("decode turbo3_64_16", 120),
+    ("decode k4v3_256_8", 89),
+    ("decode turbo4_128_16_offset", 90),
+    ("extend turbo4_128_c64", 90),
+    ("extend turbo3_256_c64", 120),
+    ("extend turbo4_128_c64_offset", 86),
+    ("store turbo4_128", 80),
+    ("store turbo4_64_offset", 90),
     ("merge 128", 90),
 ]
 # The first on which a kernel may begin before the one before it has ended.
@@ -77,7 +78,7 @@ def check_overlap(kernel: str, capability: int, ptx: str) -> None:
     "name, capability", SUBSET, ids=[f"{name}-sm_{number}" for name, number in SUBSET]
 )
 def test_compiles_and_spills_no_more_than_is_recorded(name, capability):
-    module = instances(capability)[name]
+    module = all_modules(capability)[name]
     found, ptx = compile_to_ptx(module, capability, NVCC)
     check_overlap(module.kernel, capability, ptx)
     assert 0 < found.registers <= 255
@@ -88,16 +89,16 @@ def test_compiles_and_spills_no_more_than_is_recorded(name, capability):
 
 @requires_nvcc
 def test_a_module_that_cannot_be_compiled_is_an_error():
-    module = instances(90)["merge 128"]
+    module = all_modules(90)["merge 128"]
     broken = module._replace(header=module.header.replace("#define HEAD_SIZE", "//"))
     with pytest.raises(CompileError, match="HEAD_SIZE"):
-        compile_module(broken, 90, NVCC)
+        compile_to_ptx(broken, 90, NVCC)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_every_instance_is_recorded(capability):
     """With registers that leave room for the block's warps."""
-    modules = instances(capability)
+    modules = all_modules(capability)
     table = recorded()["modules"]
     assert modules and table.keys() == modules.keys()
     for name, module in modules.items():

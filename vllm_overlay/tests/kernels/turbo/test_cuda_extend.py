@@ -11,10 +11,10 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 
-from .compile_kernels import ARCHITECTURES
 from .test_cuda_multi import (
     BLOCK_SIZE,
     LAYOUT,

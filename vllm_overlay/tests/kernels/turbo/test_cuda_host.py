@@ -12,11 +12,10 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc, include_flags
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
-
-from .compile_kernels import find_nvcc, include_flags
 
 NVCC = find_nvcc()
 pytestmark = pytest.mark.skipif(

@@ -3,8 +3,10 @@
 """Every module that serving asks for is among those that are built before."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
+import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
@@ -12,9 +14,14 @@ from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
-from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
+from vllm.v1.attention.ops.turbo.cuda.modules import (
+    ARCHITECTURES,
+    all_modules,
+    serving_modules,
+)
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels, max_extend_len
+from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 
 DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448
@@ -121,6 +128,35 @@ def test_heads_that_prefill_extends(asked):
     assert cuda_kernels(LAYOUT).extend_attention is not None
 
 
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
+    """No more, and no less, whatever heads and drafts it has."""
+    for kernel in (cuda_decode, cuda_extend):
+        monkeypatch.setattr(
+            kernel, "shared_memory", lambda device: ARCHITECTURES[capability]
+        )
+    variants = [(False, False), (True, False), (False, True)]
+    for name, head_size in product(TURBO_PRESETS, cuda_decode.SUPPORTED_HEAD_SIZES):
+        layout = TurboFormat.from_cache_dtype(name, head_size)
+        for (has_offset, has_cap), group in product(variants, range(1, 72, 5)):
+            if has_cap and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+                continue
+            kernels = cuda_kernels(layout)
+            longest = max_extend_len(group) if kernels.extend_attention else 0
+            lens = range(1, 9), range(1, longest + 1)
+            served(layout, group, *lens, has_offset, True, has_cap)
+    assert set(all_modules(capability).values()) == {module for module, _ in asked}
+
+
+def test_less_is_built_ahead_for_some_dtypes_and_head_sizes():
+    some = all_modules(90, ["k4v3"], [64, 512])
+    assert some.items() < all_modules(90).items()
+    named = [name for name in some if not name.startswith("merge")]
+    assert named and all(re.search("k4v3_(64|512)", name) for name in named)
+    merges = {name for name in some if name not in named}
+    assert merges == {"merge 64", "merge 64_cap", "merge 512"}
+
+
 @pytest.mark.parametrize("name", TURBO_PRESETS)
 @pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
 @pytest.mark.parametrize(
@@ -137,6 +173,7 @@ def test_names_are_those_of_the_modules(
         loader.load()
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
+    assert [loader.make(SHARED_BYTES) for loader in loaders] == [x for x, _ in asked]
     num_extends = 0 if cuda_extend.unsupported_reason(layout) else 2
     assert len(set(names)) == len(names) == 5 + num_extends
 

@@ -60,7 +60,9 @@ def sinks_of(batch: Batch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @some_layouts
 @newest_or_stored
 @all_windows
-@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)])
+@pytest.mark.parametrize(
+    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)]
+)
 def test_decodes(layout, with_newest, window, query_len, group):
     """Of several query tokens each sees a window of its own."""
     batch = Batch(layout, SEQ_LENS, query_len, group)

@@ -45,7 +45,9 @@ def check_cap(batch: Batch, kernel: str, with_newest: bool, num_splits: int = 8)
 @some_layouts
 @newest_or_stored
 @caps
-@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)])
+@pytest.mark.parametrize(
+    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)]
+)
 def test_decodes(layout, with_newest, cap, query_len, group):
     batch = Batch(layout, SEQ_LENS, query_len, group)
     check_cap(capped(batch, cap), "cuda", with_newest)

@@ -4,11 +4,13 @@
 
 A module is one source of ``cuda/`` with one header of constants, and exports one
 function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache,
-where it is found again without FlashInfer, a compiler or a lock: see built.py.
+where it is found again without FlashInfer, a compiler or a lock: see built.py. Run as
+a program it builds them ahead of time: see prebuild.py.
 """
 
 import hashlib
 import os
+import runpy
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -118,13 +120,13 @@ def _architecture(device: torch.device) -> str:
     return str(capability.to_int())
 
 
-def _flags(module: CudaModule, architecture: str) -> list[str]:
+def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
     """What nvcc is given beyond FlashInfer's own."""
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     return [target, *module.flags]
 
 
-def _version_of_tvm_ffi() -> str:
+def version_of_tvm_ffi() -> str:
     """Of the interface between a library and Python, whose headers it is built with."""
     try:
         return metadata.version("apache-tvm-ffi")
@@ -139,7 +141,7 @@ def module_name(module: CudaModule, architecture: str) -> str:
     an installation.
     """
     digest = hashlib.sha256()
-    parts = [*_flags(module, architecture), _version_of_tvm_ffi()]
+    parts = [*compiler_flags(module, architecture), version_of_tvm_ffi()]
     parts += [HEADER_NAME, module.header]
     for path in sorted(SOURCE_DIR.rglob("*.cu*")):
         parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_text()]
@@ -205,7 +207,7 @@ def build(module: CudaModule, device: torch.device) -> Path:
         spec = jit.gen_jit_spec(
             name,
             [module.source],
-            extra_cuda_cflags=_flags(module, architecture),
+            extra_cuda_cflags=compiler_flags(module, architecture),
             extra_include_paths=[SOURCE_DIR, header_dir],
             use_fast_math=False,
         )
@@ -254,3 +256,7 @@ def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., No
             f"what was built cannot be loaded ({error})",
             f"Remove {path.parent} to have it built anew",
         ) from error
+
+
+if __name__ == "__main__":
+    runpy.run_module(f"{__spec__.parent}.prebuild", run_name="__main__")

@@ -20,12 +20,14 @@ logger = init_logger(__name__)
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 
 
-def _digest_path(library: Path) -> Path:
+def digest_path(library: Path) -> Path:
+    """Where the SHA-256 of a library lies."""
     return library.with_suffix(".sha256")
 
 
-def _digest(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -42,7 +44,7 @@ def publish(library: Path) -> None:
         OSError: If that cannot be written.
 
     """
-    digest, path = _digest(library), _digest_path(library)
+    digest, path = file_digest(library), digest_path(library)
     if not path.exists() or path.read_text() != digest:
         replace_text(path, digest)
 
@@ -59,15 +61,20 @@ def _folders(name: str) -> Iterator[Path]:
     yield from sorted(cache.glob(f"*/*/cached_ops/{name}"))
 
 
+def find_in(folder: Path, name: str) -> Path | None:
+    """The library of a module's name in a folder, if there is one that is whole."""
+    library = folder / f"{name}.so"
+    try:
+        wanted, found = digest_path(library).read_text().strip(), file_digest(library)
+    except OSError:
+        return None
+    if found == wanted:
+        return library
+    logger.warning("%s is left alone: its SHA-256 is not what was built.", library)
+    return None
+
+
 def find_built(name: str) -> Path | None:
     """The library of a module's name, if there is one that is whole."""
-    for folder in _folders(name):
-        library = folder / f"{name}.so"
-        try:
-            wanted, found = _digest_path(library).read_text().strip(), _digest(library)
-        except OSError:
-            continue
-        if found == wanted:
-            return library
-        logger.warning("%s is left alone: its SHA-256 is not what was built.", library)
-    return None
+    found = (find_in(folder, name) for folder in _folders(name))
+    return next((library for library in found if library is not None), None)

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which modules of CUDA kernels serving may ask for, so that all are built before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -12,20 +13,41 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+
+# Compute capability -> bytes of shared memory that a block can have: what modules are
+# built for where there is no such GPU to be asked.
+ARCHITECTURES = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}
+# Of longer heads scores have no soft cap: see refusals.py.
+_MAX_CAPPED_HEAD_SIZE = 256
+# Query heads a KV head, and query tokens of decodes and extends, that together ask for
+# every module that any do.
+_GROUPS = (*range(1, 17), 32, 64, 128)
+_MAX_QUERY_LEN = 16
+_MAX_EXTEND_LEN = 64
 
 
-class ModuleLoader(NamedTuple):
+class ServingModule(NamedTuple):
     """A module that serving may ask for.
 
     Attributes:
         name: The kernel and what it is an instance for, as the build's log has them.
         load: Builds, if need be, and loads the module; returns its function.
+        make: What is built, for GPUs whose blocks have so many bytes of shared memory.
 
     """
 
     name: str
     load: Callable[[], Callable[..., None]]
+    make: Callable[[int], CudaModule]
 
 
 def serving_modules(
@@ -37,7 +59,7 @@ def serving_modules(
     has_key_offset: bool = False,
     with_window: bool = False,
     has_soft_cap: bool = False,
-) -> list[ModuleLoader]:
+) -> list[ServingModule]:
     """All modules that a layer's batches may ask for, each once.
 
     They may be called side by side, in threads.
@@ -57,30 +79,90 @@ def serving_modules(
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
     head_size, variant = layout.head_size, (has_key_offset, has_soft_cap)
-    loads: dict[str, Callable[[], Callable[..., None]]] = {}
+    found: dict[str, ServingModule] = {}
+
+    def add(
+        name: str,
+        load: Callable[[], Callable[..., None]],
+        make: Callable[[int], CudaModule],
+    ) -> None:
+        found[name] = ServingModule(name, load, make)
+
     # Drafters' layers have no window.
     for has_window in (False, True) if with_window else (False,):
-        instance = cuda_store.instance(layout, has_key_offset, has_window)
-        loads[f"store {instance}"] = partial(
-            cuda_store.load, layout, device, has_key_offset, has_window
+        stored = has_key_offset, has_window
+        add(
+            f"store {cuda_store.instance(layout, *stored)}",
+            partial(cuda_store.load, layout, device, *stored),
+            lambda _, stored=stored: cuda_store.module(layout, *stored),
         )
-    instance = cuda_merge.instance(head_size, has_soft_cap)
-    loads[f"merge {instance}"] = partial(
-        cuda_merge.load, head_size, device, has_soft_cap
+    add(
+        f"merge {cuda_merge.instance(head_size, has_soft_cap)}",
+        partial(cuda_merge.load, head_size, device, has_soft_cap),
+        lambda _: cuda_merge.module(head_size, has_soft_cap),
     )
     for query_len in range(1, max_query_len + 1):
         num_queries = num_queries_per_kv * query_len
         queries = cuda_decode.num_queries_at_once(head_size, num_queries)
-        instance = cuda_decode.instance(layout, queries, *variant)
-        loads[f"decode {instance}"] = partial(
-            cuda_decode.load_instance, layout, queries, device, *variant
+        add(
+            f"decode {cuda_decode.instance(layout, queries, *variant)}",
+            partial(cuda_decode.load_instance, layout, queries, device, *variant),
+            lambda n, queries=queries: cuda_decode.module(layout, queries, n, *variant),
         )
     if cuda_extend.unsupported_reason(layout):
         max_extend_len = 0
     for query_len in range(1, max_extend_len + 1):
         columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
-        instance = cuda_extend.instance(layout, columns, *variant)
-        loads[f"extend {instance}"] = partial(
-            cuda_extend.load_instance, layout, columns, device, *variant
+        add(
+            f"extend {cuda_extend.instance(layout, columns, *variant)}",
+            partial(cuda_extend.load_instance, layout, columns, device, *variant),
+            lambda n, columns=columns: cuda_extend.module(layout, columns, n, *variant),
         )
-    return [ModuleLoader(name, load) for name, load in loads.items()]
+    return list(found.values())
+
+
+def _served_layers(
+    cache_dtypes: Iterable[str], head_sizes: Iterable[int]
+) -> Iterator[tuple[TurboFormat, bool, bool]]:
+    """Layouts, and whether there is an offset of K and a soft cap: never both."""
+    for name, head_size in product(cache_dtypes, head_sizes):
+        layout = TurboFormat.from_cache_dtype(name, head_size)
+        yield layout, False, False
+        yield layout, True, False
+        if head_size <= _MAX_CAPPED_HEAD_SIZE:
+            yield layout, False, True
+
+
+def all_modules(
+    capability: int,
+    cache_dtypes: Iterable[str] = TURBO_PRESETS,
+    head_sizes: Iterable[int] = cuda_decode.SUPPORTED_HEAD_SIZES,
+) -> dict[str, CudaModule]:
+    """What serving may ask for on GPUs of an architecture, whatever the model.
+
+    Args:
+        capability: One of ``ARCHITECTURES``.
+        cache_dtypes: Which of the turbo dtypes.
+        head_sizes: Which head sizes of those that have kernels.
+
+    Returns:
+        The modules by name.
+
+    """
+    device = torch.device("cuda", 0)  # not asked for anything
+    makers = {
+        module.name: module.make
+        for layout, has_offset, has_cap in _served_layers(cache_dtypes, head_sizes)
+        for group in _GROUPS
+        for module in serving_modules(
+            layout,
+            group,
+            _MAX_QUERY_LEN,
+            _MAX_EXTEND_LEN,
+            device,
+            has_offset,
+            True,
+            has_cap,
+        )
+    }
+    return {name: make(ARCHITECTURES[capability]) for name, make in makers.items()}

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""CUDA kernels that are built ahead of time, and loaded where nothing can be built."""
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tarfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import regex as re
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
+from vllm.v1.attention.ops.turbo.cuda import prebuild
+from vllm.v1.attention.ops.turbo.cuda.build import version_of_tvm_ffi
+from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.startup import describe_cache
+
+from . import compile_kernels
+from .backend_utils import make_vllm_config
+from .build_utils import TIMEOUT_S, set_platform
+from .utils import ON_GPU, requires_triton
+
+NVCC = find_nvcc()
+# A compiler whose libraries say what it was asked for. It does not know what BROKEN is.
+COMPILER = """#!/bin/sh
+[ "$1" != --version ] || { echo "Cuda compilation tools, release 13.1, V1"; exit; }
+for argument; do
+  case $argument in
+    -o=*) output=${argument#-o=} ;;
+  esac
+done
+case "$* " in
+  *"$BROKEN"*) echo "error: what is $BROKEN" >&2 && exit 2 ;;
+esac
+echo "ptxas info: 0 bytes spill stores, 0 bytes spill loads" >&2
+echo "ptxas info: Used 96 registers" >&2
+echo "$*" >"$output"
+"""
+# Of these modules: a store, a merge and a decode.
+FEW = "^(store turbo4_128|merge 128|decode turbo4_128_8)$"
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "nvcc").write_text(COMPILER)
+    (folder / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("BROKEN", "nothing that is asked for")
+
+
+def run(*args: str | Path) -> int:
+    return prebuild.main([str(arg) for arg in args])
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / prebuild.MANIFEST).read_text())
+
+
+@pytest.mark.parametrize(
+    "text, capability",
+    [("9.0", 90), ("90", 90), ("sm_90", 90), ("9.0a", 90), ("8.6", 86), ("12.0", 120)],
+)
+def test_spellings_of_an_architecture(text, capability):
+    assert prebuild.parse_architecture(text) == capability
+
+
+@pytest.mark.parametrize("text", ["7.5", "9", "9.1", "hopper", "", "9.0 "])
+def test_other_architectures_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="none of 8.0, 8.6.* 12.0"):
+        prebuild.parse_architecture(text)
+
+
+def test_libraries_are_found_by_the_names_of_modules(compiler, tmp_path, capsys):
+    """Those of each architecture, built for it, with a SHA-256 of each."""
+    folder = tmp_path / "made" / "here"
+    args = ("--output", folder, "--modules", FEW)
+    assert run("--arch", "8.0", "9.0", *args) == 0
+    jobs = prebuild.jobs_for((80, 90), pattern=FEW)
+    assert len(jobs) == 6 and len({job.library for job in jobs}) == 6
+    for job in jobs:
+        library = cuda_built.find_in(folder, job.library)
+        assert library is not None and f"_sm{job.capability}_" in job.library
+        asked = library.read_text()
+        assert f"code=sm_{job.capability} " in asked and "-shared" in asked
+        assert all(flag in asked for flag in job.module.flags)
+    manifest = manifest_of(folder)
+    assert manifest["tvm_ffi"] == version_of_tvm_ffi() and manifest["cuda"] == "13.1"
+    assert set(manifest["libraries"]) == {job.library for job in jobs}
+    for name, digest in manifest["libraries"].items():
+        assert cuda_built.file_digest(folder / f"{name}.so") == digest
+    files = {f"{job.library}{end}" for job in jobs for end in (".so", ".sha256")}
+    assert {path.name for path in folder.iterdir()} == {prebuild.MANIFEST, *files}
+    assert "6 modules, 6 to be built" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_built_again(compiler, tmp_path, capsys):
+    args = ("--output", tmp_path / "made", "--modules", FEW)
+    assert run("--arch", "8.0", *args) == 0
+    library = next((tmp_path / "made").glob("*.so"))
+    library.write_text("half of")
+    assert run("--arch", "8.0", *args) == 0
+    assert "3 modules, 1 to be built" in capsys.readouterr().out
+    # Another architecture's come to what is there.
+    assert run("--arch", "9.0", *args) == 0
+    assert len(manifest_of(tmp_path / "made")["libraries"]) == 6
+
+
+def test_libraries_of_other_sources_are_not_listed(compiler, tmp_path, monkeypatch):
+    args = ("--output", tmp_path / "made", "--modules", FEW)
+    assert run("--arch", "8.0", *args) == 0
+    monkeypatch.setattr(prebuild, "package_digest", lambda: "of others")
+    assert run("--arch", "9.0", *args) == 0
+    names = manifest_of(tmp_path / "made")["libraries"]
+    assert len(names) == 3 and all("_sm90_" in name for name in names)
+
+
+def test_some_dtypes_and_head_sizes(compiler, tmp_path):
+    kinds = ("--kv-cache-dtype", "k4v3", "--head-size", "64")
+    assert run("--arch", "8.9", "--output", tmp_path / "made", *kinds) == 0
+    jobs = prebuild.jobs_for([89], ["k4v3"], [64])
+    found = manifest_of(tmp_path / "made")["libraries"]
+    assert set(found) == {job.library for job in jobs}
+    assert len(found) < len(prebuild.jobs_for([89]))
+
+
+def test_what_does_not_compile_is_told(compiler, tmp_path, monkeypatch, capsys):
+    """And the others are built all the same."""
+    monkeypatch.setenv("BROKEN", "merge.cu")
+    archive = tmp_path / "archive.tar.xz"
+    args = ("--output", tmp_path / "made", "--modules", FEW, "--archive", archive)
+    assert run("--arch", "9.0", *args) == 1
+    said = capsys.readouterr().err
+    assert "merge 128 for 9.0 was not compiled:\nerror: what is merge.cu" in said
+    assert len(manifest_of(tmp_path / "made")["libraries"]) == 2
+    assert not archive.exists()
+
+
+def test_an_archive_has_what_the_manifest_lists(compiler, tmp_path):
+    """It follows from its contents, and not from when it was made."""
+    archives = [tmp_path / f"{number}.tar.xz" for number in (1, 2)]
+    args = ("--output", tmp_path / "made", "--modules", FEW)
+    for archive in archives:
+        assert run("--arch", "9.0", *args, "--archive", archive) == 0
+        os.utime(tmp_path / "made" / prebuild.MANIFEST, (1, 1))
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    with tarfile.open(archives[0]) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    unpacked, made = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("unpacked", "made")
+    )
+    assert unpacked == made
+
+
+def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
+    """Of what is compiled to be looked at; it may not be too large."""
+    table, archive = tmp_path / "table.json", tmp_path / "kernels.tar.xz"
+    args = ["--modules", FEW, "--output", str(table), "--archive", str(archive)]
+    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
+    assert compile_kernels.main() == 0
+    found = json.loads(table.read_text())["modules"]
+    assert set(found) == {"store turbo4_128", "merge 128", "decode turbo4_128_8"}
+    for row in found.values():
+        assert row == {str(capability): [96, 0] for capability in ARCHITECTURES}
+    with tarfile.open(archive) as tar:
+        file = tar.extractfile(prebuild.MANIFEST)
+        assert file is not None
+        listed = json.loads(file.read())["libraries"]
+    jobs = prebuild.jobs_for(ARCHITECTURES, pattern=FEW)
+    assert set(listed) == {job.library for job in jobs} and len(jobs) == 18
+    monkeypatch.setattr(compile_kernels, "_MAX_PACKED_BYTES", 10)
+    assert compile_kernels.main() == 1
+    assert "bytes packed, not 10 at most" in capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture, *args: str | Path) -> str:
+    with pytest.raises(SystemExit) as error:
+        run(*args)
+    assert error.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_done_names_the_way_out(compiler, tmp_path, monkeypatch, capsys):
+    args = ("--arch", "9.0", "--output", tmp_path / "made")
+    said = refused(capsys, *args, "--modules", "store of nothing")
+    assert "no module is of that kind" in said
+    assert "none of 8.0" in refused(capsys, "--arch", "7.5")
+    (tmp_path / "made").write_text("a file where a folder should be")
+    said = refused(capsys, *args, "--modules", FEW)
+    assert f"cannot write {tmp_path}/made: File exists" in said
+    monkeypatch.setattr(prebuild, "version_of_tvm_ffi", lambda: "")
+    assert "install apache-tvm-ffi" in refused(capsys, *args)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert "install the CUDA toolkit, or set CUDA_HOME" in refused(capsys, *args)
+
+
+def refuse_tools(event: str, args: tuple) -> None:
+    """An audit hook: no process begins, no file is written, nothing builds or locks."""
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"):
+        raise AssertionError(f"{event}: {args}")
+    if event == "import" and args[0].split(".")[0] in ("flashinfer", "filelock"):
+        raise AssertionError(f"import of {args[0]}")
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        raise AssertionError(f"{args[0]} is opened to be written")
+
+
+def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> None:
+    """Choose the kernels of a layer and answer with the line that is logged of it."""
+    # Before vLLM is a GPU's: a CPU has no FlashAttention to ask for.
+    config = make_vllm_config(folder, "turbo4")
+    with set_current_vllm_config(config):
+        impl = TurboAttentionImpl(8, 512, 0.1, 1, kv_cache_dtype="turbo4")
+    # As PyTorch's does where it is built for CUDA.
+    ctypes.CDLL(str(runtime))
+    os.environ |= {"PATH": "", "CUDA_HOME": "/nowhere", "HOME": "/nowhere"}
+    with pytest.MonkeyPatch.context() as patch:
+        set_platform(patch, "cuda", DeviceCapability(9, 0))
+        patch.setattr(cuda_built, "PREBUILT_DIR", prebuilt)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        properties = SimpleNamespace(shared_memory_per_block_optin=ARCHITECTURES[90])
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        sys.addaudithook(refuse_tools)
+        impl.process_weights_after_loading(torch.bfloat16)
+        patch.setattr(type(impl.runner), "workspace_bytes", 0)
+        answer.send(describe_cache([impl]))
+
+
+@requires_triton
+@pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+@pytest.mark.skipif(
+    NVCC is None or importlib.util.find_spec("tvm_ffi") is None,
+    reason="needs nvcc and apache-tvm-ffi",
+)
+def test_an_image_without_tools_runs_what_was_built(tmp_path):
+    """All modules that a layer asks for, from a folder that is made as an image's is,
+    where there is no compiler, no FlashInfer, and nothing to write.
+    """
+    prebuilt = tmp_path / "prebuilt"
+    command = [sys.executable, "-m", cuda_build.__name__, "--arch", "9.0a"]
+    command += ["--output", str(prebuilt), "--modules"]
+    command += ["^(store turbo4_512|merge 512|decode turbo4_512_8)$"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(manifest_of(prebuilt)["libraries"]) == 3
+    assert NVCC is not None
+    words = subprocess.check_output(
+        [NVCC, "-dryrun", "-x=cu", os.devnull], stderr=subprocess.STDOUT
+    )
+    toolkit = re.search(rb"^#\$ TOP=(.*)$", words, re.MULTILINE)
+    assert toolkit is not None, words
+    runtime = Path(toolkit[1].decode()) / "lib64" / "libcudart.so"
+    # What is audited in a process stays so: it is one of its own.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(tmp_path, prebuilt, runtime, sender))
+    process.start()
+    sender.close()
+    assert receiver.poll(TIMEOUT_S)
+    line = receiver.recv()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0
+    assert "head size: 512; CUDA kernels, because they could be" in line

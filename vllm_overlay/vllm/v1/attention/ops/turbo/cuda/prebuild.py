@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Builds the CUDA kernels ahead of time, for GPUs that need not be there.
+
+    python -m vllm.v1.attention.ops.turbo.cuda.build --arch 8.0 9.0 --output DIR
+
+It takes nvcc, a C++ compiler and TVM-FFI's headers. Without ``--output`` the libraries
+are put where engines look for them, beside the kernels' sources: see built.py. They
+are named and found by all that goes into them. What the folder has is not built again.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import lzma
+import os
+import platform
+import sys
+import tarfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import regex as re
+
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    CudaModule,
+    module_name,
+    version_of_tvm_ffi,
+)
+from vllm.v1.attention.ops.turbo.cuda.built import (
+    PREBUILT_DIR,
+    digest_path,
+    file_digest,
+    find_in,
+    publish,
+    replace_text,
+)
+from vllm.v1.attention.ops.turbo.cuda.compiler import (
+    LIBRARY_FLAGS,
+    CompileError,
+    compile_module,
+    find_nvcc,
+    nvcc_release,
+)
+from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
+
+MANIFEST = "manifest.json"
+# Of what is written here, should it change.
+_MANIFEST_FORMAT = 1
+# The kernels and what they are generated and called by.
+_PACKAGE_DIR = Path(__file__).parents[1]
+_SOURCES = (".py", ".cu", ".cuh")
+# Of the compiler's words, in a message.
+_LAST_CHARS = 2000
+
+
+class Job(NamedTuple):
+    """A module to be built.
+
+    Attributes:
+        label: For users.
+        library: The name of what is built, without a suffix.
+        module: What it is built from.
+        capability: The architecture's compute capability.
+
+    """
+
+    label: str
+    library: str
+    module: CudaModule
+    capability: int
+
+
+def parse_architecture(text: str) -> int:
+    """The compute capability of 9.0, or of 90, sm_90 or 9.0a, which are the same here.
+
+    Kernels for a GPU of compute capability 9.0 are built for it as it is: there are
+    none with instructions that 9.0a alone has.
+
+    Raises:
+        argparse.ArgumentTypeError: If there are no kernels for it.
+
+    """
+    match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", text)
+    capability = int(match[1] + match[2]) if match else 0
+    if capability in ARCHITECTURES:
+        return capability
+    known = ", ".join(f"{number / 10:.1f}" for number in ARCHITECTURES)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {known}")
+
+
+def jobs_for(
+    capabilities: Iterable[int],
+    cache_dtypes: Sequence[str] = TURBO_PRESETS,
+    head_sizes: Sequence[int] = SUPPORTED_HEAD_SIZES,
+    pattern: str = "",
+) -> list[Job]:
+    """What there is to build.
+
+    Args:
+        capabilities: Of the architectures.
+        cache_dtypes: For these dtypes.
+        head_sizes: For these head sizes.
+        pattern: A regular expression that is found in the names of modules.
+
+    """
+    return [
+        Job(
+            f"{name} for {capability / 10:.1f}",
+            module_name(module, str(capability)),
+            module,
+            capability,
+        )
+        for capability in capabilities
+        for name, module in all_modules(capability, cache_dtypes, head_sizes).items()
+        if re.search(pattern, name)
+    ]
+
+
+def build_library(job: Job, folder: Path, nvcc: str, flags: Sequence[str] = ()) -> str:
+    """Build a module's library in a folder, whole or not at all.
+
+    Returns:
+        The compiler's words.
+
+    Raises:
+        CompileError: If it does not compile.
+
+    """
+    unfinished = folder / f"{job.library}.{os.getpid()}"
+    try:
+        words = compile_module(
+            job.module, job.capability, nvcc, unfinished, (*LIBRARY_FLAGS, *flags)
+        )
+        library = folder / f"{job.library}.so"
+        unfinished.replace(library)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    publish(library)
+    return words
+
+
+def package_digest() -> str:
+    """A hash of the sources of this package, for whoever carries libraries to it."""
+    digest = hashlib.sha256()
+    paths = {
+        path.relative_to(_PACKAGE_DIR).as_posix(): path
+        for path in _PACKAGE_DIR.rglob("*")
+        if path.suffix in _SOURCES
+    }
+    for name, path in sorted(paths.items()):
+        digest.update(f"{file_digest(path)}  {name}\n".encode())
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, libraries: Iterable[str], nvcc: str) -> dict[str, Any]:
+    """Write what the folder holds: these libraries, and those that a manifest of the
+    same sources has listed.
+
+    Returns:
+        The manifest.
+
+    """
+    made = {
+        "format": _MANIFEST_FORMAT,
+        "package": package_digest(),
+        "tvm_ffi": version_of_tvm_ffi(),
+        "cuda": nvcc_release(nvcc),
+        "machine": platform.machine(),
+    }
+    path = folder / MANIFEST
+    names = set(libraries)
+    try:
+        old = json.loads(path.read_text())
+        if made.items() <= old.items():
+            names |= old["libraries"].keys()
+    except (OSError, ValueError):
+        pass
+    found = {name: find_in(folder, name) for name in sorted(names)}
+    made["libraries"] = {
+        name: file_digest(path) for name, path in found.items() if path is not None
+    }
+    replace_text(path, json.dumps(made, indent=1) + "\n")
+    return made
+
+
+def pack(folder: Path, manifest: dict[str, Any], archive: Path) -> int:
+    """Pack the libraries of a manifest, and that: bytes that follow from theirs alone.
+
+    Returns:
+        The archive's bytes.
+
+    """
+    names = [MANIFEST]
+    for name in manifest["libraries"]:
+        names += [f"{name}.so", digest_path(Path(f"{name}.so")).name]
+    preset = 9 | lzma.PRESET_EXTREME
+    unfinished = archive.with_name(f"{archive.name}.{os.getpid()}")
+    with (
+        lzma.open(unfinished, "wb", preset=preset) as file,
+        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name in names:
+            data = (folder / name).read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    unfinished.replace(archive)
+    return archive.stat().st_size
+
+
+def prebuild(jobs: Sequence[Job], folder: Path, nvcc: str, threads: int) -> list[str]:
+    """Build what the folder does not have, and say so.
+
+    Returns:
+        What went wrong, a message each.
+
+    """
+    missing = [job for job in jobs if find_in(folder, job.library) is None]
+    print(f"{len(jobs)} modules, {len(missing)} to be built", flush=True)
+    failures = []
+    with ThreadPoolExecutor(threads) as pool:
+        futures = {
+            job: pool.submit(build_library, job, folder, nvcc) for job in missing
+        }
+        for number, (job, future) in enumerate(futures.items(), 1):
+            try:
+                future.result()
+                print(f"[{number}/{len(missing)}] {job.label}", flush=True)
+            except CompileError as error:
+                words = str(error).strip()[-_LAST_CHARS:]
+                failures.append(f"{job.label} was not compiled:\n{words}")
+    return failures
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, _ = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm.v1.attention.ops.turbo.cuda.build", description=description
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        type=parse_architecture,
+        required=True,
+        help="compute capabilities of the GPUs, such as 9.0",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=PREBUILT_DIR,
+        help="folder for the libraries (default: where engines look for them)",
+    )
+    parser.add_argument("--archive", type=Path, help="a .tar.xz of them to write, too")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=TURBO_PRESETS,
+        default=TURBO_PRESETS,
+        help="build for these alone",
+    )
+    parser.add_argument(
+        "--head-size",
+        nargs="+",
+        type=int,
+        choices=SUPPORTED_HEAD_SIZES,
+        default=SUPPORTED_HEAD_SIZES,
+        help="build for these alone",
+    )
+    parser.add_argument(
+        "--modules", default="", help="build those alone whose names match this regex"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, write the manifest, and pack; return the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        parser.error("there is no nvcc: install the CUDA toolkit, or set CUDA_HOME")
+    if not version_of_tvm_ffi():
+        parser.error("there is no TVM-FFI: install apache-tvm-ffi")
+    jobs = jobs_for(args.arch, args.kv_cache_dtype, args.head_size, args.modules)
+    if not jobs:
+        parser.error("no module is of that kind")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        failures = prebuild(jobs, args.output, nvcc, args.jobs)
+        manifest = write_manifest(args.output, (job.library for job in jobs), nvcc)
+        count = len(manifest["libraries"])
+        print(f"{args.output}: {count} libraries")
+        if args.archive and not failures:
+            size = pack(args.output, manifest, args.archive)
+            print(f"{args.archive}: {size} bytes, {size // count} a library")
+    except OSError as error:
+        parser.error(f"cannot write {error.filename}: {error.strerror}")
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
