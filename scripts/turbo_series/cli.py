@@ -10,6 +10,7 @@ from pathlib import Path
 from . import branch, lint, operate, pins, report, sdist, step
 from .errors import SeriesError
 from .git import Git
+from .kernels import load_kernels
 from .model import load_series
 from .plan import target_name
 from .target import open_target
@@ -22,10 +23,13 @@ Command = Callable[[argparse.Namespace], int]
 def _apply(args: argparse.Namespace) -> int:
     series = load_series(args.root)
     target = open_target(args.target)
+    if args.commit and args.kernels:
+        raise SeriesError("kernels are no part of a commit: leave out one of the two")
+    kernels = load_kernels(args.kernels, series, target) if args.kernels else None
     if args.commit:
         branch.commit_series(series, target, check=args.check)
     else:
-        operate.apply(series, target, check=args.check)
+        operate.apply(series, target, check=args.check, kernels=kernels)
     return 0
 
 
@@ -144,6 +148,12 @@ def _parser(root: Path) -> argparse.ArgumentParser:
     check(sub, "try it, write nothing")
     sub.add_argument(
         "--commit", action="store_true", help="in a checkout: one commit a patch"
+    )
+    sub.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="FILE",
+        help="an archive of CUDA kernels to add, so that none are built at start",
     )
     sub = command("revert", _revert, "take the series off again")
     target(sub)

@@ -3,14 +3,22 @@
 """Apply the series to a tree, and take it off again."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from . import record
 from .disk import Disk, temporary_of
 from .errors import SeriesError
-from .model import Series
-from .plan import Plan, Reader, describe_left_out, make_plan, target_name
+from .kernels import FOLDER
+from .model import OverlayFile, Series
+from .plan import (
+    Plan,
+    Reader,
+    describe_left_out,
+    make_plan,
+    target_name,
+    with_kernels,
+)
 from .state import (
     BACKUP,
     IGNORE,
@@ -202,14 +210,26 @@ def apply(
     check: bool = False,
     disk: Disk | None = None,
     say: Say = print,
+    kernels: Mapping[str, OverlayFile] | None = None,
 ) -> None:
-    """Apply the series, or with `check` only find out whether it would apply."""
+    """Apply the series, or with `check` only find out whether it would apply.
+
+    Args:
+        series: what to apply.
+        target: the tree.
+        check: write nothing.
+        disk: what writes.
+        say: what is told the outcome.
+        kernels: libraries to add, too: see `load_kernels`. Without, those of an
+            earlier apply of the same series stay.
+
+    """
     disk = disk or Disk()
     with locked(target.root):
         manifest = read_manifest(target)
         if manifest is None:
             refuse_orphan_backups(target)
-        elif _is_current(series, target, manifest):
+        elif _is_current(series, target, manifest, kernels):
             if not check:
                 disk.remove(temporary_of(target.state / MANIFEST))
             say(f"already applied: {_revision(series)} on {target_name(target)}")
@@ -221,13 +241,19 @@ def apply(
         plan = make_plan(series, target, base_reader(target, manifest))
         if plan.left_out:
             say(describe_left_out(plan.left_out))
+        if plan.present and kernels:
+            raise SeriesError(
+                f"{target.root} holds the series as part of the tree itself; unpack "
+                f"the kernels into {FOLDER}"
+            )
         if plan.present:
             say(f"already applied, as part of the tree itself: {target_name(target)}")
             return
+        plan = with_kernels(plan, kernels or {}, target, base_reader(target, manifest))
         extra = [target.record] if target.record else []
         _refuse_read_only(target, [*plan.after, *plan.added, *extra])
         if manifest is not None:
-            say(_undo_reason(manifest, series))
+            say(_undo_reason(target, manifest, series))
         if check:
             say(f"would apply: {_revision(series)} to {target_name(target)}")
             return
@@ -240,19 +266,30 @@ def apply(
         )
 
 
-def _is_current(series: Series, target: Target, manifest: Manifest) -> bool:
+def _is_current(
+    series: Series,
+    target: Target,
+    manifest: Manifest,
+    kernels: Mapping[str, OverlayFile] | None,
+) -> bool:
     if manifest.state != "applied" or manifest.revision != series.revision:
         return False
+    if kernels is not None:
+        applied = {e.path: e.after for e in manifest.files if e.path.startswith(FOLDER)}
+        if applied != {path: sha256(file.data) for path, file in kernels.items()}:
+            return False
     return all(
         state is FileState.APPLIED for state in survey(target, manifest).values()
     )
 
 
-def _undo_reason(manifest: Manifest, series: Series) -> str:
+def _undo_reason(target: Target, manifest: Manifest, series: Series) -> str:
     if manifest.state != "applied":
         return "an interrupted run is undone first"
     if manifest.revision != series.revision:
         return f"revision {manifest.revision[:12]} is taken off first"
+    if all(state is FileState.APPLIED for state in survey(target, manifest).values()):
+        return "what was applied with other kernels is taken off first"
     return "what is left of an earlier apply is taken off first"
 
 

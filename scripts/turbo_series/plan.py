@@ -4,8 +4,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from .errors import SeriesError
 from .git import Git, blob_id, scratch
@@ -163,10 +163,22 @@ def make_plan(series: Series, target: Target, read: Reader) -> Plan:
         if ids[path] != chain.base:
             patched_already = "already patched" if ids[path] == chain.final else ""
             refuse_base(series, target, path, patched_already or "other content")
-    for path in added:
+    _refuse_existing(target, read, added)
+    return Plan(before, patched(series, before), added, left_out, present=False)
+
+
+def _refuse_existing(target: Target, read: Reader, paths: Iterable[str]) -> None:
+    for path in paths:
         if read(path) is not None:
             raise SeriesError(f"{target.root / path} exists already and is not ours")
-    return Plan(before, patched(series, before), added, left_out, present=False)
+
+
+def with_kernels(
+    plan: Plan, kernels: Mapping[str, OverlayFile], target: Target, read: Reader
+) -> Plan:
+    """The plan with libraries that are added, too."""
+    _refuse_existing(target, read, kernels)
+    return replace(plan, added={**plan.added, **kernels})
 
 
 def target_name(target: Target) -> str:
