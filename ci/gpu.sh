@@ -15,8 +15,9 @@
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
 #
-# architectures compiles every CUDA kernel for every architecture: a minute on 16
-# cores, and no GPU. sanitizer runs store, decode (of drafts too, uniform and ragged),
+# architectures compiles every CUDA kernel for every architecture, without a GPU: three
+# hours of one core. It packs them for scripts/apply.sh --kernels, and fails if they take
+# too many bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one. sanitizer runs store, decode (of drafts too, uniform and ragged),
 # extend (with 32 and with 64 columns), merge and recent windows under compute-sanitizer,
 # and makes sure that it finds what is planted for it. defects plants others in the
 # kernels, each by itself, and makes sure that the kernels' tests find them.
@@ -78,7 +79,7 @@ kernels() {
 
 architectures() {
   "$python" vllm_overlay/tests/kernels/turbo/compile_kernels.py \
-    --output "$out/cuda_resources.json" "$@"
+    --output "$out/cuda_resources.json" --archive "$out/turbo-kernels.tar.xz" "$@"
 }
 
 # watch NAME TOOL STATUS [ARG]...: run the kernels under a tool, which is to end so.
