@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The image: what its Dockerfile runs, in a copy of vLLM as a wheel installs it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import regex as re
+import tomllib
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+# nvcc, as far as the folder of libraries goes: what is in them is tested elsewhere.
+COMPILER = """#!/bin/sh
+[ "$1" != --version ] || { echo "Cuda compilation tools, release 13.0, V1"; exit; }
+for argument; do
+  case $argument in
+    -o=*) echo "$*" >"${argument#-o=}" ;;
+  esac
+done
+"""
+# What a layer asks for, and which of it is found. FlashInfer's cache has nothing.
+FIND = """
+import sys, torch
+from vllm.v1.attention.ops.turbo.cuda.build import module_name
+from vllm.v1.attention.ops.turbo.cuda.built import find_built
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, serving_modules
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+for capability in (80, 90):
+    layout = TurboFormat.from_cache_dtype("turbo4", 128)
+    for module in serving_modules(layout, 4, 5, 48, torch.device("cuda"), True, True):
+        name = module_name(module.make(ARCHITECTURES[capability]), str(capability))
+        print(module.name, find_built(name))
+"""
+
+
+def run_lines() -> list[str]:
+    """The Dockerfile's RUN instructions."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    return re.findall(r"^RUN (?:--mount\S* )?(.*)$", text, re.MULTILINE)
+
+
+def context(folder: Path) -> Path:
+    """What a build is given of the project."""
+    ignored = DOCKERFILE.with_suffix(".dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    for name in ignored[2:]:
+        source, target = ROOT / name[1:], folder / name[1:]
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            folder.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+    return folder
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """VLLM as its wheel installs it, in a folder of its own."""
+    site = Path(str(metadata.distribution("vllm").locate_file("")))
+    info = next(site.glob("vllm-*.dist-info")).name
+    target = tmp_path / "site-packages"
+    target.mkdir()
+    for name in ("vllm", info, ".turbo-series"):
+        # Files are replaced, and never written to, when the series is applied.
+        shutil.copytree(site / name, target / name, copy_function=os.link)
+    revert = [ROOT / "scripts" / "revert.sh", target]
+    subprocess.run(revert, check=True, capture_output=True)
+    assert not (target / "vllm/v1/attention/ops/turbo").exists()
+    return target
+
+
+def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path):
+    """Its steps, but for git, leave the kernels of all layers where engines look."""
+    apply, build = run_lines()
+    apply = next(part for part in apply.split("&&") if "apply.sh" in part)
+    apply = apply.replace("/turbo/", f"{context(tmp_path / 'turbo')}/")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "nvcc").write_text(COMPILER)
+    (programs / "nvcc").chmod(0o755)
+    (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python3").chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(installed), "HOME": str(tmp_path)}
+    tools = {**env, "PATH": f"{programs}:{env['PATH']}", "ARCHITECTURES": "8.0 9.0"}
+    tools["KERNELS"] = "--kv-cache-dtype turbo4 --head-size 128"
+    for command in (apply, build):
+        done = subprocess.run(
+            ["sh", "-c", command], env=tools, cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    folder = installed / "vllm/v1/attention/ops/turbo/cuda/prebuilt"
+    count = len(json.loads((folder / "manifest.json").read_text())["libraries"])
+    assert count == len(list(folder.glob("*.so"))) > 30
+    command = [sys.executable, "-c", FIND]
+    found = subprocess.check_output(command, env=env, cwd=tmp_path, text=True)
+    lines = found.splitlines()
+    assert len(lines) == 2 * 7
+    assert all(str(folder) in line for line in lines)
+
+
+def test_the_image_is_of_the_vllm_that_the_series_is_for():
+    version = tomllib.loads((ROOT / "UPSTREAM.toml").read_text())["project"]["version"]
+    (named,) = re.findall(r"^ARG VLLM_VERSION=(.*)$", DOCKERFILE.read_text(), re.M)
+    assert named == version
+
+
+def test_what_compose_builds_and_runs():
+    """Arguments that the Dockerfile has, and that vLLM knows."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    path = DOCKERFILE.with_name("compose.yaml")
+    service = yaml.safe_load(path.read_text())["services"]["vllm"]
+    build = service["build"]
+    assert (path.parent / build["context"] / build["dockerfile"]).resolve() == (
+        DOCKERFILE
+    )
+    text = DOCKERFILE.read_text()
+    assert all(f"\nARG {name}=" in text for name in build["args"])
+    model, *words = service["command"]
+    words = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", model, *words])
+    assert args.kv_cache_dtype == "turbo4"
+    assert args.attention_config.turbo_kernel == "cuda"
