@@ -113,11 +113,15 @@ def test_the_first_of_ranks_with_the_same_layers_says_so(
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
     monkeypatch.setattr(startup, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(startup, "get_tp_group", lambda: Ranks(is_first))
+    told: list[str] = []
+    monkeypatch.setattr(startup, "report_kernels", told.append)
     monkeypatch.setattr(
         startup.logger, "info_once", lambda *line, scope: lines.append((line, scope))
     )
     startup.log_turbo_cache(config)
     assert [scope for _, scope in lines] == ["process"] * is_first
+    # All of them say it of themselves.
+    assert told == ["PyTorch's operators, because this is a CPU"]
 
 
 @requires_triton

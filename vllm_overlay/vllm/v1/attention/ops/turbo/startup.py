@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.format import (
     TurboFormat,
     is_turbo_cache_dtype,
 )
+from vllm.v1.attention.ops.turbo.rank_report import report_kernels
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
@@ -189,13 +190,15 @@ def log_turbo_cache(vllm_config: VllmConfig) -> None:
     there is to know of its prefix hits.
 
     Each stage of a pipeline has layers of its own, and each data parallel rank may run
-    other kernels: all of them say it.
+    other kernels: all of them say it. What all ranks run is one line more.
     """
     impls = [
         cast("TurboAttentionImpl", layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]
+    if impls:
+        report_kernels("; ".join(sorted({impl.runner.kernels_used for impl in impls})))
     if impls and _is_first_of_its_layers():
         logger.info_once("%s", describe_cache(impls), scope="process")
         if advice := prefix_hit_advice(vllm_config.cache_config):

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What is logged of the kernels of all ranks: once, and by one of them."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.v1.attention.ops.turbo import rank_report
+from vllm.v1.attention.ops.turbo.rank_report import describe_ranks, exchange
+
+CUDA = "CUDA kernels, because they could be built"
+TRITON = "Triton kernels, because there is no nvcc"
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    records: list[tuple[int, str]] = []
+    for name, level in (("info", logging.INFO), ("warning", logging.WARNING)):
+
+        def record(text: str, *args: str, level: int = level) -> None:
+            records.append((level, text % args))
+
+        monkeypatch.setattr(rank_report.logger, name, record)
+    return records
+
+
+def test_ranks_say_once_what_all_run(log, monkeypatch):
+    """Of two stages of a pipeline, whose builders each say it again."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(rank_report, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(rank_report, "_get_default_store", lambda: store)
+    for rank in (3, 0, 2, 1):
+        world = SimpleNamespace(rank=rank, world_size=4)
+        monkeypatch.setattr(rank_report, "get_world_group", lambda world=world: world)
+        rank_report.report_kernels.cache_clear()
+        for _ in range(2):
+            rank_report.report_kernels(TRITON if rank == 2 else CUDA)
+    rank_report.report_kernels.cache_clear()
+    ((level, line),) = log
+    assert level == logging.WARNING
+    assert f"{CUDA} (ranks 0-1, 3); {TRITON} (ranks 2). A step waits" in line
+
+
+def test_the_last_rank_has_what_all_told():
+    store = torch.distributed.HashStore()
+    assert exchange("b", 1, 3, store) is None
+    assert exchange("c", 2, 3, store) is None
+    assert exchange("a", 0, 3, store) == ["a", "b", "c"]
+    assert exchange("a", 0, 3, store) is None
+
+
+def test_nobody_waits_for_a_rank_that_tells_nothing():
+    """Such as one without attention, beside one that was started again."""
+    store = torch.distributed.HashStore()
+    assert [exchange("a", rank, 3, store) for rank in (0, 2, 2)] == [None] * 3
+
+
+def test_line():
+    assert describe_ranks([CUDA] * 8) == (
+        f"Turbo KV cache, kernels of 8 ranks: {CUDA} (ranks 0-7)."
+    )
+
+
+@pytest.mark.parametrize(
+    "used, levels",
+    [
+        ([CUDA, CUDA], [logging.INFO]),
+        ([CUDA, CUDA.replace("built", "loaded")], [logging.INFO]),
+        ([CUDA, TRITON], [logging.WARNING]),
+    ],
+    ids=["alike", "for other reasons", "not alike"],
+)
+def test_who_runs_other_kernels_is_warned_of(log, used, levels):
+    rank_report.log_ranks(used)
+    assert [level for level, _ in log] == levels
