@@ -102,7 +102,7 @@ def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path)
     command = [sys.executable, "-c", FIND]
     found = subprocess.check_output(command, env=env, cwd=tmp_path, text=True)
     lines = found.splitlines()
-    assert len(lines) == 2 * 7
+    assert len(lines) == 2 * 8
     assert all(str(folder) in line for line in lines)
 
 

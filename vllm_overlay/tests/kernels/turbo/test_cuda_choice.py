@@ -184,7 +184,7 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
     expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
-    expected += [(LAYOUT, variant, device, False, False) for variant in (True, 32, 64)]
+    expected += [(LAYOUT, variant, device, False, False) for variant in (4, 32, 64)]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
