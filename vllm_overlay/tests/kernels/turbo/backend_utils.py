@@ -6,6 +6,8 @@ FlashAttention's place where there is none.
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,11 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
+)
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
 )
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -117,6 +124,21 @@ def make_vllm_config(
             max_num_batched_tokens=max_num_batched_tokens,
         ),
     )
+
+
+@contextmanager
+def one_rank(folder: Path) -> Iterator[VllmConfig]:
+    """Yield the configuration of an engine with one rank, within which layers with
+    weights can be made.
+    """
+    config = make_vllm_config(folder)
+    with set_current_vllm_config(config):
+        init_distributed_environment(
+            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+        yield config
+    cleanup_dist_env_and_memory()
 
 
 def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:

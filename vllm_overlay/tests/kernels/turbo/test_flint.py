@@ -5,17 +5,11 @@ turbo dtype the backend stores, and attends to what it stored.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.models.flint.configs import FlintConfig
 from vllm.models.flint.model import FlintAttention
@@ -30,7 +24,7 @@ from .backend_utils import (
     Batch,
     kernel_paths,
     make_builder,
-    make_vllm_config,
+    one_rank,
     set_path,
 )
 from .utils import BF16, DEVICE, ON_GPU, gaussian, requires_triton
@@ -44,16 +38,8 @@ SINKS = [float("-inf"), -20.0, 2.0, 4.0]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    """Of an engine with one rank, whose layers are made within."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = make_vllm_config(folder)
-    with set_current_vllm_config(config):
-        init_distributed_environment(
-            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
-        )
-        initialize_model_parallel(1, 1)
+    with one_rank(tmp_path_factory.mktemp("model")) as config:
         yield config
-    cleanup_dist_env_and_memory()
 
 
 def make_attention(config: VllmConfig, layer_idx: int) -> FlintAttention:

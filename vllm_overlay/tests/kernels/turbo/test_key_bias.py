@@ -6,19 +6,13 @@ heads. An offset is made of it; long ones that cannot have one are warned of.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from vllm import EngineArgs
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import VllmConfig
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import Attention
@@ -35,7 +29,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.turbo import key_bias, key_offset
 from vllm.v1.attention.ops.turbo.key_offset import mean_rotary, mean_rotated
 
-from .backend_utils import make_vllm_config
+from .backend_utils import one_rank
 from .utils import BF16
 
 HIDDEN, HEAD_SIZE, HEADS, KV_HEADS = 256, 64, 8, 4
@@ -43,16 +37,8 @@ HIDDEN, HEAD_SIZE, HEADS, KV_HEADS = 256, 64, 8, 4
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    """Of an engine with one rank, whose layers are made within."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = make_vllm_config(folder)
-    with set_current_vllm_config(config):
-        init_distributed_environment(
-            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
-        )
-        initialize_model_parallel(1, 1)
+    with one_rank(tmp_path_factory.mktemp("model")) as config:
         yield config
-    cleanup_dist_env_and_memory()
 
 
 class SelfAttention(nn.Module):
