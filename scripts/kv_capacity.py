@@ -45,8 +45,8 @@ def start_parallel_state() -> None:
         initialize_model_parallel(1, 1)
 
 
-def capacity(config: VllmConfig, memory: int) -> int | None:
-    """Returns the tokens that fit into `memory` bytes; None if not one sequence."""
+def build(config: VllmConfig) -> None:
+    """Builds the model without weights: its layers then say what pages they have."""
     dtype = config.model_config.dtype
     with (
         set_current_vllm_config(config),
@@ -54,12 +54,22 @@ def capacity(config: VllmConfig, memory: int) -> int | None:
         torch.device("meta"),
     ):
         initialize_model(config)
-    with set_current_vllm_config(config):
         current_platform.update_block_size_for_backend(config)
+
+
+def supported_layouts(config: VllmConfig) -> list[str]:
+    """Returns the layouts of pages that a built model's backends share."""
+    backends = get_current_attn_backends(config)
+    return [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+
+
+def capacity(config: VllmConfig, memory: int) -> int | None:
+    """Returns the tokens that fit into `memory` bytes; None if not one sequence."""
+    build(config)
+    with set_current_vllm_config(config):
         register_all_kvcache_specs(config)
         specs = [get_kv_cache_spec(config)]
-        backends = get_current_attn_backends(config)
-        layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        layouts = supported_layouts(config)
         resolve_kv_cache_layout(config, [layouts], specs[0].values())
         groups = get_global_kv_cache_groups(config, specs)
         try:
