@@ -3,14 +3,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
-# models|pictures|serve|quality|lab|equality|families|checkpoints|check|memory|soak]...
+# models|pictures|serve|quality|lab|equality|families|checkpoints|check|memory|soak|
+# restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
 # SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS,
-# CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS.
+# CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -39,7 +40,10 @@
 # states. checkpoints has AWQ, GPTQ, compressed-tensors, FP8 and ModelOpt, with and
 # without experts, which are 52 starts of an engine. check runs scripts/check_model.py on
 # models/needle-qwen3, or on the model that CHECK_ARGS names. memory asks for growth after
-# the start, at the model's context and at a million tokens. soak takes an hour at most.
+# the start, at the model's context and at a million tokens. soak takes an hour at most;
+# SOAK_ARGS="--kv-cache-dtype k4v3 --window --drafts ngram --offload 8 --transfers 0.05"
+# has all that can go on beside requests. restarts kills a server under load, and starts
+# it again.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. quality and
 # pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
@@ -52,12 +56,12 @@ out=${OUT:-$PWD/benchmarks/results}
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
   bench extend profile engine throughput models pictures serve quality lab \
-  equality families checkpoints check memory soak
+  equality families checkpoints check memory soak restarts
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
     profile | throughput | models | pictures | serve | quality | lab) ;;
-    equality | families | checkpoints | check | memory | soak) ;;
+    equality | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -222,6 +226,11 @@ soak() {
   "$python" scripts/soak.py --output "$out/soak.jsonl" "$@"
 }
 
+restarts() {
+  "$python" scripts/soak_server.py \
+    --output "$out/restarts.jsonl" --logs "$out/restarts-logs" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -245,6 +254,7 @@ for section; do
     check) arguments=${CHECK_ARGS:-} ;;
     memory) arguments=${MEMORY_ARGS:-} ;;
     soak) arguments=${SOAK_ARGS:-} ;;
+    restarts) arguments=${RESTARTS_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"

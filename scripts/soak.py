@@ -14,6 +14,8 @@ each other's blocks all the time. At the end
   keeps requests running);
 * requests were preempted, and while some waited 99 % of the blocks were taken on
   average;
+* drafts were accepted, pages came back from the host's memory, and transfers between
+  engines went wrong, if `--drafts`, `--offload` and `--transfers` ask for these;
 * all blocks are free again, and the device's memory has not grown.
 
 It prints one JSON object and ends with status 1 if something is not so.
@@ -38,7 +40,7 @@ from child_runner import (  # noqa: E402
 from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
-from equality_modes import BLOCK  # noqa: E402
+from equality_modes import BLOCK, DRAFTING  # noqa: E402
 from equality_run import attention_config  # noqa: E402
 from quality_cases import (  # noqa: E402
     HEAD,
@@ -47,6 +49,14 @@ from quality_cases import (  # noqa: E402
     Plan,
     Vocabulary,
     build_tasks,
+)
+from soak_transfers import (  # noqa: E402
+    LEASE_S,
+    Transfer,
+    for_nobody,
+    from_nobody,
+    transfer_config,
+    unanswered_port,
 )
 from tasks import IM_END  # noqa: E402
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
@@ -77,12 +87,19 @@ class Soak:
         # The longest just fits, and a few others with it.
         block = BLOCK["cpu" if args.on_cpu else "gpu"]
         blocks = args.longest_at_once * -(-self.max_model_len // block) + 1
-        options: dict[str, Any] = ENGINE_ARGS if args.on_cpu else {}
+        options: dict[str, Any] = dict(ENGINE_ARGS) if args.on_cpu else {}
+        options["kv_transfer_config"] = transfer_config(
+            args.transfers, args.offload, args.on_cpu
+        )
+        if args.drafts:
+            options["speculative_config"] = DRAFTING[args.drafts].speculative_config
         self.llm = LLM(
             str(args.model),
             dtype="float32" if args.on_cpu else "bfloat16",
             kv_cache_dtype=args.kv_cache_dtype,
-            attention_config=attention_config(args.kv_cache_dtype, "stored"),
+            attention_config=attention_config(
+                args.kv_cache_dtype, "stored", args.window
+            ),
             block_size=block,
             num_gpu_blocks_override=blocks,
             max_model_len=self.max_model_len,
@@ -102,13 +119,15 @@ class Soak:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.counts = dict.fromkeys(
             ("answered", "aborted", "aborted_streams", "refused", "accepted_impossible")
-            + ("unequal",),
+            + ("unequal", "for_nobody", "from_nobody", "aborted_transfers"),
             0,
         )
         self.counts["positions"] = 0
         self.unequal: list[dict[str, Any]] = []
         self.waiting: dict[str, int] = {}
         self.streaming: set[str] = set()
+        self.transfers: dict[str, Transfer] = {}
+        self.listener, self.port = unanswered_port()
         self.usages: list[float] = []
         self.schedule = self.scheduler.schedule
         self.scheduler.schedule = self.watched_schedule
@@ -120,16 +139,29 @@ class Soak:
             self.usages.append(self.scheduler.kv_cache_manager.usage)
         return output
 
-    def params(self, logprobs: int | None = None) -> Any:
+    def params(
+        self, logprobs: int | None = None, transfer: Transfer | None = None
+    ) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
             temperature=0.0,
-            max_tokens=self.args.tokens,
+            max_tokens=transfer and transfer.tokens or self.args.tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=logprobs,
+            extra_args=transfer and {"kv_transfer_params": transfer.params},
         )
+
+    def transfer_of(self, number: int, prompt: list[int]) -> Transfer | None:
+        """The transfer of a request, if it has one."""
+        if self.random.random() >= self.args.transfers:
+            return None
+        if self.random.random() < 0.5:
+            return for_nobody()
+        groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
+        blocks = -(-len(prompt) // self.scheduler.block_size)
+        return from_nobody(number, blocks, groups, self.port)
 
     def run_quietly(self) -> None:
         """Asks each prompt alone, and notes the tokens that no rounding decides."""
@@ -161,14 +193,19 @@ class Soak:
         if impossible:
             too_long = prompt * (1 + self.max_model_len // len(prompt))
             prompt = self.random.choice([[], too_long])
+        transfer = None if impossible else self.transfer_of(number, prompt)
+        params = self.params(transfer=transfer)
         try:
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params())
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         except VLLMValidationError:
             assert impossible, f"a prompt of {len(prompt)} tokens was refused"
             self.counts["refused"] += 1
             return
         self.counts["accepted_impossible"] += impossible
         self.waiting[name] = index
+        if transfer:
+            self.transfers[name] = transfer
+            self.counts[transfer.kind] += 1
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -177,8 +214,11 @@ class Soak:
                 continue
             index = self.waiting.pop(output.request_id)
             self.streaming.discard(output.request_id)
-            tokens, decided = list(output.outputs[0].token_ids), self.quiet[index]
-            self.counts["answered"] += len(tokens) == self.args.tokens
+            transfer = self.transfers.pop(output.request_id, None)
+            wanted = transfer and transfer.tokens or self.args.tokens
+            tokens = list(output.outputs[0].token_ids)
+            decided = self.quiet[index][:wanted]
+            self.counts["answered"] += len(tokens) == wanted
             self.counts["positions"] += len(decided)
             if tokens[: len(decided)] != decided:
                 self.counts["unequal"] += 1
@@ -189,7 +229,9 @@ class Soak:
             del self.waiting[name]
             self.counts["aborted"] += 1
             self.counts["aborted_streams"] += name in self.streaming
+            self.counts["aborted_transfers"] += name in self.transfers
             self.streaming.discard(name)
+            self.transfers.pop(name, None)
 
     def run(self) -> dict[str, Any]:
         """Runs all, and returns what was seen."""
@@ -213,6 +255,8 @@ class Soak:
             self.step()
             if time.perf_counter() - start > self.args.time_limit:
                 break
+        seconds = time.perf_counter() - start
+        self.wait_for_leases(free)
         return self.counts | {
             "requests": added,
             "unanswered": len(self.waiting),
@@ -224,12 +268,26 @@ class Soak:
             "blocks": self.pool.num_gpu_blocks,
             "blocks_lost": free - self.pool.get_num_free_blocks(),
             "reserved_bytes_grown": self.reserved_bytes() - reserved,
-            "seconds": time.perf_counter() - start,
+            "accepted_drafts": self.metric("vllm:spec_decode_num_accepted_tokens"),
+            "loaded_bytes": self.metric("vllm:kv_offload_load_bytes"),
+            "seconds": seconds,
         }
 
+    def wait_for_leases(self, free: int) -> None:
+        """Steps on, a few leases at most, until no page waits to be fetched."""
+        deadline = time.perf_counter() + 5 * LEASE_S * bool(self.args.transfers)
+        while self.pool.get_num_free_blocks() < free:
+            if time.perf_counter() > deadline:
+                break
+            self.engine.step()
+            time.sleep(0.01)
+
     def preemptions(self) -> int:
+        return self.metric("vllm:num_preemptions")
+
+    def metric(self, name: str) -> int:
         metrics = self.llm.get_metrics()
-        return sum(int(m.value) for m in metrics if m.name == "vllm:num_preemptions")
+        return sum(int(m.value) for m in metrics if m.name == name)
 
     def reserved_bytes(self) -> int:
         import torch
@@ -250,6 +308,10 @@ def complaints(row: dict[str, Any]) -> list[str]:
         f"{row['mean_usage']:.3f} of the blocks were taken, not {LEAST_USAGE:g}": (
             row["mean_usage"] < LEAST_USAGE
         ),
+        "no draft was accepted": row["drafts"] and not row["accepted_drafts"],
+        "no page came back from the host": row["offload"] and not row["loaded_bytes"],
+        "no transfer went wrong, or none was aborted": row["transfers"]
+        and not (row["for_nobody"] and row["from_nobody"] and row["aborted_transfers"]),
         f"{row['blocks_lost']} blocks are lost": row["blocks_lost"] != 0,
         "the device's memory grew": row["reserved_bytes_grown"] > 0,
     }
@@ -262,6 +324,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--kv-cache-dtype", default="turbo4")
+    parser.add_argument("--window", action="store_true", help="have a recent window")
+    parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
+    parser.add_argument(
+        "--offload", type=float, default=0.0, help="to the host's memory, GiB"
+    )
+    parser.add_argument(
+        "--transfers", type=float, default=0.0, help="of the requests, that go wrong"
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=256, help="waiting or running")
     parser.add_argument("--lengths", nargs="+", type=int, help="of prompts, tokens")
@@ -296,7 +366,8 @@ def main() -> int:
         return 0
     exit_when_told()
     report = Report(args.output)
-    row = {"kv_cache_dtype": args.kv_cache_dtype} | run_for_row(
+    kinds = ("kv_cache_dtype", "window", "drafts", "offload", "transfers")
+    row = {kind: getattr(args, kind) for kind in kinds} | run_for_row(
         [sys.executable, __file__, *sys.argv[1:], "--child"],
         args.log,
         # The scheduler and the device's memory are looked at from the engine's process.

@@ -21,6 +21,9 @@ import child_runner  # noqa: E402
 import soak  # noqa: E402
 from child_log import ROW  # noqa: E402
 from soak import LEAST_USAGE, Soak, complaints  # noqa: E402
+from soak_transfers import for_nobody, transfer_config  # noqa: E402
+
+from vllm.config import KVTransferConfig  # noqa: E402
 
 REQUESTS = 24
 
@@ -37,6 +40,14 @@ def row() -> dict[str, Any]:
         "unequal": 0,
         "preemptions": 50,
         "mean_usage": LEAST_USAGE,
+        "drafts": "ngram",
+        "accepted_drafts": 7,
+        "offload": 4.0,
+        "loaded_bytes": 1 << 20,
+        "transfers": 0.1,
+        "for_nobody": 5,
+        "from_nobody": 6,
+        "aborted_transfers": 1,
         "blocks_lost": 0,
         "reserved_bytes_grown": 0,
     }
@@ -57,6 +68,11 @@ def test_nothing_is_wrong(row):
         ("aborted_streams", 0, "no stream"),
         ("preemptions", 0, "no request was preempted"),
         ("mean_usage", LEAST_USAGE - 0.001, "of the blocks were taken"),
+        ("accepted_drafts", 0, "no draft was accepted"),
+        ("loaded_bytes", 0, "no page came back"),
+        ("for_nobody", 0, "no transfer went wrong"),
+        ("from_nobody", 0, "no transfer went wrong"),
+        ("aborted_transfers", 0, "none was aborted"),
         ("blocks_lost", 1, "1 blocks are lost"),
         ("blocks_lost", -1, "-1 blocks are lost"),
         ("reserved_bytes_grown", 1, "memory grew"),
@@ -65,6 +81,14 @@ def test_nothing_is_wrong(row):
 def test_each_fault_is_named(row, field, value, said):
     row[field] = value
     assert any(said in text for text in complaints(row))
+
+
+@pytest.mark.parametrize("field", ["drafts", "offload", "transfers"])
+def test_what_is_not_asked_for_need_not_be(row, field):
+    row |= {"accepted_drafts": 0, "loaded_bytes": 0, "for_nobody": 0}
+    said = complaints(row)
+    row[field] = None
+    assert len(complaints(row)) == len(said) - 1 == 2
 
 
 @pytest.mark.parametrize(
@@ -88,11 +112,49 @@ def test_an_answer_is_held_to_the_quiet_one(tokens, answered, unequal):
     run.engine = SimpleNamespace(step=lambda: [output])
     run.quiet, run.waiting, run.streaming = [[1, 2], [5, 6]], {"3": 1}, {"3"}
     run.counts = {"answered": 0, "positions": 0, "unequal": 0}
-    run.unequal = []
+    run.unequal, run.transfers = [], {}
     run.step()
     assert run.counts == {"answered": answered, "positions": 2, "unequal": unequal}
     assert [found["prompt"] for found in run.unequal] == [1] * unequal
     assert not run.waiting and not run.streaming
+
+
+@pytest.mark.parametrize(
+    "tokens, answered, unequal", [([5], 1, 0), ([9], 1, 1), ([5, 6], 0, 0)]
+)
+def test_a_prefill_for_another_engine_has_one_token(tokens, answered, unequal):
+    output = SimpleNamespace(
+        request_id="3", finished=True, outputs=[SimpleNamespace(token_ids=tokens)]
+    )
+    run = object.__new__(Soak)
+    run.args, run.random = argparse.Namespace(tokens=4, aborted=0.0), random.Random(0)
+    run.engine = SimpleNamespace(step=lambda: [output])
+    run.quiet, run.waiting, run.streaming = [[5, 6, 7]], {"3": 0}, set()
+    run.counts = {"answered": 0, "positions": 0, "unequal": 0}
+    run.unequal, run.transfers = [], {"3": for_nobody()}
+    run.step()
+    assert run.counts == {"answered": answered, "positions": 1, "unequal": unequal}
+
+
+@pytest.mark.parametrize(
+    "transfers, offload, names",
+    [
+        (0.0, 0.0, []),
+        (0.1, 0.0, ["NixlConnector"]),
+        (0.0, 2.0, ["OffloadingConnector"]),
+        (0.1, 2.0, ["NixlConnector", "OffloadingConnector"]),
+    ],
+)
+def test_connectors(transfers, offload, names):
+    config = transfer_config(transfers, offload, on_cpu=False)
+    if not names:
+        assert config is None
+        return
+    # vLLM checks names and policies.
+    made = KVTransferConfig(**config)
+    assert made.kv_load_failure_policy == "recompute"
+    assert all(map(made.has_connector, names))
+    assert made.has_connector("MultiConnector") == (len(names) > 1)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +181,16 @@ def test_the_exit_status_says_whether_all_is_well(
 
 
 @pytest.mark.matrix
-def test_a_small_run(model: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--kv-cache-dtype", "turbo4"],
+        ["--kv-cache-dtype", "k4v3", "--window", "--drafts", "ngram"],
+        ["--kv-cache-dtype", "turbo3", "--window", "--transfers", "0.3"],
+    ],
+    ids=lambda more: more[1],
+)
+def test_a_small_run(model: Path, tmp_path: Path, more: list[str]):
     """All but how full the cache is, which so few blocks cannot show."""
     output = tmp_path / "soak.jsonl"
     options = {
@@ -139,7 +210,7 @@ def test_a_small_run(model: Path, tmp_path: Path):
         "--log": tmp_path / "log",
     }
     words = [str(word) for pair in options.items() for word in pair]
-    run = subprocess.run([sys.executable, str(SCRIPTS / "soak.py"), *words])
+    run = subprocess.run([sys.executable, str(SCRIPTS / "soak.py"), *words, *more])
     result = json.loads(output.read_text())
     others = [
         text for text in result["wrong"] if "of the blocks were taken" not in text

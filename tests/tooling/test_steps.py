@@ -236,6 +236,7 @@ SECTIONS = {
     "checkpoints": "scripts/checkpoints.py",
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
+    "restarts": "scripts/soak_server.py",
 }
 # What those start whose output a shell writes to $OUT.
 TOLD_BY_SHELL = ("kernels", "sanitizer", "defects")

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A server that is killed under load and started again: errors, but no wrong answer.
+
+`vllm serve` is first asked for facts one request at a time. Then clients ask for the
+same facts all the time, half of them for streams, while it is killed again and again:
+all its processes at once, or its engine alone, or told to end. At the end
+
+* each kill was felt: requests failed or their streams broke off;
+* after each start there were answers again;
+* answers, and what there was of streams that broke off, equal those of the quiet run up
+  to the first position where its two likeliest tokens are no more than equality.TIE
+  apart.
+
+It prints one JSON object and ends with status 1 if something is not so.
+"""
+
+import argparse
+import http.client
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+
+import psutil  # noqa: E402
+from child_runner import (  # noqa: E402
+    engine_variables,
+    exit_when_told,
+    running,
+    signal_group,
+)
+from common import Report  # noqa: E402
+from env import has_gpu  # noqa: E402
+from equality import TIE  # noqa: E402
+from equality_modes import BLOCK, DRAFTING  # noqa: E402
+from equality_run import attention_config  # noqa: E402
+from quality_cases import (  # noqa: E402
+    HEAD,
+    HELD_OUT,
+    MODEL,
+    Plan,
+    Vocabulary,
+    build_tasks,
+)
+from quickstart import free_port, wait_until_up  # noqa: E402
+from soak_transfers import transfer_config  # noqa: E402
+from tasks import IM_END  # noqa: E402
+from vllm_turbo_cpu_standins.settings import SERVE_ARGS  # noqa: E402
+
+NAME = "served"
+# What becomes of a server.
+ENDS = ("all", "engine", "told")
+# How long a client waits for a byte, and how long after an error it asks again.
+CLIENT_S, PAUSE_S = 600, 0.05
+# For a server whose engine was killed, or that was told, to end by itself.
+END_S = 120
+
+
+class Broken(Exception):
+    """A request failed, or its stream broke off after some tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(f"after {len(tokens)} tokens")
+        self.tokens = tokens
+
+
+def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the choice of a whole answer.
+
+    Raises:
+        Broken: If there is no such answer.
+
+    """
+    tokens: list[int] = []
+    reason = None
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CLIENT_S)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise Broken(tokens)
+        if not body.get("stream"):
+            choice = json.loads(response.read())["choices"][0]
+            if choice["finish_reason"] == "length":
+                return choice
+        for line in response:
+            event = line.decode().strip().removeprefix("data: ")
+            if event == "[DONE]" and reason == "length":
+                return {"token_ids": tokens}
+            # One that is no JSON, or has no choice, is of an error.
+            choice = json.loads(event)["choices"][0] if event else {}
+            tokens += choice.get("token_ids") or []
+            reason = choice.get("finish_reason") or reason
+    except (OSError, http.client.HTTPException, ValueError, LookupError):
+        pass
+    finally:
+        connection.close()
+    raise Broken(tokens)
+
+
+def decided_tokens(choice: dict[str, Any]) -> list[int]:
+    """Returns an answer's tokens before the first that rounding may decide."""
+    decided: list[int] = []
+    for token, likeliest in zip(
+        choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True
+    ):
+        # Two tokens of one text are one entry.
+        if len(likeliest) < 2:
+            break
+        best, second = sorted(likeliest.values())[:-3:-1]
+        if best - second <= TIE:
+            break
+        decided.append(token)
+        if token == IM_END:
+            break
+    return decided
+
+
+class Clients:
+    """Threads that ask all the time, and what they were told."""
+
+    def __init__(self, port: int, args: argparse.Namespace) -> None:
+        self.port, self.args = port, args
+        plan = Plan(0, 0, 0, 0, tuple(args.lengths), (0.25, 0.75), args.cases)
+        text = HELD_OUT.read_text(encoding="utf-8")
+        tasks = build_tasks(text, plan, args.seed, Vocabulary(args.model))
+        self.prompts = [task["prompt"] for task in tasks]
+        self.decided: list[list[int]] = []
+        names = ("answers", "errors", "broken_streams", "positions", "unequal")
+        self.counts = dict.fromkeys(names, 0)
+        self.unequal: list[dict[str, Any]] = []
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts)) + self.args.tokens
+
+    def body(self, index: int, **options: Any) -> dict[str, Any]:
+        return {
+            "model": NAME,
+            "prompt": self.prompts[index],
+            "max_tokens": self.args.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        } | options
+
+    def ask_quietly(self) -> None:
+        """Asks each prompt alone, and notes the tokens that no rounding decides."""
+        for index in range(len(self.prompts)):
+            choice = ask(self.port, self.body(index, logprobs=2))
+            self.decided.append(decided_tokens(choice))
+
+    def compare(self, index: int, tokens: list[int], is_whole: bool) -> None:
+        """Counts an answer, or as much as there is of one."""
+        decided = self.decided[index]
+        if not is_whole:
+            decided = decided[: len(tokens)]
+        with self.lock:
+            self.counts["answers" if is_whole else "errors"] += 1
+            self.counts["broken_streams"] += bool(tokens) and not is_whole
+            self.counts["positions"] += len(decided)
+            if tokens[: len(decided)] != decided:
+                self.counts["unequal"] += 1
+                self.unequal.append({"prompt": index, "tokens": tokens})
+
+    def ask_on(self, seed: int) -> None:
+        choices = random.Random(seed)
+        while not self.ended.is_set():
+            index = choices.randrange(len(self.prompts))
+            body = self.body(index, stream=choices.random() < 0.5)
+            try:
+                self.compare(index, ask(self.port, body)["token_ids"], True)
+            except Broken as error:
+                self.compare(index, error.tokens, False)
+                time.sleep(PAUSE_S)
+
+    def start(self) -> None:
+        for number in range(self.args.clients):
+            thread = threading.Thread(target=self.ask_on, args=(number,), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        for thread in self.threads:
+            thread.join()
+
+    def wait_for(self, name: str, more: int, server: subprocess.Popen | None) -> int:
+        """Waits for so many more of a kind, as long as a server runs; how many came."""
+        first = self.counts[name]
+        deadline = time.monotonic() + CLIENT_S
+        while self.counts[name] < first + more and time.monotonic() < deadline:
+            if server is not None and server.poll() is not None:
+                break
+            time.sleep(0.01)
+        return self.counts[name] - first
+
+
+def kill(server: subprocess.Popen, how: str) -> bool:
+    """Ends a server in one of the ways; whether none of it is left."""
+    if how == "all":
+        return signal_group(server, signal.SIGKILL, END_S)
+    if how == "told":
+        return signal_group(server, signal.SIGTERM, END_S)
+    children = psutil.Process(server.pid).children(recursive=True)
+    engines = [each for each in children if "EngineCore" in " ".join(each.cmdline())]
+    assert engines, "the server has no process of an engine"
+    for engine in engines:
+        engine.kill()
+    # Nothing but a question whether it is there.
+    return signal_group(server, 0, END_S)
+
+
+def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
+    attention = attention_config(args.kv_cache_dtype, "stored", args.window)
+    options: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "served-model-name": NAME,
+        "kv-cache-dtype": args.kv_cache_dtype,
+        "attention-config": json.dumps(attention),
+        "dtype": "float32" if args.on_cpu else "bfloat16",
+        "block-size": BLOCK["cpu" if args.on_cpu else "gpu"],
+        "max-model-len": longest,
+        "max-num-seqs": args.max_num_seqs,
+        "hf-overrides": json.dumps(HEAD),
+    }
+    if args.drafts:
+        drafts = DRAFTING[args.drafts].speculative_config
+        options["speculative-config"] = json.dumps(drafts)
+    if transfer := transfer_config(0.0, args.offload, args.on_cpu):
+        options["kv-transfer-config"] = json.dumps(transfer)
+    if args.on_cpu:
+        options["kv-cache-memory-bytes"] = "64M"
+    else:
+        options["gpu-memory-utilization"] = 0.5
+    vllm = Path(sys.executable).with_name("vllm")
+    words = [str(word) for name, value in options.items() for word in (name, value)]
+    words[::2] = [f"--{name}" for name in words[::2]]
+    return [str(vllm), "serve", str(args.model), *args.serve_args, *words]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts and kills servers under load, and returns what was seen."""
+    port = free_port()
+    clients = Clients(port, args)
+    command = command_of(port, clients.longest, args)
+    variables = engine_variables(args.on_cpu)
+    start, kills = time.perf_counter(), []
+    with ExitStack() as stack:
+        stack.callback(clients.ended.set)
+        for number in range(args.kills + 1):
+            log = args.logs / f"server-{number}.log"
+            server = stack.enter_context(running(command, log, variables))
+            wait_until_up(server, port, log)
+            if number == 0:
+                clients.ask_quietly()
+                clients.start()
+            answers = clients.wait_for("answers", args.answers, server)
+            if number == args.kills:
+                kills.append({"how": None, "answers": answers})
+                break
+            how = ENDS[number % len(ENDS)]
+            before = clients.counts["errors"]
+            is_gone = kill(server, how)
+            clients.wait_for("errors", 1, None)
+            errors = clients.counts["errors"] - before
+            kills.append(
+                {"how": how, "answers": answers, "errors": errors, "is_gone": is_gone}
+            )
+        clients.stop()
+    return clients.counts | {
+        "kills": kills,
+        "first_unequal": clients.unequal[:3],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def complaints(row: dict[str, Any], least: int) -> list[str]:
+    """Returns what is not as it should be, of at least so many answers a start."""
+    kills = row["kills"]
+    checks = {
+        f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
+        "no position was compared": row["positions"] == 0,
+        "no stream broke off": row["broken_streams"] == 0,
+        "a server did not answer": any(each["answers"] < least for each in kills),
+        "a kill was not felt": any(not each["errors"] for each in kills[:-1]),
+        "a server did not end": any(not each["is_gone"] for each in kills[:-1]),
+    }
+    return [text for text, wrong in checks.items() if wrong]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--kv-cache-dtype", default="turbo4")
+    parser.add_argument("--window", action="store_true", help="have a recent window")
+    parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
+    parser.add_argument(
+        "--offload", type=float, default=0.0, help="to the host's memory, GiB"
+    )
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--answers", type=int, default=300, help="before each kill")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--lengths", nargs="+", type=int, help="of prompts, tokens")
+    parser.add_argument("--cases", type=int, default=2, help="tasks a kind and length")
+    parser.add_argument("--tokens", type=int, default=48, help="generated a request")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="file that the row is added to")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-soak-server"))
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    args.on_cpu = not has_gpu()
+    args.serve_args = SERVE_ARGS if args.on_cpu else ()
+    args.lengths = args.lengths or [512, 777, 1500]
+    exit_when_told()
+    report = Report(args.output)
+    kinds = ("kv_cache_dtype", "window", "drafts", "offload")
+    row = {kind: getattr(args, kind) for kind in kinds} | run(args)
+    row["wrong"] = complaints(row, args.answers)
+    report.row(**row)
+    return 1 if row["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""KV transfers of a soak that go wrong, and the connectors that they go through.
+
+A request is prefilled for an engine that never fetches the pages, which are held until
+a lease ends; or its pages are those of an engine that is not there, so that the prompt
+has to be computed after all. Either may be aborted at any time, as others are.
+"""
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+# Of pages that nobody fetches; NIXL renews leases in sixths of it.
+LEASE_S = 6
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a request tells its connector.
+
+    Attributes:
+        kind: Its name.
+        params: vLLM's `kv_transfer_params`.
+        tokens: How many the answer has; None if as many as any.
+
+    """
+
+    kind: str
+    params: dict[str, Any]
+    tokens: int | None
+
+
+def unanswered_port() -> tuple[socket.socket, int]:
+    """A port that takes connections and never says anything, while the socket lives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+def for_nobody() -> Transfer:
+    """A prefill whose pages nobody fetches."""
+    return Transfer("for_nobody", {"do_remote_decode": True}, 1)
+
+
+def from_nobody(number: int, num_blocks: int, num_groups: int, port: int) -> Transfer:
+    """A prefill that another engine is said to have done."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "gone",
+        "remote_request_id": f"gone-{number}",
+        "remote_block_ids": [list(range(num_blocks))] * num_groups,
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "remote_num_tokens": 0,
+        "tp_size": 1,
+    }
+    return Transfer("from_nobody", params, None)
+
+
+def transfer_config(
+    transfers: float, offload_gib: float, on_cpu: bool
+) -> dict[str, Any] | None:
+    """Returns vLLM's `kv_transfer_config`, if there is to be a connector.
+
+    Args:
+        transfers: The share of requests that have a transfer.
+        offload_gib: Host memory that pages are copied to.
+        on_cpu: Whether there is no GPU.
+
+    """
+    connectors: list[dict[str, Any]] = []
+    if transfers:
+        connectors.append(
+            {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu" if on_cpu else "cuda",
+                "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+            }
+        )
+    if offload_gib:
+        size = int(offload_gib * 2**30)
+        connectors.append(
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": size},
+            }
+        )
+    if not connectors:
+        return None
+    if len(connectors) == 1:
+        (config,) = connectors
+    else:
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+    return config | {"kv_load_failure_policy": "recompute"}
