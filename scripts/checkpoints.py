@@ -108,9 +108,9 @@ def judge(row: dict[str, Any], plain: dict[str, Any]) -> str:
     growth = 1.0 if row is plain else KINDS[row["kind"]].kl_growth
     if row["kl_mean"] > growth * plain["kl_mean"]:
         return f"more than {growth} times as far off as {PLAIN}"
-    if rounds_activations(row["kind"]):
-        if row["kl_mean"] > PEER_GROWTH * row[f"{PEER}_kl_mean"]:
-            return f"more than {PEER_GROWTH} times as far off as {PEER}"
+    peer = f"{PEER}_kl_mean"
+    if rounds_activations(row["kind"]) and row["kl_mean"] > PEER_GROWTH * row[peer]:
+        return f"more than {PEER_GROWTH} times as far off as {PEER}"
     if row["lost"] > plain["lost"]:
         return "facts lost"
     if row["capacity"] != plain["capacity"]:

@@ -53,9 +53,7 @@ _SHARED_BYTES_OF_SCORES = 1024
 
 
 def _max_warps(head_size: int, queries: int) -> int:
-    if head_size > 128:
-        return 8
-    if head_size == 128 and queries > 8:
+    if head_size > 128 or head_size == 128 and queries > 8:
         return 8
     return 16 if head_size < 128 and queries <= 4 else 12
 
@@ -115,9 +113,9 @@ def module(
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> CudaModule:
-    """What is built, for so many queries of a KV head at once, for GPUs whose blocks have
-    so much shared memory, for cached keys with an offset or without, and for scores with
-    a soft cap or without.
+    """What is built, for so many queries of a KV head at once, for GPUs whose blocks
+    have so much shared memory, for cached keys with an offset or without, and for
+    scores with a soft cap or without.
 
     Raises:
         RuntimeError: If there is no instance for the layout.

@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   auto& shared =
       *reinterpret_cast<DecodeShared<kQueries, kWarps, kStages>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head_passes =
-      (p.num_columns() + kQueries - 1) / kQueries;
+  const int head_passes = (p.num_columns() + kQueries - 1) / kQueries;
   const int num_passes = p.num_kv_heads * head_passes;
 
   // The kernel before this one stores the queries. One that writes lengths also
@@ -85,8 +84,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if (p.lens_are_new) start_next_kernel();
   const Team team(cut.team_size);
   const int num_teams = int(gridDim.x) * kWarps / cut.team_size;
-  // Each scheduler of all multiprocessors has a warp before one has a second: few
-  // ranges are done sooner, and blocks without any make room for the next kernel.
+  // Each scheduler of all multiprocessors has a warp before one has a second:
+  // few ranges are done sooner, and blocks without any make room for the next
+  // kernel.
   const int place = warp / kTeamWarps * int(gridDim.x) + int(blockIdx.x);
   int index = (place * kTeamWarps + warp % kTeamWarps) / cut.team_size;
 #pragma unroll 1

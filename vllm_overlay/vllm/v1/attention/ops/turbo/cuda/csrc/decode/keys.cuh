@@ -3,8 +3,8 @@
 //
 // Queries and the scores of a tile's keys: S^T = K q^T, tokens by queries.
 //
-// A query is one of a query head and query token. kQueries of a KV head attend at
-// once: 4, 8 or 16. With four (kPaired), columns 4 to 7 of K q^T hold the
+// A query is one of a query head and query token. kQueries of a KV head attend
+// at once: 4, 8 or 16. With four (kPaired), columns 4 to 7 of K q^T hold the
 // products of the other half of the scale groups, and those of O^T the tokens 8
 // to 15. With 16 a fragment of keys or values is multiplied by two of queries.
 #pragma once
@@ -53,7 +53,8 @@ struct Query {
     const auto words = &codes[0][0][0];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (2 * i < first * kGroupHalves || 2 * i >= last * kGroupHalves) continue;
+      if (2 * i < first * kGroupHalves || 2 * i >= last * kGroupHalves)
+        continue;
       const uint4 x = kept[i][lane];
       words[4 * i] = x.x, words[4 * i + 1] = x.y;
       words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;

@@ -43,7 +43,8 @@ struct alignas(128) DecodeShared {
   KeptQueries<kQueries> queries[kWarps];
   float reference[kWarps][kTotalColumns];
   float sum[kWarps][kTotalColumns];
-  int rows[kWarps][kTotalColumns];  // the columns' queries of the sequence, or -1
+  // The columns' queries of the sequence, or -1.
+  int rows[kWarps][kTotalColumns];
   TokenLimits limits[kWarps][kTotalColumns];  // what they see
   // What the scores that the references are of lack.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
@@ -129,8 +130,8 @@ __device__ __forceinline__ void leave_results(
   }
 }
 
-// Replace the sums of the team's results for a warp's queries by their weights in
-// the joined result, and write its LSEs: a lane has a query.
+// Replace the sums of the team's results for a warp's queries by their weights
+// in the joined result, and write its LSEs: a lane has a query.
 template <int kQueries, int kWarps, int kStages>
 __device__ __forceinline__ void weigh_results(
     DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
@@ -173,8 +174,7 @@ __device__ __forceinline__ void weigh_results(
 // Join the team's results and write them.
 template <int kQueries, int kWarps, int kStages>
 __device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
-                              DecodeAccumulator (
-                                  &acc)[kColumnTiles<kQueries>],
+                              DecodeAccumulator (&acc)[kColumnTiles<kQueries>],
                               const AttentionParams& p, const Segment& segment,
                               const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

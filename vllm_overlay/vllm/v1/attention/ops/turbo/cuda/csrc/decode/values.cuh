@@ -14,8 +14,8 @@ namespace turbo {
 constexpr float kNoReference = -1e30f;
 
 // One warp's running result of eight columns. Lane 4 * g + t has columns 2 * t
-// and 2 * t + 1, and coordinates output_coordinate(i, 0) and, in the other half,
-// (i, 1).
+// and 2 * t + 1, and coordinates output_coordinate(i, 0) and, in the other
+// half, (i, 1).
 struct DecodeAccumulator {
   float output[kNumOutputs][4];
   float reference[2];
