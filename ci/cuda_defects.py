@@ -71,7 +71,7 @@ DEFECTS = {
     # Results so far are compared to scores that lack another offset.
     "decode-offset": Defect(
         "decode/segment.cuh",
-        "shift(acc, {before.x - after.x, before.y - after.y});",
+        "shift(acc[m], {before.x - after.x, before.y - after.y});",
         "",
         OFFSETS,
         "not extend",

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -66,7 +67,8 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig
         return configs[dtype]
 
     config = make("turbo4")
-    make_layer(config)
+    # Before the dtype selects it, too.
+    make_layer(config, attn_backend=AttentionBackendEnum.TURBO.get_class())
     with set_current_vllm_config(config):
         init_distributed_environment(
             1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
