@@ -132,20 +132,21 @@ def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def check(
         kind: str, folder: Path, _output: Path, engine_args: str
     ) -> dict[str, Any]:
-        assert engine_args == "{}" and kind in ("plain", "awq")
+        assert engine_args == "{}" and kind in ("plain", "fp8")
         config = json.loads((folder / "config.json").read_text())
         quantised = config.get("quantization_config", {})
         plain = quantised.get("modules_to_not_convert", [])
-        found = figures("", 1.0 if quantised and not plain else 0.01, plain=plain)
+        kl = 1.0 if quantised and not plain else 0.01
+        found = figures("", kl, plain=plain, fp8_kl_mean=1.0)
         del found["kind"]
         return found
 
     monkeypatch.setattr(checkpoints, "check", check)
     output = tmp_path / "rows.jsonl"
-    assert checkpoints.main(["--kinds", "awq", "--output", str(output)]) == 1
+    assert checkpoints.main(["--kinds", "fp8", "--output", str(output)]) == 1
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     found = [(row["model"], row["plain"], row["wrong"]) for row in rows]
-    wrong = "more than 4.0 times as far off as plain"
+    wrong = "more than 8.0 times as far off as plain"
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
     assert found == [
         ("trained", [], ""),
