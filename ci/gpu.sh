@@ -16,12 +16,14 @@
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
 #
-# architectures compiles every CUDA kernel for every architecture, without a GPU: three
-# hours of one core. It packs them for scripts/apply.sh --kernels, and fails if they take
-# too many bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one. sanitizer runs store, decode (of drafts too, uniform and ragged),
-# extend (with 32 and with 64 columns), merge and recent windows under compute-sanitizer,
-# and makes sure that it finds what is planted for it. defects plants others in the
-# kernels, each by itself, and makes sure that the kernels' tests find them.
+# architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
+# one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
+# bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one.
+#
+# sanitizer runs store, decode (of drafts too, uniform and ragged), extend (with 32 and
+# with 64 columns), merge and recent windows under compute-sanitizer, and makes sure that
+# it finds what is planted for it. defects plants others in the kernels, each by itself,
+# and makes sure that the kernels' tests find them.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number.

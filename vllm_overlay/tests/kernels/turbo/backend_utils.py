@@ -127,11 +127,11 @@ def make_vllm_config(
 
 
 @contextmanager
-def one_rank(folder: Path) -> Iterator[VllmConfig]:
+def one_rank(folder: Path, config: VllmConfig | None = None) -> Iterator[VllmConfig]:
     """Yield the configuration of an engine with one rank, within which layers with
-    weights can be made.
+    weights can be made: this one, or one with a model that the folder gets.
     """
-    config = make_vllm_config(folder)
+    config = config or make_vllm_config(folder)
     with set_current_vllm_config(config):
         init_distributed_environment(
             1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"

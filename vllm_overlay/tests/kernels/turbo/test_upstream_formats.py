@@ -14,12 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     MooncakeStoreWorker,
@@ -43,7 +38,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
-from .backend_utils import BLOCK_SIZE, HEAD_SIZE, NUM_KV_HEADS, make_vllm_config
+from .backend_utils import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    NUM_KV_HEADS,
+    make_vllm_config,
+    one_rank,
+)
 from .refusal_cases import make_layer
 
 LAYER = "layers.0.attn"
@@ -69,13 +70,8 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig
     config = make("turbo4")
     # Before the dtype selects it, too.
     make_layer(config, attn_backend=AttentionBackendEnum.TURBO.get_class())
-    with set_current_vllm_config(config):
-        init_distributed_environment(
-            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
-        )
-        initialize_model_parallel(1, 1)
+    with one_rank(folder, config):
         yield make
-    cleanup_dist_env_and_memory()
 
 
 def make_spec(

@@ -259,4 +259,5 @@ def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., No
 
 
 if __name__ == "__main__":
+    # By its name: it imports this module.
     runpy.run_module(f"{__spec__.parent}.prebuild", run_name="__main__")

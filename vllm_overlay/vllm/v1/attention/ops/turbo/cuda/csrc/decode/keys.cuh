@@ -47,18 +47,16 @@ struct Query {
                        words[4 * i + 3]};
     }
   }
-  // Those of a lane's words first to last (exclusive), which are whole vectors.
-  __device__ __forceinline__ void recall(const Kept& kept, int lane,
-                                         int first = 0, int last = kLaneUnits) {
+  // Vector i; of columns that are not shared it has a word's codes.
+  __device__ __forceinline__ void recall(const Kept& kept, int lane, int i) {
     const auto words = &codes[0][0][0];
+    const uint4 x = kept[i][lane];
+    words[4 * i] = x.x, words[4 * i + 1] = x.y;
+    words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+  }
+  __device__ __forceinline__ void recall(const Kept& kept, int lane) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (2 * i < first * kGroupHalves || 2 * i >= last * kGroupHalves)
-        continue;
-      const uint4 x = kept[i][lane];
-      words[4 * i] = x.x, words[4 * i + 1] = x.y;
-      words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
-    }
+    for (int i = 0; i < kVectors; ++i) recall(kept, lane, i);
   }
 };
 
@@ -220,8 +218,7 @@ __device__ __forceinline__ void key_scores(
       total[0] += scale[0], total[1] += scale[1];
 #pragma unroll
       for (int m = 0; m < kAcross; ++m) {
-        if (kAcross > 1 && group_half == 0)
-          queries[m].recall(kept[m], lane, j, j + 1);
+        if (kAcross > 1 && group_half == 0) queries[m].recall(kept[m], lane, j);
         const uint32_t (&q)[2] = queries[m].codes[j][group_half];
         int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
         mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);

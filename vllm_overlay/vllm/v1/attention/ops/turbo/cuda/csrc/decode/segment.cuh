@@ -188,7 +188,9 @@ __device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
   weigh_results(shared, p, team, first_row);
   constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
-#pragma unroll 2
+  // Two hide each other's loads; of longer heads they take too many registers.
+  constexpr int kSideBySide = HEAD_SIZE <= 128 ? 2 : 1;
+#pragma unroll kSideBySide
   for (int query = team.index(); query < kQueries; query += team.size) {
     const int own_row = shared.rows[warp][query];
     if (own_row < 0) break;
