@@ -108,7 +108,7 @@ class Soak:
             long_prefill_token_threshold=PART,
             scheduler_reserve_full_isl=False,
             enable_prefix_caching=True,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=args.gpu_memory_utilization,
             max_logprobs=2,
             hf_overrides=HEAD,
             disable_log_stats=False,
@@ -350,6 +350,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--impossible", type=float, default=0.01, help="of the requests, how many are"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.5,
+        help="share of the memory that has to be free at the start",
+    )
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds")
     parser.add_argument("--output", type=Path, help="file that the row is added to")
     parser.add_argument("--log", type=Path, default=Path("/tmp/turbo-soak.log"))
