@@ -14,6 +14,9 @@ arms in turn. One JSON object a line, for each arm and part:
 * ``step``: both, one after the other.
 * ``layers``: ``LAYERS`` times a kernel that makes the query, as a model has one before,
   and a step. From the second on the cache that is read is warm.
+* ``cold_layers``: the same, each layer with a cold L2 cache, as after a model's weights:
+  of the kernels' instructions and tables, too. ``layer_us`` is what a layer takes, the
+  emptying of the cache not counted.
 * ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
   the cache, where it has room for them; its bytes are those read and written.
 
@@ -52,13 +55,15 @@ from turbo_decode_peers import (
     TurboQuantArm,
     XqaArm,
 )
-from turbo_decode_timing import capture, measure, measure_device, spread
+from turbo_decode_timing import Flush, capture, measure, measure_device, spread
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 # By the end of an arm's name.
 SLIDING_WINDOWS = {"_sliding": 1024, "_sliding128": 128}
-# Of the part of that name.
+# Of the parts of that name.
 LAYERS = 8
+# A graph of no arm.
+FLUSHES = "", "flushes"
 # A name begins with that of its cache: arms with the same share one.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
@@ -263,11 +268,20 @@ def run_step(arm: Arm) -> None:
     arm.attention()
 
 
-def run_layers(arm: Arm) -> None:
+def run_layers(arm: Arm, flush: Callable[[], Any] | None = None) -> None:
     """What layers do, each with a kernel before that the store follows."""
     for _ in range(LAYERS):
+        if flush is not None:
+            flush()
         arm.batch.query.mul_(1.0)
         run_step(arm)
+
+
+def run_flushes(query: torch.Tensor, flush: Callable[[], Any]) -> None:
+    """As ``run_layers``, without steps."""
+    for _ in range(LAYERS):
+        flush()
+        query.mul_(1.0)
 
 
 def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
@@ -302,9 +316,11 @@ def time_shape(
     """Time the arms on one shape, and report a row for each of their parts."""
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device)
     chunk = make_chunk(batch, args.prefill_tokens)
+    flush = Flush()
     arms: dict[str, Arm] = {}
     parts: dict[tuple[str, str], Callable[[], Any]] = {}
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
+    graphs[FLUSHES] = capture(partial(run_flushes, batch.query, flush))
     for name, make_arm in makers.items():
         try:
             arm = make_filled(name, make_arm, batch, arms)
@@ -313,6 +329,7 @@ def time_shape(
                 "attention": arm.attention,
                 "step": partial(run_step, arm),
                 "layers": partial(run_layers, arm),
+                "cold_layers": partial(run_layers, arm, flush),
             }
             if chunk is not None:
                 own["prefill_store"] = partial(arm.write, *chunk)
@@ -325,7 +342,9 @@ def time_shape(
     if args.profile:
         profile(parts)
         return
-    for (name, part), times in measure(graphs, args.rounds).items():
+    times_of = measure(graphs, args.rounds)
+    flushes_us = spread(times_of.pop(FLUSHES))["median_us"]
+    for (name, part), times in times_of.items():
         row: dict[str, Any] = {"shape": str(shape), "arm": name, "part": part}
         row |= spread(times)
         num_bytes = count_bytes(arms[name], part, args.prefill_tokens)
@@ -338,6 +357,8 @@ def time_shape(
             }
         if part == "attention":
             row["num_splits"] = getattr(arms[name], "num_splits", None)
+        if part == "cold_layers":
+            row["layer_us"] = round((row["median_us"] - flushes_us) / LAYERS, 2)
         if part == "prefill_store":
             row["tokens"] = args.prefill_tokens
         report.row(**row, **device_facts)

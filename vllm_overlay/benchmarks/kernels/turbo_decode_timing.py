@@ -14,6 +14,17 @@ COPY_BYTES = 2 * 2**30
 WARM_UP_CALLS = 3
 
 
+class Flush:
+    """Empties the L2 cache. By reading: dirty lines would be written back later."""
+
+    def __init__(self) -> None:
+        self.source = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+        self.sink = torch.empty((), device="cuda")
+
+    def __call__(self) -> None:
+        torch.sum(self.source, 0, out=self.sink)
+
+
 def capture(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """Compile, warm up and capture a function."""
     stream = torch.cuda.Stream()
@@ -38,9 +49,7 @@ def measure(
         Sorted microseconds of each graph's replays.
 
     """
-    # Read, not written: dirty lines would be written back on the clock.
-    flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-    sink = torch.empty((), device="cuda")
+    flush = Flush()
     order = random.Random(0)
     times: dict[Any, list[float]] = {name: [] for name in graphs}
     for number in range(rounds + 1):
@@ -48,7 +57,7 @@ def measure(
         for name in order.sample(list(graphs), len(graphs)):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
-            torch.sum(flushed, 0, out=sink)
+            flush()
             start.record()
             graphs[name].replay()
             end.record()
