@@ -187,7 +187,7 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     expected += [(LAYOUT, variant, device, False, False) for variant in (4, 32, 64)]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
-    reasons = {"auto": "they could be built", "cuda": "turbo_kernel is cuda"}
+    reasons = {"auto": "they could be loaded", "cuda": "turbo_kernel is cuda"}
     assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
     assert log == []
 

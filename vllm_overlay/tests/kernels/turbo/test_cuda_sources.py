@@ -11,10 +11,13 @@ import regex as re
 
 import vllm
 from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+from vllm.v1.attention.ops.turbo.cuda.built import PREBUILT_DIR, digest_path
 
 
 def test_wheels_have_the_cuda_sources():
-    """In a checkout or sdist, ``setup.py`` says what goes into a wheel."""
+    """In a checkout or sdist, ``setup.py`` says what goes into a wheel: what is built
+    before that, too.
+    """
     package = Path(vllm.__file__).parent
     setup = package.with_name("setup.py")
     if not setup.is_file():
@@ -29,6 +32,8 @@ def test_wheels_have_the_cuda_sources():
         path.relative_to(package).as_posix()
         for path in (package / "v1/attention/ops/turbo/cuda/csrc").rglob("*.*")
     }
+    library = PREBUILT_DIR.relative_to(package) / "store.so"
+    sources |= {library.as_posix(), digest_path(library).as_posix()}
     packaged = {name for name in sources for p in patterns if fnmatch(name, p)}
     assert sources and packaged == sources
 

@@ -124,7 +124,7 @@ store = torch.distributed.FileStore(sys.argv[2], 3)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
 own = kernels.triton_kernels("it has no nvcc")
 if rank < 2:
-    own = own._replace(name="CUDA", reason="they could be built")
+    own = own._replace(name="CUDA", reason="they could be loaded")
 print(kernels.refusal_of_other_ranks(own, torch.distributed.group.WORLD))
 """
 

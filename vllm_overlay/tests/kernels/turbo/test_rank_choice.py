@@ -39,7 +39,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.other = (CUDA, "they could be built")
+        self.other = (CUDA, "they could be loaded")
         self.stores: list[str] = []
 
     def size(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.attention.ops.turbo import rank_report
 from vllm.v1.attention.ops.turbo.rank_report import describe_ranks, exchange
 
-CUDA = "CUDA kernels, because they could be built"
+CUDA = "CUDA kernels, because they could be loaded"
 TRITON = "Triton kernels, because there is no nvcc"
 
 

@@ -60,7 +60,7 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     small.runner.stored = large.runner.stored = True
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     large.runner.kernels = kernels.cuda_kernels(
-        large.runner.layout, "they could be built"
+        large.runner.layout, "they could be loaded"
     )
     small.runner.kernels = kernels.triton_kernels("head size 96 has no others")
     line = describe_cache([small, large, large])
@@ -68,7 +68,7 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
         "KV cache turbo4: 408 bytes a token and layer (layers: 1, KV heads: 4, "
         "head size: 96; Triton kernels, because head size 96 has no others), "
         "544 bytes a token and layer (layers: 2, KV heads: 2, "
-        "head size: 256; CUDA kernels, because they could be built), "
+        "head size: 256; CUDA kernels, because they could be loaded), "
     )
     ratio = (4 * 4 * 96 + 2 * 2 * 4 * 256) / (408 + 2 * 544)
     assert f" {ratio:.2f} times fewer" in line and line.endswith("stored K and V.")
@@ -130,7 +130,7 @@ def test_documented_line(monkeypatch, tmp_path):
     impl = make_impl(tmp_path, 8, 128, 32, **batch)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     impl.runner.kernels = kernels.cuda_kernels(
-        impl.runner.layout, "they could be built"
+        impl.runner.layout, "they could be loaded"
     )
     impl.runner.num_sms = 132
     page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"

@@ -167,7 +167,7 @@ def choose_kernels(
         )
     reason = unsupported or error
     if reason is None:
-        reason = "they could be built" if choice == "auto" else asked_for
+        reason = "they could be loaded" if choice == "auto" else asked_for
         return cuda_kernels(layout, reason)
     if choice == "cuda":
         raise ValueError(cuda_refusal(reason))
