@@ -18,6 +18,13 @@ what a KV cache loses, it forgets. It was trained to measure KV cache dtypes, an
 is of no other use; it knows nothing but the style of software documentation."""
 SPECIAL = "three more begin a text and begin and end a chat's turn."
 ABOUT = {
+    "deepseek_v3": f"""\
+A DeepSeek-V3 without experts of {{parameters:,}} parameters that reads bytes and
+{PURPOSE}
+
+3 layers of multi-head latent attention, hidden size 192, latents of 256 and rotary keys
+of 64 dimensions, 8 heads of 64 + 64 dimensions and values of 128, context 8192 bytes,
+bfloat16. A token is a byte; {SPECIAL}""",
     "granite_swa": f"""\
 A Granite with sliding windows of {{parameters:,}} parameters that reads bytes and
 {PURPOSE}

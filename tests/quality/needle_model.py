@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from sink_attention import attend
 from transformers import (
     AttentionInterface,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     LlamaConfig,
@@ -90,6 +92,7 @@ KEY_BIAS_PAIRS = 6
 # Of the layers with and without windows: five to one.
 PERIOD = (*["sliding_attention"] * 5, "full_attention")
 CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "granite_swa": (GraniteSWAConfig, GraniteSWAForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -107,9 +110,27 @@ SHARED: dict[str, object] = {
     "pad_token_id": None,
     "attn_implementation": ATTENTION,
 }
+MLA_LAYERS = 3
 # Tokens of words and their parts, bytes and special ones among them.
 MERGED_VOCAB_SIZE = 4096
 SHAPES: dict[str, dict[str, object]] = {
+    # 3.1 million parameters, 5.9 MiB. No layer has experts. Heads have the sizes that
+    # FlashAttention 3 prefills MLA with; vLLM has no tied head of this class.
+    "deepseek_v3": {
+        "num_hidden_layers": MLA_LAYERS,
+        "first_k_dense_replace": MLA_LAYERS,
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
     # 3.0 million parameters, 5.8 MiB. Ten layers have windows.
     "granite_swa": {
         "num_hidden_layers": 2 * len(PERIOD),
@@ -209,6 +230,6 @@ def save_model(
     weights = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -53,7 +53,7 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     return needle_config(family, **(TINY | windows | changes))
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "granite_swa"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen2", "qwen3", "granite_swa"])
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

@@ -74,7 +74,7 @@ def read_corpus(path: Path) -> bytes:
 
 def weighted_loss(
     hidden: torch.Tensor,
-    embedding: torch.Tensor,
+    head: torch.Tensor,
     targets: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +82,11 @@ def weighted_loss(
 
     Args:
         hidden: (tokens, hidden size), after the last norm.
-        embedding: (vocabulary, hidden size), the tied head.
+        head: (vocabulary, hidden size).
         targets: (tokens,), what follows each token.
         weights: (tokens,), of each target in the loss.
     """
-    logits = F.linear(hidden, embedding).float()
+    logits = F.linear(hidden, head).float()
     losses = F.cross_entropy(logits, targets, reduction="none")
     loss = (losses * weights).sum() / weights.sum()
     with torch.no_grad():
