@@ -14,7 +14,7 @@ arms in turn. One JSON object a line, for each arm and part:
 * ``step``: both, one after the other.
 * ``layers``: ``LAYERS`` times a kernel that makes the query, as a model has one before,
   and a step. From the second on the cache that is read is warm.
-* ``cold_layers``: the same, each layer with a cold L2 cache, as after a model's weights:
+* ``cold_layers``: the same, each layer with a cold L2 cache as after a model's weights:
   of the kernels' instructions and tables, too. ``layer_us`` is what a layer takes, the
   emptying of the cache not counted.
 * ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
