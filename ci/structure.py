@@ -19,7 +19,14 @@ TURBO = f"{ATTENTION}.ops.turbo"
 BACKEND = f"{ATTENTION}.backends.turbo_attn"
 # What packages of the folder above may import of it; others may import anything but
 # the reference.
-KERNELS = ("format", "interface", "rotation", "window_format")
+KERNELS = (
+    "format",
+    "interface",
+    "latent_format",
+    "latent_interface",
+    "rotation",
+    "window_format",
+)
 ALLOWED = {
     "triton": (*KERNELS, "triton"),
     "cuda": (*KERNELS, "cuda"),

@@ -336,13 +336,25 @@ class KernelSet(Protocol):
         """Make what the kernels keep on a device for good."""
 
 
+class PageLayout(Protocol):
+    """What pages have of a format."""
+
+    @property
+    def name(self) -> str:
+        """The ``--kv-cache-dtype`` value."""
+
+    @property
+    def slot_size(self) -> int:
+        """Bytes of a slot."""
+
+
 def half2_bits(value: float) -> str:
     """A number twice in fp16, as C++ and PTX write its 32 bits."""
     bits = struct.unpack("<H", struct.pack("<e", value))[0]
     return f"0x{bits:04X}{bits:04X}"
 
 
-def check_pages(kv_cache: torch.Tensor, layout: TurboFormat) -> None:
+def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
     """Check what kernels take for granted of a layer's cache.
 
     Args:

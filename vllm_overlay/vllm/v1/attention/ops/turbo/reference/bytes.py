@@ -22,26 +22,26 @@ def pack_scales(scale_codes: torch.Tensor, words: ScaleWords) -> torch.Tensor:
     deltas = (base[..., None] - codes) // words.delta_step
     shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
     word = base + (deltas << shifts.to(codes.device)).sum(-1)
-    return _to_bytes(word, words.word_bytes)
+    return to_bytes(word, words.word_bytes)
 
 
 def unpack_scales(packed: torch.Tensor, words: ScaleWords) -> torch.Tensor:
     """Inverse of ``pack_scales``."""
-    word = _from_bytes(packed, words.word_bytes)[..., None]
+    word = from_bytes(packed, words.word_bytes)[..., None]
     shifts = 8 + words.delta_bits * torch.arange(words.word_groups)
     deltas = word >> shifts.to(packed.device) & words.max_delta
     codes = (word & 0xFF) - deltas * words.delta_step
     return codes.flatten(-2).to(torch.uint8)
 
 
-def _to_bytes(word: torch.Tensor, word_bytes: int) -> torch.Tensor:
+def to_bytes(word: torch.Tensor, word_bytes: int) -> torch.Tensor:
     """Little-endian bytes of int64 words: (..., n) to (..., n * word_bytes)."""
     shifts = 8 * torch.arange(word_bytes, device=word.device)
     return (word[..., None] >> shifts & 0xFF).flatten(-2).to(torch.uint8)
 
 
-def _from_bytes(packed: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    """Inverse of ``_to_bytes``."""
+def from_bytes(packed: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    """Inverse of ``to_bytes``."""
     shifts = 8 * torch.arange(word_bytes, device=packed.device)
     return (packed.long().unflatten(-1, (-1, word_bytes)) << shifts).sum(-1)
 
@@ -72,6 +72,14 @@ def _branch_shifts(is_value: bool, device: torch.device) -> torch.Tensor:
 
 
 @cache
+def group_shifts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where branches and path bits of a group that has words of its own lie in them:
+    in their order. For ``pack_trellis``.
+    """
+    return _branch_shifts(False, device), _path_shifts(1, False, device)
+
+
+@cache
 def _path_shifts(num_groups: int, is_value: bool, device: torch.device) -> torch.Tensor:
     """Where a path bit lies in its word: int64 (groups of a word, 16)."""
     place = torch.arange(fmt.SCALE_GROUP, device="cpu")
@@ -86,6 +94,37 @@ def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
     return word << bits & 0xFFFF | word >> 16 - bits
 
 
+def pack_trellis(
+    grouped: torch.Tensor, branch_shifts: torch.Tensor, path_shifts: torch.Tensor
+) -> torch.Tensor:
+    """Bytes of trellis-coded levels: (..., G, 16) int64 to uint8 (..., 6 * G).
+
+    All branches, a word a group, before the words of path bits.
+
+    Args:
+        grouped: Index of the levels.
+        branch_shifts: (16,), where a group's branches lie in its word.
+        path_shifts: (groups of a word, 16), where path bits lie in theirs.
+
+    """
+    branches = (grouped >> 2 << branch_shifts).sum(-1)
+    path = path_bits(grouped).unflatten(-2, (-1, len(path_shifts)))
+    path = (path << path_shifts).sum((-2, -1))
+    return torch.cat([to_bytes(branches, 4), to_bytes(path, 2 * len(path_shifts))], -1)
+
+
+def unpack_trellis(
+    packed: torch.Tensor, branch_shifts: torch.Tensor, path_shifts: torch.Tensor
+) -> torch.Tensor:
+    """Inverse of ``pack_trellis``: int64 (..., G, 16)."""
+    num_groups = packed.shape[-1] // 6
+    branches, path = packed.split([4 * num_groups, 2 * num_groups], -1)
+    branch = from_bytes(branches, 4)[..., None] >> branch_shifts & 3
+    bit = from_bytes(path, 2 * len(path_shifts))[..., None, None] >> path_shifts & 1
+    bit = torch.nn.functional.pad(bit.flatten(-3, -2), (2, 0))
+    return 4 * branch + 2 * (bit[..., 2:] ^ bit[..., :-2]) + bit[..., 1:-1]
+
+
 def pack_codes(index: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
     """Bytes of a vector's codes: (..., D) to uint8 (..., D * bits / 8).
 
@@ -96,16 +135,12 @@ def pack_codes(index: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
         units = index.long().unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)
         shifts = _unit_shifts(index.device)
         if not is_value:
-            return _to_bytes((units << shifts).sum(-1), 4)
+            return to_bytes((units << shifts).sum(-1), 4)
         halves = units.unflatten(-1, (-1, 2)).transpose(-1, -2) << shifts[:4]
-        return _to_bytes(_rotated(halves.sum(-1), 2).flatten(-2), 2)
+        return to_bytes(_rotated(halves.sum(-1), 2).flatten(-2), 2)
     grouped = by_group(index.long())
-    num_groups = grouped.shape[-2]
-    branches = (grouped >> 2 << _branch_shifts(is_value, index.device)).sum(-1)
-    shifts = _path_shifts(num_groups, is_value, index.device)
-    path = path_bits(grouped).unflatten(-2, (-1, len(shifts)))
-    path = (path << shifts).sum((-2, -1))
-    return torch.cat([_to_bytes(branches, 4), _to_bytes(path, 2 * len(shifts))], -1)
+    path_shifts = _path_shifts(grouped.shape[-2], is_value, index.device)
+    return pack_trellis(grouped, _branch_shifts(is_value, index.device), path_shifts)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
@@ -113,17 +148,11 @@ def unpack_codes(packed: torch.Tensor, bits: int, is_value: bool) -> torch.Tenso
     if bits == 4:
         shifts = _unit_shifts(packed.device)
         if is_value:
-            halves = _rotated(_from_bytes(packed, 2), 14).unflatten(-1, (-1, 2))
+            halves = _rotated(from_bytes(packed, 2), 14).unflatten(-1, (-1, 2))
             units = (halves[..., None, :] >> shifts[:4, None] & 0xF).flatten(-2)
         else:
-            units = _from_bytes(packed, 4)[..., None] >> shifts & 0xF
+            units = from_bytes(packed, 4)[..., None] >> shifts & 0xF
         return units.transpose(-1, -2).flatten(-2).to(torch.uint8)
-    num_groups = packed.shape[-1] // 6
-    branches, path = packed.split([4 * num_groups, 2 * num_groups], -1)
+    path_shifts = _path_shifts(packed.shape[-1] // 6, is_value, packed.device)
     shifts = _branch_shifts(is_value, packed.device)
-    branch = _from_bytes(branches, 4)[..., None] >> shifts & 3
-    shifts = _path_shifts(num_groups, is_value, packed.device)
-    bit = _from_bytes(path, 2 * len(shifts))[..., None, None] >> shifts & 1
-    bit = torch.nn.functional.pad(bit.flatten(-3, -2), (2, 0))
-    subset = 2 * (bit[..., 2:] ^ bit[..., :-2]) + bit[..., 1:-1]
-    return from_groups(4 * branch + subset).to(torch.uint8)
+    return from_groups(unpack_trellis(packed, shifts, path_shifts)).to(torch.uint8)

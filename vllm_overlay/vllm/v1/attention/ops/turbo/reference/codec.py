@@ -280,6 +280,37 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
     return torch.where(by_group(here), moved, best_index)
 
 
+def quantize_groups(
+    grouped: torch.Tensor, codebook: Codebook
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels and scales of rotated vectors, whichever coordinates groups have.
+
+    Args:
+        grouped: (..., G, 16) fp32, finite.
+        codebook: That of the vectors.
+
+    Returns:
+        index: (..., G, 16) uint8, of the levels.
+        scale_codes: (..., G) uint8, E5M3.
+
+    """
+    grouped = grouped.clamp(-fmt.SCALE_MAX, fmt.SCALE_MAX)
+    scale_codes = choose_scales(grouped, codebook)
+    scale = scale_values(scale_codes)[..., None]
+    if codebook.unbiased:
+        index = _unbiased(grouped, scale, codebook)
+    else:
+        index = _encode(grouped, scale, _normaliser(grouped), codebook)[0]
+    return index.to(torch.uint8), scale_codes
+
+
+def dequantize_groups(
+    index: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
+) -> torch.Tensor:
+    """Rotated vectors, fp32, of levels (..., G, 16) and scales (..., G)."""
+    return levels_of(index, codebook) * scale_values(scale_codes)[..., None]
+
+
 def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels and scales of rotated vectors.
 
@@ -292,20 +323,12 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
         scale_codes: (..., G) uint8, E5M3.
 
     """
-    grouped = by_group(y).clamp(-fmt.SCALE_MAX, fmt.SCALE_MAX)
-    scale_codes = choose_scales(grouped, codebook)
-    scale = scale_values(scale_codes)[..., None]
-    if codebook.unbiased:
-        index = _unbiased(grouped, scale, codebook)
-    else:
-        normaliser = _normaliser(grouped)
-        index = _encode(grouped, scale, normaliser, codebook)[0]
-    return from_groups(index).to(torch.uint8), scale_codes
+    index, scale_codes = quantize_groups(by_group(y), codebook)
+    return from_groups(index), scale_codes
 
 
 def dequantize(
     index: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
 ) -> torch.Tensor:
     """Rotated vectors, (..., D) fp32, of levels (..., D) and scales (..., G)."""
-    scale = scale_values(scale_codes)[..., None]
-    return from_groups(levels_of(by_group(index), codebook) * scale)
+    return from_groups(dequantize_groups(by_group(index), scale_codes, codebook))
