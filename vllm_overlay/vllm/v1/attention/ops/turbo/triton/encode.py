@@ -11,6 +11,7 @@ codebook of four bits, or ``triton_trellis.trellis_constants`` of one of three.
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook, fp32
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_CODEBOOKS
 from vllm.v1.attention.ops.turbo.triton.codec import (
     nibble_of,
     rotate_halves,
@@ -61,6 +62,8 @@ _KEYS_4 = tl.constexpr(constants(fmt.KEY_CODEBOOKS[4]))
 _KEYS_3 = tl.constexpr(trellis_constants(fmt.KEY_CODEBOOKS[3]))
 _VALUES_4 = tl.constexpr(constants(fmt.VALUE_CODEBOOKS[4]))
 _VALUES_3 = tl.constexpr(trellis_constants(fmt.VALUE_CODEBOOKS[3]))
+_LATENTS_4 = tl.constexpr(constants(LATENT_CODEBOOKS[4]))
+_LATENTS_3 = tl.constexpr(trellis_constants(LATENT_CODEBOOKS[3]))
 
 
 @triton.jit
@@ -305,8 +308,13 @@ def encode_vectors(
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
     offset_ptr=None,  # [T] pointers to fp32 vectors, taken off first
+    IS_LATENT: tl.constexpr = False,
 ):
-    """Rotate and quantise vectors of one side into their tiles."""
+    """Rotate and quantise vectors of one side, or latents, into their tiles.
+
+    Of latents, coordinate r here is the rotated vector's ``r % G * 16 + r // G``: they
+    have a group's side by side. The rest is as of keys, but for the words.
+    """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     BLOCK_G: tl.constexpr = BLOCK_U // 2
@@ -320,18 +328,27 @@ def encode_vectors(
     for i in tl.static_range(8 // FOLD):
         coordinate = (i * FOLD + column // BLOCK_U) * NUM_UNITS + unit
         inside = unit < NUM_UNITS
+        if IS_LATENT:
+            coordinate = coordinate % NUM_GROUPS * 16 + coordinate // NUM_GROUPS
         rotated = rotate_integers(
             integers, matrix_ptr, coordinate, inside, HEAD_SIZE, BLOCK_D
         )
         y = y + (rotated * factor,)
     if BITS == 4:
-        CODEBOOK: tl.constexpr = _KEYS_4 if IS_KEY else _VALUES_4
+        SIDE: tl.constexpr = _KEYS_4 if IS_KEY else _VALUES_4
+        CODEBOOK: tl.constexpr = _LATENTS_4 if IS_LATENT else SIDE
         scale_code = choose_scales(y, CODEBOOK, BLOCK_G, SCALE_WORDS)
         scale = unfold(scale_value(scale_code).to(tl.float32), FOLD * BLOCK_U)
         word = _units(y, scale, unit, CODEBOOK, NUM_UNITS, BLOCK_U, FOLD, not IS_KEY)
         u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
         mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
-        if IS_KEY:
+        if IS_LATENT:
+            # Codes of one parity are half of a word: 0 to 3, and of the next 4 to 7.
+            row_ptr = (tile_ptr + (CODES_OFFSET + token * (HEAD_SIZE // 2)))[:, None]
+            half = u % NUM_GROUPS * 4 + u // NUM_GROUPS
+            p_half = row_ptr.to(tl.pointer_type(tl.int16)) + half[None, :]
+            store_halves(p_half, word, mask)
+        elif IS_KEY:
             row_ptr = (tile_ptr + (CODES_OFFSET + token * (HEAD_SIZE // 2)))[:, None]
             p_word = row_ptr.to(tl.pointer_type(tl.int32)) + u[None, :]
             tl.store(p_word, word, mask=mask)
@@ -341,7 +358,8 @@ def encode_vectors(
             p_half += (u // NUM_GROUPS * 4)[None, :]
             store_halves(p_half, rotate_halves(word, 2), mask)
     else:
-        TRELLIS: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
+        SIDE: tl.constexpr = _KEYS_3 if IS_KEY else _VALUES_3
+        TRELLIS: tl.constexpr = _LATENTS_3 if IS_LATENT else SIDE
         if scratch_ptr is None:
             groups = _by_trellis(y, BLOCK_G)
         else:
@@ -363,5 +381,6 @@ def encode_vectors(
             IS_KEY,
             TRELLIS,
             HEAD_SIZE,
+            IS_LATENT,
         )
     store_scales(scale_code, tile_ptr + SCALES_OFFSET, token, token_mask, SCALE_WORDS)

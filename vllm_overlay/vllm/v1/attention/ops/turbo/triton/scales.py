@@ -163,13 +163,21 @@ def _by_word(x, SCALE_WORDS: tl.constexpr):
 
 
 @triton.jit
+def scale_floor(largest):
+    """Code of the largest scale not above non-negative fp32 numbers, int32; too large
+    for a code above SCALE_MAX.
+    """
+    normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
+    subnormal = (largest * 131072.0).to(tl.int32)
+    return tl.where(largest < 6.103515625e-05, subnormal, normal)
+
+
+@triton.jit
 def scale_candidates(
     largest,  # [T, G] fp32, at most SCALE_MAX
 ):
     """Codes that a group tries, ascending, int32 [T, G] each."""
-    normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
-    subnormal = (largest * 131072.0).to(tl.int32)
-    floor = tl.where(largest < 6.103515625e-05, subnormal, normal)
+    floor = scale_floor(largest)
     codes = ()
     for candidate in tl.static_range(_NUM_CANDIDATES):
         code = floor + _SCALE_OFFSETS[candidate]

@@ -261,6 +261,7 @@ def _store_key_trellis(
     token,  # [T, 1] place in the tile
     token_mask,  # [T, 1]
     HEAD_SIZE: tl.constexpr,
+    OWN_PATH_WORDS: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     group = tl.arange(0, path.shape[1])[None, :]
@@ -268,7 +269,7 @@ def _store_key_trellis(
     row_ptr = codes_ptr + token * (HEAD_SIZE // 4)
     tl.store(row_ptr.to(tl.pointer_type(tl.int32)) + group, branch_word, mask=mask)
     row_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4) + token * (HEAD_SIZE // 8)
-    if NUM_GROUPS % 2 == 1:
+    if OWN_PATH_WORDS:
         p_path = row_ptr.to(tl.pointer_type(tl.int16)) + group
         tl.store(p_path, path.to(tl.int16), mask=mask)
     else:
@@ -296,8 +297,12 @@ def store_trellis(
     IS_KEY: tl.constexpr,
     CODEBOOK: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    IS_LATENT: tl.constexpr = False,
 ):
-    """Write both planes of codes of three bits."""
+    """Write both planes of codes of three bits.
+
+    Those of latents are those of keys, but each group has a word of path bits.
+    """
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     word = tl.zeros(scale.shape, tl.int32)
     reciprocal = reciprocal_of(scale)
@@ -310,7 +315,15 @@ def store_trellis(
     if IS_KEY:
         codes_ptr = (tile_ptr + CODES_OFFSET)[:, None]
         token_mask = token_mask[:, None]
-        _store_key_trellis(word, path, codes_ptr, token[:, None], token_mask, HEAD_SIZE)
+        _store_key_trellis(
+            word,
+            path,
+            codes_ptr,
+            token[:, None],
+            token_mask,
+            HEAD_SIZE,
+            IS_LATENT or NUM_GROUPS % 2 == 1,
+        )
     else:
         group = tl.arange(0, scale.shape[1])[None, :]
         mask = token_mask[:, None] & (group < NUM_GROUPS)
