@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
+"""Unpacking of latents and rotary keys, for Triton kernels (see ``latent_format``).
+
+Codes of three bits become words of those of four, so what follows is the same. A latent
+is decoded by chunks, each of the coordinates that share a word of scales.
+"""
+
+from functools import cache
+
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
+from vllm.v1.attention.ops.turbo.interface import half2_bits
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.triton.codec import load_scales, scale_value
+
+_USE_PTX = tl.constexpr(
+    current_platform.is_cuda() and not triton.knobs.runtime.interpret
+)
+_WORD_CODES = tl.constexpr(latent_fmt.WORD_CODES)
+_GROUP_WORDS = tl.constexpr(fmt.SCALE_GROUP // latent_fmt.WORD_CODES)
+_GROUP = tl.constexpr(fmt.SCALE_GROUP)
+
+
+@cache
+def latent_constants(layout: LatentFormat) -> dict[str, object]:
+    """Constants of a kernel that reads pages, by the names of its parameters."""
+    codebook = layout.codebook
+    return {
+        "BITS": layout.bits,
+        "COEFFICIENTS": tuple(x * codebook.gain for x in codebook.coefficients),
+        "SCALE_WORDS": tuple(layout.scale_words),
+        "PATHS_OFFSET": layout.path_bits_offset,
+        "ROPE_OFFSET": layout.rope_offset,
+        "SCALES_OFFSET": layout.scales_offset,
+        "ROPE_SCALES_OFFSET": layout.rope_scales_offset,
+        "TILE_BYTES": layout.tile_bytes,
+        "RANK": layout.rank,
+        "CHUNK": layout.rank // layout.scale_words.num_words,
+        "ROPE": layout.rope,
+    }
+
+
+def _word_ptx() -> str:
+    """PTX of the coordinates of a word: $0 to $7, of which $8 is the word, and $9 and
+    $10 are its scale times the coefficients.
+    """
+    lines = [
+        ".reg .b32 x, v, y, a, b, center;",
+        "mov.b32 a, {$9, $9};",
+        "mov.b32 b, {$10, $10};",
+        f"mov.b32 center, {half2_bits(-16 - 15 / 8)};",
+    ]
+    shifts = ("shl.b32 x, $8, 4;", "mov.b32 x, $8;", "shr.u32 x, $8, 4;")
+    for k, shift in enumerate((*shifts, "shr.u32 x, $8, 8;")):
+        lines += [
+            shift,
+            # 16 + code / 4, see codec.step_positions.
+            "lop3.b32 v, x, 0x00F000F0, 0x4C004C00, 0xEA;",
+            "add.rn.f16x2 v, v, center;",
+            "abs.f16x2 y, v;",
+            "fma.rn.f16x2 y, y, b, a;",
+            "mul.rn.f16x2 y, v, y;",
+            f"mov.b32 {{${2 * k}, ${2 * k + 1}}}, y;",
+        ]
+    return "{" + " ".join(lines) + "}"
+
+
+_WORD_PTX = tl.constexpr(_word_ptx())
+_WORD_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,h,h")
+
+
+@triton.jit
+def _spread(bits):
+    """Bits 2 * k of both halves of int32 to bits 4 * k."""
+    bits = bits & 0x00550055
+    bits = (bits | bits << 4) & 0x05050505
+    return (bits | bits << 2) & 0x11111111
+
+
+@triton.jit
+def load_latent_words(
+    tile_ptr,  # [N, 1] uint8 pointers to tiles
+    token,  # [N, 1] place in the tile
+    word,  # [1, W]
+    mask,  # [N, W]
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    PATHS_OFFSET: tl.constexpr,
+):
+    """Load codes as words of four bits each, int32 [N, W]: even ones below odd ones."""
+    if BITS == 4:
+        row_ptr = tile_ptr + token * (RANK // 2)
+        p_word = row_ptr.to(tl.pointer_type(tl.int32)) + word
+        return tl.load(p_word, mask=mask, other=0)
+
+    row_ptr = tile_ptr + token * (RANK // 4)
+    p_branch = row_ptr.to(tl.pointer_type(tl.int16)) + word
+    branch = tl.load(p_branch, mask=mask, other=0).to(tl.int32)
+    row_ptr = tile_ptr + (PATHS_OFFSET + token * (RANK // 8))
+    p_path = row_ptr.to(tl.pointer_type(tl.int16)) + word // _GROUP_WORDS
+    path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    # Those of the word, and of the two codes before it.
+    path = (path << 2) >> (word % _GROUP_WORDS * _WORD_CODES)
+    differs = path >> 2 ^ path
+    low = path >> 1 & 0xFF | (differs & 0xFF) << 16
+    even = _spread(low)
+    odd = _spread(low >> 1)
+    codes = even & 0xFFFF | odd << 16
+    codes |= (even >> 16) << 1 | ((odd >> 16) & 0xFFFF) << 17
+    return codes | (branch & 0x3333) << 2 | (branch >> 2 & 0x3333) << 18
+
+
+@triton.jit
+def latent_coordinates(
+    word,  # [N, W] int32, from ``load_latent_words``
+    scale,  # [N, W] fp16
+    COEFFICIENTS: tl.constexpr,
+):
+    """Rotated coordinates, with the gain, fp16 [N, 8 * W]."""
+    scale = scale.to(tl.float32)
+    linear = (scale * COEFFICIENTS[0]).to(tl.float16)
+    quadratic = (scale * COEFFICIENTS[1]).to(tl.float16)
+    if _USE_PTX:
+        x = tl.inline_asm_elementwise(
+            _WORD_PTX,
+            _WORD_CONSTRAINTS,
+            [word, linear, quadratic],
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        x = ()
+        for j in tl.static_range(_WORD_CODES):
+            code = word >> (4 * (j // 2 + j % 2 * 4)) & 0xF
+            v = code.to(tl.float16) * 0.25 - 15 / 8
+            x = x + (v * (linear + quadratic * tl.abs(v)),)
+    # The last to be joined are next to each other.
+    upper = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+    lower = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
+    joined = tl.join(upper, lower)
+    return tl.reshape(joined, [word.shape[0], word.shape[1] * _WORD_CODES])
+
+
+@triton.jit
+def load_latents(
+    tile_ptr,  # [N] uint8 pointers to tiles
+    token,  # [N] place in the tile
+    inside,  # [N], which tokens to load
+    INDEX: tl.constexpr,
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    PATHS_OFFSET: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+):
+    """Load the rotated coordinates of a chunk, fp16 [N, RANK / words of scales].
+
+    They are zeros where no token is inside.
+    """
+    CHUNK_WORDS: tl.constexpr = RANK // SCALE_WORDS[0] // _WORD_CODES
+    WORD_BYTES: tl.constexpr = SCALE_WORDS[1]
+    own_word = tl.arange(0, CHUNK_WORDS)[None, :]
+    word = own_word + INDEX * CHUNK_WORDS
+    tile_ptr = tile_ptr[:, None]
+    token = token[:, None]
+    inside = inside[:, None]
+    mask = inside & (word >= 0)
+    codes = load_latent_words(tile_ptr, token, word, mask, RANK, BITS, PATHS_OFFSET)
+    p_scale = tile_ptr + (SCALES_OFFSET + INDEX * WORD_BYTES)
+    p_scale += token * (SCALE_WORDS[0] * WORD_BYTES)
+    group = own_word // _GROUP_WORDS
+    # Of any bytes the scale may be NaN, and zero times that is not zero.
+    scale = load_scales(
+        p_scale,
+        token * 0,
+        group,
+        group,
+        inside,
+        mask,
+        RANK // SCALE_WORDS[0],
+        (1, SCALE_WORDS[1], SCALE_WORDS[2], SCALE_WORDS[3], SCALE_WORDS[4]),
+    )
+    return latent_coordinates(codes, scale, COEFFICIENTS)
+
+
+@triton.jit
+def load_rope_group(
+    tile_ptr,  # [N] uint8 pointers to tiles
+    token,  # [N] place in the tile
+    inside,  # [N], which tokens to load
+    GROUP: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    ROPE_SCALES_OFFSET: tl.constexpr,
+):
+    """Load the codes of a group of rotary coordinates, fp16 [N, 16], and their scale,
+    fp32 [N].
+
+    Their product may be more than fp16 holds.
+    """
+    row_ptr = tile_ptr + (ROPE_OFFSET + token * ROPE)
+    r = tl.arange(0, _GROUP)[None, :] + GROUP * _GROUP
+    p_code = row_ptr[:, None].to(tl.pointer_type(tl.int8)) + r
+    code = tl.load(p_code, mask=inside[:, None], other=0).to(tl.float16)
+    p_scale = tile_ptr + (ROPE_SCALES_OFFSET + token * (ROPE // _GROUP) + GROUP)
+    scale = tl.load(p_scale, mask=inside, other=0)
+    return code, scale_value(scale).to(tl.float32)

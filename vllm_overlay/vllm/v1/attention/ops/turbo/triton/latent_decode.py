@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
+"""Decode attention of MLA over packed pages: split-KV attention, then merge.
+
+K and V are one latent, decoded once to fp16 for both products. Rows are the query heads
+of a sequence's query tokens, a block of them a program. Softmax is in base 2.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    MAX_KV_SPLITS,
+    DecodeBatch,
+    Partials,
+)
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    check_latent_pages,
+    check_latent_query,
+)
+from vllm.v1.attention.ops.turbo.triton.codec import (
+    TILE,
+    block_divisor,
+    divide_by_block,
+)
+from vllm.v1.attention.ops.turbo.triton.latent_codec import (
+    latent_constants,
+    load_latents,
+    load_rope_group,
+)
+from vllm.v1.attention.ops.turbo.triton.scales import exponent_of, power_of_two
+
+_GROUP = tl.constexpr(SCALE_GROUP)
+
+
+class LatentTuning(NamedTuple):
+    """How the decode kernel is launched.
+
+    Attributes:
+        block_h: Rows a program.
+        block_n: Tokens a step of a program.
+        num_warps: Warps a program.
+        num_stages: Depth of the software pipeline.
+
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tuning(num_rows: int) -> LatentTuning:
+    """Launch parameters: the largest tiles that compile without spills for sm_80 and
+    later, and leave room for 100 KiB of shared memory.
+
+    Each block of rows decodes the tokens once more.
+
+    Args:
+        num_rows: Query heads times query tokens of a sequence, at most.
+
+    """
+    if num_rows <= 16:
+        return LatentTuning(16, 32, 4, 2)
+    return LatentTuning(32, 32, 8, 2)
+
+
+@triton.jit
+def _exponent(
+    x,  # [H, D]
+):
+    """Exponents of rows' largest magnitudes, of which powers of two are normal."""
+    exponent = exponent_of(tl.max(tl.abs(x.to(tl.float32)), 1))
+    return tl.minimum(tl.maximum(exponent, -126), 126)
+
+
+@triton.jit
+def _half(x, exponent):
+    """Rows fp16, by their exponents: bf16 has numbers that fp16 has not."""
+    return (x.to(tl.float32) * power_of_two(-exponent)[:, None]).to(tl.float16)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_splits",
+        "max_query_len",
+        "tiles_per_block",
+        "block_shift",
+        "block_multiplier",
+        "stride_block_table",
+    ],
+    # A call begins with any of the batch's requests.
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+    ],
+)
+def _decode_latent_kernel(
+    query_ptr,  # [T, Hq, L]
+    query_rope_ptr,  # [T, Hq, R], or None
+    kv_cache_ptr,  # [num_blocks, N, C] uint8
+    block_table_ptr,  # [B, max_blocks]
+    seq_lens_ptr,  # [B]
+    query_start_loc_ptr,  # [B + 1]
+    partial_ptr,  # [B, S, Q, Hq, L] fp32
+    partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
+    score_factor,
+    num_splits,
+    max_query_len,
+    stride_query_token,
+    stride_query_head,
+    stride_rope_token,
+    stride_rope_head,
+    stride_cache_block: tl.int64,
+    stride_block_table,
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
+    NUM_HEADS: tl.constexpr,
+    BITS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PATHS_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    ROPE_SCALES_OFFSET: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Program (h, b, s): rows [h * BLOCK_H, ...) of sequence b, split s.
+
+    MULTIPLE: whether ``max_query_len`` is more than one.
+    """
+    if not MULTIPLE:
+        max_query_len = 1
+    batch = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    if UNIFORM:
+        first_token = batch * max_query_len
+        query_len = max_query_len
+    else:
+        first_token = tl.load(query_start_loc_ptr + batch).to(tl.int64)
+        query_len = tl.load(query_start_loc_ptr + batch + 1) - first_token.to(tl.int32)
+    seq_len = tl.load(seq_lens_ptr + batch)
+    split_size = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    first = split * split_size
+    last = tl.minimum(first + split_size, seq_len)
+
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row_mask = h < query_len * NUM_HEADS
+    query_token = h // NUM_HEADS
+    # Tokens up to the row's own.
+    end = seq_len - query_len + 1 + query_token
+    partial_row = (batch * num_splits + split) * (max_query_len * NUM_HEADS) + h
+    p_lse = partial_lse_ptr + partial_row
+    # What no row of the program sees is not read.
+    last_token = (tl.program_id(0) * BLOCK_H + BLOCK_H - 1) // NUM_HEADS
+    last = tl.minimum(last, seq_len - query_len + 1 + last_token)
+    if first >= last:
+        tl.store(p_lse, float("-inf"), mask=row_mask)
+        return
+
+    token = first_token + query_token
+    c = tl.arange(0, CHUNK)[None, :]
+    p_query = query_ptr + token * stride_query_token + h % NUM_HEADS * stride_query_head
+    all_c = tl.arange(0, RANK)[None, :]
+    whole = tl.load(p_query[:, None] + all_c, mask=row_mask[:, None], other=0.0)
+    exponent = _exponent(whole)
+    factor = power_of_two(exponent) * score_factor
+    query = ()
+    accumulator = ()
+    for i in tl.static_range(RANK // CHUNK):
+        p_chunk = p_query[:, None] + (i * CHUNK + c)
+        part = tl.load(p_chunk, mask=row_mask[:, None], other=0.0)
+        query = query + (_half(part, exponent),)
+        accumulator = accumulator + (tl.zeros([BLOCK_H, CHUNK], tl.float32),)
+    query_rope = ()
+    if ROPE > 0:
+        p_rope = query_rope_ptr + token * stride_rope_token
+        p_rope += h % NUM_HEADS * stride_rope_head
+        r = tl.arange(0, ROPE)[None, :]
+        whole = tl.load(p_rope[:, None] + r, mask=row_mask[:, None], other=0.0)
+        exponent = _exponent(whole)
+        rope_factor = power_of_two(exponent) * score_factor
+        r = tl.arange(0, _GROUP)[None, :]
+        for i in tl.static_range(ROPE // _GROUP):
+            p_part = p_rope[:, None] + (r + i * _GROUP)
+            part = tl.load(p_part, mask=row_mask[:, None], other=0.0)
+            query_rope = query_rope + (_half(part, exponent),)
+    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_H], tl.float32)
+    table_ptr = block_table_ptr + batch * stride_block_table
+
+    for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = n < last
+        place, tile = divide_by_block(
+            n // TILE, tiles_per_block, block_shift, block_multiplier
+        )
+        block = tl.load(table_ptr + place, mask=inside, other=0).to(tl.int64)
+        tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * TILE_BYTES
+        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        latents = ()
+        for i in tl.static_range(RANK // CHUNK):
+            latent = load_latents(
+                tile_ptr,
+                n % TILE,
+                inside,
+                i,
+                RANK,
+                BITS,
+                PATHS_OFFSET,
+                SCALES_OFFSET,
+                SCALE_WORDS,
+                COEFFICIENTS,
+            )
+            scores = tl.dot(query[i], tl.trans(latent), scores)
+            latents = latents + (latent,)
+        scores = scores * factor[:, None]
+        for i in tl.static_range(ROPE // _GROUP):
+            code, scale = load_rope_group(
+                tile_ptr,
+                n % TILE,
+                inside,
+                i,
+                ROPE,
+                ROPE_OFFSET,
+                ROPE_SCALES_OFFSET,
+            )
+            product = tl.dot(query_rope[i], tl.trans(code))
+            scores += product * (rope_factor[:, None] * scale[None, :])
+        seen = inside[None, :]
+        if MULTIPLE:
+            seen = seen & (n[None, :] < end[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        if MULTIPLE:
+            # A row may see none of the tokens so far.
+            new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
+        rescale = tl.exp2(running_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+        weights = weights.to(tl.float16)
+        added = ()
+        for i in tl.static_range(RANK // CHUNK):
+            rescaled = accumulator[i] * rescale[:, None]
+            added = added + (tl.dot(weights, latents[i], rescaled),)
+        accumulator = added
+
+    tl.store(p_lse, running_max + tl.log2(running_sum), mask=row_mask)
+    p_partial = partial_ptr + (partial_row * RANK)[:, None] + c
+    for i in tl.static_range(RANK // CHUNK):
+        result = accumulator[i] / running_sum[:, None]
+        tl.store(p_partial + i * CHUNK, result, mask=row_mask[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "max_query_len"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr"],
+)
+def _merge_latent_kernel(
+    partial_ptr,  # [B, S, Q, Hq, L] fp32
+    partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
+    output_ptr,  # [T, Hq, L]
+    lse_ptr,  # [T, Hq] fp32
+    query_start_loc_ptr,  # [B + 1]
+    num_splits,
+    max_query_len,
+    stride_output_token,
+    stride_output_head,
+    stride_lse_token,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """Program (r, b): row r of the (token, head) pairs of sequence b."""
+    row = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    place = row // NUM_HEADS
+    if UNIFORM:
+        token = batch * max_query_len + place
+    else:
+        first_token = tl.load(query_start_loc_ptr + batch)
+        token = first_token.to(tl.int64) + place
+        if token >= tl.load(query_start_loc_ptr + batch + 1):
+            return
+    split_rows = max_query_len * NUM_HEADS
+    first_partial = batch * num_splits * split_rows + row
+    s = tl.arange(0, MAX_SPLITS)
+    p_lse = partial_lse_ptr + first_partial + s * split_rows
+    lse = tl.load(p_lse, mask=s < num_splits, other=float("-inf"))
+    largest = tl.max(lse, 0)
+    # A row without tokens has no finite LSE: its output is zero.
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    # Not "> 0": a NaN stays one.
+    reciprocal = tl.where(total != 0, 1 / total, 0.0)
+    c = tl.arange(0, RANK)
+    combined = tl.zeros([RANK], tl.float32)
+    for first_split in range(0, num_splits, BLOCK_S):
+        split = first_split + tl.arange(0, BLOCK_S)
+        partial_row = first_partial + split * split_rows
+        mask = split < num_splits
+        some_lse = tl.load(
+            partial_lse_ptr + partial_row, mask=mask, other=float("-inf")
+        )
+        weight = tl.exp2(some_lse - largest) * reciprocal
+        # Splits without tokens were not written. A NaN stays one.
+        written = (weight != 0)[:, None] & (c >= 0)[None, :]
+        p_partial = partial_ptr + (partial_row * RANK)[:, None] + c[None, :]
+        partial = tl.load(p_partial, mask=written, other=0.0)
+        combined += tl.sum(partial * weight[:, None], 0)
+    head = row % NUM_HEADS
+    p_output = output_ptr + token * stride_output_token + head * stride_output_head
+    tl.store(p_output + c, combined.to(output_ptr.dtype.element_ty))
+    natural = (largest + tl.log2(total)) * (1 / LOG2_E)
+    tl.store(lse_ptr + token * stride_lse_token + head, natural)
+
+
+def num_decode_splits(
+    num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
+) -> int:
+    """See ``latent_interface.LatentSplitsFn``: so that the programs fill the GPU."""
+    num_rows = query_len * num_heads
+    tuning = default_tuning(num_rows)
+    warps_per_sm = 16
+    programs = max(1, num_seqs * triton.cdiv(num_rows, tuning.block_h))
+    wanted = triton.cdiv(num_sms * warps_per_sm, programs * tuning.num_warps)
+    return max(1, min(MAX_KV_SPLITS, wanted))
+
+
+def decode_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    layout: LatentFormat,
+    batch: DecodeBatch,
+    partials: Partials,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    tuning: LatentTuning | None = None,
+) -> None:
+    """See ``latent_interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
+    num_heads = query.shape[1]
+    check_latent_pages(kv_cache, layout)
+    num_splits = check_latent_query(
+        query, query_rope, layout, batch, partials, output, lse
+    )
+    if batch.num_seqs == 0:
+        return
+    num_rows = num_heads * batch.query_len
+    if tuning is None:
+        tuning = default_tuning(num_rows)
+    if layout.rope == 0:
+        query_rope = None
+    start_loc = batch.query_start_loc
+    grid = (triton.cdiv(num_rows, tuning.block_h), batch.num_seqs, num_splits)
+    _decode_latent_kernel[grid](
+        query,
+        query_rope,
+        kv_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.seq_lens if start_loc is None else start_loc,
+        partials.output,
+        partials.lse,
+        scale * LOG2_E,
+        num_splits,
+        batch.query_len,
+        query.stride(0),
+        query.stride(1),
+        0 if query_rope is None else query_rope.stride(0),
+        0 if query_rope is None else query_rope.stride(1),
+        kv_cache.stride(0),
+        batch.block_table.stride(0),
+        **block_divisor(kv_cache.shape[1]),
+        NUM_HEADS=num_heads,
+        **latent_constants(layout),
+        BLOCK_H=tuning.block_h,
+        BLOCK_N=tuning.block_n,
+        NUM_STAGES=tuning.num_stages,
+        MULTIPLE=batch.query_len > 1,
+        UNIFORM=start_loc is None,
+        num_warps=tuning.num_warps,
+    )
+    _merge_latent_kernel[(num_rows, batch.num_seqs)](
+        partials.output,
+        partials.lse,
+        output,
+        lse,
+        batch.seq_lens if start_loc is None else start_loc,
+        num_splits,
+        batch.query_len,
+        output.stride(0),
+        output.stride(1),
+        lse.stride(0),
+        NUM_HEADS=num_heads,
+        RANK=layout.rank,
+        UNIFORM=start_loc is None,
+        MAX_SPLITS=MAX_KV_SPLITS,
+        BLOCK_S=4,
+        LOG2_E=LOG2_E,
+        num_warps=4,
+    )

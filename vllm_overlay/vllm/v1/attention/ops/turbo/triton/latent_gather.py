@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment"
+"""Gather for MLA: dequantise cached context for prefill, rotated back."""
+
+import torch
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
+from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.triton.codec import (
+    TILE,
+    block_divisor,
+    divide_by_block,
+)
+from vllm.v1.attention.ops.turbo.triton.latent_codec import (
+    latent_constants,
+    load_latents,
+    load_rope_group,
+)
+
+_GROUP = tl.constexpr(SCALE_GROUP)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "tiles_per_block",
+        "block_shift",
+        "block_multiplier",
+        "stride_block_table",
+    ],
+    # They are parts of one tensor.
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "cu_seq_lens_ptr",
+        "token_to_seq_ptr",
+        "seq_starts_ptr",
+    ],
+)
+def _gather_latent_kernel(
+    kv_cache_ptr,  # [num_blocks, N, C] uint8
+    output_ptr,  # [T, L + R]
+    matrix_ptr,  # [L, L] fp16, entries +-1, the inverse rotation
+    block_table_ptr,  # [B, max_blocks]
+    cu_seq_lens_ptr,  # [B + 1]
+    token_to_seq_ptr,  # [T]
+    seq_starts_ptr,  # [B], or None
+    num_tokens,
+    inverse_sqrt_l,
+    stride_cache_block: tl.int64,
+    stride_output_token,
+    stride_block_table,
+    tiles_per_block,
+    block_shift,
+    block_multiplier,
+    BITS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PATHS_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    ROPE_SCALES_OFFSET: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Program i: tokens [i * BLOCK_T, ...)."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < num_tokens
+    seq = tl.load(token_to_seq_ptr + t, mask=inside, other=0).to(tl.int64)
+    position = t - tl.load(cu_seq_lens_ptr + seq, mask=inside, other=0)
+    if seq_starts_ptr is not None:
+        position += tl.load(seq_starts_ptr + seq, mask=inside, other=0)
+    place, tile = divide_by_block(
+        position // TILE, tiles_per_block, block_shift, block_multiplier
+    )
+    p_block = block_table_ptr + seq * stride_block_table + place
+    block = tl.load(p_block, mask=inside, other=0).to(tl.int64)
+    tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * TILE_BYTES
+    token = position % TILE
+    output_row = output_ptr + t.to(tl.int64) * stride_output_token
+    dtype = output_ptr.dtype.element_ty
+
+    latents = ()
+    for i in tl.static_range(RANK // CHUNK):
+        latent = load_latents(
+            tile_ptr,
+            token,
+            inside,
+            i,
+            RANK,
+            BITS,
+            PATHS_OFFSET,
+            SCALES_OFFSET,
+            SCALE_WORDS,
+            COEFFICIENTS,
+        )
+        latents = latents + (latent,)
+    k = tl.arange(0, CHUNK)
+    # A pipeline would take the shared memory of more than one stage of the matrix.
+    for start in tl.range(0, RANK, BLOCK_C, num_stages=1):
+        c = start + tl.arange(0, BLOCK_C)
+        rotated = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        for i in tl.static_range(RANK // CHUNK):
+            p_matrix = matrix_ptr + (k + i * CHUNK)[:, None] * RANK + c[None, :]
+            rotated = tl.dot(latents[i], tl.load(p_matrix), rotated)
+        p_output = output_row[:, None] + c[None, :]
+        rotated = (rotated * inverse_sqrt_l).to(dtype)
+        tl.store(p_output, rotated, mask=inside[:, None])
+    r = tl.arange(0, _GROUP)[None, :]
+    for i in tl.static_range(ROPE // _GROUP):
+        code, scale = load_rope_group(
+            tile_ptr, token, inside, i, ROPE, ROPE_OFFSET, ROPE_SCALES_OFFSET
+        )
+        rope = (code.to(tl.float32) * scale[:, None]).to(dtype)
+        p_output = output_row[:, None] + (r + (RANK + i * _GROUP))
+        tl.store(p_output, rope, mask=inside[:, None])
+
+
+def gather(
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: LatentFormat,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """See ``latent_interface.LatentGatherFn``."""
+    check_latent_pages(kv_cache, layout)
+    assert output.shape[0] >= num_tokens and output.shape[1] == layout.head_size
+    assert output.stride(1) == block_table.stride(1) == 1
+    if num_tokens == 0:
+        return
+    # More tokens read the matrix less often, but there is shared memory for these.
+    block_t = 64
+    _gather_latent_kernel[(triton.cdiv(num_tokens, block_t),)](
+        kv_cache,
+        output,
+        rotation_matrix(layout.rank, kv_cache.device, inverse=True),
+        block_table,
+        cu_seq_lens,
+        token_to_seq,
+        seq_starts,
+        num_tokens,
+        inverse_sqrt(layout.rank),
+        kv_cache.stride(0),
+        output.stride(0),
+        block_table.stride(0),
+        **block_divisor(kv_cache.shape[1]),
+        **latent_constants(layout),
+        BLOCK_T=block_t,
+        BLOCK_C=64,
+        num_warps=8,
+    )

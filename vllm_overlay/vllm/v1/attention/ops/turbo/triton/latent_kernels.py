@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The Triton kernels of MLA as ``LatentKernels``."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.interface import TRITON
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    LatentAttentionFn,
+    LatentGatherFn,
+    LatentSplitsFn,
+    LatentStoreFn,
+)
+from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
+from vllm.v1.attention.ops.turbo.triton import (
+    latent_decode,
+    latent_gather,
+    latent_store,
+)
+
+
+class TritonLatentKernels(NamedTuple):
+    """See ``LatentKernels``: for any GPU."""
+
+    reason: str = ""
+    name: str = TRITON
+    store: LatentStoreFn = latent_store.store
+    decode_attention: LatentAttentionFn = latent_decode.decode_attention
+    num_decode_splits: LatentSplitsFn = latent_decode.num_decode_splits
+    gather: LatentGatherFn = latent_gather.gather
+
+    def store_sizes(self, layout: LatentFormat) -> list[int]:
+        return latent_store.store_sizes(layout)
+
+    def make_matrices(self, rank: int, device: torch.device) -> None:
+        for inverse in (False, True):
+            rotation_matrix(rank, device, inverse=inverse)
