@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The decode kernel of MLA: exact probes, and attention over the stored latents."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo import latent_interface, reference
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
@@ -287,3 +288,24 @@ def test_number_of_splits(query_len):
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 1
     assert all(1 <= count <= MAX_KV_SPLITS for count in counts)
+
+
+def test_entry_points_are_the_interfaces():
+    """Triton's and the reference's, by their parameters; others have defaults."""
+    from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
+
+    kernels = TritonLatentKernels()
+    functions = {
+        "store": latent_interface.LatentStoreFn,
+        "decode_attention": latent_interface.LatentAttentionFn,
+        "gather": latent_interface.LatentGatherFn,
+    }
+    for name, interface in functions.items():
+        _, *expected = inspect.signature(interface.__call__).parameters
+        for owner in (kernels, latent_reference):
+            found = list(inspect.signature(getattr(owner, name)).parameters.values())
+            assert [p.name for p in found[: len(expected)]] == expected
+            assert all(p.default is not p.empty for p in found[len(expected) :])
+    layout = LatentFormat.from_cache_dtype("turbo4", 576)
+    assert kernels.store_sizes(layout)[0] == 1
+    kernels.make_matrices(layout.rank, DEVICE)
