@@ -16,7 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "vllm_overlay"
 ATTENTION = "vllm.v1.attention"
 TURBO = f"{ATTENTION}.ops.turbo"
-BACKEND = f"{ATTENTION}.backends.turbo_attn"
+BACKENDS = (
+    f"{ATTENTION}.backends.turbo_attn",
+    f"{ATTENTION}.backends.mla.turbo_mla",
+)
 # What packages of the folder above may import of it; others may import anything but
 # the reference.
 KERNELS = (
@@ -34,7 +37,7 @@ ALLOWED = {
     "planning": ("interface", "planning"),
 }
 # The way of a CPU.
-IMPORT_THE_REFERENCE = (BACKEND, f"{TURBO}.reference")
+IMPORT_THE_REFERENCE = (*BACKENDS, f"{TURBO}.reference")
 
 
 def is_within(module: str, package: str) -> bool:
@@ -65,7 +68,7 @@ def read_imports(root: Path) -> dict[str, set[str]]:
     """The turbo modules below a folder, and the turbo modules that each imports."""
     files = [
         *root.glob(f"{TURBO.replace('.', '/')}/**/*.py"),
-        *root.glob(f"{ATTENTION.replace('.', '/')}/backends/turbo_*.py"),
+        *root.glob(f"{ATTENTION.replace('.', '/')}/backends/**/turbo_*.py"),
     ]
     trees = {module_name(path, root): ast.parse(path.read_text()) for path in files}
 

@@ -12,12 +12,14 @@ from torch import nn
 from turbo_recipes.shapes import Shape
 from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CircularBufferSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
 )
 
 CACHE_DTYPE = "turbo4"
@@ -32,10 +34,9 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 # How vLLM and its models begin and end what the engine says, around the reasons.
 MESSAGES = (
-    # Of several backends that the platform asked, what TURBO said.
-    r"No valid attention backend found.*TURBO: \[(.*), use --kv-cache-dtype .*\]\}\.",
-    # MLA's lists have no TURBO: what the others said, which is the same.
-    r"No valid attention backend found.*?(kv_cache_dtype not supported \(MLA: .*?\)).*",
+    # Of several backends that the platform asked, what TURBO or TURBO_MLA said.
+    r"No valid attention backend found.*TURBO(?:_MLA)?: "
+    r"\[(.*?), use --kv-cache-dtype [^\]]*\].*",
     r"Selected backend \S+ is not valid for this configuration\. "
     r"Reason: \[[\"'](.*?)[\"'](?:, .*)?\]",
     r"--kv-cache-dtype \S+ does not support this: (.*)\. Use --kv-cache-dtype .*",
@@ -77,12 +78,13 @@ def find_reason(message: str) -> str | None:
 
 
 def is_packed(spec: AttentionSpec) -> bool:
-    """Whether a layer's cache has TURBO's bytes."""
+    """Whether a layer's cache has TURBO's bytes, or TURBO_MLA's."""
     if not spec.kv_quant_mode.is_turbo:
         return False
-    layout = TurboFormat.from_cache_dtype(CACHE_DTYPE, spec.head_size)
-    content = spec.state_content_bytes
-    return content == layout.slot_size
+    is_mla = isinstance(spec, MLAAttentionSpec)
+    kind: type[TurboFormat | LatentFormat] = LatentFormat if is_mla else TurboFormat
+    layout = kind.from_cache_dtype(CACHE_DTYPE, spec.head_size)
+    return spec.state_content_bytes == layout.slot_size
 
 
 def find_foreign_layer(

@@ -4,12 +4,14 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
 from functools import cache
 from types import ModuleType
 
 import pytest
+import regex as re
 import torch
 
 from vllm.config import (
@@ -30,6 +32,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
     get_turbo_backend_path,
 )
+from vllm.v1.attention.ops.turbo.refusals import REASONS
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -97,7 +100,6 @@ SELECTIONS = {
     "head size 72": (dict(head_size=72), "head_size"),
     "head size 160": (dict(head_size=160), "head_size"),
     "block size 24": (dict(block_size=24), "block_size"),
-    "MLA": (dict(use_mla=True), "MLA"),
     "sparse": (dict(use_sparse=True), "sparse"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
@@ -283,3 +285,28 @@ def share_with_skipped(config: VllmConfig, skipped: int) -> None:
     assert sorted(dtypes) == ["auto", "turbo4"]
     packed = target if skipped else sharing
     TurboMetadataBuilder(make_spec(), [packed.layer_name], config, DEVICE)
+
+
+def reasons_of(call: Callable[[], object]) -> list[str]:
+    """What the message of a refusal names."""
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        call()
+    found = re.search(
+        r"--kv-cache-dtype turbo4 does not support this: (.*)\. "
+        r"Use --kv-cache-dtype fp8 or auto instead\.$",
+        str(raised.value),
+    )
+    assert found is not None, raised.value
+    return found[1].split("; ")
+
+
+def listed(reason: str, reasons: tuple[str, ...] = REASONS) -> str:
+    """The reason as the list has it: one of them, and no other."""
+    (found,) = (
+        each
+        for each in reasons
+        if re.fullmatch(
+            re.sub("<[^>]*>", ".+", re.escape(each, literal_spaces=True)), reason
+        )
+    )
+    return found

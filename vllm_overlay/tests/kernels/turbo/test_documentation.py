@@ -29,6 +29,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
+    MLA_REASONS,
     REASONS,
     SPEC_FEATURES,
 )
@@ -44,11 +45,13 @@ from .refusal_cases import (
     SPECS,
     OwnAttention,
     fast_prefill_config,
+    listed,
     make_builder,
     make_impl,
     make_spec,
     mm_prefix_config,
     parallel_config,
+    reasons_of,
     select,
     selector_config,
     share_with_skipped,
@@ -71,31 +74,6 @@ def documented(heading: str) -> list[str]:
     assert found
     section, _, _ = section.partition("\n#")
     return re.findall(r"^\| `(.+?)` \|(?: [^|]+ \|)+$", section, re.M)
-
-
-def reasons_of(call: Callable[[], object]) -> list[str]:
-    """What the message of a refusal names."""
-    with pytest.raises((ValueError, NotImplementedError)) as raised:
-        call()
-    found = re.search(
-        r"--kv-cache-dtype turbo4 does not support this: (.*)\. "
-        r"Use --kv-cache-dtype fp8 or auto instead\.$",
-        str(raised.value),
-    )
-    assert found is not None, raised.value
-    return found[1].split("; ")
-
-
-def listed(reason: str) -> str:
-    """The reason as ``REASONS`` has it: one of them, and no other."""
-    (found,) = (
-        each
-        for each in REASONS
-        if re.fullmatch(
-            re.sub("<[^>]*>", ".+", re.escape(each, literal_spaces=True)), reason
-        )
-    )
-    return found
 
 
 def backend_reasons() -> Iterator[str]:
@@ -122,11 +100,10 @@ def other_backend_reasons() -> Iterator[str]:
     """What other backends say of the dtype."""
     config = selector_config()
     capability = DeviceCapability(9, 0)
-    for use_mla in (False, True):
-        reasons = FlashAttentionBackend.validate_configuration(
-            device_capability=capability, **config._replace(use_mla=use_mla)._asdict()
-        )
-        yield from (reason for reason in reasons if "kv_cache_dtype" in reason)
+    reasons = FlashAttentionBackend.validate_configuration(
+        device_capability=capability, **config._asdict()
+    )
+    yield from (reason for reason in reasons if "kv_cache_dtype" in reason)
 
 
 def update_alone(config: VllmConfig) -> None:
@@ -197,6 +174,7 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
 
 def test_every_refusal_is_documented():
     assert documented("Refused") == list(REASONS)
+    assert documented("Refused with MLA") == list(MLA_REASONS)
 
 
 def test_every_connector_is_documented():

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -64,7 +65,13 @@ def get_turbo_backend_path(
             reason and the dtypes to use instead.
 
     """
-    reasons = TurboAttentionBackend.unsupported_features(
+    backend: type[TurboAttentionBackend | TurboMLABackend] = TurboAttentionBackend
+    if selector_config.use_mla:
+        # It has vLLM's MLA layer with it, which asks for backends.
+        from vllm.v1.attention.backends.mla import turbo_mla
+
+        backend = turbo_mla.TurboMLABackend
+    reasons = backend.unsupported_features(
         device_capability=device_capability, **selector_config._asdict()
     )
     if current_platform.is_rocm():
@@ -72,12 +79,13 @@ def get_turbo_backend_path(
     if current_platform.is_xpu():
         reasons.append(refusals.XPU)
     cache_dtype = selector_config.kv_cache_dtype
-    name = TurboAttentionBackend.get_name()
+    name = backend.get_name()
     if selected_backend is not None and selected_backend.name != name:
-        reasons.append(refusals.backend_reason(cache_dtype, selected_backend.name))
+        chosen = selected_backend.name
+        reasons.append(refusals.backend_reason(cache_dtype, chosen, name))
     if reasons:
         raise ValueError(refusals.refusal(cache_dtype, reasons))
-    module, qualname = TurboAttentionBackend.full_cls_name()
+    module, qualname = backend.full_cls_name()
     return f"{module}.{qualname}"
 
 
@@ -217,7 +225,6 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         **unsupported: object,
     ) -> None:
         vllm_config = get_current_vllm_config()
-        speculative = vllm_config.speculative_config
         if sliding_window is not None and (
             sliding_window
             >= self.states_per_token * refusals.longest_sequence(vllm_config)
@@ -228,13 +235,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         reasons = refusals.unsupported_layer_arguments(
             attn_type, {"alibi_slopes": alibi_slopes} | unsupported
         )
-        if speculative is not None and speculative.uses_extract_hidden_states():
-            reasons.append(refusals.HIDDEN_STATES)
-        if vllm_config.parallel_config.use_ubatching:
-            reasons.append(refusals.MICRO_BATCHES)
+        reasons += refusals.unsupported_settings(vllm_config)
         reasons += unsupported_connectors(vllm_config.kv_transfer_config)
-        if vllm_config.cache_config.kv_sharing_fast_prefill:
-            reasons.append(refusals.KV_SHARING_FAST_PREFILL)
         if not is_turbo_cache_dtype(kv_cache_dtype):
             # Its model chooses the backend by the dtype of the others.
             reasons.append(refusals.SKIPPED_POOLED_LAYER)

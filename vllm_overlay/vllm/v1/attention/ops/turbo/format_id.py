@@ -21,7 +21,7 @@ from vllm.distributed import (
     model_parallel_is_initialized,
 )
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.ops.turbo import key_offset
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION, is_turbo_cache_dtype
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -35,6 +35,9 @@ def _own_formats(
 ) -> LayerFormats:
     """Of this rank's layers; a KV head is of the first of the ranks that have it."""
     formats: LayerFormats = {}
+    latents = get_layers_from_vllm_config(vllm_config, MLAAttention)
+    for name in sorted(names & latents.keys()):
+        formats[name] = latents[name].kv_cache_dtype, []
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     for name in sorted(names & layers.keys()):
         heads: list[str] = []

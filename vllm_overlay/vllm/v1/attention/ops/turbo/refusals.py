@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -34,6 +36,10 @@ MM_PREFIX_OF_ADAPTIVE_VERIFICATION = (
     "(--language-model-only serves text)"
 )
 NON_CAUSAL = "non-causal attention not supported"
+ADAPTIVE_VERIFICATION = (
+    "device-cpu query lens mismatch not supported, this is needed for adaptive "
+    "verification"
+)
 
 # Of an attention layer's arguments, by reason. Any other is refused by its name.
 LAYER_ARGUMENTS = {
@@ -47,6 +53,76 @@ SPEC_FEATURES: dict[str, Callable[[AttentionSpec], bool]] = {
     NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
     "head_size_v other than head_size": (
         lambda spec: spec.head_size_v != spec.head_size
+    ),
+    "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
+}
+
+# Sizes of MLA that are served: the latent's, and that of the rotary key.
+MLA_SIZES = ((512, 64), (512, 0), (256, 64))
+# Of an MLA layer's arguments, those of any layer.
+MLA_ARGUMENTS = frozenset(
+    ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj")
+)
+MLA_SLIDING_WINDOW = "sliding window of MLA"
+MLA_SKIPPED_LAYERS = "MLA with --kv-cache-dtype-skip-layers (leave it out)"
+MLA_QUANTIZED_QUERIES = (
+    "MLA with quantized queries of prefills (leave out "
+    "--attention-config.use_prefill_query_quantization)"
+)
+MLA_FUSED_UPDATE = (
+    "MLA with a fused cache update (leave out fuse_rope_kvcache_cat_mla of pass_config)"
+)
+MLA_SINKS = "attention sinks of MLA"
+MLA_DRAFTERS = "MLA with a DSpark or DFlash drafter"
+MLA_BESIDE_K_AND_V = (
+    "MLA beside layers with K and V (if those are a drafter's, set another "
+    "kv_cache_dtype in --speculative-config)"
+)
+MLA_WINDOW = "of MLA the newest tokens are read as they are stored"
+
+# What an engine has that is not served with MLA.
+MLA_SETTINGS: dict[str, Callable[[VllmConfig], bool]] = {
+    MLA_SKIPPED_LAYERS: (
+        lambda config: bool(config.cache_config.kv_cache_dtype_skip_layers)
+    ),
+    MLA_QUANTIZED_QUERIES: (
+        lambda config: config.attention_config.use_prefill_query_quantization
+    ),
+    MLA_FUSED_UPDATE: (
+        lambda config: bool(
+            config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+        )
+    ),
+    MLA_DRAFTERS: (
+        lambda config: (
+            config.speculative_config is not None
+            and config.speculative_config.method in ("dspark", "dflash")
+        )
+    ),
+    # Whoever finds no backend with sinks leaves them out, with a warning.
+    MLA_SINKS: (
+        lambda config: bool(
+            getattr(config.model_config.hf_text_config, "learnable_sink", False)
+        )
+    ),
+    ADAPTIVE_VERIFICATION: (
+        lambda config: (
+            config.speculative_config is not None
+            and config.speculative_config.enable_adaptive_verification
+        )
+    ),
+    "PCP not supported": (
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "DCP not supported": (
+        lambda config: config.parallel_config.decode_context_parallel_size > 1
+    ),
+}
+# Of an MLA layer's cache spec, by reason.
+MLA_SPEC_FEATURES: dict[str, Callable[[MLAAttentionSpec], bool]] = {
+    NON_CAUSAL: lambda spec: spec.non_causal_multi_token_decode,
+    "sparse not supported": (
+        lambda spec: spec.topk_buffer_width is not None or spec.is_index_group_leader
     ),
     "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
 }
@@ -112,12 +188,10 @@ REASONS = (
     "DCP not supported",
     ROCM,
     XPU,
-    "attention backend <name> (<dtype>'s pages are read by TURBO alone: drop "
-    "--attention-backend, or pass TURBO if the model chose another)",
+    "attention backend <name> (<dtype>'s pages are read by <own> alone: drop "
+    "--attention-backend, or pass <own> if the model chose another)",
     "kv_cache_dtype not supported (<dtype>'s pages are read by TURBO alone: drop "
     "--attention-backend if given, or use --kv-cache-dtype fp8 or auto instead of "
-    "<dtype>)",
-    "kv_cache_dtype not supported (MLA: use --kv-cache-dtype fp8 or auto instead of "
     "<dtype>)",
     "ALiBi",
     SOFT_CAP_OF_LARGE_HEADS,
@@ -135,6 +209,24 @@ REASONS = (
     "KV connector <name> (<instead>)",
     FUSED_OUTPUT,
     FOREIGN_TOKENS,
+)
+
+# The same, of what MLA alone is refused for.
+MLA_REASONS = (
+    "non-MLA not supported",
+    "kv_cache_dtype not supported (<dtype>'s MLA pages are read by TURBO_MLA alone: "
+    "drop --attention-backend if given, or use --kv-cache-dtype fp8 or auto instead of "
+    "<dtype>)",
+    "<dtype> of MLA, where K and V are one vector (use turbo4 or turbo3)",
+    "MLA with a latent of <rank> and <rope> rotary coordinates",
+    MLA_SLIDING_WINDOW,
+    MLA_SINKS,
+    MLA_SKIPPED_LAYERS,
+    MLA_QUANTIZED_QUERIES,
+    MLA_FUSED_UPDATE,
+    MLA_DRAFTERS,
+    ADAPTIVE_VERIFICATION,
+    MLA_BESIDE_K_AND_V,
 )
 
 
@@ -175,22 +267,36 @@ def refusal(cache_dtype: str | None, reasons: Iterable[str]) -> str:
     )
 
 
-def backend_reason(cache_dtype: str | None, name: str) -> str:
-    """The reason to refuse a backend that a user or the model's configuration chose."""
+def backend_reason(cache_dtype: str | None, name: str, own: str) -> str:
+    """The reason to refuse a backend that a user or the model's configuration chose.
+
+    Args:
+        cache_dtype: A turbo one.
+        name: What was chosen.
+        own: The backend that reads the dtype's pages.
+
+    """
     return (
-        f"attention backend {name} ({cache_dtype}'s pages are read by TURBO alone: "
-        "drop --attention-backend, or pass TURBO if the model chose another)"
+        f"attention backend {name} ({cache_dtype}'s pages are read by {own} alone: "
+        f"drop --attention-backend, or pass {own} if the model chose another)"
     )
 
 
 def other_backend_reason(cache_dtype: str | None, use_mla: bool) -> str:
     """The reason of any other backend not to be selected."""
-    if use_mla:
-        return f"kv_cache_dtype not supported (MLA: {way_out(cache_dtype)})"
+    if use_mla and cache_dtype not in LATENT_PRESETS:
+        return one_vector_reason(cache_dtype)
+    pages, name = ("MLA pages", "TURBO_MLA") if use_mla else ("pages", "TURBO")
     return (
-        f"kv_cache_dtype not supported ({cache_dtype}'s pages are read by TURBO alone: "
-        f"drop --attention-backend if given, or {way_out(cache_dtype)})"
+        f"kv_cache_dtype not supported ({cache_dtype}'s {pages} are read by {name} "
+        f"alone: drop --attention-backend if given, or {way_out(cache_dtype)})"
     )
+
+
+def one_vector_reason(cache_dtype: str | None) -> str:
+    """The reason to refuse a dtype that stores K and V in ways of their own."""
+    dtypes = " or ".join(LATENT_PRESETS)
+    return f"{cache_dtype} of MLA, where K and V are one vector (use {dtypes})"
 
 
 def layer_reason(name: str, model: str, kind: str, backend: str) -> str:
@@ -226,9 +332,42 @@ def unsupported_layer_arguments(
     return reasons
 
 
+def unsupported_settings(vllm_config: VllmConfig) -> list[str]:
+    """What of an engine's configuration is not served with any attention."""
+    reasons = []
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.uses_extract_hidden_states():
+        reasons.append(HIDDEN_STATES)
+    if vllm_config.parallel_config.use_ubatching:
+        reasons.append(MICRO_BATCHES)
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        reasons.append(KV_SHARING_FAST_PREFILL)
+    return reasons
+
+
 def unsupported_spec_features(spec: AttentionSpec) -> list[str]:
     """What of a layer's cache spec is not implemented."""
     if type(spec) not in SPECS:
         kind = type(spec).__name__.removesuffix("Spec")
         return [f"layers of kind {kind}"]
     return [reason for reason, found in SPEC_FEATURES.items() if found(spec)]
+
+
+def unsupported_mla_sizes(rank: int, rope: int) -> list[str]:
+    """Why an MLA layer's latent and rotary key are not stored, if they are not."""
+    if (rank, rope) in MLA_SIZES:
+        return []
+    return [f"MLA with a latent of {rank} and {rope} rotary coordinates"]
+
+
+def unsupported_mla_settings(vllm_config: VllmConfig) -> list[str]:
+    """What of an engine's configuration is not served with MLA."""
+    return [reason for reason, found in MLA_SETTINGS.items() if found(vllm_config)]
+
+
+def unsupported_mla_spec(spec: AttentionSpec) -> list[str]:
+    """What of an MLA layer's cache spec is not implemented."""
+    if type(spec) is not MLAAttentionSpec:
+        kind = type(spec).__name__.removesuffix("Spec")
+        return [f"layers of kind {kind}"]
+    return [reason for reason, found in MLA_SPEC_FEATURES.items() if found(spec)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.config import CacheConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.turbo_window import TurboWindow
 from vllm.v1.attention.ops.turbo import key_offset, refusals
@@ -17,10 +17,12 @@ from vllm.v1.attention.ops.turbo.format import (
     TurboFormat,
     is_turbo_cache_dtype,
 )
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rank_report import report_kernels
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
     from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 
 logger = init_logger(__name__)
@@ -37,7 +39,8 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
     Raises:
         ValueError: If the layer's backend or implementation is not TURBO's, or its
-            cache spec has not TURBO's bytes.
+            cache spec has not TURBO's bytes; of MLA, too, if its class is not vLLM's:
+            others store latents by kernels of their own.
 
     """
     if isinstance(layer, TurboWindow):
@@ -56,13 +59,41 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
         and isinstance(spec, AttentionSpec)
         and spec.kv_quant_mode == get_kv_quant_mode(cache_dtype)
     ):
-        layout = TurboFormat.from_cache_dtype(cache_dtype, spec.head_size)
-        if backend.customize_spec(spec).state_content_bytes == layout.slot_size:
+        is_served = True
+        layout: TurboFormat | LatentFormat
+        if backend.is_mla():
+            is_served = type(layer) is MLAAttention
+            layout = LatentFormat.from_cache_dtype(cache_dtype, spec.head_size)
+        else:
+            layout = TurboFormat.from_cache_dtype(cache_dtype, spec.head_size)
+        content = backend.customize_spec(spec).state_content_bytes
+        if is_served and content == layout.slot_size:
+            if backend.is_mla() and turbo_impls(vllm_config):
+                reasons = [refusals.MLA_BESIDE_K_AND_V]
+                raise ValueError(refusals.refusal(cache_dtype, reasons))
             return
     model = vllm_config.model_config.architecture
     kind = type(layer).__name__
     reason = refusals.layer_reason(name, model, kind, backend.get_name())
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
+
+
+def turbo_impls(vllm_config: VllmConfig) -> list["TurboAttentionImpl"]:
+    """Of the layers on this rank that store K and V in a turbo dtype."""
+    return [
+        cast("TurboAttentionImpl", layer.impl)
+        for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
+        if is_turbo_cache_dtype(layer.kv_cache_dtype)
+    ]
+
+
+def turbo_mla_impls(vllm_config: VllmConfig) -> list["TurboMLAImpl"]:
+    """Of the layers on this rank that store latents in a turbo dtype."""
+    return [
+        cast("TurboMLAImpl", layer.impl)
+        for layer in get_layers_from_vllm_config(vllm_config, MLAAttention).values()
+        if is_turbo_cache_dtype(layer.kv_cache_dtype)
+    ]
 
 
 def share_caches(vllm_config: VllmConfig) -> None:
@@ -160,6 +191,44 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     )
 
 
+def _latent_kind(impl: "TurboMLAImpl") -> tuple[object, ...]:
+    """What MLA layers alike have in common."""
+    return impl.runner.layout, impl.num_heads
+
+
+def _latent_layers(impl: "TurboMLAImpl", count: int) -> str:
+    """What MLA layers alike store, and by which kernels."""
+    layout = impl.runner.layout
+    return (
+        f"{layout.slot_size} bytes a token and layer (MLA layers: {count}, query "
+        f"heads: {impl.num_heads}, latent: {layout.rank}, rotary: {layout.rope}; "
+        f"{impl.runner.kernels_used})"
+    )
+
+
+def describe_latent_cache(impls: list["TurboMLAImpl"]) -> str:
+    """One line of what a cache of latents stores and how it is served.
+
+    Args:
+        impls: Of the MLA layers on this rank that have a turbo dtype.
+
+    """
+    kinds = {_latent_kind(impl): impl for impl in impls}
+    counts = Counter(map(_latent_kind, impls))
+    layers = ", ".join(
+        _latent_layers(impl, counts[kind]) for kind, impl in kinds.items()
+    )
+    packed = sum(impl.runner.layout.slot_size for impl in impls)
+    unpacked = sum(2 * impl.head_size for impl in impls)
+    workspace = max(impl.runner.workspace_bytes for impl in impls)
+    seen = "stored" if impls[0].runner.stored else "raw"
+    return (
+        f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
+        f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
+        f"attends to {seen} latents."
+    )
+
+
 def _is_first_of_its_layers() -> bool:
     """Whether this is the first of the ranks that share their layers and requests."""
     return not model_parallel_is_initialized() or get_tp_group().is_first_rank
@@ -186,20 +255,23 @@ def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
 
 
 def log_turbo_cache(vllm_config: VllmConfig) -> None:
-    """Log ``describe_cache``, once, of an engine whose memory is profiled, and what
-    there is to know of its prefix hits.
+    """Log ``describe_cache``, or ``describe_latent_cache``, once, of an engine whose
+    memory is profiled, and what there is to know of its prefix hits.
 
     Each stage of a pipeline has layers of its own, and each data parallel rank may run
     other kernels: all of them say it. What all ranks run is one line more.
     """
-    impls = [
-        cast("TurboAttentionImpl", layer.impl)
-        for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
-        if is_turbo_cache_dtype(layer.kv_cache_dtype)
-    ]
-    if impls:
-        report_kernels("; ".join(sorted({impl.runner.kernels_used for impl in impls})))
-    if impls and _is_first_of_its_layers():
-        logger.info_once("%s", describe_cache(impls), scope="process")
+    impls = turbo_impls(vllm_config)
+    latent_impls = turbo_mla_impls(vllm_config)
+    used = {impl.runner.kernels_used for impl in (*impls, *latent_impls)}
+    if not used:
+        return
+    report_kernels("; ".join(sorted(used)))
+    if _is_first_of_its_layers():
+        if impls:
+            logger.info_once("%s", describe_cache(impls), scope="process")
+        if latent_impls:
+            line = describe_latent_cache(latent_impls)
+            logger.info_once("%s", line, scope="process")
         if advice := prefix_hit_advice(vllm_config.cache_config):
             logger.info_once("%s", advice, scope="process")

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What turbo pages do not serve of MLA is refused at the start, by name."""
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import pytest
+import regex as re
+import torch
+from torch import nn
+
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config.vllm import enable_rope_kvcache_mla_fusion
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+from vllm.platforms import current_platform
+from vllm.platforms.interface import Platform
+from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops.turbo.refusals import (
+    MLA_REASONS,
+    MLA_SETTINGS,
+    MLA_SPEC_FEATURES,
+    REASONS,
+)
+from vllm.v1.kv_cache_interface import (
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
+
+from .backend_utils import one_rank
+from .mla_utils import (
+    FP32,
+    make_mla_builder,
+    make_mla_config,
+    make_mla_layer,
+)
+from .refusal_cases import (
+    MICRO_BATCHES,
+    listed,
+    make_spec,
+    parallel_config,
+    reasons_of,
+    select,
+    select_on_cuda,
+    selector_config,
+    speculative_config,
+    transfer_config,
+    with_adaptive_verification,
+    with_attribute,
+)
+from .test_refusals import refused
+from .utils import ON_GPU
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="fp32 layers are for CPUs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def rank(folder: Path) -> Iterator[VllmConfig]:
+    with one_rank(folder, make_mla_config(folder)) as config:
+        yield config
+
+
+@pytest.fixture
+def config(folder: Path, rank: VllmConfig) -> VllmConfig:
+    return make_mla_config(folder)
+
+
+MLA = dict(use_mla=True, head_size=576)
+selectors = pytest.mark.parametrize("select", [select, select_on_cuda])
+SELECTIONS = {
+    "head size 192": (dict(head_size=192), "head_size"),
+    "head size 640": (dict(head_size=640), "head_size"),
+    "block size 24": (dict(block_size=24), "block_size"),
+    "sparse": (dict(use_sparse=True), "sparse"),
+    "non-causal": (dict(use_non_causal=True), "non-causal"),
+    "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
+    "PCP": (dict(use_pcp=True), "PCP"),
+    "DCP": (dict(use_dcp=True), "DCP"),
+    "R-SWA": (dict(use_rswa=True), "R-SWA"),
+    "adaptive verification": (dict(use_adaptive_verification=True), "adaptive"),
+    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
+}
+
+
+@selectors
+@pytest.mark.parametrize("name", ["turbo4", "turbo3"])
+def test_selection(select, name):
+    assert select(name=name, **MLA).endswith("turbo_mla.TurboMLABackend")
+    for changes, feature in SELECTIONS.values():
+        with refused(feature, name):
+            select(name=name, **(MLA | changes))
+
+
+@selectors
+def test_one_vector_has_one_width(select):
+    with refused("k4v3 of MLA, where K and V are one vector .use turbo4 or turbo3", ""):
+        select(name="k4v3", **MLA)
+
+
+@selectors
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
+def test_other_backend(select, backend):
+    with refused("TURBO_MLA alone: drop --attention-backend"):
+        select(AttentionBackendEnum[backend], **MLA)
+    assert "turbo_mla" in select(AttentionBackendEnum.TURBO_MLA, **MLA)
+
+
+@selectors
+def test_backend_of_other_attention(select):
+    with refused("TURBO.*MLA|MLA not supported"):
+        select(AttentionBackendEnum.TURBO, **MLA)
+    with refused("TURBO_MLA|non-MLA"):
+        select(AttentionBackendEnum.TURBO_MLA)
+
+
+def test_other_mla_backends_are_selected_as_before():
+    assert "TurboMLA" not in select_on_cuda(name="auto", **MLA)
+    assert "TurboMLA" not in select_on_cuda(name="fp8", **MLA)
+
+
+@pytest.mark.parametrize("name", ["ROCm", "XPU"])
+def test_other_platforms(name, monkeypatch):
+    monkeypatch.setattr(current_platform, f"is_{name.lower()}", lambda: True)
+    with refused(name):
+        select(**MLA)
+
+
+def test_fp32_needs_a_cpu(monkeypatch):
+    assert "turbo_mla" in select(dtype=FP32, **MLA)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    with refused("dtype"):
+        select(dtype=FP32, **MLA)
+
+
+LAYERS = {
+    "sliding window": (dict(sliding_window=64), "sliding window of MLA"),
+    "indexer": (dict(indexer=object()), "layer argument indexer"),
+    "sinks": (dict(sinks=torch.ones(4)), "layer argument sinks"),
+}
+
+
+@pytest.mark.parametrize("changes, feature", LAYERS.values(), ids=LAYERS)
+def test_layer(config, changes, feature):
+    with refused(feature):
+        make_mla_layer(config, **changes)
+
+
+@pytest.mark.parametrize("sizes", [(448, 64), (512, 128), (320, 0), (576, 0)])
+def test_sizes(folder, rank, sizes):
+    rank, rope = sizes
+    with refused(f"latent of {rank} and {rope} rotary|head_size"):
+        make_mla_layer(make_mla_config(folder, rank=rank, rope=rope))
+
+
+def with_setting(config: VllmConfig, part: str, **values: object) -> VllmConfig:
+    """A copy whose part has other values."""
+    changed = copy(getattr(config, part))
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return with_attribute(config, part, changed)
+
+
+def fused_update(config: VllmConfig) -> VllmConfig:
+    passes = copy(config.compilation_config.pass_config)
+    passes.fuse_rope_kvcache_cat_mla = True
+    return with_setting(config, "compilation_config", pass_config=passes)
+
+
+def sink_config(config: VllmConfig) -> VllmConfig:
+    text = copy(config.model_config.hf_text_config)
+    text.learnable_sink = True
+    return with_setting(config, "model_config", hf_text_config=text)
+
+
+SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
+    "skipped layers": (
+        lambda config: with_setting(
+            config, "cache_config", kv_cache_dtype_skip_layers=["7"]
+        ),
+        "MLA with --kv-cache-dtype-skip-layers",
+    ),
+    "quantized queries": (
+        lambda config: with_setting(
+            config, "attention_config", use_prefill_query_quantization=True
+        ),
+        "leave out --attention-config.use_prefill_query_quantization",
+    ),
+    "fused update": (fused_update, "leave out fuse_rope_kvcache_cat_mla"),
+    "sinks": (sink_config, "attention sinks of MLA"),
+    "DSpark": (partial(speculative_config, method="dspark"), "DSpark"),
+    "DFlash": (partial(speculative_config, method="dflash"), "DFlash"),
+    "adaptive verification": (with_adaptive_verification, "adaptive"),
+    "PCP": (
+        lambda config: with_setting(
+            config, "parallel_config", prefill_context_parallel_size=2
+        ),
+        "PCP",
+    ),
+    "DCP": (
+        lambda config: with_setting(
+            config, "parallel_config", decode_context_parallel_size=2
+        ),
+        "DCP",
+    ),
+    "hidden states": (
+        partial(speculative_config, method="extract_hidden_states"),
+        "extract_hidden_states",
+    ),
+    "micro-batches": (
+        lambda config: parallel_config(config, **MICRO_BATCHES["2"]),
+        "leave out --enable-dbo and --ubatch-size",
+    ),
+    "connector": (
+        lambda config: transfer_config(config, "LMCacheConnectorV1"),
+        "KV connector LMCacheConnectorV1",
+    ),
+}
+
+
+def make_impl(config: VllmConfig, **changes: object) -> object:
+    """As vLLM's MLA layer makes it."""
+    arguments = dict(
+        num_heads=4,
+        head_size=576,
+        scale=0.1,
+        num_kv_heads=1,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="turbo4",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        qk_head_dim=128,
+        v_head_dim=64,
+        kv_b_proj=nn.Linear(1, 1),
+        indexer=None,
+    )
+    with set_current_vllm_config(config):
+        return TurboMLABackend.get_impl_cls()(**(arguments | changes))
+
+
+@pytest.mark.parametrize("change, feature", SETTINGS.values(), ids=SETTINGS)
+def test_setting(config, change, feature):
+    make_impl(config)
+    with refused(feature):
+        make_impl(change(config))
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "mtp", "draft_model"])
+def test_drafts_are_served(config, method):
+    make_impl(speculative_config(config, method))
+
+
+def test_fused_cache_update(config):
+    """It is off without a flag, where the compiler would see the update."""
+    config.compilation_config.use_inductor_graph_partition = True
+    assert not enable_rope_kvcache_mla_fusion(config)
+    config.cache_config.cache_dtype = "fp8"
+    assert enable_rope_kvcache_mla_fusion(config)
+    assert config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
+
+
+@pytest.mark.parametrize("window", ["auto", 0, 16])
+def test_recent_window(config, window):
+    """There is none; a number of tokens is refused."""
+    changed = with_setting(config, "attention_config", turbo_window=window)
+    if window != 16:
+        make_impl(changed)
+        return
+    with pytest.raises(ValueError, match="turbo_window=16 cannot be had, because of"):
+        make_impl(changed)
+
+
+def test_cuda_kernels_need_a_gpu(config):
+    changed = with_setting(config, "attention_config", turbo_kernel="cuda")
+    with pytest.raises(ValueError, match="turbo_kernel.*CPU platform"):
+        make_impl(changed)
+
+
+MLA_PAGE = dict(num_kv_heads=1, head_size=576)
+SPECS = {
+    "sliding window": (
+        lambda: make_spec(SlidingWindowMLASpec, sliding_window=64, **MLA_PAGE),
+        "layers of kind SlidingWindowMLA",
+    ),
+    "K and V": (lambda: make_spec(), "layers of kind FullAttention"),
+    "non-causal": (
+        lambda: make_spec(
+            MLAAttentionSpec, non_causal_multi_token_decode=True, **MLA_PAGE
+        ),
+        "non-causal",
+    ),
+    "top-k": (
+        lambda: make_spec(MLAAttentionSpec, topk_buffer_width=64, **MLA_PAGE),
+        "sparse",
+    ),
+    "index group": (
+        lambda: make_spec(MLAAttentionSpec, is_index_group_leader=True, **MLA_PAGE),
+        "sparse",
+    ),
+    "pooled": (
+        lambda: make_spec(
+            MLAAttentionSpec, tokens_per_state=Fraction(4, 1), **MLA_PAGE
+        ),
+        "tokens_per_state",
+    ),
+}
+
+
+def make_builder(config: VllmConfig, make: Callable[[], MLAAttentionSpec]) -> object:
+    builder = TurboMLABackend.get_builder_cls()
+    with set_current_vllm_config(config):
+        return builder(make(), ["layers.0.attn"], config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make, feature", SPECS.values(), ids=SPECS)
+def test_spec(config, make, feature):
+    make_mla_layer(config)
+    with refused(feature):
+        make_builder(config, make)
+
+
+def test_non_causal_batch(config):
+    """A drafter's, of which its layer says nothing."""
+    from .mla_utils import MLABatch
+
+    layer = make_mla_layer(config)
+    common = MLABatch.make(layer, [(3, 16)]).common
+    with pytest.raises(NotImplementedError, match="turbo4.*non-causal"):
+        make_mla_builder(config, layer).build(0, replace(common, causal=False))
+
+
+KIMI = dict(
+    vocab_size=64,
+    hidden_size=256,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+
+
+def make_kimi_layer(config: VllmConfig) -> nn.Module:
+    """The layer of Kimi-Linear, which stores latents by a kernel of its own."""
+    text = KimiLinearConfig(**KIMI)
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
+        return MultiHeadLatentAttention(
+            config=text,
+            hidden_size=text.hidden_size,
+            num_heads=text.num_attention_heads,
+            qk_nope_head_dim=text.qk_nope_head_dim,
+            qk_rope_head_dim=text.qk_rope_head_dim,
+            v_head_dim=text.v_head_dim,
+            q_lora_rank=text.q_lora_rank,
+            kv_lora_rank=text.kv_lora_rank,
+            cache_config=config.cache_config,
+            prefix="layers.9.self_attn",
+        )
+
+
+class OwnMLAAttention(MLAAttention):
+    """A model's own, which may store by other means."""
+
+
+platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
+
+
+@platforms
+def test_layers_of_kimi_linear(config, platform):
+    """Its backend is selected as for any other."""
+    make_mla_layer(config)
+    layer = make_kimi_layer(config)
+    assert layer.get_attn_backend() is TurboMLABackend
+    with refused(r"layer layers\.9\.self_attn of DeepseekV2ForCausalLM .MultiHeadLat"):
+        platform.update_block_size_for_backend(config)
+
+
+@platforms
+def test_layers_of_another_class(config, platform, monkeypatch):
+    make_mla_layer(config)
+    platform.update_block_size_for_backend(config)
+    layer = make_mla_layer(config)
+    layer.__class__ = OwnMLAAttention
+    with refused(rf"layer {layer.layer_name} of .*OwnMLAAttention, TURBO_MLA"):
+        platform.update_block_size_for_backend(config)
+
+
+def make_neighbour(config: VllmConfig) -> None:
+    """A layer with K and V, as a drafter's."""
+    with set_current_vllm_config(config), set_default_torch_dtype(FP32):
+        Attention(4, 64, 0.1, 2, cache_config=config.cache_config, prefix="draft.0")
+
+
+@platforms
+def test_layers_with_k_and_v_beside(config, platform):
+    make_mla_layer(config)
+    make_neighbour(config)
+    with refused("MLA beside layers with K and V"):
+        platform.update_block_size_for_backend(config)
+
+
+def beside(config: VllmConfig) -> None:
+    make_mla_layer(config)
+    make_neighbour(config)
+    current_platform.update_block_size_for_backend(config)
+
+
+def cuda_reasons(config: VllmConfig) -> Iterator[str]:
+    """What validation finds, where the platform has a list of backends."""
+    for backend, changes in (
+        (TritonMLABackend, MLA),
+        (TurboMLABackend, MLA | dict(use_adaptive_verification=True)),
+        (TurboMLABackend, {}),
+    ):
+        selection = selector_config(**changes)._asdict()
+        reasons = backend.validate_configuration(device_capability=None, **selection)
+        yield from (x for x in reasons if not x.startswith(("use --", "head_size")))
+
+
+def test_the_list_of_reasons_is_complete(config, folder):
+    """``MLA_REASONS`` has all that MLA alone is refused for, and nothing else."""
+    calls: list[Callable[[], object]] = [
+        *(partial(make_impl, change(config)) for change, _ in SETTINGS.values()),
+        partial(make_impl, config, sliding_window=64),
+        partial(make_impl, config, kv_lora_rank=448),
+        partial(make_impl, config, kv_cache_dtype="k4v3"),
+        *(partial(make_builder, config, make) for make, _ in SPECS.values()),
+        partial(beside, make_mla_config(folder)),
+    ]
+    reasons = [
+        reason.replace("k4v3", "turbo4")
+        for call in calls
+        for reason in mla_reasons_of(call)
+    ]
+    reasons += cuda_reasons(config)
+    found = {listed(reason, (*REASONS, *MLA_REASONS)) for reason in reasons}
+    assert found - set(REASONS) == set(MLA_REASONS)
+    assert not set(REASONS) & set(MLA_REASONS)
+    assert {*MLA_SETTINGS, *MLA_SPEC_FEATURES} <= {*REASONS, *MLA_REASONS}
+
+
+def mla_reasons_of(call: Callable[[], object]) -> list[str]:
+    """As ``reasons_of``, of any dtype."""
+    with pytest.raises(ValueError) as raised:
+        call()
+    message = re.sub(
+        "--kv-cache-dtype k4v3", "--kv-cache-dtype turbo4", str(raised.value)
+    )
+
+    def again() -> None:
+        raise ValueError(message)
+
+    return reasons_of(again)

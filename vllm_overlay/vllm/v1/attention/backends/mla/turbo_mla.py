@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Multi-head latent attention over the turbo KV cache: backend and implementation.
+
+A token's latent is stored rotated, as codes, and its rotary key in 8 bits. Decodes,
+drafts and short extends attend to the packed pages, absorbed: the rotation is part of
+the absorbed weights. Prefills are vLLM's own, with their contexts dequantised. The
+format and the kernels are in ``vllm/v1/attention/ops/turbo``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    MLACommonPrefillMetadata,
+    QueryLenSupport,
+)
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    LatentAttentionFn,
+    LatentGatherFn,
+    LatentStoreFn,
+)
+from vllm.v1.attention.ops.turbo.latent_runtime import (
+    LatentRunner,
+    absorbed_query_len,
+    decode_query_len,
+    plan_spans,
+)
+from vllm.v1.attention.ops.turbo.latent_warm_up import warm_up
+from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
+from vllm.v1.attention.ops.turbo.reference import latent as reference
+from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.runtime import take_scratch
+from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.worker.workspace import is_workspace_manager_initialized
+
+
+class TurboMLABackend(MLACommonBackend):
+    """Backend of the turbo cache dtypes for dense MLA."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["turbo4", "turbo3"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "TURBO_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["TurboMLAImpl"]:
+        return TurboMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["TurboMLAMetadataBuilder"]:
+        return TurboMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [320, 512, 576]
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        # The kernels' operands are 16-bit; PyTorch's operators on a CPU take any.
+        if dtype == torch.float32:
+            return current_platform.is_cpu()
+        return super().supports_dtype(dtype)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
+        return not current_platform.is_cuda() or capability >= DeviceCapability(8, 0)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Calls are planned by query lengths on the host.
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # All that keep the tokens of a block contiguous.
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As the base class; of a turbo dtype the last reason is the way out."""
+        reasons = cls.unsupported_features(
+            head_size, dtype, kv_cache_dtype, *args, **kwargs
+        )
+        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
+            reasons.append(refusals.way_out(kv_cache_dtype))
+        return reasons
+
+    @classmethod
+    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """What the base class finds in a configuration."""
+        return super().validate_configuration(*args, **kwargs)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Pack latent and rotary key of a token into one slot."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
+            return super().customize_spec(spec)
+        layout = LatentFormat.from_cache_dtype(
+            spec.kv_quant_mode.name.lower(), spec.head_size
+        )
+        return replace(spec, state_content_bytes=layout.slot_size)
+
+
+@dataclass
+class TurboMLADecodeMetadata(MLACommonDecodeMetadata):
+    """What layers are told of requests that attend to packed pages.
+
+    Attributes:
+        plans: By the layers' shapes, the calls of their kernels.
+
+    """
+
+    plans: dict[LayerShape, DecodePlan] = field(default_factory=dict, repr=False)
+
+
+@dataclass
+class TurboMLAMetadata(MLACommonMetadata[TurboMLADecodeMetadata]):
+    """What layers are told of a step.
+
+    Attributes:
+        prefill_token_to_seq: (T,) int32, the prefill request of each token that is
+            prefilled; None if none is, or if these see themselves raw.
+
+    """
+
+    prefill_token_to_seq: torch.Tensor | None = None
+
+
+class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
+    """Builds ``TurboMLAMetadata``.
+
+    Whoever may have drafts is a decode request: lengths on the host are not exact for
+    these, and decodes take all lengths of sequences from the device.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    # All that decodes need are views of what the drafter updates between its steps.
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        reasons = refusals.unsupported_mla_spec(kv_cache_spec)
+        if reasons:
+            cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
+            raise ValueError(refusals.refusal(cache_dtype, reasons))
+        self.reorder_batch_threshold = absorbed_query_len(vllm_config)
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, TurboMLAMetadata
+        )
+        self.decode_len = decode_query_len(vllm_config)
+        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        context = vllm_config.compilation_config.static_forward_context
+        runners = [context[name].impl.runner for name in layer_names]
+        # One of each shape: layers alike have the same kernels.
+        self.runners: list[LatentRunner] = list(
+            {runner.shape: runner for runner in runners}.values()
+        )
+        log_turbo_cache(vllm_config)
+
+    @staticmethod
+    def determine_prefill_query_data_type(
+        vllm_config: VllmConfig, model_dtype: torch.dtype
+    ) -> torch.dtype:
+        return model_dtype
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TurboMLAMetadata:
+        if common_attn_metadata.causal is not True:
+            cache_dtype = self.kv_cache_spec.kv_quant_mode.name.lower()
+            raise NotImplementedError(
+                refusals.refusal(cache_dtype, [refusals.NON_CAUSAL])
+            )
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        prefill = metadata.prefill
+        if prefill is not None and self.stored:
+            assert prefill.query_lens_cpu is not None
+            requests = torch.arange(metadata.num_prefills, dtype=torch.int32)
+            metadata.prefill_token_to_seq = async_tensor_h2d(
+                requests.repeat_interleave(prefill.query_lens_cpu), self.device
+            )
+        return metadata
+
+    def update_draft_decode_metadata(self, metadata: TurboMLAMetadata) -> None:
+        pass
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> TurboMLADecodeMetadata:
+        spans = plan_spans(
+            query_start_loc_cpu.diff().tolist(),
+            num_decode_tokens,
+            query_start_loc_device,
+            self.decode_len,
+        )
+        plans = {
+            runner.shape: runner.plan(spans, block_table_tensor, seq_lens_device)
+            for runner in self.runners
+        }
+        return TurboMLADecodeMetadata(
+            block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, plans
+        )
+
+
+def num_torch_splits(
+    num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
+) -> int:
+    """See ``LatentSplitsFn``: PyTorch's operators split nothing."""
+    return 1
+
+
+class TorchKernels(NamedTuple):
+    """See ``LatentKernels``: PyTorch's operators, for a CPU."""
+
+    reason: str = "this is a CPU"
+    name: str = "PyTorch"
+    store: LatentStoreFn = reference.store
+    decode_attention: LatentAttentionFn = reference.decode_attention
+    num_decode_splits: Callable[..., int] = num_torch_splits
+    gather: LatentGatherFn = reference.gather
+
+    def store_sizes(self, layout: LatentFormat) -> list[int]:
+        return []
+
+    def make_matrices(self, rank: int, device: torch.device) -> None:
+        pass
+
+
+class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
+    """Stores latents and rotary keys, and attends to them.
+
+    Attributes:
+        runner: The layer's kernels.
+
+    """
+
+    gathers_context: ClassVar[bool] = True
+    can_return_lse_for_decode: bool = True
+    supports_pcp: bool = False
+    supports_dcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        # MLA Specific Arguments
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        **mla_args: Any,
+    ) -> None:
+        vllm_config = get_current_vllm_config()
+        arguments: dict[str, object] = {
+            "alibi_slopes": alibi_slopes,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+        }
+        own = refusals.MLA_ARGUMENTS
+        arguments |= {name: x for name, x in mla_args.items() if name not in own}
+        reasons = refusals.unsupported_layer_arguments(attn_type, arguments)
+        if sliding_window is not None:
+            reasons.append(refusals.MLA_SLIDING_WINDOW)
+        if kv_cache_dtype not in LATENT_PRESETS:
+            reasons.append(refusals.one_vector_reason(kv_cache_dtype))
+        reasons += refusals.unsupported_mla_sizes(kv_lora_rank, qk_rope_head_dim)
+        reasons += refusals.unsupported_settings(vllm_config)
+        reasons += refusals.unsupported_mla_settings(vllm_config)
+        reasons += unsupported_connectors(vllm_config.kv_transfer_config)
+        if reasons:
+            raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
+        window = vllm_config.attention_config.turbo_window
+        if window not in ("auto", 0):
+            raise ValueError(refusals.window_refusal(window, refusals.MLA_WINDOW))
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            **mla_args,
+        )
+        self.supports_quant_query_input = False
+        self.vllm_config = vllm_config
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        self.runner = LatentRunner(
+            LayerShape(num_heads, 1, kv_lora_rank, dtype),
+            self.scale,
+            LatentFormat.from_cache_dtype(kv_cache_dtype, head_size),
+            vllm_config,
+        )
+        if current_platform.is_cpu():
+            if self.runner.kernel_choice == "cuda":
+                reason = "the CPU platform runs PyTorch's operators"
+                raise ValueError(cuda_refusal(reason))
+            self.runner.kernels = TorchKernels()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Choose the kernels, for building them may take seconds."""
+        _ = self.runner.kernels
+
+    def transform_absorbed_weights(
+        self, W_UK: torch.Tensor, W_UV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the latent's axis: queries and outputs are of rotated latents then."""
+        rank = self.kv_lora_rank
+        rotation = rotation_matrix(rank, W_UK.device, torch.float32, inverse=True)
+
+        def rotate(weight: torch.Tensor) -> torch.Tensor:
+            rotated = rotation @ weight.float().flatten(1) * inverse_sqrt(rank)
+            return rotated.view(weight.shape).to(weight.dtype)
+
+        return rotate(W_UK), rotate(W_UV)
+
+    def reserve_workspace(self) -> None:
+        """Take the memory of the largest step, and run its kernels once."""
+        runner = self.runner
+        device = next(self.kv_b_proj.parameters()).device
+        # Queries and outputs in the coordinates of the latent. What prefills project
+        # up, which vLLM's profile run has, is not there at the same time.
+        num_rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
+            self.vllm_config
+        )
+        projected = num_rows * (self.qk_nope_head_dim + self.v_head_dim)
+        absorbed = 2 * runner.max_absorbed_tokens * self.kv_lora_rank
+        more = max(0, absorbed - projected), self.num_heads
+        _ = torch.empty(more, dtype=runner.shape.dtype, device=device)
+        if is_workspace_manager_initialized():
+            runner.reserve(device)
+            warm_up(runner, device)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Store tokens' latents and rotary keys.
+
+        Args:
+            kv_c_normed: (>= T, L).
+            k_pe: (>= T, 1, R).
+            kv_cache: (num_blocks, N, C) uint8.
+            slot_mapping: (T,) int64.
+            kv_cache_dtype: The layer's.
+            k_scale: Not read.
+            skip_scale: Not read.
+
+        """
+        if kv_cache.numel() == 0:
+            return
+        layout = self.runner.layout
+        rope = k_pe.squeeze(1) if layout.rope else None
+        slots = slot_mapping.flatten()
+        self.runner.kernels.store(kv_cache, slots, kv_c_normed, rope, layout)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TurboMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to packed pages.
+
+        Args:
+            q: Queries of rotated latents, (T, Hq, L), and rotary ones, (T, Hq, R).
+            kv_c_and_k_pe_cache: (num_blocks, N, C) bytes, of any dtype.
+            attn_metadata: The step's.
+            layer: The layer, not read.
+
+        Returns:
+            The output, (T, Hq, L), of rotated latents, and (T, Hq) fp32 LSE.
+
+        """
+        decode = attn_metadata.decode
+        assert decode is not None
+        if isinstance(q, torch.Tensor):
+            rank = self.kv_lora_rank
+            q = q[..., :rank], q[..., rank:]
+        query, rope = q
+        # Rows of padding are not written.
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_zeros(query.shape[:2], dtype=torch.float32)
+        self.runner.decode(
+            query,
+            rope if self.runner.layout.rope else None,
+            kv_c_and_k_pe_cache.view(torch.uint8),
+            decode.plans[self.runner.shape],
+            output,
+            lse,
+        )
+        return output, lse
+
+    def gather_context(
+        self,
+        kv_cache: torch.Tensor,
+        workspace: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: MLACommonPrefillMetadata.ContextChunk,
+    ) -> None:
+        self.runner.kernels.gather(
+            kv_cache.view(torch.uint8),
+            workspace,
+            block_table,
+            self.runner.layout,
+            chunk.cu_seq_lens,
+            chunk.token_to_seq,
+            chunk.num_context_tokens,
+            chunk.starts,
+        )
+
+    def forward_mha(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TurboMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """As the base class; with ``turbo_prefill`` at stored, tokens see themselves
+        as they are stored.
+        """
+        if self.runner.stored:
+            rows = self._own_rows(kv_c_and_k_pe_cache, attn_metadata, q.shape[0])
+            kv_c_normed = rows[:, : self.kv_lora_rank]
+            k_pe = rows[:, self.kv_lora_rank :].unsqueeze(1)
+        super().forward_mha(
+            q,
+            kv_c_normed,
+            k_pe,
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            k_scale,
+            output,
+            output_scale,
+        )
+
+    def _own_rows(
+        self,
+        kv_cache: torch.Tensor,
+        attn_metadata: TurboMLAMetadata,
+        num_tokens: int,
+    ) -> torch.Tensor:
+        """Latents and rotary keys of a prefill's own tokens, as they are stored."""
+        prefill = attn_metadata.prefill
+        token_to_seq = attn_metadata.prefill_token_to_seq
+        assert prefill is not None and token_to_seq is not None
+        context = prefill.chunked_context
+        specs = self.runner.rows_specs(num_tokens)
+        (rows,) = take_scratch(specs, kv_cache.device)
+        self.runner.kernels.gather(
+            kv_cache.view(torch.uint8),
+            rows,
+            prefill.block_table,
+            self.runner.layout,
+            prefill.query_start_loc,
+            token_to_seq,
+            num_tokens,
+            None if context is None else context.context_lens,
+        )
+        return rows

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A first run of an MLA layer's kernels, within vLLM's profile run: see ``warm_up``."""
+
+import torch
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
+from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner, plan_spans
+
+# Cached tokens before those of the queries.
+_CONTEXT = 16
+# Of layers whose kernels have run in this process.
+_warm: set[tuple[object, ...]] = set()
+
+
+def batches(runner: LatentRunner) -> list[list[int]]:
+    """Query tokens of requests that together launch every kernel of attention: one, as
+    many of each request, and not.
+    """
+    most = min(runner.max_query_len, runner.max_num_tokens - 1)
+    found = [[1, 1]]
+    for length in sorted({min(n, most) for n in (2, runner.decode_len, most)}):
+        if length > 1:
+            found += [[length], [length, 1]]
+    return found
+
+
+def _run_attention(
+    runner: LatentRunner, kv_cache: torch.Tensor, query_lens: list[int]
+) -> None:
+    """Store, attend and gather for requests of so many query tokens."""
+    device, shape, layout = kv_cache.device, runner.shape, runner.layout
+    num_tokens, num_seqs = sum(query_lens), len(query_lens)
+    seq_lens = torch.tensor(query_lens, dtype=torch.int32) + _CONTEXT
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    width = cdiv(int(seq_lens.max()), kv_cache.shape[1])
+    # What is read is zeros: all requests may share it.
+    table = torch.arange(width, dtype=torch.int32).expand(num_seqs, -1).contiguous()
+    table, seq_lens, starts = (x.to(device) for x in (table, seq_lens, starts))
+    size = layout.rank + layout.rope
+    vectors = (num_tokens, 1 + shape.num_heads, size)
+    zeros = torch.zeros(vectors, dtype=shape.dtype, device=device)
+    latents, ropes = zeros.split([layout.rank, layout.rope], -1)
+    has_rope = layout.rope > 0
+    runner.kernels.store(
+        kv_cache,
+        torch.arange(num_tokens, device=device),
+        latents[:, 0],
+        ropes[:, 0] if has_rope else None,
+        layout,
+    )
+    spans = plan_spans(query_lens, num_tokens, starts, runner.decode_len)
+    query = latents[:, 1:].contiguous()
+    runner.decode(
+        query,
+        ropes[:, 1:] if has_rope else None,
+        kv_cache,
+        runner.plan(spans, table, seq_lens),
+        torch.empty_like(query),
+        torch.empty(num_tokens, shape.num_heads, device=device),
+    )
+    runner.kernels.gather(
+        kv_cache,
+        zeros[:, 0].contiguous(),
+        table,
+        layout,
+        starts,
+        torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        num_tokens,
+        torch.zeros(num_seqs, dtype=torch.int32, device=device),
+    )
+
+
+def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) -> None:
+    """Store so many tokens nowhere."""
+    device, layout = kv_cache.device, runner.layout
+    size = layout.rank + layout.rope
+    zeros = torch.zeros(1, size, dtype=runner.shape.dtype, device=device)
+    latent, rope = zeros.expand(num_tokens, -1).split([layout.rank, layout.rope], -1)
+    slots = torch.full((num_tokens,), -1, device=device)
+    runner.kernels.store(kv_cache, slots, latent, rope if layout.rope else None, layout)
+
+
+def warm_up(runner: LatentRunner, device: torch.device) -> None:
+    """Run a layer's kernels, unless those of a layer like it have run.
+
+    The workspace has to have been taken.
+    """
+    key = (
+        runner.shape,
+        runner.layout,
+        runner.kernel_choice,
+        runner.decode_len,
+        runner.max_query_len,
+        runner.max_num_tokens,
+        device,
+    )
+    if key in _warm:
+        return
+    block_size = runner.cache_config.block_size or 1
+    block_size = cdiv(block_size, TILE_TOKENS) * TILE_TOKENS
+    num_blocks = cdiv(2 * runner.max_query_len + _CONTEXT, block_size)
+    pages = (num_blocks, block_size, runner.layout.slot_size)
+    kv_cache = torch.zeros(pages, dtype=torch.uint8, device=device)
+    for query_lens in batches(runner):
+        _run_attention(runner, kv_cache, query_lens)
+    for num_tokens in runner.kernels.store_sizes(runner.layout):
+        if num_tokens <= runner.max_num_tokens:
+            _run_store(runner, kv_cache, num_tokens)
+    _warm.add(key)
