@@ -15,7 +15,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -93,16 +93,19 @@ class Swap:
 @contextmanager
 def zeroed_attention() -> Iterator[None]:
     """Lets every attention layer return zeros, after it has run."""
-    forward = Attention.forward
+    layers = (Attention, MLAAttention)
+    forwards = [layer.forward for layer in layers]
 
-    def zeroed(layer: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros_like(forward(layer, *args, **kwargs))
+    def zeroed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: torch.zeros_like(forward(*args, **kwargs))
 
-    Attention.forward = zeroed  # type: ignore[method-assign]
+    for layer, forward in zip(layers, forwards):
+        layer.forward = zeroed(forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Attention.forward = forward  # type: ignore[method-assign]
+        for layer, forward in zip(layers, forwards):
+            layer.forward = forward  # type: ignore[method-assign]
 
 
 def logprobs_of(output: RequestOutput) -> list[list[float]]:

@@ -136,6 +136,34 @@ def attention_with_kv_cache(
         ).to(output.dtype)
 
 
+def decode_latents(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Attends each request's one query to its cached latents, in fp32.
+
+    Args:
+        out: [num_reqs, num_heads, kv_lora_rank]; written.
+        query: [num_reqs, num_heads, kv_lora_rank + rope].
+        kv_cache: [num_blocks, block_size, kv_lora_rank + rope].
+        scale: Softmax scale.
+        block_tables: int32 [num_reqs, max_blocks].
+        seq_lens: int32 [num_reqs].
+
+    """
+    cache = kv_cache.unsqueeze(1)
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        key = _gather(cache, block_tables[row], seq_len)
+        value = key[..., : out.shape[-1]]
+        visible = torch.ones(1, seq_len, dtype=torch.bool)
+        own = query[row : row + 1]
+        out[row] = _attend(own, key, value, visible, scale, 0.0, None)[0].to(out.dtype)
+
+
 def _require_plain(kv_cache_dtype: str) -> None:
     if kv_cache_dtype not in PLAIN_CACHE_DTYPES:
         raise NotImplementedError(

@@ -179,6 +179,11 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         'str kv_cache_dtype="auto") -> ()',
         attention.attention_with_kv_cache,
     ),
+    "mla_decode_kvcache": (
+        "(Tensor! out, Tensor query, Tensor kv_cache, float scale, "
+        "Tensor block_tables, Tensor seq_lens) -> ()",
+        attention.decode_latents,
+    ),
 }
 
 # A Library takes its ops with it when it is collected.

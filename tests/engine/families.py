@@ -180,6 +180,23 @@ FAMILIES = {
         # Else the delta nets would decide every token.
         {"o_proj": 4},
     ),
+    # Multi-head latent attention, dense, of the published models' sizes of latents.
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        {
+            "num_key_value_heads": HEADS,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": HEAD_DIM,
+            "v_head_dim": HEAD_DIM,
+            "first_k_dense_replace": 4,
+            "n_routed_experts": 2,
+        },
+        {},
+        # Latents are normalised, and twice as long as the hidden state.
+        {"kv_b_proj": 0.2, "q_proj": 0.6},
+    ),
     "olmo3": Family("olmo3", {"layer_types": SLIDING, "sliding_window": WINDOW}),
 }
 

@@ -49,6 +49,8 @@ WAYS = {
     "olmo3": WINDOWED,
     "granite": WINDOWED,
     "llama4": CHUNKED,
+    # More of it is in test_mla.py.
+    "deepseek_v2": Ways(64, scarce_blocks=9),
     "lfm2": hybrid(128),
     "nemotron_h": hybrid(80),
     "qwen3_next": hybrid(80),
@@ -62,6 +64,7 @@ GROUPS = {
     "olmo3": 4,
     "granite": 4,
     "llama4": 4,
+    "deepseek_v2": 1,
     "lfm2": 2,
     "nemotron_h": 2,
     "qwen3_next": 2,
@@ -71,8 +74,11 @@ HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
 
 
 def some_marked(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Of windows and of shared caches others are without the mark of the matrix."""
-    marks = dict.fromkeys(("cohere2", "gemma3n", "olmo3"), pytest.mark.matrix)
+    """Of windows and of shared caches others are without the mark of the matrix, and
+    MLA has tests of its own.
+    """
+    left_out = "cohere2", "deepseek_v2", "gemma3n", "olmo3"
+    marks = dict.fromkeys(left_out, pytest.mark.matrix)
     cases = [pytest.param(name, marks=marks.get(name, ())) for name in names]
     return pytest.mark.parametrize("name", cases)
 

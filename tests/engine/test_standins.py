@@ -148,6 +148,21 @@ def test_attention_over_scattered_pages(
             token += 1
 
 
+def test_latents_are_attended_to(ops):
+    """Each request's query, to a cache whose first coordinates are K and V."""
+    generator = torch.Generator().manual_seed(3)
+    cache = torch.randn(5, 4, 6, generator=generator)
+    query = torch.randn(2, 3, 6, generator=generator)
+    table = torch.tensor([[4, 1], [2, 0]], dtype=torch.int32)
+    lengths = torch.tensor([6, 1], dtype=torch.int32)
+    out = torch.full((2, 3, 4), torch.nan)
+    ops.mla_decode_kvcache(out, query, cache, 0.5, table, lengths)
+    keys = torch.cat([cache[4], cache[1, :2]])
+    weights = (query[0] @ keys.T * 0.5).softmax(-1)
+    torch.testing.assert_close(out[0], weights @ keys[:, :4])
+    torch.testing.assert_close(out[1], cache[2, 0, :4].expand(3, -1))
+
+
 def test_attention_refuses_what_it_has_not(ops):
     page = torch.zeros(1, 1, 4, 8)
     with pytest.raises(NotImplementedError, match="fp8"):

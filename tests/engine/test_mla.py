@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Multi-head latent attention in the engine, of a dense DeepSeek V2.
+
+One engine answers in all ways that MLA has paths for. With --all there are more: both
+dtypes and model runners, raw prefills, drafts, and vLLM's own cache. How it is
+preempted, and answers in small chunks, is in test_families.py.
+"""
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from families import write_family
+from harness import Call, Engine, Runner, kl_divergences, run_job
+from scenarios import ALL_BYTES, NUM_DRAFTS, text
+from ways import KL_TOLERANCE, NUM_GENERATED
+
+from vllm.v1.attention.ops.turbo.latent_runtime import MAX_ABSORBED_LEN
+
+BLOCK = 64
+BYTES = {"turbo4": 340, "turbo3": 276}
+MEMORY = 32 << 20
+LAYERS = 4
+# Of one token, around a block, and so many that they are projected up.
+PROMPTS = [
+    text(n, 500 + n) for n in (1, BLOCK - 1, BLOCK + 1, MAX_ABSORBED_LEN + 2, 300)
+]
+PREFIX = text(2 * BLOCK, 700)
+# What comes behind a hit is absorbed, or attends to contexts that are gathered.
+NEW = (3, 40, MAX_ABSORBED_LEN + 22)
+FOLLOWERS = [PREFIX + text(n, 710 + n) for n in NEW]
+# Tokens of a step: fewer than those of all prompts.
+STEP = 400
+# Nats, mean, between tokens that are seen raw and as they are stored.
+KL_BOUND = {"turbo4": 0.1, "turbo3": 0.3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("mla"), "deepseek_v2")
+
+
+def engine(dtype: str, prefill: str = "stored", **more: Any) -> Engine:
+    """An engine that is asked for everything alone, in a batch, and behind hits."""
+    args: dict[str, Any] = {
+        "kv_cache_dtype": dtype,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": MEMORY,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": STEP,
+    }
+    if dtype in BYTES:
+        args["attention_config"] = {"turbo_prefill": prefill}
+
+    def call(prompts: list[list[int]], **options: Any) -> Call:
+        return Call(prompts, NUM_GENERATED, **options)
+
+    calls = {"alone": call(PROMPTS, one_by_one=True)}
+    for i, follower in enumerate(FOLLOWERS):
+        calls[f"follower {i}"] = call([follower], forgets=True)
+    calls["batched"] = call([*PROMPTS, *FOLLOWERS], forgets=True)
+    calls["fill"] = call([PREFIX], forgets=True)
+    calls["hits"] = call(FOLLOWERS)
+    return Engine(args | more, calls)
+
+
+class Outcome:
+    """An engine's results, with the answers each prompt had alone."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.result = result
+        alone = self.requests("alone")
+        for i in range(len(FOLLOWERS)):
+            alone += self.requests(f"follower {i}")
+        prompts = [*PROMPTS, *FOLLOWERS]
+        self.alone = dict(zip(map(tuple, prompts), alone, strict=True))
+
+    def requests(self, call: str) -> list[dict[str, Any]]:
+        return list(self.result["calls"][call]["requests"])
+
+    def divergences(self, call: str, prompts: list[list[int]]) -> list[list[float]]:
+        """Of each prompt, at each position, from its run alone, in nats."""
+        pairs = zip(prompts, self.requests(call), strict=True)
+        return [kl_divergences(self.alone[tuple(p)], found) for p, found in pairs]
+
+    def check_ways(self) -> None:
+        """Check that what is tested happened: chunks, and hits of both kinds."""
+        steps = self.result["calls"]["batched"]["steps"]
+        chunks = [new for step in steps for new, computed in step if computed]
+        assert any(1 < new <= MAX_ABSORBED_LEN for new in chunks)
+        hits = self.result["calls"]["hits"]["steps"][0]
+        assert hits == [[new, len(PREFIX)] for new in NEW]
+
+    def assert_equal(self) -> None:
+        """Assert that all ways give the same distributions up to rounding."""
+        for call, prompts in (
+            ("batched", [*PROMPTS, *FOLLOWERS]),
+            ("hits", FOLLOWERS),
+        ):
+            found = self.divergences(call, prompts)
+            assert max(map(max, found)) < KL_TOLERANCE
+            # Contexts are the same at most positions, or nothing is compared.
+            total = sum(map(len, found))
+            assert 2 * total > NUM_GENERATED * len(prompts)
+
+    def assert_near(self, bound: float) -> None:
+        """Assert that all ways give the same up to the quantisation's noise."""
+        found = self.divergences("batched", [*PROMPTS, *FOLLOWERS])
+        found += self.divergences("hits", FOLLOWERS)
+        noise = [kl for each in found for kl in each]
+        assert max(noise) > KL_TOLERANCE
+        assert mean(noise) < bound
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    runs = tmp_path_factory.mktemp("run")
+    result = run_job(runs, folder, "v2", {"few": engine("turbo4")})
+    return Outcome(result["few"]), (runs / "log").read_text()
+
+
+def test_all_ways_are_equal(outcome: Any):
+    found, _ = outcome
+    found.check_ways()
+    found.assert_equal()
+
+
+def test_capacity(outcome: Any):
+    """Tokens are memory by 340 bytes a layer, and the line at the start says so."""
+    found, log = outcome
+    result = found.result
+    assert result["num_tokens"] == MEMORY // (LAYERS * BYTES["turbo4"] * BLOCK) * BLOCK
+    assert {size for size, _ in result["pages"].values()} == {340 * BLOCK}
+    (line,) = (line for line in log.splitlines() if "KV cache turbo4:" in line)
+    assert "340 bytes a token and layer (MLA layers: 4, query heads: 4, lat" in line
+    assert "3.39 times fewer than in bf16" in line
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype, runner", [("turbo4", "v1"), ("turbo3", "v1")])
+def test_stored(folder: Path, tmp_path: Path, dtype: str, runner: Runner):
+    found = run_job(tmp_path, folder, runner, {"few": engine(dtype)})["few"]
+    assert found["runner"] == runner
+    assert found["num_tokens"] == MEMORY // (LAYERS * BYTES[dtype] * BLOCK) * BLOCK
+    Outcome(found).check_ways()
+    Outcome(found).assert_equal()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_raw(folder: Path, tmp_path: Path, dtype: str, runner: Runner):
+    found = run_job(tmp_path, folder, runner, {"few": engine(dtype, "raw")})["few"]
+    Outcome(found).check_ways()
+    Outcome(found).assert_near(KL_BOUND[dtype])
+
+
+@pytest.mark.matrix
+def test_attention_decides_every_answer(outcome: Any, folder: Path, tmp_path: Path):
+    """Guards the tests above: were attention ignored, they would all pass."""
+    zeroed = engine("turbo4")
+    zeroed.zero_attention = True
+    zeroed.calls = {"alone": zeroed.calls["alone"]}
+    result = run_job(tmp_path, folder, "v2", {"zeroed": zeroed})["zeroed"]
+    found, _ = outcome
+    requests = result["calls"]["alone"]["requests"]
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        alone = found.alone[tuple(prompt)]
+        assert max(kl_divergences(alone, request)) > 100 * KL_TOLERANCE
+
+
+@pytest.mark.matrix
+def test_drafts(folder: Path, tmp_path: Path):
+    """What is verified in one step is what steps of one token give."""
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": NUM_DRAFTS,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+    prompts = [ALL_BYTES, *PROMPTS[2:4]]
+    calls = {"batched": Call(prompts, NUM_GENERATED)}
+    alone = {"alone": Call(prompts, NUM_GENERATED, one_by_one=True)}
+    common = engine("turbo4").args
+    engines = {
+        "plain": Engine(common, alone),
+        # Numba ends what vLLM's CPU platform does at an engine's start.
+        "drafts": Engine(common | {"speculative_config": drafting}, calls),
+    }
+    found = run_job(tmp_path, folder, "v1", engines)
+    batched = found["drafts"]["calls"]["batched"]
+    verified = {new for step in batched["steps"] for new, computed in step if computed}
+    assert 1 + NUM_DRAFTS in verified
+    requests = found["plain"]["calls"]["alone"]["requests"]
+    for pair in zip(requests, batched["requests"], strict=True):
+        assert max(kl_divergences(*pair)) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
+def test_divergence_from_an_unquantised_cache(folder: Path, tmp_path: Path):
+    """Four bits are nearer than three, and both far nearer than no attention."""
+    calls = {"alone": Call(PROMPTS, NUM_GENERATED, one_by_one=True)}
+    engines = {dtype: engine(dtype) for dtype in ("auto", *BYTES)}
+    # vLLM's own pages have 16 tokens there, and neither chunks nor hits.
+    engines["auto"].args |= {"block_size": 16, "enable_prefix_caching": False}
+    engines["zeroed"] = Engine(engines["auto"].args, zero_attention=True)
+    for each in engines.values():
+        each.calls = calls
+    found = run_job(tmp_path, folder, "v1", engines)
+    own = found["auto"]["calls"]["alone"]["requests"]
+    kl = {}
+    for name in (*BYTES, "zeroed"):
+        pairs = zip(own, found[name]["calls"]["alone"]["requests"])
+        kl[name] = mean(x for pair in pairs for x in kl_divergences(*pair))
+    assert 0 < 2 * kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl
