@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
 )
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -124,7 +125,8 @@ def cache_of(name: str, spec: KVCacheSpec, config: VllmConfig) -> LayerCache | N
     layer = config.compilation_config.static_forward_context[name]
     queries = math.ceil(getattr(layer, "num_heads", 0) / spec.num_kv_heads)
     readings = 1
-    if spec.kv_quant_mode.is_turbo:
+    # Latents are read once for all heads.
+    if spec.kv_quant_mode.is_turbo and not isinstance(spec, MLAAttentionSpec):
         readings = math.ceil(queries / num_queries_at_once(spec.head_size, queries))
     return LayerCache(
         token=spec.real_page_size_bytes / spec.block_size,

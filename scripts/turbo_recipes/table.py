@@ -61,7 +61,9 @@ TEXT_PARTS = {
 }
 # What a refusal is for, by a part of its reason, the first that is found.
 CAUSES = {
-    "MLA": "MLA",
+    "MultiHeadLatentAttention": "MLA that stores by itself",
+    "sinks of MLA": "MLA with sinks",
+    "sparse not supported": "sparse MLA",
     "got turbo4": "MLA of its own kind",
     "main KV cache": "sparse attention of its own kind",
     "STEP5_DSA": "sparse attention of its own kind",
@@ -220,17 +222,18 @@ def _where(architecture: str) -> str:
 
 def accepted_table(content: dict[str, Any]) -> str:
     """The families that are accepted, by the kind of their layers and who ran them."""
-    groups: dict[tuple[bool, bool, str], list[str]] = {}
+    groups: dict[tuple[bool, bool, bool, str], list[str]] = {}
     for verdict in verdicts_of(content).values():
         if verdict["outcome"] == "served":
             run = _where(verdict["architecture"])
             is_hybrid = verdict["kind"] == "hybrid"
-            group = is_hybrid, run == "no", run
+            group = is_hybrid, verdict.get("mla", False), run == "no", run
             groups.setdefault(group, []).append(verdict["family"])
     rows = [("accepted", "families", "recipes", "run"), ("---",) * 4]
     for group in sorted(groups):
-        is_hybrid, _, run = group
-        kind = "attention beside states" if is_hybrid else "attention alone"
+        is_hybrid, is_mla, _, run = group
+        kind = "MLA" if is_mla else "attention"
+        kind += " beside states" if is_hybrid else " alone"
         names = ", ".join(sorted(set(groups[group]), key=str.lower))
         rows.append((kind, names, str(len(groups[group])), run))
     return _rows(rows)
@@ -261,6 +264,8 @@ def _what(verdict: dict[str, Any]) -> str:
             f"{number} layers of {heads} x {size}"
             for number, heads, size in verdict["layers"]
         )
+        if verdict.get("mla"):
+            layers += " (MLA)"
         if verdict["kind"] == "hybrid":
             layers += f", blocks of {verdict['block_size']}"
         return layers

@@ -104,7 +104,8 @@ def find_foreign_layer(
 def describe_layers(built: Build) -> dict[str, Any]:
     """What is packed: how many layers of how many KV heads of which size.
 
-    A layer's recent window is none of its own.
+    A layer's recent window is none of its own. Of MLA the size is the latent's and the
+    rotary key's, together.
     """
     packed = [
         spec
@@ -116,8 +117,10 @@ def describe_layers(built: Build) -> dict[str, Any]:
     shapes = Counter((spec.num_kv_heads, spec.head_size) for spec in packed)
     state = any(isinstance(spec, MambaSpec) for spec in built.specs.values())
     assert built.config is not None
+    is_mla = any(isinstance(spec, MLAAttentionSpec) for spec in packed)
     return {
         "kind": "hybrid" if state else "full",
+        **({"mla": True} if is_mla else {}),
         "layers": [[count, *shape] for shape, count in shapes.items()],
         "block_size": built.config.cache_config.block_size,
     }

@@ -24,6 +24,7 @@ from vllm.v1.attention.ops.turbo.latent_runtime import (
     MAX_ABSORBED_LEN,
     find_spans,
     plan_spans,
+    triton_latent_kernels,
 )
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 from vllm.v1.attention.ops.turbo.reference import latent as reference
@@ -43,7 +44,7 @@ from .mla_utils import (
     make_mla_config,
     make_mla_layer,
 )
-from .utils import DEVICE, ON_GPU
+from .utils import DEVICE, ON_GPU, requires_triton
 
 # What fp32 loses, of outputs of about one.
 TOLERANCE = 2e-5
@@ -106,6 +107,24 @@ def test_batches(folder, rank, name, mode, requests):
     config = make_mla_config(folder, name, turbo_prefill=mode)
     batch = MLABatch.make(make_mla_layer(config), requests)
     assert_as_expected(batch, config, LONG if mode == "raw" else None)
+
+
+@requires_triton
+@latent_presets
+@pytest.mark.parametrize("mode", ["raw", "stored"])
+def test_triton_kernels(folder, rank, name, mode):
+    """As PyTorch's operators, up to roundings of fp16; of bytes none is another."""
+    config = make_mla_config(folder, name, torch.float16, turbo_prefill=mode)
+    layer = make_mla_layer(config)
+    batch = MLABatch.make(layer, BATCHES["mixed"])
+    metadata = make_mla_builder(config, layer).build(0, batch.common)
+    expected, before = batch.run(config, metadata), batch.cache.clone()
+    layer.impl.runner.kernels = triton_latent_kernels()
+    batch.cache.copy_(MLABatch.make(layer, BATCHES["mixed"]).cache)
+    metadata = make_mla_builder(config, layer).build(0, batch.common)
+    output = batch.run(config, metadata)
+    assert torch.equal(batch.cache, before)
+    torch.testing.assert_close(output, expected, atol=4e-3, rtol=0)
 
 
 @pytest.mark.parametrize("rank_, rope", [(512, 0), (256, 64)])
