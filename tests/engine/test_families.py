@@ -50,7 +50,7 @@ WAYS = {
     "granite": WINDOWED,
     "llama4": CHUNKED,
     # More of it is in test_mla.py.
-    "deepseek_v2": Ways(64, scarce_blocks=9),
+    "deepseek_v2": Ways(64, scarce_blocks=14),
     "lfm2": hybrid(128),
     "nemotron_h": hybrid(80),
     "qwen3_next": hybrid(80),

@@ -7,13 +7,16 @@ dtypes and model runners, raw prefills, drafts, and vLLM's own cache. How it is
 preempted, and answers in small chunks, is in test_families.py.
 """
 
+import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 from families import write_family
 from harness import Call, Engine, Runner, kl_divergences, run_job
+from safetensors.torch import load_file, save_file
 from scenarios import ALL_BYTES, NUM_DRAFTS, text
 from ways import KL_TOLERANCE, NUM_GENERATED
 
@@ -197,6 +200,63 @@ def test_drafts(folder: Path, tmp_path: Path):
     assert 1 + NUM_DRAFTS in verified
     requests = found["plain"]["calls"]["alone"]["requests"]
     for pair in zip(requests, batched["requests"], strict=True):
+        assert max(kl_divergences(*pair)) < KL_TOLERANCE
+
+
+def write_mtp(folder: Path) -> Path:
+    """Writes the model as a DeepSeek V3 with a layer that drafts, mostly wrong."""
+    write_family(folder, "deepseek_v2")
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        # Dense, the one that drafts, too.
+        "first_k_dense_replace": LAYERS + 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+    }
+    path.write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    last, own = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    more = {
+        name.replace(last, own): tensor.flip(0).contiguous()
+        for name, tensor in weights.items()
+        if name.startswith(last)
+    }
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        more[f"{own}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    halves = torch.eye(hidden, dtype=torch.bfloat16)
+    more[f"{own}eh_proj.weight"] = torch.cat([halves, halves], 1)
+    more[f"{own}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    more[f"{own}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_own_drafts(tmp_path: Path, runner: Runner):
+    """MTP's layer has latents of its own, and its drafts change nothing."""
+    model = write_mtp(tmp_path / "model")
+    drafting = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    args = engine("turbo4", disable_log_stats=False).args
+    calls = {"alone": Call(PROMPTS, 3 * NUM_GENERATED, one_by_one=True)}
+    batched = {"batched": Call(PROMPTS, 3 * NUM_GENERATED)}
+    engines = {
+        "plain": Engine(args, calls),
+        "drafts": Engine(args | {"speculative_config": drafting}, batched),
+    }
+    found = run_job(tmp_path / "run", model, runner, engines)
+    result = found["drafts"]
+    assert result["drafted"] > result["accepted"]
+    assert [size for size, _ in result["pages"].values()] == [340 * BLOCK] * (
+        LAYERS + 1
+    )
+    requests = found["plain"]["calls"]["alone"]["requests"]
+    for pair in zip(requests, result["calls"]["batched"]["requests"], strict=True):
         assert max(kl_divergences(*pair)) < KL_TOLERANCE
 
 
