@@ -33,6 +33,7 @@ _SELECTED = re.compile(
     |window\.py::test_(tokens_that|a_prefix|no_row)
     |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
     |window\.py::test_sliding_window\[turbo4-128-offset-8-cuda-20\]
+    |merge_parts\.py::test_parts\[8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]
     |sliding_window\.py::test_decodes\[(3-4|1-5)-17-newest-turbo4-128\]
     |sliding_window\.py::test_offsets\[261-stored-cuda-turbo4-128\]

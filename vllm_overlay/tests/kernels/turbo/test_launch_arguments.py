@@ -147,7 +147,7 @@ def merge(
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert window_pages is None
-    *_, sliding_window, sinks, soft_cap, enable_pdl = others
+    *_, sliding_window, sinks, soft_cap, lse, enable_pdl = others
     assert enable_pdl
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
@@ -160,6 +160,7 @@ def merge(
         sliding_window=sliding_window or None,
         sinks=sinks,
         logits_soft_cap=soft_cap / LOG2_E or None,
+        lse=lse,
     )
 
 

@@ -148,3 +148,52 @@ def test_tokens_that_padding_lacks(query_lens):
     short = Splits([0], 2, 2)
     own = tuple(x[4:6] for x in newest)
     check(output[4:6], short, [2], own)
+
+
+def parts_of_ranks(splits: Splits, query_lens: list[int], num_ranks: int) -> Splits:
+    """What ranks have, each of an equal share of the splits, as results to merge."""
+    from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
+
+    num_seqs, num_splits, query_len, _ = splits.shape
+    starts = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((num_seqs,), 1000, dtype=torch.int32, device=DEVICE)
+    batch = DecodeBatch(num_seqs, table, lens, query_len, starts)
+    parts = []
+    for share in torch.arange(num_splits, device=DEVICE).chunk(num_ranks):
+        lse = splits.lse.view(splits.shape)[:, share].flatten(0, 2)
+        partial = splits.partial.view(*splits.shape, HEAD_SIZE)[:, share]
+        partial = partial.reshape(-1, NUM_HEADS, HEAD_SIZE)
+        shape = (num_seqs * query_len, NUM_HEADS)
+        own = Partials(
+            torch.full((*shape, HEAD_SIZE), math.nan, device=DEVICE),
+            torch.full(shape, math.nan, device=DEVICE),
+        )
+        partials = Partials(partial, lse.reshape(-1, NUM_HEADS))
+        merge_splits(partials, batch, own.output, NUM_KV_HEADS, lse=own.lse)
+        parts.append(own)
+    merged = Splits([0] * num_seqs, num_ranks, query_len)
+    for result, name in ((merged.partial, "output"), (merged.lse, "lse")):
+        rows = [
+            getattr(own, name).view(num_seqs, -1, *result.shape[1:]) for own in parts
+        ]
+        result.copy_(torch.stack(rows, 1).view_as(result))
+    return merged
+
+
+@pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
+def test_parts_of_ranks(query_lens):
+    """Ranks merge their splits, and then what each has is merged as splits are: of some
+    sequences the last rank has nothing.
+    """
+    counts = [max(1, 9 - 3 * row) for row in range(len(query_lens))]
+    splits = Splits(counts, 9, max(query_lens))
+    # Rows that a sequence does not have are written by nobody.
+    missing = torch.arange(splits.shape[2]) >= torch.tensor(query_lens)[:, None]
+    missing = missing.to(DEVICE)[:, None].expand(splits.shape[:3]).flatten()
+    splits.lse[missing] = math.nan
+    parts = parts_of_ranks(splits, query_lens, 3)
+    assert not parts.lse.isnan().any() and parts.partial.isfinite().all()
+    newest = newest_tokens(sum(query_lens))
+    output = merge(parts, query_lens, [1000] * len(query_lens), newest)
+    check(output, splits, query_lens, newest)

@@ -61,6 +61,13 @@ class DecodeBatch(NamedTuple):
             assert start_loc.shape == (self.num_seqs + 1,), start_loc.shape
         assert self.block_table.stride(1) == 1
 
+    def check_shared(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Check where a rank's part of the results goes: see ``AttentionFn``."""
+        assert output.dtype == lse.dtype == torch.float32
+        assert output.is_contiguous() and lse.is_contiguous()
+        assert lse.shape == output.shape[:2], (lse.shape, output.shape)
+        assert lse.shape[0] == self.num_query_slots, (lse.shape, self)
+
 
 class RotatedQuery(NamedTuple):
     """Queries as the store leaves them for attention to packed pages.
@@ -238,6 +245,7 @@ class AttentionFn(Protocol):
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
         logits_soft_cap: float | None = None,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
@@ -264,6 +272,41 @@ class AttentionFn(Protocol):
             logits_soft_cap: Scores s become cap * tanh(s / cap), in base e and before
                 they are compared to sinks; not together with ``offset``, for what is
                 missing in s cannot be added to that. None: they stay as they are.
+            lse: (B * Q, Hq) fp32, contiguous, written: LSE in base 2, -inf of no
+                tokens. Then the result is that of a rank which has a part of the
+                sequences, and needs merging with others': ``output`` is (B * Q, Hq, D)
+                fp32, contiguous, in rotated space, and a rank's tokens are all before
+                the query tokens, which its lengths have, too. Neither ``newest`` nor
+                ``window``, ``sliding_window`` and ``sinks`` are given. None: the
+                result is the whole one.
+
+        """
+
+
+class MergeFn(Protocol):
+    """Merges what ranks have of sequences, and the query tokens."""
+
+    def __call__(
+        self,
+        partials: Partials,
+        batch: DecodeBatch,
+        output: torch.Tensor,
+        num_kv_heads: int,
+        newest: NewestTokens | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        """As the end of ``AttentionFn``, whose arguments these are.
+
+        Args:
+            partials: Results of B * S * Q query tokens, those of S parts a sequence.
+            batch: The call's sequences; its block table is not read.
+            output: (T, Hq, D), written.
+            num_kv_heads: H.
+            newest: The query tokens, which ``partials`` leave out.
+            sinks: (Hq,), or None.
+            logits_soft_cap: Of the scores of ``newest``, or None.
 
         """
 
@@ -313,6 +356,10 @@ class KernelSet(Protocol):
         """As ``decode_attention``, of up to ``max_extend_len`` query tokens a sequence;
         None if prefill has to serve those.
         """
+
+    @property
+    def merge_splits(self) -> MergeFn:
+        """Merges what ranks have of sequences."""
 
     @property
     def num_extend_splits(self) -> SplitsFn:

@@ -213,6 +213,7 @@ def attend(
     sliding_window: int | None,
     sinks: torch.Tensor | None,
     logits_soft_cap: float | None,
+    lse: torch.Tensor | None,
     enable_pdl: bool,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
@@ -229,6 +230,7 @@ def attend(
     if batch.num_seqs == 0:
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
+    assert lse is None or newest is window is sliding_window is sinks is None
     assert window is None or newest is not None, "a window without the newest tokens"
     assert sliding_window is None or sliding_window > 0, sliding_window
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
@@ -247,7 +249,7 @@ def attend(
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
-        newest is not None,
+        newest is not None or lse is not None,
         None if window is None else window.packed_lens,
         original_query,
         table,
@@ -267,6 +269,7 @@ def attend(
         sliding_window,
         sinks,
         logits_soft_cap,
+        lse,
         enable_pdl=enable_pdl,
     )
 
@@ -284,6 +287,7 @@ def decode_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -312,5 +316,6 @@ def decode_attention(
         sliding_window,
         sinks,
         logits_soft_cap,
+        lse,
         enable_pdl,
     )

@@ -196,6 +196,7 @@ def extend_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -222,5 +223,6 @@ def extend_attention(
         sliding_window,
         sinks,
         logits_soft_cap,
+        lse,
         enable_pdl,
     )

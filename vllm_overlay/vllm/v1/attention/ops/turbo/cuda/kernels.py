@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import decode, extend
+from vllm.v1.attention.ops.turbo.cuda import decode, extend, merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     CUDA,
     AttentionFn,
+    MergeFn,
     SplitsFn,
     StoreFn,
 )
@@ -27,6 +28,7 @@ class CudaKernels(NamedTuple):
     decode_attention: AttentionFn = decode.decode_attention
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = extend.extend_attention
+    merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = extend.num_kv_splits
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:

@@ -122,6 +122,7 @@ def merge_splits(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,
     num_warps: int | None = None,
     enable_pdl: bool = True,
 ) -> None:
@@ -148,6 +149,8 @@ def merge_splits(
             a value; None for none.
         logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
             as it has those of the splits; not with ``offset``. None for nothing.
+        lse: As ``AttentionFn``'s, with none of what else is attended to; None for
+            outputs that are rotated back.
         num_warps: Warps a row; None to choose by the batch.
         enable_pdl: Whether it may begin early, on GPUs that can.
 
@@ -157,7 +160,11 @@ def merge_splits(
 
     """
     num_tokens, num_heads, head_size = output.shape
-    batch.check(num_tokens)
+    if lse is None:
+        batch.check(num_tokens)
+    else:
+        batch.check_shared(output, lse)
+        assert newest is None and sinks is None, "a rank's part with more than that"
     if batch.num_seqs == 0:
         return
     num_splits = batch.num_splits(partials.lse.shape[0])
@@ -197,5 +204,6 @@ def merge_splits(
         sliding_window or 0,
         sinks,
         (logits_soft_cap or 0.0) * LOG2_E,
+        lse,
         enable_pdl,
     )

@@ -119,6 +119,7 @@ def decode_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -140,6 +141,8 @@ def decode_attention(
         sinks: (Hq,), of each query head a logit without a value; None for none.
         logits_soft_cap: What bounds scores by a tanh, not with ``offset``; None for
             nothing.
+        lse: (B * Q, Hq) fp32, written, where ranks share the sequences: see
+            ``AttentionFn``; None where they do not.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
@@ -148,6 +151,7 @@ def decode_attention(
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
     assert output.stride(2) == 1
+    assert lse is None or newest is window is sliding_window is sinks is None
     assert window is None or newest is not None, "a window without the newest tokens"
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     batch.check(num_tokens)
@@ -213,7 +217,7 @@ def decode_attention(
         STEP_IN_BLOCK=block_size % tuning.block_n == 0,
         MULTIPLE=batch.query_len > 1,
         UNIFORM=start_loc is None,
-        WITH_NEWEST=newest is not None,
+        WITH_NEWEST=newest is not None or lse is not None,
         SLIDING=sliding_window is not None,
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         num_warps=tuning.num_warps,
@@ -230,4 +234,5 @@ def decode_attention(
         sliding_window,
         sinks,
         logits_soft_cap,
+        lse,
     )

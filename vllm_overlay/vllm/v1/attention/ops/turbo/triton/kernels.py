@@ -10,11 +10,12 @@ from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     TRITON,
     AttentionFn,
+    MergeFn,
     SplitsFn,
     StoreFn,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.triton import decode
+from vllm.v1.attention.ops.turbo.triton import decode, merge
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 
@@ -27,6 +28,7 @@ class TritonKernels(NamedTuple):
     decode_attention: AttentionFn = decode.decode_attention
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = None
+    merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = decode.num_kv_splits
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:

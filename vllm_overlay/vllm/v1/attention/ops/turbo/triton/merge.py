@@ -4,7 +4,8 @@
 
 It combines the partial results of a sequence, rotates them back and adds the
 sequence's newest tokens, which need no quantisation, and those that the recent window
-has in 8 bits.
+has in 8 bits. Where ranks share a sequence's context it leaves all that to the merge of
+their results, and combines its own.
 """
 
 import torch
@@ -86,7 +87,8 @@ def _merge_kernel(
     partial_ptr,  # [B, S, Q, Hq, D] fp32
     partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
     matrix_ptr,  # [D, D] fp16, entries +-1, the inverse rotation
-    output_ptr,  # [T, Hq, D]
+    output_ptr,  # [T, Hq, D]; with an LSE [B, Q, Hq, D], rotated
+    lse_ptr,  # [B, Q, Hq] fp32, base 2, of the output; or None
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -143,6 +145,7 @@ def _merge_kernel(
         max_query_len = 1
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = row < num_rows
+    slot_mask = row_mask
     place = (row // NUM_HEADS).to(tl.int32)
     sequence = (place // max_query_len).to(tl.int64)
     place = place % max_query_len
@@ -258,9 +261,14 @@ def _merge_kernel(
             p_value = value_ptr + value_row[:, None] + d[None, :]
             value = tl.load(p_value, mask=read, other=0.0).to(tl.float32)
             output += weight[:, None] * value
+    if lse_ptr is not None:
+        # Of no tokens -inf.
+        tl.store(lse_ptr + row, largest + tl.log2(total), mask=slot_mask)
     # Not "> 0": a NaN stays one.
     reciprocal = tl.where(total != 0, 1 / total, 0.0)
-    normaliser = inverse_sqrt_d * reciprocal
+    normaliser = reciprocal
+    if lse_ptr is None:
+        normaliser *= inverse_sqrt_d
     output *= reciprocal[:, None]
 
     for start in range(0, HEAD_SIZE, BLOCK_K):
@@ -280,15 +288,20 @@ def _merge_kernel(
             p_partial = partial_ptr + (partial_row * HEAD_SIZE)[:, :, None]
             partial = tl.load(p_partial + k[None, None, :], mask=written, other=0.0)
             combined += tl.sum(partial * weight[:, :, None], 1)
-        p_matrix = matrix_ptr + k[:, None] * HEAD_SIZE + d[None, :]
-        matrix_mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
-        matrix = tl.load(p_matrix, mask=matrix_mask, other=0.0).to(tl.float32)
-        output = tl.dot(combined, matrix, output, input_precision=PRECISION)
+        if lse_ptr is not None:
+            p_output = output_ptr + row[:, None] * HEAD_SIZE + k[None, :]
+            tl.store(p_output, combined, mask=slot_mask[:, None] & inside[None, :])
+        else:
+            p_matrix = matrix_ptr + k[:, None] * HEAD_SIZE + d[None, :]
+            matrix_mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
+            matrix = tl.load(p_matrix, mask=matrix_mask, other=0.0).to(tl.float32)
+            output = tl.dot(combined, matrix, output, input_precision=PRECISION)
 
-    offset = token * stride_output_token + row % NUM_HEADS * stride_output_head
-    output_mask = row_mask[:, None] & (d < HEAD_SIZE)[None, :]
-    output = output.to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + offset[:, None] + d[None, :], output, mask=output_mask)
+    if lse_ptr is None:
+        offset = token * stride_output_token + row % NUM_HEADS * stride_output_head
+        output_mask = row_mask[:, None] & (d < HEAD_SIZE)[None, :]
+        output = output.to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + offset[:, None] + d[None, :], output, mask=output_mask)
 
 
 def merge_splits(
@@ -302,6 +315,7 @@ def merge_splits(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Combine splits in rotated space into outputs.
 
@@ -320,10 +334,16 @@ def merge_splits(
             without a value; None for none.
         logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
             as it has those of the splits; not with ``offset``. None for nothing.
+        lse: As ``AttentionFn``'s, with none of what else is attended to; None for
+            outputs that are rotated back.
 
     """
     num_tokens, num_heads, head_size = output.shape
-    batch.check(num_tokens)
+    if lse is None:
+        batch.check(num_tokens)
+    else:
+        batch.check_shared(output, lse)
+        assert newest is None and sinks is None, "a rank's part with more than that"
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
@@ -358,6 +378,7 @@ def merge_splits(
         partials.lse,
         rotation_matrix(head_size, output.device, inverse=True),
         output,
+        lse,
         query,
         key,
         value,

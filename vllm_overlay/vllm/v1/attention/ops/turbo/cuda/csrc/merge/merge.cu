@@ -59,7 +59,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
            int64_t value_scales, Optional<TensorView> key_offset,
            int64_t sliding_window, Optional<TensorView> sinks, double soft_cap,
-           bool enable_pdl) {
+           Optional<TensorView> lse, bool enable_pdl) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -115,6 +115,22 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
     p.sinks = x.data_ptr();
   }
   const bool with_window = window_pages.has_value();
+  if (lse.has_value()) {
+    const TensorView& x = lse.value();
+    TVM_FFI_CHECK(!with_newest && !with_window && !sinks.has_value(),
+                  ValueError)
+        << "lse: given with more than the partial results";
+    turbo::check_dtype("output", output, turbo::kFloat32);
+    turbo::check_dtype("lse", x, turbo::kFloat32);
+    turbo::check_axes("lse", x, 2);
+    turbo::check_size("lse", x, 0, num_seqs * query_len);
+    turbo::check_size("lse", x, 1, num_heads);
+    turbo::check_size("output", output, 0, num_seqs * query_len);
+    turbo::check_contiguous("output", output);
+    turbo::check_contiguous("lse", x);
+    turbo::check_device(device, x);
+    p.lse = static_cast<float*>(x.data_ptr());
+  }
   if (with_window) {
     TVM_FFI_CHECK(with_newest, ValueError)
         << "window_pages: given without the newest tokens";

@@ -188,6 +188,27 @@ __device__ __forceinline__ void finish_row(
   }
 }
 
+// Write a row's sum as it is, and its LSE: what a rank has of its sequence, for
+// another merge.
+//
+// largest, total: as above.
+__device__ __forceinline__ void write_part(const Coordinates& sum,
+                                           const MergeParams& p, float largest,
+                                           float total, int64_t row, int lane) {
+  const float inverse = total != 0.0f ? reciprocal_approx(total) : 0.0f;
+  float* output =
+      static_cast<float*>(p.output) + row * HEAD_SIZE + lane % kLanes * kVector;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    float x[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = sum[j][i] * inverse;
+    if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
+  }
+  // Without tokens -inf, the logarithm of zero.
+  if (lane == 0) p.lse[row] = or_zero(largest) + log2f(total);
+}
+
 template <typename T, bool kWithNewest, bool kWithWindow = false>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
     merge_kernel(const __grid_constant__ MergeParams p) {
@@ -235,9 +256,18 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   add_partials(sum, p, partial, lse, reference, warp & (warps - 1), warps,
                count, lane);
   if (!join_warps(shared, sum, warp, warps, lane)) return;
-  if (first_row + r >= p.num_queries || row.place >= row.query_len) return;
+  if (first_row + r >= p.num_queries) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));
+  if constexpr (!kWithNewest && sizeof(T) == 4) {
+    if (p.lse != nullptr) {
+      // Rows that the sequence does not have get an LSE, too.
+      write_part(sum, p, largest, total, int64_t(seq) * p.num_queries + index,
+                 lane);
+      return;
+    }
+  }
+  if (row.place >= row.query_len) return;
   finish_row<T, kWithNewest>(sum, p, newest, signs, largest, total, row, lane);
 }
 

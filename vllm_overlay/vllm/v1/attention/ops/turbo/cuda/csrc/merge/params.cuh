@@ -22,9 +22,12 @@ struct MergeParams {
   const int* seq_lens;         // [B]
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   void* output;                // [T, Hq, D]
-  const void* query;           // [T, Hq, D], not rotated
-  const void* key;             // [T, H, D], of the newest tokens
-  const void* value;           // [T, H, D]
+  // Or null. Of a rank that has a part of each sequence, base 2: the output is
+  // [B, Q, Hq, D] fp32 then, in rotated space.
+  float* lse;         // [B, Q, Hq]
+  const void* query;  // [T, Hq, D], not rotated
+  const void* key;    // [T, H, D], of the newest tokens
+  const void* value;  // [T, H, D]
   int64_t stride_output_token;
   int64_t stride_output_head;
   int64_t stride_query_token;
