@@ -425,7 +425,7 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
             runner.chosen_kernels = share_kernels(
                 path,
                 runner.layout,
-                runner.shape.num_queries_per_kv,
+                runner.context_shape.num_queries_per_kv,
                 has_key_offset=runner.key_offset is not None,
                 has_soft_cap=runner.logits_soft_cap is not None,
             )

@@ -15,6 +15,7 @@ import regex as re
 import torch
 
 from vllm.config import (
+    AttentionConfig,
     KVTransferConfig,
     ParallelConfig,
     SpeculativeConfig,
@@ -104,7 +105,6 @@ SELECTIONS = {
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
     "PCP": (dict(use_pcp=True), "PCP"),
-    "DCP": (dict(use_dcp=True), "DCP"),
     "R-SWA": (dict(use_rswa=True), "R-SWA"),
     "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
     "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
@@ -215,6 +215,42 @@ SPECS = {
     "prefix LM": (lambda: make_spec(non_causal=True), "non-causal"),
     "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v|size of V"),
     "pooled": (lambda: make_spec(tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
+}
+
+
+def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
+    """Of ranks that share the context."""
+    changed = parallel_config(
+        config, tensor_parallel_size=4, decode_context_parallel_size=2
+    )
+    attention_config = AttentionConfig(turbo_window=0, **attention)
+    return with_attribute(changed, "attention_config", attention_config)
+
+
+# What changes in a configuration or a layer, and the reason.
+WITH_DCP = {
+    "stored": (
+        lambda config: dcp_config(config, turbo_prefill="stored"),
+        {},
+        "DCP with turbo_prefill stored .leave it at raw",
+    ),
+    "sliding window": (dcp_config, dict(sliding_window=64), "DCP of a sliding window"),
+    "head size": (dcp_config, dict(head_size=96), "DCP of heads of neither"),
+    "shared cache": (
+        dcp_config,
+        dict(kv_sharing_target_layer_name="layers.0.attn"),
+        "DCP of KV sharing",
+    ),
+    "images": (
+        lambda config: mm_prefix_config(dcp_config(config)),
+        {},
+        "DCP with partial multimodal.*--language-model-only",
+    ),
+    "adaptive verification": (
+        lambda config: with_adaptive_verification(dcp_config(config)),
+        {},
+        "DCP with adaptive verification",
+    ),
 }
 
 

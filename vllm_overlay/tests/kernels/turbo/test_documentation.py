@@ -13,7 +13,8 @@ import pytest
 import regex as re
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
@@ -23,9 +24,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.connectors import CONNECTORS
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
@@ -38,16 +41,20 @@ from vllm.v1.attention.ops.turbo.startup import check_layer
 from .backend_utils import Batch, make_vllm_config
 from .backend_utils import make_builder as make_layer_builder
 from .backend_utils import make_impl as make_layer_impl
+from .rank_utils import RankGroup, Ranks
 from .refusal_cases import (
     IMPL_ARGUMENTS,
     PACKED,
     SELECTIONS,
     SPECS,
+    WITH_DCP,
     OwnAttention,
+    dcp_config,
     fast_prefill_config,
     listed,
     make_builder,
     make_impl,
+    make_layer,
     make_spec,
     mm_prefix_config,
     parallel_config,
@@ -127,6 +134,26 @@ def see_with_large_heads() -> None:
     attend_to_later_tokens(x, x, x, x, [None], 1.0, layout, None, x, x, None, None)
 
 
+def make_pooled_impl(config: VllmConfig) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turbo_attn.TurboAttentionImpl, "states_per_token", 4)
+        make_impl(dcp_config(config))
+
+
+def add_key_bias(config: VllmConfig) -> None:
+    """In a layer whose context ranks share."""
+    layer = make_layer(config)
+    layer.impl.runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
+    parent = torch.nn.Module()
+    parent.attn = layer
+    with set_current_vllm_config(config):
+        parent.k_proj = LinearBase(64, 128, disable_tp=True)
+    parent.k_proj.bias = torch.nn.Parameter(torch.ones(128))
+    model = torch.nn.Module()
+    model.layer = parent
+    set_key_offsets(model)
+
+
 def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
     """``REASONS``, from which the documentation's table is checked, has all that is
     refused in any case here, and nothing else.
@@ -157,6 +184,12 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
         ),
         partial(see_beyond_a_window, make_vllm_config(tmp_path)),
         see_with_large_heads,
+        *(
+            partial(make_impl, change(config), **arguments)
+            for change, arguments, _ in WITH_DCP.values()
+        ),
+        partial(make_pooled_impl, config),
+        partial(add_key_bias, config),
     ]
     reasons = [reason for call in calls for reason in reasons_of(call)]
     for platform in ("is_rocm", "is_xpu"):

@@ -26,6 +26,8 @@ from .refusal_cases import (
     MICRO_BATCHES,
     SELECTIONS,
     SPECS,
+    WITH_DCP,
+    dcp_config,
     fast_prefill_config,
     make_builder,
     make_impl,
@@ -180,6 +182,23 @@ def test_micro_batches(config, changes):
     """Each would need a workspace and a plan of its own."""
     with refused("leave out --enable-dbo and --ubatch-size"):
         make_impl(parallel_config(config, **changes))
+
+
+@pytest.mark.parametrize("change, arguments, feature", WITH_DCP.values(), ids=WITH_DCP)
+def test_with_decode_context_parallelism(config, change, arguments, feature):
+    make_impl(dcp_config(config))
+    with refused(feature):
+        make_impl(change(config), **arguments)
+
+
+def test_pooled_blocks_with_decode_context_parallelism(config, monkeypatch):
+    monkeypatch.setattr(turbo_attn.TurboAttentionImpl, "states_per_token", 4)
+    with refused("DCP of pooled blocks"):
+        make_impl(dcp_config(config))
+
+
+def test_decode_context_parallelism_is_served(config):
+    assert "turbo" in select(use_dcp=True)
 
 
 def test_gpu_without_flash_attention(config, monkeypatch):

@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.turbo_metadata import (
 from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reference, refusals
 from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
@@ -208,6 +209,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
     states_per_token: ClassVar[int] = 1
     window: TurboWindow | None = None
+    supports_dcp: bool = True
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = False
+    # A rank's lengths are of the context alone, and drafts are attended to raw.
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -246,6 +252,14 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             reasons.append(refusals.SLIDING_WINDOW_OF_LARGE_HEADS)
         if logits_soft_cap is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
             reasons.append(refusals.SOFT_CAP_OF_LARGE_HEADS)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            reasons += refusals.unsupported_with_dcp(
+                vllm_config,
+                head_size,
+                has_sliding_window=sliding_window is not None,
+                is_pooled=self.states_per_token != 1,
+                shares_cache=kv_sharing_target_layer_name is not None,
+            )
         if reasons:
             named = kv_cache_dtype
             if not is_turbo_cache_dtype(named):
@@ -268,6 +282,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             sinks,
             logits_soft_cap,
             self.states_per_token,
+            ContextParallel.of_config(vllm_config) if self.dcp_world_size > 1 else None,
         )
         if kv_sharing_target_layer_name is not None:
             self.runner.share_cache()
@@ -324,6 +339,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             )
         if key is None or value is None:
             # Whose cache is read may be told when the layer is made, or later.
+            if self.runner.context_parallel is not None:
+                reasons = [refusals.DCP_OF_SHARED_CACHES]
+                raise ValueError(refusals.refusal(self.kv_cache_dtype, reasons))
             self.runner.share_cache()
         if attn_metadata is None:
             if self.runner.kernels is not None and is_workspace_manager_initialized():
@@ -352,6 +370,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 self.runner.sliding_window,
                 self.runner.sinks,
                 self.runner.logits_soft_cap,
+                self.runner.context_parallel,
             )
         return output
 

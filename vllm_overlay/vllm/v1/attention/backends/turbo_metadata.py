@@ -26,7 +26,7 @@ from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.prefill_planner import PrefillPlanner
 from vllm.v1.attention.ops.turbo.runtime import num_draft_slots
 from vllm.v1.attention.ops.turbo.startup import log_turbo_cache, share_caches
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 
 @dataclass
@@ -75,7 +75,10 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             reasons.append(refusals.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
         if reasons:
             raise ValueError(refusals.refusal(self.cache_dtype, reasons))
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Lengths of a shared context have none of the query tokens.
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
+        )
         # Rows that decode in the target model do so in the drafter.
         layer_type: type = AttentionLayerBase
         layers: list[Any] = list(
@@ -88,6 +91,19 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         runners = [layer.impl.runner for layer in layers]
         # One of each shape: layers alike have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
+        self.context_parallel = runners[0].context_parallel
+        if self.context_parallel is not None:
+            if type(kv_cache_spec) is not FullAttentionSpec:
+                reasons = [refusals.DCP_OF_WINDOWS]
+                raise ValueError(refusals.refusal(self.cache_dtype, reasons))
+            # What decodes need is worked out from what the drafter updates.
+            self.supports_draft_decode_metadata_update = False
+            # Where CUDA graphs read it.
+            self.local_seq_lens = torch.zeros(
+                vllm_config.scheduler_config.max_num_seqs,
+                dtype=torch.int32,
+                device=device,
+            )
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         own = [runner for runner in runners if runner.stored == self.stored]
         self.prefill_planner = PrefillPlanner.of_layers(own, self.stored, device)
@@ -184,10 +200,24 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             span_prefills=prefills,
             shared_prefills=shared_prefills,
             mm_prefix_range=common.mm_req_doc_ranges if spans else None,
+            local_seq_lens=self._local_seq_lens(common),
         )
         planners = (runner.planner for runner in self.runners)
         metadata.plan_decodes(planner for planner in planners if planner is not None)
         return metadata
+
+    def _local_seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """See ``StepPlan``: in memory that stays where it is."""
+        if self.context_parallel is None:
+            return None
+        num_reqs = common.num_reqs
+        local = self.local_seq_lens[:num_reqs]
+        local.copy_(
+            self.context_parallel.local_seq_lens(
+                common.seq_lens[:num_reqs], common.query_start_loc[: num_reqs + 1]
+            )
+        )
+        return local
 
     def _find_spans(self, common: CommonAttentionMetadata) -> list[Span]:
         """The step's tokens that see later ones: a drafter's, which the model verifies,

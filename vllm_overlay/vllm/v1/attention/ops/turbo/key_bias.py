@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.utils import is_weights_pre_processed
-from vllm.v1.attention.ops.turbo import key_offset
+from vllm.v1.attention.ops.turbo import key_offset, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 
 logger = init_logger(__name__)
@@ -131,6 +131,9 @@ def set_key_offsets(model: nn.Module) -> None:
     Args:
         model: A model with its checkpoint's weights, not processed yet.
 
+    Raises:
+        ValueError: If ranks share the context of a layer that adds a bias.
+
     """
     layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
     capped = [x for x in layers.values() if x.impl.runner.logits_soft_cap is not None]
@@ -153,6 +156,10 @@ def set_key_offsets(model: nn.Module) -> None:
                 "get back what they lack."
             )
             continue
+        if layer.impl.runner.context_parallel is not None:
+            # A rank's tokens in a row are of several segments.
+            reasons = [refusals.DCP_OF_KEY_OFFSETS]
+            raise ValueError(refusals.refusal(layer.kv_cache_dtype, reasons))
         rotary = key_offset.find_rotary(parent)
         if rotary is not None and rotary not in means:
             means[rotary] = key_offset.mean_rotary(rotary)

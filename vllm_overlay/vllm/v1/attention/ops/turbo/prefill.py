@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.fa_utils import (
     is_flash_attn_varlen_func_available,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores
@@ -130,8 +131,8 @@ def _attend_to_cache(
     flash_attn: Callable[..., torch.Tensor],
     key_offset: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention to all that a slice reads of the cache, into ``output``; returns its
-    LSE.
+    """Attention to all that a slice reads of the cache, in rotated space, into
+    ``output``; returns its LSE.
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
@@ -154,7 +155,6 @@ def _attend_to_cache(
             offset,
         )
         lses.append(lse)
-    rotate_rows(output, output, inverse=True)
     lse = lses[0]
     if len(cached) > 1:
         # Not by torch.cat: the driver would load its kernel while serving.
@@ -162,6 +162,49 @@ def _attend_to_cache(
         for requests, requests_lse in zip(cached, lses):
             lse[:, requests.tokens] = requests_lse
     return lse
+
+
+def _attend_to_context(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    query_slice: PrefillSlice,
+    scale: float,
+    layout: TurboFormat,
+    scratch: PrefillScratch,
+    output: torch.Tensor,
+    flash_attn: Callable[..., torch.Tensor],
+    key_offset: torch.Tensor | None,
+    context_parallel: ContextParallel | None,
+) -> torch.Tensor:
+    """Attention to all that a slice reads of the cache, of all ranks, into ``output``;
+    returns its LSE.
+    """
+    from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
+
+    cached = query_slice.cached
+    others = (scale, layout, scratch)
+    if context_parallel is None:
+        lse = _attend_to_cache(
+            query, kv_cache, cached, *others, output, flash_attn, key_offset
+        )
+        rotate_rows(output, output, inverse=True)
+        return lse
+    assert scratch.context is not None and key_offset is None
+    part, queries = scratch.context[: query.shape[0]], context_parallel.gather(query)
+    if cached:
+        lse = _attend_to_cache(
+            queries, kv_cache, cached, *others, part, flash_attn, None
+        )
+    else:
+        lse = torch.full(
+            (queries.shape[1], queries.shape[0]),
+            -torch.inf,
+            dtype=torch.float32,
+            device=query.device,
+        )
+    rotated, lse = context_parallel.reduce(part, lse.T, is_lse_base_on_e=True)
+    rotate_rows(rotated, output, inverse=True)
+    return lse.T.contiguous()
 
 
 def _attend_to_raw(
@@ -195,7 +238,7 @@ def _attend_to_raw(
     target = output
     if lse is not None:
         assert scratch is not None
-        target = scratch.output[: query.shape[0]]
+        target = scratch.own_output(*query.shape[:2])
     raw_lse = attend(
         flash_attn,
         query,
@@ -230,6 +273,7 @@ def prefill_attention(
     key_offset: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     later_tokens: list[list[LaterTokens]] | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> None:
     """Causal attention of the prefill requests, whose tokens are stored.
 
@@ -249,6 +293,7 @@ def prefill_attention(
         sinks: (Hq,), of each query head a logit without a value; None for none.
         later_tokens: Of each of the plan's slices what its queries see for being in a
             span; None for no spans.
+        context_parallel: The ranks that share the context; None for this one alone.
 
     """
     from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
@@ -257,18 +302,19 @@ def prefill_attention(
         queries, result = query[query_slice.tokens], output[query_slice.tokens]
         parts = later_tokens[index] if later_tokens else []
         lse = None
-        if query_slice.cached:
+        if query_slice.reads_cache:
             assert scratch is not None
-            lse = _attend_to_cache(
+            lse = _attend_to_context(
                 queries,
                 kv_cache,
-                query_slice.cached,
+                query_slice,
                 scale,
                 layout,
                 scratch,
                 result,
                 flash_attn,
                 key_offset,
+                context_parallel,
             )
         if query_slice.raw is not None:
             assert key is not None and value is not None

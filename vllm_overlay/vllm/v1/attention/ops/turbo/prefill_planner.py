@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.planning.prefill import (
+    LocalLensFn,
     PrefillLimits,
     PrefillPlan,
     plan_prefill,
@@ -28,6 +29,8 @@ class PrefillPlanner(NamedTuple):
             have one.
         window_tokens: Of each sliding window, how many tokens may be seen at a time.
         device: Where the kernels run.
+        local_lens: How many of sequences' first tokens this rank has, where ranks share
+            them; None where they do not.
 
     """
 
@@ -35,6 +38,7 @@ class PrefillPlanner(NamedTuple):
     limits: PrefillLimits | None
     window_tokens: dict[int, int]
     device: torch.device
+    local_lens: LocalLensFn | None = None
 
     @staticmethod
     def of_layers(
@@ -56,7 +60,9 @@ class PrefillPlanner(NamedTuple):
         limits = None
         if full:
             limits = prefill_limits(
-                max((runner.shape for runner in full), key=lambda x: x.num_heads),
+                max(
+                    (runner.context_shape for runner in full), key=lambda x: x.num_heads
+                ),
                 stored,
                 any(runner.key_offset is not None for runner in full),
             )
@@ -65,7 +71,9 @@ class PrefillPlanner(NamedTuple):
             for runner in runners
             if runner.sliding_window is not None
         }
-        return PrefillPlanner(stored, limits, window_tokens, device)
+        shared = runners[0].context_parallel
+        local_lens = None if shared is None else shared.local_lens
+        return PrefillPlanner(stored, limits, window_tokens, device, local_lens)
 
     def plan(
         self,
@@ -95,6 +103,7 @@ class PrefillPlanner(NamedTuple):
             self.limits,
             self.device,
             self.window_tokens,
+            self.local_lens,
         )
         spans = [x._replace(begin=x.begin - begin, end=x.end - begin) for x in spans]
         plan.spans = plan_spans(spans, plan, block_table, self.stored, self.device)

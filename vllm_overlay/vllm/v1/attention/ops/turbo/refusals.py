@@ -158,6 +158,18 @@ SKIPPED_POOLED_LAYER = (
     "pooled blocks of a layer in the model's dtype (name no layer of its number in "
     "--kv-cache-dtype-skip-layers, nor sliding_window)"
 )
+DCP_OF_STORED = "DCP with turbo_prefill stored (leave it at raw)"
+DCP_OF_WINDOWS = "DCP of a sliding window, or of chunked local attention"
+DCP_OF_POOLED = "DCP of pooled blocks"
+DCP_OF_SHARED_CACHES = "DCP of KV sharing between layers"
+DCP_OF_KEY_OFFSETS = "DCP with a bias of K"
+DCP_OF_SPANS = (
+    "DCP with partial multimodal token full attention (--language-model-only serves "
+    "text)"
+)
+DCP_OF_ADAPTIVE_VERIFICATION = "DCP with adaptive verification"
+DCP_OF_HEAD_SIZE = "DCP of heads of neither 64, 128 nor 256"
+DCP_HEAD_SIZES = (64, 128, 256)
 HIDDEN_STATES = "extract_hidden_states"
 MICRO_BATCHES = "micro-batches (leave out --enable-dbo and --ubatch-size)"
 NO_FLASH_ATTN = "a vLLM without FlashAttention for this GPU"
@@ -186,6 +198,14 @@ REASONS = (
     "batch invariance not supported",
     "PCP not supported",
     "DCP not supported",
+    DCP_OF_STORED,
+    DCP_OF_WINDOWS,
+    DCP_OF_POOLED,
+    DCP_OF_SHARED_CACHES,
+    DCP_OF_KEY_OFFSETS,
+    DCP_OF_SPANS,
+    DCP_OF_ADAPTIVE_VERIFICATION,
+    DCP_OF_HEAD_SIZE,
     ROCM,
     XPU,
     "attention backend <name> (<dtype>'s pages are read by <own> alone: drop "
@@ -343,6 +363,33 @@ def unsupported_settings(vllm_config: VllmConfig) -> list[str]:
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         reasons.append(KV_SHARING_FAST_PREFILL)
     return reasons
+
+
+def unsupported_with_dcp(
+    vllm_config: VllmConfig,
+    head_size: int,
+    has_sliding_window: bool,
+    is_pooled: bool,
+    shares_cache: bool,
+) -> list[str]:
+    """What of a layer is not served where ranks share the context."""
+    speculative = vllm_config.speculative_config
+    model_config = vllm_config.model_config
+    found = {
+        # Query tokens are in the cache of one rank each.
+        DCP_OF_STORED: vllm_config.attention_config.turbo_prefill == "stored",
+        # What a token sees of a rank's tokens depends on the token.
+        DCP_OF_WINDOWS: has_sliding_window,
+        DCP_OF_POOLED: is_pooled,
+        DCP_OF_SHARED_CACHES: shares_cache,
+        DCP_OF_SPANS: model_config is not None and model_config.is_mm_prefix_lm,
+        DCP_OF_ADAPTIVE_VERIFICATION: (
+            speculative is not None and speculative.enable_adaptive_verification
+        ),
+        # vLLM's kernels join vectors of as many coordinates as a power of two.
+        DCP_OF_HEAD_SIZE: head_size not in DCP_HEAD_SIZES,
+    }
+    return [reason for reason, is_found in found.items() if is_found]
 
 
 def unsupported_spec_features(spec: AttentionSpec) -> list[str]:

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A layer's kernels at work: what a forward pass launches, and in which scratch."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 
 import torch
@@ -10,8 +11,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    AttentionFn,
+    DecodeBatch,
     KernelSet,
     NewestTokens,
     OffsetScores,
@@ -21,6 +25,8 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels, share_kernels
 from vllm.v1.attention.ops.turbo.planning.decode import (
+    MAX_CALL_TOKENS,
+    DecodePlan,
     DecodePlanner,
     largest_batch,
     max_extend_len,
@@ -35,6 +41,7 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
     PrefillScratch,
+    SharedScratch,
     TensorSpecs,
     num_bytes,
 )
@@ -104,6 +111,9 @@ class TurboRunner:
             get back what they lack. It is set when weights have been loaded, once.
         key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
         shares_cache: Whether another layer stores, whose cache all is read from.
+        context_parallel: The ranks that share the context; None for this one alone.
+        context_shape: The shape of attention to the context: with query heads of all
+            these ranks.
 
     """
 
@@ -118,8 +128,15 @@ class TurboRunner:
         sinks: torch.Tensor | None = None,
         logits_soft_cap: float | None = None,
         states_per_token: int = 1,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.shape = shape
+        self.shape = self.context_shape = shape
+        self.context_parallel = context_parallel
+        if context_parallel is not None:
+            # All have the same KV head, so their query heads are in order.
+            assert shape.num_kv_heads == 1, shape
+            num_heads = context_parallel.size * shape.num_heads
+            self.context_shape = shape._replace(num_heads=num_heads)
         self.scale = scale
         self.layout = layout
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
@@ -163,7 +180,9 @@ class TurboRunner:
         self.prefill_limits = self._prefill_limits(self.sliding_window)
 
     def _prefill_limits(self, sliding_window: int | None) -> PrefillLimits:
-        limits = prefill_limits(self.shape, self.stored, sliding_window=sliding_window)
+        limits = prefill_limits(
+            self.context_shape, self.stored, sliding_window=sliding_window
+        )
         if not (self.stored and self.has_spans):
             return limits
         # A span, which a step has all of, is read from the cache at once.
@@ -178,7 +197,7 @@ class TurboRunner:
         return share_kernels(
             self.kernel_choice,
             self.layout,
-            self.shape.num_queries_per_kv,
+            self.context_shape.num_queries_per_kv,
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
@@ -207,7 +226,7 @@ class TurboRunner:
         """Query tokens up to which prompts are extends; 0 if there are none."""
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
-        return max_extend_len(self.shape.num_queries_per_kv)
+        return max_extend_len(self.context_shape.num_queries_per_kv)
 
     @property
     def planner(self) -> DecodePlanner | None:
@@ -215,7 +234,7 @@ class TurboRunner:
         if self.kernels is None:
             return None
         return DecodePlanner(
-            self.shape,
+            self.context_shape,
             self.num_sms,
             self.kernels.num_decode_splits,
             self.kernels.num_extend_splits,
@@ -275,9 +294,10 @@ class TurboRunner:
         """Attend from the tokens of a plan, which are stored."""
         assert self.flash_attn is not None
         specs = PrefillScratch.specs(
-            self.shape,
+            self.context_shape,
             plan.max_buffered_tokens(self.sliding_window),
             self.prefill_limits.piece_tokens,
+            self.context_parallel is not None,
         )
         scratch = take_scratch(specs, query.device)
         flash_attn = self.flash_attn
@@ -296,7 +316,9 @@ class TurboRunner:
         )
         if self.sliding_window is None:
             later_tokens = None if spans is None else spans.slices
-            prefill_attention(*tokens, plan, *others, later_tokens)
+            prefill_attention(
+                *tokens, plan, *others, later_tokens, self.context_parallel
+            )
             return
         slices, window = plan.window_slices[self.sliding_window], self.sliding_window
         later_tokens = None if spans is None else spans.window_slices[window]
@@ -315,18 +337,23 @@ class TurboRunner:
         """Store all tokens, if there are any, and attend from those of decodes and
         extends.
         """
-        kernels, plan = self.kernels, step.decode_plans[self.shape]
+        kernels, plan = self.kernels, step.decode_plans[self.context_shape]
         assert kernels is not None
-        scratch = step.decode_scratch.get(self.shape)
-        if scratch is None:
-            specs = DecodeScratch.specs(self.shape, plan.num_tokens, plan.num_partials)
-            scratch = DecodeScratch(*take_scratch(specs, query.device))
-            step.decode_scratch[self.shape] = scratch
-        # A call writes the output of its own tokens alone, when it has read their
-        # queries: these need no room beside it.
-        rotated = output[: plan.num_tokens].view(torch.float16)
+        scratch = self._decode_scratch(step, plan, query.device)
+        queries = query[: plan.num_tokens]
+        if scratch.shared is None:
+            # A call writes the output of its own tokens alone, when it has read their
+            # queries: these need no room beside it.
+            rotated = output[: plan.num_tokens].view(torch.float16)
+        else:
+            assert self.context_parallel is not None
+            rotated = scratch.shared.query
+            if plan.num_tokens > 0:
+                queries = self.context_parallel.gather(queries)
+            else:
+                queries = rotated.view(query.dtype)
         rotated_query = RotatedQuery(rotated, scratch.query_scale)
-        tokens = query[: plan.num_tokens], rotated_query, self.scale
+        tokens = queries, rotated_query, self.scale
         if key is None or value is None:
             none = query.new_empty(0, self.shape.num_kv_heads, self.shape.head_size)
             slots = step.slot_mapping[:0]
@@ -353,12 +380,16 @@ class TurboRunner:
             if call.is_extend:
                 assert kernels.extend_attention is not None
                 attention = kernels.extend_attention
+            own_query = RotatedQuery(rotated[own], scratch.query_scale[own])
+            partials = Partials(scratch.partial[:count], scratch.partial_lse[:count])
+            batch = own_query, kv_cache, self.layout, call.batch, partials
+            if scratch.shared is not None:
+                self._attend_with_others(
+                    attention, *batch, scratch.shared, output[own], newest
+                )
+                continue
             attention(
-                RotatedQuery(rotated[own], scratch.query_scale[own]),
-                kv_cache,
-                self.layout,
-                call.batch,
-                Partials(scratch.partial[:count], scratch.partial_lse[:count]),
+                *batch,
                 output[own],
                 newest,
                 offset,
@@ -368,10 +399,92 @@ class TurboRunner:
                 self.logits_soft_cap,
             )
 
+    def _decode_scratch(
+        self, step: StepPlan, plan: DecodePlan, device: torch.device
+    ) -> DecodeScratch:
+        """What the first layer of this shape is given, and all others of the step."""
+        shape = self.context_shape
+        scratch = step.decode_scratch.get(shape)
+        if scratch is None:
+            specs = DecodeScratch.specs(shape, plan.num_tokens, plan.num_partials)
+            if self.context_parallel is not None:
+                specs += SharedScratch.specs(shape, plan.num_tokens, plan.num_slots)
+            query_scale, output, lse, *others = take_scratch(specs, device)
+            shared = SharedScratch(*others) if others else None
+            scratch = DecodeScratch(query_scale, output, lse, shared)
+            step.decode_scratch[shape] = scratch
+        return scratch
+
+    def _attend_with_others(
+        self,
+        attention: AttentionFn,
+        query: RotatedQuery,
+        kv_cache: torch.Tensor,
+        layout: TurboFormat,
+        batch: DecodeBatch,
+        partials: Partials,
+        scratch: SharedScratch,
+        output: torch.Tensor,
+        newest: NewestTokens | None,
+    ) -> None:
+        """One call of attention, of a context that ranks share.
+
+        Its splits are merged on each rank, the ranks' results by a collective, and
+        that with the query tokens: as a result of one split.
+        """
+        assert self.context_parallel is not None and self.kernels is not None
+        slots = batch.num_query_slots
+        part, lse = scratch.output[:slots], scratch.lse[:slots]
+        attention(
+            query,
+            kv_cache,
+            layout,
+            batch,
+            partials,
+            part,
+            logits_soft_cap=self.logits_soft_cap,
+            lse=lse,
+        )
+        part, lse = self.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
+        self.kernels.merge_splits(
+            Partials(part, lse),
+            batch,
+            output,
+            self.shape.num_kv_heads,
+            newest,
+            sinks=self.sinks,
+            logits_soft_cap=self.logits_soft_cap,
+        )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Run kernels as ever, and wait for no other rank."""
+        if self.context_parallel is None:
+            return nullcontext()
+        return self.context_parallel.alone()
+
+    def run_collectives(self, device: torch.device) -> None:
+        """Exchange with other ranks what the largest step does: the memory that takes
+        is in the account then, and kernels are compiled.
+        """
+        if self.context_parallel is None:
+            return
+        heads, size = self.context_shape.num_heads, self.context_shape.head_size
+        num_tokens = min(self.prefill_limits.slice_tokens, self.max_num_tokens)
+        num_slots = self._largest_scratch()[0][-1][0][0]
+        own = (num_tokens, self.shape.num_heads, size)
+        query = torch.zeros(own, dtype=self.shape.dtype, device=device)
+        gathered = self.context_parallel.gather(query)
+        lse = torch.zeros(max(num_tokens, num_slots), heads, device=device)
+        reduce = self.context_parallel.reduce
+        reduce(gathered, lse[:num_tokens], is_lse_base_on_e=True)
+        part = torch.zeros(num_slots, heads, size, device=device)
+        reduce(part, lse[:num_slots], is_lse_base_on_e=False)
+
     def _largest_scratch(self) -> list[TensorSpecs]:
         """Of all steps, the most that each request to the workspace asks for."""
+        shape, is_shared = self.context_shape, self.context_parallel is not None
         num_tokens, num_partials = largest_batch(
-            self.shape,
+            shape,
             self.max_num_seqs,
             self.max_num_tokens,
             self.max_query_len,
@@ -379,9 +492,13 @@ class TurboRunner:
         )
         limits = self.prefill_limits
         slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
+        decode = DecodeScratch.specs(shape, num_tokens, num_partials)
+        if is_shared:
+            num_slots = max(num_tokens, MAX_CALL_TOKENS)
+            decode += SharedScratch.specs(shape, num_tokens, num_slots)
         return [
-            DecodeScratch.specs(self.shape, num_tokens, num_partials),
-            PrefillScratch.specs(self.shape, slice_tokens, limits.piece_tokens),
+            decode,
+            PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),
         ]
 
     @property

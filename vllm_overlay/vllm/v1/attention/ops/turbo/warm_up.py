@@ -190,9 +190,8 @@ def _run_store(
     device, shape = kv_cache.device, runner.shape
     vector = torch.zeros(1, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
     vectors = vector.to(device).expand(num_tokens, -1, -1)
-    query = torch.zeros(
-        0, shape.num_heads, shape.head_size, dtype=shape.dtype, device=device
-    )
+    num_heads = runner.context_shape.num_heads
+    query = torch.zeros(0, num_heads, shape.head_size, dtype=shape.dtype, device=device)
     offset = None
     if runner.key_offset is not None:
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
@@ -205,7 +204,7 @@ def _run_store(
         runner.layout,
         query,
         RotatedQuery(
-            query.view(torch.float16), torch.empty(0, shape.num_heads, device=device)
+            query.view(torch.float16), torch.empty(0, num_heads, device=device)
         ),
         runner.scale,
         offset,
@@ -230,7 +229,8 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             key, value = (None, None) if runner.shares_cache else own
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             for window in small_windows(runner, step, size, device):
-                runner.forward(query, key, value, cache, step, output, window)
+                with runner.alone():
+                    runner.forward(query, key, value, cache, step, output, window)
     if runner.shares_cache:
         return
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
@@ -264,6 +264,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
     """
     key = (
         runner.shape,
+        runner.context_shape,
         runner.layout,
         runner.stored,
         runner.shares_cache,
@@ -290,4 +291,6 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
     _share_choice(runner)
     if runner.kernels is not before:
         _run_kernels(runner, device)
+    # A rank whose driver refuses would let others wait.
+    runner.run_collectives(device)
     _warm.add(key)

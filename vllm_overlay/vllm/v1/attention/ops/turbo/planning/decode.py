@@ -95,6 +95,11 @@ class DecodePlan(NamedTuple):
     num_tokens: int
     num_partials: int
 
+    @property
+    def num_slots(self) -> int:
+        """Query tokens that the largest call has room for."""
+        return max((call.batch.num_query_slots for call in self.calls), default=0)
+
 
 def find_extends(
     query_lens: list[int], context_lens: list[int], max_len: int

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a prefill does at a time, planned on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,9 @@ FLASH_ATTN_MAX_HEAD_SIZE = 256
 # Query tokens of a slice for what attends to other heads, and takes memory for its LSE
 # that grows with their square: with its output at most 8 MiB a KV head.
 _RAW_TOKENS = 2048
+
+
+LocalLensFn: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PrefillLimits(NamedTuple):
@@ -156,6 +159,7 @@ class PrefillSlice(NamedTuple):
             requests it has no more tokens than a piece.
         cached: What is read from the cache, by requests that are dequantised side by
             side: all R of them, or none if nothing is read.
+        is_shared: Whether ranks share the requests' context, and any of these has some.
 
     """
 
@@ -164,6 +168,12 @@ class PrefillSlice(NamedTuple):
     max_query_len: int
     raw: RawTokens | None
     cached: list[CachedRequests]
+    is_shared: bool = False
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether there is cached context, on this rank or another."""
+        return self.is_shared or bool(self.cached)
 
     @property
     def has_neighbours(self) -> bool:
@@ -203,9 +213,9 @@ class PrefillPlan:
         if sliding_window is not None:
             slices = self.window_slices[sliding_window]
             return 0 if any(x.runs is not None for x in slices) else None
-        if not any(x.cached or x.has_neighbours for x in self.slices):
+        if not any(x.reads_cache or x.has_neighbours for x in self.slices):
             return None
-        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.cached)
+        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.reads_cache)
         return max(lengths, default=0)
 
 
@@ -408,6 +418,7 @@ def _plan_slice(
     stored: bool,
     limits: PrefillLimits,
     device: torch.device,
+    local_lens: LocalLensFn | None,
 ) -> PrefillSlice:
     """One of the slices of ``plan_prefill``.
 
@@ -419,6 +430,7 @@ def _plan_slice(
         stored: Whether query tokens, too, are read from the cache.
         limits: What bounds the layers' scratch.
         device: Where the kernels run.
+        local_lens: As in ``plan_prefill``.
 
     """
     starts = bounds.clamp(tokens.start, tokens.stop)
@@ -434,6 +446,10 @@ def _plan_slice(
             int(ends.diff().max()),
             int(ends[-1]),
         )
+    # What all ranks know: they wait for each other.
+    is_shared = local_lens is not None and bool(context_lens.any())
+    if local_lens is not None:
+        context_lens = local_lens(context_lens)
     ranges = []
     if stored or context_lens.any():
         ranges = batch_requests(context_lens.tolist(), limits.piece_tokens)
@@ -454,6 +470,7 @@ def _plan_slice(
             )
             for first, last in ranges
         ],
+        is_shared,
     )
 
 
@@ -465,6 +482,7 @@ def plan_prefill(
     limits: PrefillLimits | None,
     device: torch.device,
     window_tokens: Mapping[int, int] | None = None,
+    local_lens: LocalLensFn | None = None,
 ) -> PrefillPlan:
     """Plan the prefill of a batch on the host; nothing here synchronises.
 
@@ -478,6 +496,9 @@ def plan_prefill(
         device: Where the kernels run.
         window_tokens: Of each sliding window, how many tokens may be seen at a time:
             ``PrefillLimits.piece_tokens``. None for no windows.
+        local_lens: Where ranks share the context, how many of the first tokens of
+            sequences this one has, (R,) int32 on the host, of these, likewise; None
+            where they do not.
 
     """
     window_slices = {
@@ -521,6 +542,7 @@ def plan_prefill(
                 stored,
                 limits,
                 device,
+                local_lens,
             )
             for tokens, requests in plan_slices(starts, max_tokens)
         ]

@@ -42,25 +42,53 @@ class LayerShape(NamedTuple):
         return max(1, PARTIAL_BYTES // row_bytes)
 
 
+class SharedScratch(NamedTuple):
+    """Scratch of a step's decodes and extends where ranks share the context; T query
+    tokens, C tokens' slots of one call, Hq heads of all ranks.
+
+    Attributes:
+        query: (T, Hq, D) fp16, rotated queries.
+        output: (C, Hq, D) fp32, what this rank has of the results of one call.
+        lse: (C, Hq) fp32, its LSE.
+
+    """
+
+    query: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+
+    @staticmethod
+    def specs(shape: LayerShape, num_tokens: int, num_slots: int) -> TensorSpecs:
+        """Of the fields, in order."""
+        heads, size = shape.num_heads, shape.head_size
+        return [
+            ((num_tokens, heads, size), torch.float16),
+            ((num_slots, heads, size), torch.float32),
+            ((num_slots, heads), torch.float32),
+        ]
+
+
 class DecodeScratch(NamedTuple):
     """Scratch of a step's decodes and extends; T query tokens, P partial results.
 
-    Rotated queries lie where the output comes to be.
+    Rotated queries lie where the output comes to be, unless ranks share the context.
 
     Attributes:
         query_scale: (T, Hq) fp32, factors of the scores, of all calls.
         partial: (P, Hq, D) fp32, outputs of the splits of one call.
         partial_lse: (P, Hq) fp32, their LSE.
+        shared: Where ranks share the context; None where they do not.
 
     """
 
     query_scale: torch.Tensor
     partial: torch.Tensor
     partial_lse: torch.Tensor
+    shared: SharedScratch | None = None
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
-        """Of the fields, in order."""
+        """Of the fields, in order, without those of ``shared``."""
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads), torch.float32),
@@ -77,6 +105,8 @@ class PrefillScratch(NamedTuple):
         output: (T, Hq, D) output of one piece.
         key: (P, H, D) dequantised keys, or raw ones of several requests.
         value: (P, H, D) values, likewise.
+        context: (T, Hq, D) output of all pieces, where ranks share the context and Hq
+            is of all ranks; None where they do not.
 
     """
 
@@ -84,17 +114,29 @@ class PrefillScratch(NamedTuple):
     output: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    context: torch.Tensor | None = None
+
+    def own_output(self, num_tokens: int, num_heads: int) -> torch.Tensor:
+        """(num_tokens, num_heads, D) in the place of ``output``."""
+        head_size = self.output.shape[2]
+        num_elements = num_tokens * num_heads * head_size
+        flat = self.output.view(-1)[:num_elements]
+        return flat.view(num_tokens, num_heads, head_size)
 
     @staticmethod
     def specs(
-        shape: LayerShape, num_tokens: int | None, piece_tokens: int
+        shape: LayerShape,
+        num_tokens: int | None,
+        piece_tokens: int,
+        is_shared: bool = False,
     ) -> TensorSpecs:
         """Of the fields, in order; of none of them if ``num_tokens`` is None."""
         if num_tokens is None:
             return []
         rows = (num_tokens, shape.num_heads, shape.head_size)
         piece = (piece_tokens, shape.num_kv_heads, shape.head_size)
-        return [(tensor, shape.dtype) for tensor in (rows, rows, piece, piece)]
+        tensors = [rows, rows, piece, piece, *([rows] if is_shared else [])]
+        return [(tensor, shape.dtype) for tensor in tensors]
 
 
 def num_bytes(specs: TensorSpecs) -> int:

@@ -49,6 +49,8 @@ class StepPlan:
             where no kernels serve.
         decode_scratch: By the layers' shapes, the addresses that the plan leaves open:
             those that the first layer of a shape was given.
+        local_seq_lens: (R,) int32 on the device, where ranks share the context: what
+            this one has of it, and all query tokens. None where they do not.
 
     """
 
@@ -70,6 +72,7 @@ class StepPlan:
     decode_scratch: dict[LayerShape, DecodeScratch] = field(
         default_factory=dict, repr=False
     )
+    local_seq_lens: torch.Tensor | None = None
 
     @property
     def num_packed_tokens(self) -> int:
@@ -116,7 +119,10 @@ class StepPlan:
             self.decode_query_len,
             self.decode_start_loc,
         )
+        seq_lens = self.seq_lens
+        if self.local_seq_lens is not None:
+            seq_lens = self.local_seq_lens
         for planner in planners:
             self.decode_plans[planner.shape] = planner.plan(
-                decodes, self.extends, self.block_table, self.seq_lens
+                decodes, self.extends, self.block_table, seq_lens
             )

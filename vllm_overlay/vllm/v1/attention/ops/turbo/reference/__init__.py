@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The turbo KV cache in PyTorch: what CPUs run, and what the kernels are held to."""
 
-from vllm.v1.attention.ops.turbo.reference.attention import attention, forward
+from vllm.v1.attention.ops.turbo.reference.attention import attention
 from vllm.v1.attention.ops.turbo.reference.cache import (
     load,
     offset_segments,
     store,
     tile_addresses,
 )
+from vllm.v1.attention.ops.turbo.reference.forward import forward
 from vllm.v1.attention.ops.turbo.reference.rotation import (
     inverse_rotate,
     rotate,

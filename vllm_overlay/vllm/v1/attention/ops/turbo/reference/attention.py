@@ -10,13 +10,12 @@ import torch
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import RecentWindow
-from vllm.v1.attention.ops.turbo.reference.cache import load, store
+from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
-from vllm.v1.attention.ops.turbo.reference.window import load_window, update_window
+from vllm.v1.attention.ops.turbo.reference.window import load_window
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
-    from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 
 def attention(
@@ -163,99 +162,3 @@ def paged_attention(
             logits_soft_cap=logits_soft_cap,
         )
         output[begin:end] = result.to(output.dtype)
-
-
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    step: "StepPlan",
-    scale: float,
-    layout: TurboFormat,
-    stored: bool,
-    output: torch.Tensor,
-    key_offset: torch.Tensor | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-) -> None:
-    """Store a step's tokens, then attend: what kernels do elsewhere.
-
-    Args:
-        query: (T, Hq, D).
-        key: (T, H, D); None if they are stored.
-        value: (T, H, D), likewise.
-        kv_cache: (num_blocks, H, N, C) uint8.
-        step: The plan of the step, which has T query tokens.
-        scale: Softmax scale.
-        layout: The cache's format.
-        stored: Whether query tokens, too, are read from the cache.
-        output: (>= T, Hq, D), of which T rows are written.
-        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None for
-            nothing.
-        window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
-
-    """
-    offset = step.key_offset(key_offset)
-    if key is not None and value is not None:
-        store(kv_cache, step.slot_mapping, key, value, layout, offset)
-    if window is not None:
-        assert key is not None and value is not None
-        update_window(
-            step.window_update(window),
-            kv_cache,
-            step.slot_mapping,
-            key,
-            value,
-            layout,
-            offset,
-        )
-    start_loc = step.decode_start_loc
-    if start_loc is None:
-        start_loc = torch.arange(0, step.num_decode_tokens + 1, step.decode_query_len)
-    parts = [
-        (
-            slice(0, step.num_decode_tokens),
-            step.block_table,
-            start_loc,
-            step.seq_lens[: step.num_decodes],
-            window,
-            None,
-        )
-    ]
-    for first, prefill in step.prefills(shares_cache=key is None):
-        starts = prefill.query_start_loc_cpu
-        parts.append(
-            (
-                slice(first, first + int(starts[-1])),
-                prefill.block_table,
-                starts,
-                prefill.seq_lens_cpu,
-                None,
-                prefill.spans if step.sees_spans(sliding_window) else None,
-            )
-        )
-    for rows, block_table, starts, seq_lens, own_window, spans in parts:
-        paged_attention(
-            query[rows],
-            None if stored or key is None else key[rows],
-            None if stored or value is None else value[rows],
-            kv_cache,
-            block_table,
-            starts.tolist(),
-            seq_lens.tolist(),
-            scale,
-            layout,
-            output[rows],
-            key_offset,
-            own_window,
-            sliding_window,
-            sinks,
-            spans,
-            logits_soft_cap,
-        )

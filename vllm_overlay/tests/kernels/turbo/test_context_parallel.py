@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode context parallelism: ranks that share sequences, each of which has every
+other token, attend as one that has all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionImpl,
+    TurboMetadata,
+    TurboMetadataBuilder,
+)
+from vllm.v1.attention.ops import dcp
+from vllm.v1.attention.ops.turbo import reference, warm_up
+from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
+from vllm.v1.attention.ops.turbo.interface import KernelSet
+from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
+from vllm.v1.attention.ops.turbo.planning import scratch
+from vllm.v1.attention.ops.turbo.runtime import TurboRunner
+
+from .backend_utils import (
+    BLOCK_SIZE,
+    all_paths,
+    kernel_paths,
+    make_vllm_config,
+    register,
+    set_path,
+    with_drafts,
+)
+from .rank_utils import RankGroup, Ranks
+from .test_launch_arguments import launches  # noqa: F401
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    all_presets,
+    assert_by_2x_rule,
+    attention_of_rounded,
+    cache_spec,
+    gaussian,
+    load_context,
+    make_block_table,
+    new_cache,
+    num_blocks_for,
+    requires_triton,
+)
+
+pytestmark = requires_triton
+
+# Query heads of a rank.
+NUM_HEADS = 2
+# (query length, context length) of each request, decodes first. Some ranks have no
+# token of the shortest contexts.
+BATCHES = {
+    "decodes": [(1, 31), (1, 3), (1, 0), (1, 95)],
+    "drafts": [(3, 31), (1, 64), (2, 0), (3, 1)],
+    "uniform drafts": [(3, 31), (3, 0), (3, 62)],
+    "mixed": [(1, 40), (3, 65), (20, 0), (5, 65), (4, 2)],
+    "prefills": [(33, 0), (4, 1), (9, 70)],
+    "first chunks": [(33, 0), (7, 0)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(autouse=True)
+def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have vLLM's launcher count constants where Triton's interpreter does not."""
+    for kernel in (dcp.CorrectAttnCPOutKernel.kernel,):
+        if not hasattr(kernel, "constexprs"):
+            constants = [name for name in kernel.arg_names if name.isupper()]
+            monkeypatch.setattr(kernel, "constexprs", constants, raising=False)
+
+
+class Rank:
+    """One of some ranks: its layer, and what it has of the requests.
+
+    Attributes:
+        impl: The layer's.
+        cache: (num_blocks, 1, N, C) uint8.
+        table: (R, max_blocks) int32, of what it has.
+        query: (T, Hq, D), of its heads.
+
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        group: RankGroup,
+        requests: list[tuple[int, int]],
+        head_size: int,
+        monkeypatch: pytest.MonkeyPatch,
+        **options: Any,
+    ) -> None:
+        self.group, self.config, self.requests = group, config, requests
+        self.interleave = config.parallel_config.cp_kv_cache_interleave_size
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel_state, "_DCP", group)
+            with set_current_vllm_config(config):
+                self.impl = TurboAttentionImpl(
+                    NUM_HEADS,
+                    head_size,
+                    head_size**-0.5,
+                    1,
+                    kv_cache_dtype=config.cache_config.cache_dtype,
+                    **options,
+                )
+        assert self.impl.dcp_world_size == group.world_size
+        assert self.impl.need_to_return_lse_for_decode
+        layout = self.impl.runner.layout
+        longest = [sum(request) for request in requests]
+        self.table = make_block_table(longest, BLOCK_SIZE)
+        num_blocks = num_blocks_for(longest, BLOCK_SIZE)
+        self.cache = new_cache(layout, num_blocks, 1, BLOCK_SIZE)
+
+    def slots(self, row: int, first: int, last: int) -> torch.Tensor:
+        """Of positions of a request, as the model runner has them: -1 for others'."""
+        positions = torch.arange(first, last, device=DEVICE)
+        stripe, size = self.interleave * self.group.world_size, self.interleave
+        place = positions // stripe * size + positions % size
+        blocks = self.table[row, place // BLOCK_SIZE].long()
+        slots = blocks * BLOCK_SIZE + place % BLOCK_SIZE
+        is_own = positions // size % self.group.world_size == self.group.rank_in_group
+        return torch.where(is_own, slots, -1)
+
+    def common(self, padded_reqs: int = 0) -> CommonAttentionMetadata:
+        query_lens = [query for query, _ in self.requests] + [0] * padded_reqs
+        lens = torch.tensor([*map(sum, self.requests), *[0] * padded_reqs]).int()
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        slots = [self.slots(i, c, q + c) for i, (q, c) in enumerate(self.requests)]
+        padding = torch.zeros(padded_reqs, self.table.shape[1]).to(self.table)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            seq_lens=lens.to(DEVICE),
+            num_reqs=len(lens),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=max(query_lens),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=torch.cat([self.table, padding]),
+            slot_mapping=torch.cat(slots),
+            seq_lens_cpu_upper_bound=lens,
+        )
+
+    def build(self, common: CommonAttentionMetadata | None = None) -> TurboMetadata:
+        register(self.config, self.impl)
+        spec = cache_spec(self.impl.runner.layout, 1, BLOCK_SIZE)
+        builder = TurboMetadataBuilder(spec, ["layers.0.attn"], self.config, DEVICE)
+        assert not builder.supports_draft_decode_metadata_update
+        return builder.build(0, common or self.common())
+
+
+class Scene:
+    """Requests that ranks share.
+
+    Attributes:
+        key: Of each request, (context + query length, 1, D).
+        value: Likewise.
+        query: (T, Hq, D), of the query heads of all ranks.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        requests: list[tuple[int, int]],
+        num_ranks: int = 2,
+        interleave: int = 1,
+        name: str = "turbo4",
+        head_size: int = 64,
+        dtype: torch.dtype = FP16,
+        num_drafts: int = 2,
+        comm_backend: str = "ag_rs",
+        sinks: torch.Tensor | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        self.requests, self.num_ranks, self.dtype = requests, num_ranks, dtype
+        self.options = {"logits_soft_cap": logits_soft_cap}
+        if sinks is not None:
+            self.options["sinks"] = sinks
+        num_heads = num_ranks * NUM_HEADS
+        self.query = gaussian(
+            sum(query for query, _ in requests), num_heads, head_size, dtype=dtype
+        )
+        self.key, self.value = (
+            [
+                gaussian(sum(request), 1, head_size, dtype=dtype, seed=2 * row + seed)
+                for row, request in enumerate(requests)
+            ]
+            for seed in (1, 2)
+        )
+        self.others = Ranks(num_ranks)
+        self.ranks = []
+        for index in range(num_ranks):
+            config = make_vllm_config(folder, name, dtype)
+            config = with_drafts(config, num_drafts)
+            parallel = config.parallel_config
+            parallel.decode_context_parallel_size = num_ranks
+            parallel.cp_kv_cache_interleave_size = interleave
+            parallel.dcp_comm_backend = comm_backend
+            own = slice(index * NUM_HEADS, (index + 1) * NUM_HEADS)
+            rank = Rank(
+                config,
+                RankGroup(self.others, index),
+                requests,
+                head_size,
+                monkeypatch,
+                sinks=None if sinks is None else sinks[own].contiguous(),
+                logits_soft_cap=logits_soft_cap,
+            )
+            layout = rank.impl.runner.layout
+            for row, (_, context) in enumerate(requests):
+                reference.store(
+                    rank.cache,
+                    rank.slots(row, 0, context),
+                    self.key[row][:context],
+                    self.value[row][:context],
+                    layout,
+                )
+            self.ranks.append(rank)
+
+    def run(self, path: str, kernels: KernelSet | None = None) -> torch.Tensor:
+        """(T, Hq, D): what ranks make of their query heads."""
+        ends = [context for _, context in self.requests]
+        key, value = (
+            torch.cat([x[end:] for x, end in zip(tensors, ends)])
+            for tensors in (self.key, self.value)
+        )
+        for rank in self.ranks:
+            set_path(rank.impl, path)
+            if kernels is not None:
+                rank.impl.runner.kernels = kernels
+                rank.impl.runner.num_sms = 4
+        metadata = [rank.build() for rank in self.ranks]
+
+        def forward(index: int) -> torch.Tensor:
+            rank = self.ranks[index]
+            query = self.query.chunk(self.num_ranks, 1)[index]
+            output = torch.full_like(query, 7, memory_format=torch.contiguous_format)
+            return rank.impl.forward(
+                None, query, key, value, rank.cache, metadata[index], output
+            )
+
+        return torch.cat(self.others.run(forward), 1)
+
+    def context(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a request that the ranks' caches hold, in order."""
+        length = self.requests[row][1]
+        key, value = (
+            torch.zeros(length, *x.shape[1:], device=DEVICE)
+            for x in (self.key[row], self.value[row])
+        )
+        for rank in self.ranks:
+            is_own = rank.slots(row, 0, length) >= 0
+            count = int(is_own.sum())
+            layout = rank.impl.runner.layout
+            own = load_context(rank.cache, rank.table[row], count, layout)
+            key[is_own], value[is_own] = own
+        return key, value
+
+    def check(self, output: torch.Tensor, path: str) -> None:
+        """Compare each request to attention over all of it."""
+        begin, scale = 0, self.query.shape[2] ** -0.5
+        for row, (num_queries, context) in enumerate(self.requests):
+            part = slice(begin, begin + num_queries)
+            begin = part.stop
+            key, value = self.context(row)
+            key = torch.cat([key, self.key[row][context:].float()])
+            value = torch.cat([value, self.value[row][context:].float()])
+            query, target = self.query[part], None
+            if path == "cuda" and num_queries <= 3:
+                # It takes q in int8.
+                rotated = reference.round_query(reference.rotate(query))
+                rounded = reference.inverse_rotate(rotated)
+                target = attention_of_rounded(
+                    rounded, query, key, value, num_queries, scale, **self.options
+                )
+            assert_by_2x_rule(
+                output[part],
+                query,
+                key,
+                value,
+                scale,
+                self.dtype,
+                True,
+                target,
+                **self.options,
+            )
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("num_ranks, interleave", [(2, 1), (2, 16), (4, 1), (4, 16)])
+@all_paths
+def test_batches(folder, monkeypatch, name, num_ranks, interleave, path):
+    scene = Scene(folder, monkeypatch, BATCHES[name], num_ranks, interleave)
+    scene.check(scene.run(path), path)
+    counts = {rank.group.num_collectives for rank in scene.ranks}
+    has_context = any(context for _, context in BATCHES[name])
+    assert len(counts) == 1 and (path == "torch" or (min(counts) > 0) == has_context)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@all_presets
+@kernel_paths
+def test_formats(folder, monkeypatch, name, head_size, path):
+    requests = [(1, 33), (2, 1), (5, 40)]
+    scene = Scene(
+        folder, monkeypatch, requests, 2, 16, name, head_size, BF16, num_drafts=1
+    )
+    scene.check(scene.run(path), path)
+
+
+@all_paths
+def test_sinks_count_once(folder, monkeypatch, path):
+    """However many ranks there are; of a request without context, too."""
+    sinks = torch.tensor([-20.0, 0.0, 2.0, 20.0], dtype=FP16, device=DEVICE)
+    requests = [(1, 31), (2, 1), (1, 0), (6, 40), (5, 0)]
+    scene = Scene(folder, monkeypatch, requests, sinks=sinks)
+    scene.check(scene.run(path), path)
+
+
+@all_paths
+def test_soft_cap(folder, monkeypatch, path):
+    requests = [(1, 31), (3, 1), (6, 40)]
+    scene = Scene(folder, monkeypatch, requests, logits_soft_cap=0.5)
+    scene.check(scene.run(path), path)
+
+
+@kernel_paths
+def test_all_to_all(folder, monkeypatch, path):
+    """VLLM's other way to join results: ``--dcp-comm-backend a2a``."""
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def all_to_all_single(received, sent, group, async_op):
+        group.all_to_all(received, sent)
+        return Done()
+
+    monkeypatch.setattr(dcp.dist, "all_to_all_single", all_to_all_single)
+    scene = Scene(folder, monkeypatch, BATCHES["mixed"], 2, 16, comm_backend="a2a")
+    scene.check(scene.run(path), path)
+
+
+@kernel_paths
+def test_pieces_and_slices(folder, monkeypatch, path):
+    """Where a prefill takes several of either, ranks wait for each other as often,
+    though one has no more than a piece of what takes another several.
+    """
+    # Rows of heads of all ranks; K and V.
+    row = 4 * NUM_HEADS * 64
+    monkeypatch.setattr(prefill_plan, "ROW_BYTES", 12 * row)
+    monkeypatch.setattr(prefill_plan, "PIECE_BYTES", 16 * 4 * 64)
+    monkeypatch.setattr(scratch, "PARTIAL_BYTES", 12 * 2 * row)
+    requests = [(1, 64), (3, 20), (7, 17), (20, 33), (4, 0), (9, 31)]
+    scene = Scene(folder, monkeypatch, requests, 2, 16)
+    scene.check(scene.run(path), path)
+    first, second = (rank.group.num_collectives for rank in scene.ranks)
+    assert first == second > 6
+
+
+@kernel_paths
+def test_padding(folder, monkeypatch, path):
+    """Requests of padding, as CUDA graphs have them, have no tokens on any rank."""
+    scene = Scene(folder, monkeypatch, [(1, 31), (1, 2)])
+    for rank in scene.ranks:
+        set_path(rank.impl, path)
+        metadata = rank.build(rank.common(padded_reqs=2))
+        local = rank.impl.runner.context_parallel.local_lens(torch.tensor([31, 2]))
+        assert metadata.local_seq_lens.tolist() == [*(local + 1).tolist(), 0, 0]
+    unpadded = Rank.common
+    monkeypatch.setattr(Rank, "common", lambda rank: unpadded(rank, padded_reqs=2))
+    scene.check(scene.run(path), path)
+
+
+def test_lengths_stay_where_they_are(folder, monkeypatch):
+    """A CUDA graph reads them where they were when it was captured."""
+    scene = Scene(folder, monkeypatch, [(1, 31), (3, 9)])
+    rank = scene.ranks[1]
+    register(rank.config, rank.impl)
+    spec = cache_spec(rank.impl.runner.layout, 1, BLOCK_SIZE)
+    builder = TurboMetadataBuilder(spec, ["layers.0.attn"], rank.config, DEVICE)
+    captured = builder.build_for_cudagraph_capture(rank.common())
+    common = rank.common()
+    common.seq_lens += 5
+    replayed = builder.build(0, common)
+    assert captured.local_seq_lens.data_ptr() == replayed.local_seq_lens.data_ptr()
+    assert captured.local_seq_lens.tolist() == [36 // 2 + 1, 14 // 2 + 3]
+    # Requests with drafts are decodes.
+    assert builder.reorder_batch_threshold == 3
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="stands for CUDA's launchers")
+def test_what_cuda_launches(folder, monkeypatch, launches):  # noqa: F811
+    """Extends, too, which are CUDA's alone, share the context."""
+    requests = [(3, 31), (1, 9), (5, 40), (2, 1)]
+    scene = Scene(folder, monkeypatch, requests, 2, 16)
+    # By their own name, q would be expected in int8.
+    scene.check(scene.run("triton", CudaKernels()._replace(name="Triton")), "triton")
+    calls = ["decode", "merge", "merge", "extend", "merge", "merge"]
+    assert sorted(launches) == sorted(2 * ["store", *calls])
+
+
+def test_first_run(folder, monkeypatch):
+    """Kernels run before ranks wait for each other, as a driver may refuse one; then
+    they exchange as much as ever, which the profile run counts.
+    """
+
+    class Forgetful(set):
+        """Each rank has a process, and so a memory, of its own."""
+
+        def add(self, key: object) -> None:
+            pass
+
+    monkeypatch.setattr(warm_up, "_warm", Forgetful())
+    monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 32)
+    monkeypatch.setattr(warm_up, "_PREFILL_LENS", (2, 20))
+    scene = Scene(folder, monkeypatch, [(1, 31)])
+    counts = []
+    run_kernels = warm_up._run_kernels
+
+    def count_collectives(runner: TurboRunner, device: torch.device) -> None:
+        run_kernels(runner, device)
+        counts.append(runner.context_parallel.group.num_collectives)
+
+    monkeypatch.setattr(warm_up, "_run_kernels", count_collectives)
+    for rank in scene.ranks:
+        set_path(rank.impl, "triton")
+    runners = [rank.impl.runner for rank in scene.ranks]
+    scene.others.run(lambda index: warm_up.warm_up(runners[index], DEVICE))
+    assert counts == [0, 0]
+    # Queries; LSE and output of prefills, and of decodes.
+    assert [rank.group.num_collectives for rank in scene.ranks] == [5, 5]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decode context parallelism: ranks with the same KV head share a sequence's tokens.
+
+Each rank attends from the query heads of all of them to the cached tokens that it has,
+all of which are before the step's. The results are joined by their LSE in rotated
+space, of which a rank gets those of its own query heads. It then attends to the step's
+tokens, which every rank has as they were computed, and to sinks, once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_dcp_group
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class ContextParallel:
+    """The ranks that share a layer's sequences, as one of them sees it.
+
+    Attributes:
+        group: They.
+        size: How many they are.
+        rank: This one's place among them.
+        interleave_size: Tokens in a row that one of them has.
+
+    """
+
+    def __init__(
+        self,
+        group: "GroupCoordinator",
+        interleave_size: int,
+        reduce: Callable[..., Any] = cp_lse_ag_out_rs,
+    ) -> None:
+        self.group = group
+        self.size = group.world_size
+        self.rank = group.rank_in_group
+        self.interleave_size = interleave_size
+        self._reduce = reduce
+        self._is_alone = False
+
+    @staticmethod
+    def of_config(vllm_config: VllmConfig) -> "ContextParallel":
+        """That of this process."""
+        parallel = vllm_config.parallel_config
+        uses_a2a = parallel.dcp_comm_backend == "a2a"
+        return ContextParallel(
+            get_dcp_group(),
+            parallel.cp_kv_cache_interleave_size,
+            dcp_a2a_lse_reduce if uses_a2a else cp_lse_ag_out_rs,
+        )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Do as if all ranks had the same: for what must not wait for others."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def local_lens(self, lens: torch.Tensor) -> torch.Tensor:
+        """Of the first tokens of sequences, how many this rank has, int32."""
+        return get_dcp_local_seq_lens(lens, self.size, self.rank, self.interleave_size)
+
+    def local_seq_lens(
+        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> torch.Tensor:
+        """Of R sequences, what this rank has of their contexts and all query tokens.
+
+        Args:
+            seq_lens: (R,) int32, query tokens included; fewer than these for padding.
+            query_start_loc: (R + 1,) int32.
+
+        """
+        query_lens = torch.minimum(query_start_loc.diff(), seq_lens)
+        return self.local_lens(seq_lens - query_lens) + query_lens
+
+    def gather(self, query: torch.Tensor) -> torch.Tensor:
+        """(T, Hq, D) of each rank, as (T, size * Hq, D), contiguous."""
+        if self._is_alone:
+            return query.repeat(1, self.size, 1)
+        return self.group.all_gather(query.contiguous(), dim=1)
+
+    def gather_parts(
+        self, output: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ranks have of this one's query heads, not joined: for CPUs.
+
+        Args:
+            output: (T, size * Hq, D), contiguous.
+            lse: (T, size * Hq), contiguous.
+
+        Returns:
+            (size, T, Hq, D) and (size, T, Hq).
+
+        """
+        num_heads = output.shape[1] // self.size
+        heads = slice(self.rank * num_heads, (self.rank + 1) * num_heads)
+        parts = (
+            self.group.all_gather(x, dim=0).view(self.size, *x.shape)[:, :, heads]
+            for x in (output, lse)
+        )
+        return next(parts), next(parts)
+
+    def reduce(
+        self, output: torch.Tensor, lse: torch.Tensor, is_lse_base_on_e: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join what ranks have of sequences.
+
+        Args:
+            output: (T, size * Hq, D), contiguous; may be overwritten. Not read where
+                the LSE is infinite.
+            lse: (T, size * Hq) fp32; infinite where this rank has no tokens.
+            is_lse_base_on_e: Whether the LSE is natural, or in base 2.
+
+        Returns:
+            (T, Hq, D) and (T, Hq) of this rank's query heads, both contiguous.
+
+        """
+        if self._is_alone:
+            num_heads = output.shape[1] // self.size
+            return output[:, :num_heads].contiguous(), lse[:, :num_heads].contiguous()
+        output, lse = self._reduce(
+            output,
+            lse,
+            self.group,
+            return_lse=True,
+            is_lse_base_on_e=is_lse_base_on_e,
+        )
+        return output.contiguous(), lse.contiguous()
