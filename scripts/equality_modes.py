@@ -113,6 +113,38 @@ DRAFTING = {
 }
 
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
+# Two ranks with the trained model's one KV head, each with every other token.
+CONTEXT_PARALLEL = TENSOR_PARALLEL | {"decode_context_parallel_size": 2}
+STRIPES = CONTEXT_PARALLEL | {"cp_kv_cache_interleave_size": 16}
+
+
+def context_parallel(args: dict[str, Any], **options: Any) -> Mode:
+    """A mode whose ranks share sequences, which is for turbo_prefill "raw"."""
+    return Mode(args, gpus=2, **options)
+
+
+CONTEXT_PARALLEL_MODES = {
+    "dcp": context_parallel(CONTEXT_PARALLEL, capacity=2),
+    "dcp_graphs": context_parallel(STRIPES | ASYNC, graphs=True, capacity=2),
+    "dcp_triton": context_parallel(
+        STRIPES | {"attention_config": {"turbo_kernel": "triton"}}, capacity=2
+    ),
+    "dcp_all_to_all_graphs": context_parallel(
+        STRIPES | {"dcp_comm_backend": "a2a"}, graphs=True, capacity=2
+    ),
+    "dcp_chunked": context_parallel(
+        CONTEXT_PARALLEL
+        | {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK},
+        capacity=2,
+    ),
+    "dcp_prefix": context_parallel(
+        CONTEXT_PARALLEL | {"enable_prefix_caching": True}, repeat=True, capacity=2
+    ),
+    "dcp_ngram_graphs": context_parallel(
+        CONTEXT_PARALLEL | ASYNC, graphs=True, drafts="ngram"
+    ),
+    "dcp_mtp_graphs": context_parallel(STRIPES, graphs=True, drafts="mtp"),
+}
 EXPERT_PARALLEL = {**EXPERTS_ARGS, "enable_expert_parallel": True}
 SLEEP = {"enable_sleep_mode": True}
 
@@ -174,4 +206,5 @@ MODES = {
     "swapped": Mode(batch=2, defect="swapped"),
     "zeroed": Mode(defect="zeroed"),
     **DRAFTING,
+    **CONTEXT_PARALLEL_MODES,
 }

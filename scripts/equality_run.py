@@ -210,6 +210,7 @@ def unlike_asked(
     wanted: dict[str, Any] = {"turbo_prefill": "raw", "kv_cache_dtype_skip_layers": []}
     wanted |= {"enable_adaptive_verification": False, "turbo_window": 0}
     wanted |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    wanted |= {"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1}
     wanted |= asked | attention | asked.get("speculative_config", {})
     wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
     found = {

@@ -195,6 +195,7 @@ def test_a_defect_is_not_noticed_by_what_is_not_compared():
         ("eagle", {"drafted": 0}, "no draft"),
         ("draft_model", {"accepted": 89}, "89% of"),
         ("tensor_parallel_heads", {"capacity": 1000}, "holds 1000 tokens, not 2000"),
+        ("dcp", {"capacity": 1979}, "holds 1979 tokens, not 2000"),
         ("batched", {"capacity": 985}, "holds 985 tokens, not 1000"),
         ("batched", {"capacity": 1015}, "holds 1015 tokens, not 1000"),
         ("skipped_graphs", {"capacity": 985}, "holds 985 tokens, not 1000"),
@@ -315,6 +316,12 @@ RAN = {
             {"tensor_parallel_size": 2},
             "CUDA",
             {"ranks": 1},
+        ),
+        (
+            "dcp",
+            {"tensor_parallel_size": 2, "ranks": 2, "decode_context_parallel_size": 1},
+            "CUDA",
+            {"decode_context_parallel_size": 1},
         ),
         (
             "eagle_adaptive",
