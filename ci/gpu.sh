@@ -3,15 +3,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
-# models|pictures|serve|quality|lab|equality|families|checkpoints|check|memory|soak|
+# models|pictures|serve|quality|lab|equality|dcp|families|checkpoints|check|memory|soak|
 # restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
-# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS,
-# CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
+# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, DCP_ARGS, FAMILIES_ARGS,
+# CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -37,7 +37,10 @@
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
-# pipeline_parallel expert_parallel data_parallel", too. families holds CUDA's kernels to
+# pipeline_parallel expert_parallel data_parallel", too. dcp needs two GPUs, and runs if
+# it is named: answers where ranks share sequences, how many tokens they hold, and what a
+# step takes of a model with one KV head, with that and without, in the shapes that
+# DCP_ARGS has. families holds CUDA's kernels to
 # Triton's on seeded models with windows, sinks, a soft cap, shared caches, chunks and
 # states. checkpoints has AWQ, GPTQ, compressed-tensors, FP8 and ModelOpt, with and
 # without experts, which are 52 starts of an engine. check runs scripts/check_model.py on
@@ -63,7 +66,7 @@ for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
     profile | throughput | models | pictures | serve | quality | lab) ;;
-    equality | families | checkpoints | check | memory | soak | restarts) ;;
+    equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
 done
@@ -207,6 +210,26 @@ equality() {
   "$python" scripts/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
 }
 
+dcp() (
+  [ $# -gt 0 ] || set -- 64x32768 16x131072 16x65536 16x32768
+  # Not every host has NVLink multicast.
+  export NCCL_NVLS_ENABLE=0 VLLM_ALLREDUCE_USE_FLASHINFER=0 \
+    VLLM_ALLREDUCE_USE_SYMM_MEM=0
+  wrong=0 arm=0
+  ranks='"tensor_parallel_size":2' shared='"decode_context_parallel_size":2'
+  for options in "{$ranks}" "{$ranks,$shared}" \
+    "{$ranks,$shared,\"dcp_comm_backend\":\"a2a\"}"; do
+    "$python" benchmarks/turbo_models.py --model benchmarks/configs/one-kv-head \
+      --arms turbo4 --parts decode --shapes "$@" --engine-args "$options" \
+      --output "$out/dcp.jsonl" --logs "$out/dcp-logs/$arm" || wrong=1
+    arm=$((arm + 1))
+  done
+  "$python" scripts/equality.py --jobs 3 --prefill raw --output "$out/equality.jsonl" \
+    --modes tensor_parallel dcp dcp_graphs dcp_chunked dcp_prefix dcp_ngram_graphs \
+    dcp_mtp_graphs || wrong=1
+  exit "$wrong"
+)
+
 families() {
   "$python" ci/families.py --output "$out/families.jsonl" "$@"
 }
@@ -251,6 +274,7 @@ for section; do
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
     equality) arguments=${EQUALITY_ARGS:-} ;;
+    dcp) arguments=${DCP_ARGS:-} ;;
     families) arguments=${FAMILIES_ARGS:-} ;;
     checkpoints) arguments=${CHECKPOINTS_ARGS:-} ;;
     check) arguments=${CHECK_ARGS:-} ;;
