@@ -197,7 +197,6 @@ REASONS = (
     "non-causal MLA attention with DCP not supported",
     "batch invariance not supported",
     "PCP not supported",
-    "DCP not supported",
     DCP_OF_STORED,
     DCP_OF_WINDOWS,
     DCP_OF_POOLED,
@@ -246,6 +245,7 @@ MLA_REASONS = (
     MLA_FUSED_UPDATE,
     MLA_DRAFTERS,
     ADAPTIVE_VERIFICATION,
+    "DCP not supported",
     MLA_BESIDE_K_AND_V,
 )
 
