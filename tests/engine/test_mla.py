@@ -261,6 +261,29 @@ def test_own_drafts(tmp_path: Path, runner: Runner):
 
 
 @pytest.mark.matrix
+def test_blocks_come_back(folder: Path, tmp_path: Path):
+    """By a connector, from files."""
+    extra = {"shared_storage_path": str(tmp_path / "stored")}
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    # It keeps whole prompts, which are to come in one step.
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
+    without = {"enable_prefix_caching": False, "kv_transfer_config": transfer}
+    loading = engine("turbo4", **whole_prompts, **without)
+    long = PROMPTS[2:]
+    loading.calls = {name: Call(long, NUM_GENERATED) for name in ("stored", "loaded")}
+    calls = run_job(tmp_path / "run", folder, "v2", {"few": loading})["few"]["calls"]
+    whole = [(len(prompt) - 2) // BLOCK * BLOCK for prompt in long]
+    first = [cached for _, cached in calls["loaded"]["steps"][0]]
+    assert first == whole and any(first)
+    pairs = zip(calls["stored"]["requests"], calls["loaded"]["requests"], strict=True)
+    assert max(max(kl_divergences(*pair)) for pair in pairs) < KL_TOLERANCE
+
+
+@pytest.mark.matrix
 def test_divergence_from_an_unquantised_cache(folder: Path, tmp_path: Path):
     """Four bits are nearer than three, and both far nearer than no attention."""
     calls = {"alone": Call(PROMPTS, NUM_GENERATED, one_by_one=True)}

@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.refusals import (
     MLA_REASONS,
     MLA_SETTINGS,
@@ -48,6 +49,7 @@ from .refusal_cases import (
     MICRO_BATCHES,
     listed,
     make_spec,
+    multi_config,
     parallel_config,
     reasons_of,
     select,
@@ -263,6 +265,29 @@ def test_setting(config, change, feature):
     make_impl(config)
     with refused(feature):
         make_impl(change(config))
+
+
+CANONICAL = {"kv_connector_extra_config": {"canonical_layout": True}}
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_connectors(config, name):
+    """Those that are known with MLA are served, and others name one of them."""
+    if name in MLA_CONNECTORS:
+        make_impl(transfer_config(config, name))
+        with refused(f"KV connector {name} .*leave out canonical_layout"):
+            make_impl(transfer_config(config, name, **CANONICAL))
+        return
+    instead = "(use [A-Z]|leave it out)"
+    with refused(f"KV connector {name} .*{instead}"):
+        make_impl(transfer_config(config, name))
+
+
+def test_connectors_of_others(config):
+    """Within MultiConnector, each is judged."""
+    make_impl(multi_config(config, "OffloadingConnector", "ExampleConnector"))
+    with refused("KV connector NixlConnector .it is not known to work with MLA"):
+        make_impl(multi_config(config, "OffloadingConnector", "NixlConnector"))
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "mtp", "draft_model"])

@@ -331,7 +331,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         reasons += refusals.unsupported_mla_sizes(kv_lora_rank, qk_rope_head_dim)
         reasons += refusals.unsupported_settings(vllm_config)
         reasons += refusals.unsupported_mla_settings(vllm_config)
-        reasons += unsupported_connectors(vllm_config.kv_transfer_config)
+        reasons += unsupported_connectors(vllm_config.kv_transfer_config, True)
         if reasons:
             raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
         window = vllm_config.attention_config.turbo_window

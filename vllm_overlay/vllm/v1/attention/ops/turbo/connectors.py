@@ -91,6 +91,20 @@ CONNECTORS: dict[str, Verdict] = {
 }
 
 
+# Of these, those of which it is known with MLA, tested or by their source. Others move
+# what all ranks have alike in ways of their own.
+MLA_CONNECTORS = frozenset(
+    (
+        "OffloadingConnector",
+        "ExampleConnector",
+        "DecodeBenchConnector",
+        "MultiConnector",
+    )
+)
+UNKNOWN_WITH_MLA = "it is not known to work with MLA: use OffloadingConnector"
+CANONICAL_MLA = "with MLA its pages are cut by tokens: leave out canonical_layout"
+
+
 def connector_reason(name: str, instead: str) -> str:
     """The reason to refuse a connector."""
     return f"KV connector {name} ({instead})"
@@ -104,11 +118,22 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         yield from _connectors(child)
 
 
-def unsupported_connectors(transfer: KVTransferConfig | None) -> list[str]:
+def _mla_refusal(name: str, connector: Mapping[str, Any]) -> str | None:
+    """Why a connector that is served otherwise is refused with MLA, if it is."""
+    if name in CONNECTORS and name not in MLA_CONNECTORS:
+        return UNKNOWN_WITH_MLA
+    extra = connector.get("kv_connector_extra_config") or {}
+    return CANONICAL_MLA if extra.get("canonical_layout") else None
+
+
+def unsupported_connectors(
+    transfer: KVTransferConfig | None, is_mla: bool = False
+) -> list[str]:
     """Why the connectors of an engine are refused; warns of those that nobody knows.
 
     Args:
         transfer: The engine's configuration; None for no connector.
+        is_mla: Whether the pages are of MLA.
 
     """
     reasons = []
@@ -119,6 +144,8 @@ def unsupported_connectors(transfer: KVTransferConfig | None) -> list[str]:
         verdict = CONNECTORS.get(name)
         if verdict is not None and verdict.state is State.REFUSED:
             reasons.append(connector_reason(name, verdict.reason))
+        elif is_mla and (refusal := _mla_refusal(name, each)):
+            reasons.append(connector_reason(name, refusal))
         elif verdict is None or each.get("kv_connector_module_path"):
             logger.warning_once(
                 "KV connector %s is not known to work with turbo KV caches. It may "
