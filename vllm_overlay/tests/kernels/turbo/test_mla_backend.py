@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +200,21 @@ def test_weights_that_are_loaded_again(folder, rank):
     layer.process_weights_after_loading(FP32)
     torch.testing.assert_close(layer.W_UV.data, -2 * before)
     assert addresses == (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr())
+
+
+def test_nothing_is_kept_among_the_weights(folder, rank, monkeypatch):
+    """Sleep may discard them: matrices are made on the host, and copied each time."""
+    devices = []
+
+    def watched(size: int, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        devices.append(device.type)
+        return rotation_matrix(size, device, *args, **kwargs)
+
+    monkeypatch.setattr(turbo_mla, "rotation_matrix", watched)
+    impl = make_mla_layer(make_mla_config(folder)).impl
+    weight = torch.empty(512, NUM_HEADS, 64, device="meta")
+    rotated, _ = impl.transform_absorbed_weights(weight, weight)
+    assert rotated.device.type == "meta" and set(devices) == {"cpu"}
 
 
 @latent_presets

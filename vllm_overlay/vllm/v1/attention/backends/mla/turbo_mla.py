@@ -377,7 +377,10 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate the latent's axis: queries and outputs are of rotated latents then."""
         rank = self.kv_lora_rank
-        rotation = rotation_matrix(rank, W_UK.device, torch.float32, inverse=True)
+        # Copied each time: what is kept on the device while weights are loaded is lost
+        # with them, in the second level of sleep.
+        kept = rotation_matrix(rank, torch.device("cpu"), torch.float32, inverse=True)
+        rotation = kept.to(W_UK.device)
 
         def rotate(weight: torch.Tensor) -> torch.Tensor:
             rotated = rotation @ weight.float().flatten(1) * inverse_sqrt(rank)
