@@ -102,3 +102,19 @@ def test_translation_keeps_lines_and_names_what_it_does_not_know():
     assert "exp2_approx(::emulator::Site::current(), y, x)" in translated
     with pytest.raises(ValueError, match=r"a\.cu:2: .* no instruction 'nop;'"):
         translate('\nasm volatile("nop;");', "a.cu")
+
+
+def test_what_a_source_does_not_include_is_not_translated(tmp_path):
+    """It may have instructions that the emulator does not know."""
+    (tmp_path / "one").mkdir()
+    source = tmp_path / "one" / "kernel.cu"
+    source.write_text('#include "one/first.cuh"\n#include "made.h"\n')
+    (tmp_path / "one" / "first.cuh").write_text('#include "second.cuh"\n')
+    (tmp_path / "second.cuh").write_text('#include "one/first.cuh"\nint x;\n')
+    (tmp_path / "other.cuh").write_text('asm("unknown;");\n')
+    made = build.translated(source, tmp_path)
+    names = {str(path.relative_to(made)) for path in made.rglob("*.cu*")}
+    assert names == {"one/kernel.cu", "one/first.cuh", "second.cuh"}
+    source.write_text('#include "other.cuh"\n')
+    with pytest.raises(ValueError, match="other.cuh:1: .* no instruction 'unknown;'"):
+        build.translated(source, tmp_path)

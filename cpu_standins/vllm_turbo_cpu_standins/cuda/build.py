@@ -42,6 +42,7 @@ _MODULE_FLAGS = (
     "--param=tsan-instrument-func-entry-exit=0",
 )
 _LINKING = ("-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined")
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _PC = re.compile(r"\[pc (0x[0-9a-f]+)\]")
 # Frames of inlined functions that a message has.
 _MAX_FRAMES = 6
@@ -121,9 +122,24 @@ def runtime() -> Path:
     return library
 
 
-def translated(source_dir: Path) -> Path:
-    """All CUDA sources of a folder as C++, in a folder of the cache."""
-    paths = sorted(source_dir.rglob("*.cu*"))
+def _with_included(source: Path, source_dir: Path) -> list[Path]:
+    """A source, what it includes of a folder, and what that does."""
+    found, unread = {source}, [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop().read_text()):
+            path = source_dir / name
+            if path.is_file() and path not in found:
+                found.add(path)
+                unread.append(path)
+    return sorted(found)
+
+
+def translated(source: Path, source_dir: Path) -> Path:
+    """A CUDA source and what it includes as C++, in a folder of the cache.
+
+    Others of its folder may have instructions that the emulator does not know.
+    """
+    paths = _with_included(source, source_dir)
     texts = {path: translate(path.read_text(), path) for path in paths}
     target = cache_dir() / f"sources-{_digest(texts.values())}"
     if not target.exists():
@@ -165,7 +181,7 @@ def build(
         CannotBuildError: With the compiler's words.
 
     """
-    sources = translated(source_dir)
+    sources = translated(source, source_dir)
     headers = headers or {}
     macros = [flag for flag in flags if flag.startswith("-D")]
     parts = [*_FLAGS, *_MODULE_FLAGS, *macros, _own_text(), str(sources), source.name]
