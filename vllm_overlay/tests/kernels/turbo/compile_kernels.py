@@ -84,6 +84,8 @@ def parse_resources(text: str) -> Resources:
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if not registers or len(spills) < len(registers):
         raise CompileError(f"what ptxas says is not understood:\n{text}")
+    if "instructions are serialized" in text:
+        raise CompileError(f"products of warpgroups do not overlap:\n{text}")
     return Resources(max(registers), max(int(a) + int(b) for a, b in spills))
 
 

@@ -121,6 +121,9 @@ ptxas info    : Used 168 registers, used 16 barriers
     assert parse_resources(text) == Resources(168, 44)
     with pytest.raises(CompileError, match="not understood"):
         parse_resources("ptxas info    : 0 bytes gmem")
+    serialized = "wgmma.mma_async instructions are serialized due to ...\n"
+    with pytest.raises(CompileError, match="do not overlap"):
+        parse_resources(serialized + text)
 
 
 def test_more_spills_than_recorded_are_told():

@@ -53,6 +53,9 @@ class CudaModule(NamedTuple):
             same GPU, have the same.
         header: The text of ``HEADER_NAME``, C++ with a macro a line.
         flags: For nvcc.
+        folder: Where the source is; that of the kernel's name unless another is named.
+        is_specific: Whether it has instructions that its architecture alone has, and
+            GPUs after it have not.
 
     """
 
@@ -60,11 +63,13 @@ class CudaModule(NamedTuple):
     instance: str
     header: str
     flags: tuple[str, ...] = ()
+    folder: str = ""
+    is_specific: bool = False
 
     @property
     def source(self) -> Path:
         """The file that is compiled."""
-        return SOURCE_DIR / self.kernel / f"{self.kernel}.cu"
+        return SOURCE_DIR / (self.folder or self.kernel) / f"{self.kernel}.cu"
 
 
 def _failure(reason: str, way_out: str) -> RuntimeError:
@@ -122,6 +127,8 @@ def _architecture(device: torch.device) -> str:
 
 def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
     """What nvcc is given beyond FlashInfer's own."""
+    if module.is_specific:
+        architecture += "a"
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     return [target, *module.flags]
 
@@ -147,7 +154,8 @@ def module_name(module: CudaModule, architecture: str) -> str:
         parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_text()]
     for part in parts:
         digest.update(part.encode() + b"\0")
-    words = ("turbo", module.kernel, module.instance, f"sm{architecture}")
+    suffix = "a" if module.is_specific else ""
+    words = ("turbo", module.kernel, module.instance, f"sm{architecture}{suffix}")
     return "_".join([*words, digest.hexdigest()[:16]])
 
 

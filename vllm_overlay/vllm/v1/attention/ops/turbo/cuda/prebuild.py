@@ -79,8 +79,8 @@ class Job(NamedTuple):
 def parse_architecture(text: str) -> int:
     """The compute capability of 9.0, or of 90, sm_90 or 9.0a, which are the same here.
 
-    Kernels for a GPU of compute capability 9.0 are built for it as it is: there are
-    none with instructions that 9.0a alone has.
+    A module says itself whether it has instructions that 9.0a alone has, and is built
+    for that then.
 
     Raises:
         argparse.ArgumentTypeError: If there are no kernels for it.
