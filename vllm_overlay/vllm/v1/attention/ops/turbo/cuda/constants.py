@@ -13,6 +13,7 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import TurboFormat, fp32
 from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, half2_bits
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 
@@ -89,6 +90,34 @@ def _of_pages(layout: TurboFormat) -> _Constants:
         "SCALE_CODE_MAX": fmt.SCALE_CODE_MAX,
         "SCALE_MAX": _float(fmt.SCALE_MAX),
         "SMALLEST_SCALE": _float(fmt.SMALLEST_SCALE),
+    }
+
+
+def _of_latent_pages(layout: LatentFormat) -> _Constants:
+    """The same of MLA, and the levels of its codes: see latent/tile.cuh."""
+    words = layout.scale_words
+    linear, quadratic = layout.codebook.coefficients
+    return {
+        "LATENT_BITS": layout.bits,
+        "LATENT_RANK": layout.rank,
+        "ROPE_SIZE": layout.rope,
+        "TILE_TOKENS": fmt.TILE_TOKENS,
+        "TILE_BYTES": layout.tile_bytes,
+        "PATHS_OFFSET": layout.path_bits_offset,
+        "ROPE_OFFSET": layout.rope_offset,
+        "LATENT_SCALES_OFFSET": layout.scales_offset,
+        "ROPE_SCALES_OFFSET": layout.rope_scales_offset,
+        "SCALE_WORD_BYTES": words.word_bytes,
+        "SCALE_WORD_GROUPS": words.word_groups,
+        "SCALE_DELTA_BITS": words.delta_bits,
+        "SCALE_DELTA_STEP": words.delta_step,
+        "SCALE_SHIFT": fmt.SCALE_SHIFT,
+        "VALUE_LINEAR": _half2(linear),
+        "VALUE_QUADRATIC": _half2(quadratic),
+        "LATENT_GAIN": _float(fp32(layout.codebook.gain)),
+        "LATENT_LINEAR": _float(linear),
+        "LATENT_QUADRATIC": _float(quadratic),
+        "NUM_LEVELS": fmt.NUM_LEVELS,
     }
 
 
@@ -186,3 +215,8 @@ def layout_header(
         _of_decoding(layout),
         _of_encoding(layout),
     )
+
+
+def latent_header(layout: LatentFormat) -> str:
+    """The constants of the kernels of MLA."""
+    return _header(_of_head_size(layout.rank), _of_latent_pages(layout))

@@ -5,7 +5,7 @@
 // turbo_constants.h, which constants.py makes of format.py.
 #pragma once
 
-#include "common/numbers.cuh"
+#include "common/value_levels.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -24,26 +24,6 @@ __device__ __forceinline__ uint32_t negative_levels(uint32_t codes) {
 
 __device__ __forceinline__ uint32_t positive_levels(uint32_t complements) {
   return permute(KEY_POSITIVE_LOW, KEY_POSITIVE_HIGH, complements);
-}
-
-// Positions v = (code - 15 / 2) / 4 of two tokens' codes in bits 2 to 5 of both
-// halves. With the bit below set the mantissa is a multiple of 2 * code + 1, so
-// the subtraction of its centre is exact.
-__device__ __forceinline__ __half2 low_positions(uint32_t codes) {
-  const __half2 shifted = as_half2(and_or(codes, 0x003C003Cu, 0x54025402u));
-  return __hadd2(shifted, as_half2(0xD420D420u));  // 64 + code / 4 + 1 / 8 - 66
-}
-
-// The same of codes in bits 6 to 9.
-__device__ __forceinline__ __half2 high_positions(uint32_t codes) {
-  const __half2 shifted = as_half2(and_or(codes, 0x03C003C0u, 0x44204420u));
-  return __hadd2(shifted, as_half2(0xC600C600u));  // 4 + code / 4 + 1 / 8 - 6
-}
-
-// Value coordinates v * (a + b * abs(v)), with the scale in (a, b).
-__device__ __forceinline__ uint32_t value_coordinates(__half2 v, __half2 a,
-                                                      __half2 b) {
-  return as_bits(__hmul2(v, __hfma2(__habs2(v), b, a)));
 }
 
 }  // namespace turbo

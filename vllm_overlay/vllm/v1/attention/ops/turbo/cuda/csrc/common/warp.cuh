@@ -46,6 +46,11 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// A number that all lanes have, which the compiler then knows, too.
+__device__ __forceinline__ int uniform(int x) {
+  return __reduce_max_sync(~0u, x);
+}
+
 // Over the lanes up to this one.
 __device__ __forceinline__ int inclusive_sum(int x, int lane) {
 #pragma unroll

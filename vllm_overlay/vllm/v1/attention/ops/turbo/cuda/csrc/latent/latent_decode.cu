@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The entry point of decode attention to latents, and of the merge of its
+// partial results. A module has one instance of the former: latent_decode.py
+// defines LATENT_COLUMNS, LATENT_STAGES and LATENT_EARLY, and has
+// turbo_constants.h of the layout included.
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
+#include "common/launch.cuh"
+#include "latent/decode.cuh"
+#include "latent/merge.cuh"
+#include "latent/pages.cuh"
+
+namespace {
+
+using turbo::LatentMergeParams;
+using turbo::LatentParams;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY>;
+constexpr auto kDecode = turbo::latent_decode_kernel<Plan>;
+constexpr size_t kSharedBytes = sizeof(turbo::LatentShared<Plan>);
+
+// One a multiprocessor.
+int num_blocks(int device) {
+  static turbo::NumberByDevice known;
+  return known.get(device, [device] {
+    turbo::allow_shared_bytes(kDecode, kSharedBytes);
+    return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
+  });
+}
+
+// [T, Hq, D] of the query's dtype, two elements of which are loaded at once.
+const void* queries_of(const char* name, const TensorView& x, DLDataType dtype,
+                       int64_t size, const TensorView& query) {
+  turbo::check_dtype(name, x, dtype);
+  turbo::check_axes(name, x, 3);
+  turbo::check_size(name, x, 0, query.size(0));
+  turbo::check_size(name, x, 1, query.size(1));
+  turbo::check_size(name, x, 2, size);
+  turbo::check_last_axis(name, x);
+  turbo::check_stride(name, x, 0, 2);
+  turbo::check_stride(name, x, 1, 2);
+  turbo::check_address(name, x, sizeof(__half2));
+  return x.data_ptr();
+}
+
+LatentParams params_of(const TensorView& query,
+                       const Optional<TensorView>& query_rope,
+                       const TensorView& kv_cache,
+                       const TensorView& block_table,
+                       const TensorView& seq_lens, const TensorView& partial,
+                       const TensorView& partial_lse,
+                       const Optional<TensorView>& query_start_loc,
+                       int64_t num_seqs, int64_t query_len, double scale) {
+  const DLDevice device = kv_cache.device();
+  turbo::check_latent_pages(kv_cache);
+  turbo::check_dtype("block_table", block_table, turbo::kInt32);
+  turbo::check_axes("block_table", block_table, 2);
+  turbo::check_last_axis("block_table", block_table);
+  TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
+      << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
+  turbo::check_device(device, query, block_table, seq_lens, partial,
+                      partial_lse);
+  LatentParams p = {};
+  p.is_bf16 = query.dtype() == turbo::kBFloat16;
+  const DLDataType dtype = p.is_bf16 ? turbo::kBFloat16 : turbo::kFloat16;
+  p.query = queries_of("query", query, dtype, LATENT_RANK, query);
+  p.stride_query_token = query.stride(0);
+  p.stride_query_head = query.stride(1);
+  TVM_FFI_CHECK(query_rope.has_value() == (ROPE_SIZE != 0), ValueError)
+      << "query_rope: the layout has " << ROPE_SIZE << " rotary coordinates";
+  if (query_rope.has_value()) {
+    const TensorView& x = query_rope.value();
+    turbo::check_device(device, x);
+    p.query_rope = queries_of("query_rope", x, dtype, ROPE_SIZE, query);
+    p.stride_rope_token = x.stride(0);
+    p.stride_rope_head = x.stride(1);
+  }
+  p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
+  p.stride_cache_block = kv_cache.stride(0);
+  p.tiles_per_block = turbo::to_int("kv_cache", kv_cache.size(1) / TILE_TOKENS);
+  p.block_table = static_cast<const int*>(block_table.data_ptr());
+  p.stride_block_table = turbo::to_int("block_table", block_table.stride(0));
+  p.seq_lens = turbo::ints_of("seq_lens", seq_lens, num_seqs);
+  p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
+  p.num_seqs = turbo::to_int("num_seqs", num_seqs);
+  p.num_heads = turbo::to_int("query", query.size(1));
+  p.query_len = turbo::to_int("query_len", query_len);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  p.num_splits = turbo::check_partials(partial, partial_lse, query.size(1),
+                                       LATENT_RANK, num_seqs, query_len);
+  TVM_FFI_CHECK(p.num_splits <= turbo::kMergeMaxSplits, ValueError)
+      << "partial: " << p.num_splits << " splits, more than "
+      << turbo::kMergeMaxSplits;
+  p.score_factor = static_cast<float>(scale * LOG2_E);
+  return p;
+}
+
+LatentMergeParams merge_params_of(const LatentParams& p,
+                                  const TensorView& query,
+                                  const TensorView& output,
+                                  const TensorView& lse) {
+  turbo::check_vectors("output", output, LATENT_RANK);
+  turbo::check_size("output", output, 0, query.size(0));
+  turbo::check_size("output", output, 1, query.size(1));
+  turbo::check_dtype("lse", lse, turbo::kFloat32);
+  turbo::check_axes("lse", lse, 2);
+  turbo::check_size("lse", lse, 0, query.size(0));
+  turbo::check_size("lse", lse, 1, query.size(1));
+  turbo::check_device(query.device(), output, lse);
+  LatentMergeParams m = {};
+  m.partial = p.partial;
+  m.partial_lse = p.partial_lse;
+  m.query_start_loc = p.query_start_loc;
+  m.output = output.data_ptr();
+  m.lse = static_cast<float*>(lse.data_ptr());
+  m.stride_output_token = output.stride(0);
+  m.stride_output_head = output.stride(1);
+  m.stride_lse_token = lse.stride(0);
+  m.stride_lse_head = lse.stride(1);
+  m.num_heads = p.num_heads;
+  m.query_len = p.query_len;
+  m.num_splits = p.num_splits;
+  return m;
+}
+
+using MergeKernel = void (*)(LatentMergeParams);
+
+MergeKernel merge_of(DLDataType dtype) {
+  if (dtype == turbo::kBFloat16)
+    return turbo::latent_merge_kernel<__nv_bfloat16>;
+  if (dtype == turbo::kFloat16) return turbo::latent_merge_kernel<__half>;
+  TVM_FFI_CHECK(dtype == turbo::kFloat32, TypeError)
+      << "output: of " << dtype << ", not of bf16, fp16 or fp32";
+  return turbo::latent_merge_kernel<float>;
+}
+
+// See LatentParams, LatentMergeParams and latent_decode.py for shapes and
+// types.
+void latent_decode(TensorView query, Optional<TensorView> query_rope,
+                   TensorView kv_cache, TensorView block_table,
+                   TensorView seq_lens, TensorView partial,
+                   TensorView partial_lse, Optional<TensorView> query_start_loc,
+                   TensorView output, TensorView lse, int64_t num_seqs,
+                   int64_t query_len, double scale, bool enable_pdl) {
+  const LatentParams p =
+      params_of(query, query_rope, kv_cache, block_table, seq_lens, partial,
+                partial_lse, query_start_loc, num_seqs, query_len, scale);
+  const LatentMergeParams m = merge_params_of(p, query, output, lse);
+  const MergeKernel merge = merge_of(output.dtype());
+  const DLDevice device = kv_cache.device();
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  turbo::launch(kDecode, num_blocks(device.device_id), turbo::kBlockThreads,
+                kSharedBytes, device, p, enable_pdl);
+  const dim3 grid(p.query_len * p.num_heads, p.num_seqs);
+  turbo::launch(merge, grid, turbo::kMergeThreads, 0, device, m, enable_pdl);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(latent_decode, latent_decode);

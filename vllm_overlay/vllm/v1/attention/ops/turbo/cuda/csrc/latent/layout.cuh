@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What a block of decode attention to latents has, in shared memory and in
+// registers.
+#pragma once
+
+#include "latent/partition.cuh"
+#include "latent/tile.cuh"
+
+namespace turbo {
+
+constexpr int kGroups = 2;  // warpgroups
+constexpr int kGroupThreads = 128;
+constexpr int kBlockThreads = kGroups * kGroupThreads;
+constexpr int kBlockWarps = kBlockThreads / 32;
+// Rows of a product of O^T: 64 coordinates of each token, in 128 bytes.
+constexpr int kOutputs = LATENT_RANK / 64;
+constexpr int kValueBytes = 128 * kStepTokens;
+// Scores above the running reference by more than this raise it: the
+// accumulators of weights are fp16's.
+constexpr float kMaxScore = 8.0f;
+constexpr float kNoReference = -1e30f;
+// Queries are scaled to have their largest coordinate below 2 to this.
+constexpr int kQueryExponent = 10;
+
+// How a kernel is laid out.
+//
+// kColumns: query rows that attend at once, a multiple of 8. kStages: tiles
+// that a warp has or waits for. kEarly: whether a lane has all of a tile in
+// registers before it is decoded; then the next may come while it is.
+template <int columns, int stages, bool early>
+struct LatentPlan {
+  static constexpr int kColumns = columns;
+  static constexpr int kStages = stages;
+  static constexpr bool kEarly = early;
+  static constexpr int kScores = columns / 2;  // of a lane
+  static constexpr int kBlocks = columns / 8;  // of columns
+};
+
+template <typename Plan>
+struct LatentShared {
+  static constexpr int kColumns = Plan::kColumns, kStages = Plan::kStages;
+  // fp16 of a step's tokens, coordinates contiguous, in blocks of 64 with the
+  // 16-byte chunks of a token swizzled.
+  uint8_t values[kGroups][kOutputs][kValueBytes];
+  // In core matrices of eight columns or tokens and 16 bytes: steps of the
+  // depth, its halves, and columns; columns, and tokens.
+  __half query[kSteps][2][kColumns][8];
+  __half weights[kGroups][Plan::kBlocks][kStepTokens][8];
+  uint8_t tiles[kBlockWarps][kStages][kTileSpace];
+  // Pairs of columns: factors of scores, and the references.
+  float4 scaling[kGroups][kColumns / 2];
+  float2 across[kGroups][4][kColumns / 2];  // of a warp's columns
+  float2 sums[kGroups][kColumns];           // references and sums
+  int limits[kColumns];                     // tokens that are seen
+  uint64_t copied[kBlockWarps][kStages];
+};
+
+// Some steps of a sequence, and some of its rows.
+struct LatentSegment {
+  int seq;
+  int first_row;   // of the sequence's rows, that of column 0
+  int num_rows;    // of the sequence
+  int first_step;  // its steps, and those up to which
+  int last_step;
+  int num_tokens;   // of the sequence
+  int first_limit;  // tokens that column 0 sees: others see no fewer
+  int split;
+  bool ends;  // whether the last step is the sequence's
+};
+
+// The running result of a warpgroup. Lane 4 * g + t of a warp has, of columns
+// 8 * n + 2 * t and the next, coordinates g and g + 8 of 16 * warp in blocks of
+// 64: see output_coordinate.
+template <typename Plan>
+struct LatentAccumulator {
+  float output[kOutputs][Plan::kScores];
+  float sum[Plan::kScores / 2];
+
+  __device__ __forceinline__ void hold_outputs() {
+#pragma unroll
+    for (int m = 0; m < kOutputs; ++m) hold(output[m]);
+  }
+};
+
+__device__ __forceinline__ int output_coordinate(int m, int warp, int g,
+                                                 int later) {
+  return 128 * (m / 2) + 32 * (g / 2) + 16 * (m % 2) + 8 * (warp / 2) +
+         4 * (warp % 2) + 2 * later + g % 2;
+}
+
+}  // namespace turbo

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the entry points of MLA ask of its pages, on the host.
+#pragma once
+
+#include "common/tensors.cuh"
+
+namespace turbo {
+
+// [num_blocks, N, C] of bytes: whole tiles, each aligned.
+inline void check_latent_pages(const TensorView& x) {
+  check_dtype("kv_cache", x, kBytes);
+  check_axes("kv_cache", x, 3);
+  check_size("kv_cache", x, 2, TILE_BYTES / TILE_TOKENS);
+  check_last_axis("kv_cache", x);
+  TVM_FFI_CHECK(x.size(1) > 0 && x.size(1) % TILE_TOKENS == 0, ValueError)
+      << "kv_cache: blocks of " << x.size(1) << " tokens, no multiple of "
+      << TILE_TOKENS;
+  TVM_FFI_CHECK(x.stride(1) == x.size(2), ValueError)
+      << "kv_cache: tokens are " << x.stride(1) << " bytes apart, not "
+      << x.size(2);
+  check_stride("kv_cache", x, 0, kPageAlignment);
+  check_address("kv_cache", x, kPageAlignment);
+}
+
+}  // namespace turbo

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// A tile of 16 latents in a warp's shared memory, and its decoding to fp16 in
+// registers: as the rows of an A operand of the tensor core, with tokens as
+// rows.
+//
+// Which token is which row, and which coordinate sits where in the depth, is
+// free. Lane 4 * g + t has rows g and g + 8, and of the latent's words those of
+// 16 bytes t, t + 4, ... of a token; of the rope the 16 coordinates of a scale.
+#pragma once
+
+#include "common/bulk.cuh"
+#include "common/value_levels.cuh"
+#include "turbo_constants.h"
+
+namespace turbo {
+
+// Codes of a word, and of a lane's run of words.
+constexpr int kWordCodes = 8;
+constexpr int kRunWords = 4;
+// Runs of a token that a lane has.
+constexpr int kRuns = LATENT_RANK / (4 * kRunWords * kWordCodes);
+constexpr int kRowBytes = LATENT_RANK / 2;
+constexpr int kHalfBytes = 8 * kRowBytes;
+constexpr int kOtherBytes = TILE_BYTES - 2 * kHalfBytes;
+// The second eight tokens' codes are moved by half the banks: rows 2 * i are of
+// the first eight, rows 2 * i + 1 of the others, so that lanes that load
+// together have all banks.
+constexpr int kSecondHalf = kHalfBytes + 64;
+constexpr int kOthers = kSecondHalf + kHalfBytes;
+constexpr int kTileSpace = (kOthers + kOtherBytes + 127) / 128 * 128;
+constexpr int kRopes = kOthers + ROPE_OFFSET - 2 * kHalfBytes;
+constexpr int kLatentScales = kOthers + LATENT_SCALES_OFFSET - 2 * kHalfBytes;
+constexpr int kRopeScales = kOthers + ROPE_SCALES_OFFSET - 2 * kHalfBytes;
+static_assert(LATENT_BITS == 4 && SCALE_WORD_BYTES == 4 &&
+              SCALE_WORD_GROUPS == 8 && SCALE_DELTA_STEP == 1);
+static_assert(kRowBytes % 128 == 0 && kOtherBytes % 16 == 0);
+
+// The token, of a tile, of row g; four later is that of row g + 8.
+__device__ __forceinline__ int token_of_row(int g) {
+  return (g & 1) * 8 + (g >> 1);
+}
+
+// Copy a tile to kTileSpace bytes.
+__device__ __forceinline__ void copy_tile(uint32_t target,
+                                          const uint8_t* source,
+                                          uint32_t barrier) {
+  expect_bytes(barrier, TILE_BYTES);
+  copy_bulk(target, source, kHalfBytes, barrier);
+  copy_bulk(target + kSecondHalf, source + kHalfBytes, TILE_BYTES - kHalfBytes,
+            barrier);
+}
+
+// Zero the scales of a tile's tokens from num_tokens: these decode to zeros.
+__device__ __forceinline__ void clear_missing(uint8_t* tile, int num_tokens,
+                                              int lane) {
+  if (lane < TILE_TOKENS && lane >= num_tokens) {
+    uint32_t* latent = reinterpret_cast<uint32_t*>(tile + kLatentScales +
+                                                   lane * (LATENT_RANK / 32));
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) latent[i] = 0;
+    if constexpr (ROPE_SIZE != 0) {
+      *reinterpret_cast<uint32_t*>(tile + kRopeScales +
+                                   lane * (ROPE_SIZE / 16)) = 0;
+    }
+  }
+  fence_async_proxy();  // before the next copy
+  __syncwarp();
+}
+
+// Coefficients of the levels, times scales, of both groups of a lane's run: the
+// first in the lower halves.
+struct RunScales {
+  __half2 a, b;
+
+  // word: of the run's eight groups. shift: 1 + 6 * t.
+  __device__ __forceinline__ RunScales(uint32_t word, int shift) {
+    constexpr uint32_t kDelta = 7u << SCALE_SHIFT;
+    const uint32_t deltas = word >> shift;  // the first at bit SCALE_SHIFT
+    const uint32_t base = (word & 0xFFu) * (0x00010001u << SCALE_SHIFT);
+    const uint32_t packed = and_or(deltas << 13, kDelta << 16, deltas & kDelta);
+    const __half2 scales = as_half2(base - packed);
+    a = __hmul2(scales, as_half2(VALUE_LINEAR));
+    b = __hmul2(scales, as_half2(VALUE_QUADRATIC));
+  }
+};
+
+// Coordinates of a word, two a register, in order.
+__device__ __forceinline__ void decode_word(uint32_t (&values)[4],
+                                            uint32_t word, __half2 a,
+                                            __half2 b) {
+  const uint32_t first = word << 2, second = word >> 6;
+  values[0] = value_coordinates(low_positions(first), a, b);
+  values[1] = value_coordinates(high_positions(first), a, b);
+  values[2] = value_coordinates(low_positions(second), a, b);
+  values[3] = value_coordinates(high_positions(second), a, b);
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// Four coordinates of the rope, two a register.
+__device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
+                                            uint32_t word, __half2 scale) {
+  const uint32_t biased = word ^ 0x80808080u;
+  const __half2 bias = as_half2(0xE480E480u);  // -1024 - 128
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t x =
+        __byte_perm(biased, 0x64646464u, i == 0 ? 0x4140 : 0x4342);
+    values[i] = as_bits(__hmul2(__hadd2(as_half2(x), bias), scale));
+  }
+}
+
+// What a lane decodes of its warp's tile.
+struct LaneTile {
+  const uint8_t* row[2];
+  uint4 codes[2][kRuns];
+  uint32_t scales[2][kRuns], ropes[2][4], rope_scales[2];
+
+  __device__ __forceinline__ void load_codes(int run) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      codes[r][run] = *reinterpret_cast<const uint4*>(row[r] + 64 * run);
+  }
+
+  // Load it, or of its codes the first run.
+  template <bool kAll>
+  __device__ __forceinline__ void load(const uint8_t* tile, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int n = token_of_row(g) + 4 * r;
+      row[r] = tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes + 16 * t;
+      if constexpr (ROPE_SIZE != 0) {
+        const uint4 x = *reinterpret_cast<const uint4*>(tile + kRopes +
+                                                        n * ROPE_SIZE + 16 * t);
+        ropes[r][0] = x.x, ropes[r][1] = x.y;
+        ropes[r][2] = x.z, ropes[r][3] = x.w;
+        rope_scales[r] = tile[kRopeScales + n * (ROPE_SIZE / 16) + t];
+      }
+      const uint8_t* words = tile + kLatentScales + n * (LATENT_RANK / 32);
+      if constexpr (kRuns == 4) {
+        const uint4 x = *reinterpret_cast<const uint4*>(words);
+        scales[r][0] = x.x, scales[r][1] = x.y;
+        scales[r][2] = x.z, scales[r][3] = x.w;
+      } else {
+        const uint2 x = *reinterpret_cast<const uint2*>(words);
+        scales[r][0] = x.x, scales[r][1] = x.y;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < (kAll ? kRuns : 1); ++j) load_codes(j);
+  }
+
+  // Bits of all that was loaded, which come when it has.
+  __device__ __forceinline__ uint32_t any_bits() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < kRuns; ++j) bits |= codes[r][j].x;
+      bits |= scales[r][0];
+      if constexpr (ROPE_SIZE != 0) bits |= ropes[r][0] | rope_scales[r];
+    }
+    return bits;
+  }
+};
+
+// Operands of four steps of the depth, of two words a row: a batch. With a
+// rope the first batch is of that.
+using Fragments = uint32_t[16];
+
+__device__ __forceinline__ void decode_ropes(Fragments& f,
+                                             const LaneTile& taken) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t x[2];
+      decode_rope(
+          x, taken.ropes[r][i],
+          as_half2(taken.rope_scales[r] * (0x00010001u << SCALE_SHIFT)));
+      f[4 * i + r] = x[0], f[4 * i + 2 + r] = x[1];
+    }
+  }
+}
+
+// half: of a run's words, which have one scale.
+__device__ __forceinline__ void decode_words(Fragments& f,
+                                             const LaneTile& taken,
+                                             const RunScales (&scales)[2],
+                                             int run, int half) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const __half2 a =
+          half ? __high2half2(scales[r].a) : __low2half2(scales[r].a);
+      const __half2 b =
+          half ? __high2half2(scales[r].b) : __low2half2(scales[r].b);
+      uint32_t x[4];
+      decode_word(x, word_of(taken.codes[r][run], 2 * half + i), a, b);
+      f[8 * i + r] = x[0], f[8 * i + 2 + r] = x[1];
+      f[8 * i + 4 + r] = x[2], f[8 * i + 6 + r] = x[3];
+    }
+  }
+}
+
+__device__ __forceinline__ RunScales scales_of(const LaneTile& taken, int row,
+                                               int run) {
+  return RunScales(taken.scales[row][run], 1 + 6 * (threadIdx.x % 4));
+}
+
+// The first batches of a tile, which are decoded while the tensor core still
+// adds the values of the one before it.
+__device__ __forceinline__ void decode_first(Fragments (&fragments)[2],
+                                             const LaneTile& taken) {
+  if constexpr (ROPE_SIZE != 0) decode_ropes(fragments[1], taken);
+  const RunScales scales[2] = {scales_of(taken, 0, 0), scales_of(taken, 1, 0)};
+  decode_words(fragments[0], taken, scales, 0, 0);
+}
+
+// The depth of the products of a token and a query, 16 a step: where query
+// coordinates go. Step s, of all LATENT_STEPS of the latent and those of the
+// rope after them, multiplies places 2 * t + b and 8 + 2 * t + b of lanes t.
+constexpr int kLatentSteps = LATENT_RANK / 16;
+constexpr int kRopeSteps = ROPE_SIZE / 16;
+constexpr int kSteps = kLatentSteps + kRopeSteps;
+
+struct DepthPlace {
+  int step, place;  // of a coordinate and its next, an even one
+};
+
+__device__ __forceinline__ DepthPlace place_of_latent(int coordinate) {
+  const int word = coordinate / kWordCodes, e = coordinate % kWordCodes;
+  const int run = word / 16, t = word / 4 % 4, i = word % 4;
+  return {(run * kRunWords + i) * 2 + e / 4, e / 2 % 2 * 8 + 2 * t};
+}
+
+__device__ __forceinline__ DepthPlace place_of_rope(int coordinate) {
+  const int t = coordinate / 16, e = coordinate % 16;
+  return {kLatentSteps + e / 4, e / 2 % 2 * 8 + 2 * t};
+}
+
+}  // namespace turbo

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Softmax, and the sum of a step's values: O^T = V^T P^T.
+#pragma once
+
+#include "common/wgmma.cuh"
+#include "latent/layout.cuh"
+
+namespace turbo {
+
+// Tokens' weights, from scores less the references; and store them.
+template <typename Plan>
+__device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
+                                      const float (&exponents)[Plan::kScores],
+                                      uint8_t* target) {
+#pragma unroll
+  for (int n = 0; n < Plan::kBlocks; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float* w = weights + 4 * n + 2 * r;
+      w[0] = exp2_approx(exponents[4 * n + 2 * r]);
+      w[1] = exp2_approx(exponents[4 * n + 2 * r + 1]);
+      *reinterpret_cast<__half2*>(target + n * (16 * kStepTokens) + 128 * r) =
+          __floats2half2_rn(w[0], w[1]);
+    }
+  }
+}
+
+// References of a pair of columns, raised to the largest scores of four warps.
+template <typename Shared>
+__device__ __forceinline__ float2 raised(const Shared& shared, int group,
+                                         int pair, const float4& scaling) {
+  float2 reference = {scaling.z, scaling.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float2 x = shared.across[group][w][pair];
+    reference.x = fmaxf(reference.x, x.x);
+    reference.y = fmaxf(reference.y, x.y);
+  }
+  return reference;
+}
+
+// Raise the references of a warpgroup to the largest scores that are seen, and
+// rescale what is summed so far. The scores become exponents.
+template <typename Plan>
+__device__ __forceinline__ void raise(LatentShared<Plan>& shared,
+                                      LatentAccumulator<Plan>& acc,
+                                      float (&scores)[Plan::kScores],
+                                      int first_token, int group) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int g = lane / 4, t = lane % 4;
+  const int token = first_token + token_of_row(g);
+#pragma unroll
+  for (int n = 0; n < Plan::kBlocks; ++n) {
+    const float4 scaling = shared.scaling[group][4 * n + t];
+    const int2 limits =
+        *reinterpret_cast<const int2*>(&shared.limits[8 * n + 2 * t]);
+    float* s = scores + 4 * n;
+    s[0] = token < limits.x ? s[0] * scaling.x : -INFINITY;
+    s[1] = token < limits.y ? s[1] * scaling.y : -INFINITY;
+    s[2] = token + 4 < limits.x ? s[2] * scaling.x : -INFINITY;
+    s[3] = token + 4 < limits.y ? s[3] * scaling.y : -INFINITY;
+    float2 largest = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, mask));
+      largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, mask));
+    }
+    if (g == 0) shared.across[group][warp][4 * n + t] = largest;
+  }
+  sync_threads(1 + group, kGroupThreads);
+#pragma unroll
+  for (int n = 0; n < Plan::kBlocks; ++n) {
+    const float4 scaling = shared.scaling[group][4 * n + t];
+    const float2 reference = raised(shared, group, 4 * n + t, scaling);
+    const float rescale[2] = {exp2_approx(scaling.z - reference.x),
+                              exp2_approx(scaling.w - reference.y)};
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      acc.sum[2 * n + c] *= rescale[c];
+#pragma unroll
+      for (int m = 0; m < kOutputs; ++m) {
+        acc.output[m][4 * n + c] *= rescale[c];
+        acc.output[m][4 * n + 2 + c] *= rescale[c];
+      }
+    }
+    float* s = scores + 4 * n;
+    s[0] -= reference.x, s[1] -= reference.y;
+    s[2] -= reference.x, s[3] -= reference.y;
+  }
+  sync_threads(1 + group, kGroupThreads);
+  if (warp == 0 && g == 0) {
+#pragma unroll
+    for (int n = 0; n < Plan::kBlocks; ++n) {
+      float4& scaling = shared.scaling[group][4 * n + t];
+      const float2 reference = raised(shared, group, 4 * n + t, scaling);
+      scaling.z = reference.x, scaling.w = reference.y;
+    }
+  }
+}
+
+// Weigh a step's tokens.
+template <typename Plan>
+__device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
+                                           LatentAccumulator<Plan>& acc,
+                                           float (&scores)[Plan::kScores],
+                                           const LatentSegment& segment,
+                                           int step, int group, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first_token = step * kStepTokens + warp * TILE_TOKENS;
+  // Token 16 * warp + g of the core matrices, and eight later.
+  uint8_t* weights_target = reinterpret_cast<uint8_t*>(shared.weights[group]) +
+                            (16 * warp + g) * 16 + 4 * t;
+  float exponents[Plan::kScores], weights[Plan::kScores];
+  float above = 0.0f;
+#pragma unroll
+  for (int n = 0; n < Plan::kBlocks; ++n) {
+    const float4 scaling = shared.scaling[group][4 * n + t];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = fmaf(scores[4 * n + i], i % 2 ? scaling.y : scaling.x,
+                           -(i % 2 ? scaling.w : scaling.z));
+      exponents[4 * n + i] = x;
+      above = fmaxf(above, x);
+    }
+  }
+  weigh<Plan>(weights, exponents, weights_target);
+  fence_async_proxy();
+  const bool is_cut = (step + 1) * kStepTokens > segment.first_limit;
+  if (sync_threads_or(1 + group, kGroupThreads, above > kMaxScore || is_cut)) {
+    raise(shared, acc, scores, first_token, group);
+    weigh<Plan>(weights, scores, weights_target);
+    fence_async_proxy();
+    sync_threads(1 + group, kGroupThreads);
+  }
+#pragma unroll
+  for (int n = 0; n < Plan::kBlocks; ++n) {
+    acc.sum[2 * n] += weights[4 * n] + weights[4 * n + 2];
+    acc.sum[2 * n + 1] += weights[4 * n + 1] + weights[4 * n + 3];
+  }
+}
+
+// Begin to add a step's values.
+template <typename Plan>
+__device__ __forceinline__ void add_values(LatentShared<Plan>& shared,
+                                           LatentAccumulator<Plan>& acc,
+                                           int group) {
+  const uint32_t values =
+      wgmma_operand(shared_address(shared.values[group]), kValueBytes);
+  const uint32_t weights =
+      wgmma_operand(shared_address(shared.weights[group]), 128);
+  wgmma_fence();
+#pragma unroll
+  for (int m = 0; m < kOutputs; ++m) {
+#pragma unroll
+    for (int k = 0; k < kStepTokens / 16; ++k) {
+      wgmma_shared(acc.output[m],
+                   wgmma_descriptor(values + (m * kValueBytes + k * 2048) / 16,
+                                    wgmma_layout<1>(1024)),
+                   wgmma_descriptor(weights + k * 256 / 16,
+                                    wgmma_layout<0>(16 * kStepTokens)));
+    }
+  }
+  wgmma_commit();
+}
+
+}  // namespace turbo
