@@ -32,7 +32,8 @@ def latent_constants(layout: LatentFormat) -> dict[str, object]:
     return {
         "BITS": layout.bits,
         "COEFFICIENTS": tuple(x * codebook.gain for x in codebook.coefficients),
-        "SCALE_WORDS": tuple(layout.scale_words),
+        # Those of a chunk: one.
+        "SCALE_WORDS": (1, *layout.scale_words[1:]),
         "PATHS_OFFSET": layout.path_bits_offset,
         "ROPE_OFFSET": layout.rope_offset,
         "SCALES_OFFSET": layout.scales_offset,
@@ -162,17 +163,18 @@ def load_latents(
     inside,  # [N], which tokens to load
     INDEX: tl.constexpr,
     RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
     BITS: tl.constexpr,
     PATHS_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
 ):
-    """Load the rotated coordinates of a chunk, fp16 [N, RANK / words of scales].
+    """Load the rotated coordinates of a chunk, fp16 [N, CHUNK].
 
     They are zeros where no token is inside.
     """
-    CHUNK_WORDS: tl.constexpr = RANK // SCALE_WORDS[0] // _WORD_CODES
+    CHUNK_WORDS: tl.constexpr = CHUNK // _WORD_CODES
     WORD_BYTES: tl.constexpr = SCALE_WORDS[1]
     own_word = tl.arange(0, CHUNK_WORDS)[None, :]
     word = own_word + INDEX * CHUNK_WORDS
@@ -182,7 +184,7 @@ def load_latents(
     mask = inside & (word >= 0)
     codes = load_latent_words(tile_ptr, token, word, mask, RANK, BITS, PATHS_OFFSET)
     p_scale = tile_ptr + (SCALES_OFFSET + INDEX * WORD_BYTES)
-    p_scale += token * (SCALE_WORDS[0] * WORD_BYTES)
+    p_scale += token * (RANK // CHUNK * WORD_BYTES)
     group = own_word // _GROUP_WORDS
     # Of any bytes the scale may be NaN, and zero times that is not zero.
     scale = load_scales(
@@ -192,8 +194,8 @@ def load_latents(
         group,
         inside,
         mask,
-        RANK // SCALE_WORDS[0],
-        (1, SCALE_WORDS[1], SCALE_WORDS[2], SCALE_WORDS[3], SCALE_WORDS[4]),
+        CHUNK,
+        SCALE_WORDS,
     )
     return latent_coordinates(codes, scale, COEFFICIENTS)
 

@@ -222,6 +222,7 @@ def _decode_latent_kernel(
                 inside,
                 i,
                 RANK,
+                CHUNK,
                 BITS,
                 PATHS_OFFSET,
                 SCALES_OFFSET,

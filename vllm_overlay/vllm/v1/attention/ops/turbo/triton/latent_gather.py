@@ -95,6 +95,7 @@ def _gather_latent_kernel(
             inside,
             i,
             RANK,
+            CHUNK,
             BITS,
             PATHS_OFFSET,
             SCALES_OFFSET,
