@@ -125,7 +125,7 @@ class Environment:
                     self.install_standins,
                 )
             )
-        titles = {"test": "test tools", "lint": "linters"}
+        titles = {"test": "test tools", "lint": "linters", "upstream": "vLLM's tests"}
         return steps + [self.pinned(name, titles[name]) for name in tools]
 
     def pinned(self, name: str, title: str) -> Step:
@@ -250,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tools",
         nargs="*",
-        choices=("test", "lint"),
+        choices=("test", "lint", "upstream"),
         default=[],
         help="pinned tools to add",
     )
