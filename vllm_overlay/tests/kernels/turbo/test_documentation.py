@@ -29,6 +29,7 @@ from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
+from vllm.v1.attention.ops.turbo.latent_runtime import NO_CUDA
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
@@ -257,6 +258,7 @@ def test_every_lack_of_cuda_kernels_is_documented():
     reasons = [
         *returned(kernels.cuda_unsupported_reason),
         *returned(cuda_decode.unsupported_reason),
+        NO_CUDA,
         *first_arguments(turbo_attn, "cuda_refusal"),
         *first_arguments(cuda_build, "_failure"),
     ]

@@ -34,6 +34,8 @@ from vllm.v1.attention.ops.turbo.runtime import num_draft_slots, take_scratch
 # 2 * (nope + R + V). They are even at 170 query tokens with DeepSeek's sizes, and at
 # 400 with GLM's. Not measured yet: as many as vLLM's FLASHMLA has.
 MAX_ABSORBED_LEN = 128
+# CUDA's decode and gather are there, but no store, and the engine has not run them.
+NO_CUDA = "CUDA kernels do not serve MLA yet"
 
 
 def decode_query_len(vllm_config: VllmConfig) -> int:
@@ -133,10 +135,9 @@ def choose_latent_kernels(choice: str) -> LatentKernels:
     """
     if choice == "triton":
         return triton_latent_kernels(f"turbo_kernel is {choice}")
-    reason = "there are no CUDA kernels for MLA"
     if choice == "cuda":
-        raise ValueError(cuda_refusal(reason))
-    return triton_latent_kernels(reason)
+        raise ValueError(cuda_refusal(NO_CUDA))
+    return triton_latent_kernels(NO_CUDA)
 
 
 class LatentRunner:
