@@ -167,6 +167,8 @@ def perform(task: Task, log: Path) -> bool:
     missing = set(task.guards) - plugin.passed
     for name in sorted(missing):
         print(f"guard did not pass: {name}")
+    # The log is read while this process is still there.
+    sys.stdout.flush()
     good = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     return not missing and statuses <= good
 
