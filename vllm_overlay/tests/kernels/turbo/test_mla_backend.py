@@ -333,7 +333,7 @@ def test_the_profile_run_takes_all_memory(folder, rank, workspace):
     config = with_drafts(make_mla_config(folder, turbo_prefill="stored"))
     layer = make_mla_layer(config)
     runner = layer.impl.runner
-    runner.kernels = turbo_mla.TorchKernels(num_decode_splits=many_splits)
+    runner.kernels = reference.TorchLatentKernels(num_decode_splits=many_splits)
     layer.impl.reserve_workspace()
     lock_workspace()
     longest = runner.max_num_tokens

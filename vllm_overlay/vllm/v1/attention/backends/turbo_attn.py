@@ -8,7 +8,7 @@ does.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -18,7 +18,6 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionType,
@@ -30,6 +29,7 @@ from vllm.v1.attention.backends.turbo_metadata import (
 )
 from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reference, refusals
+from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
@@ -39,7 +39,7 @@ from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 from vllm.v1.attention.ops.turbo.warm_up import warm_up
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def get_turbo_backend_path(
     return f"{module}.{qualname}"
 
 
-class TurboAttentionBackend(AttentionBackend):
+class TurboAttentionBackend(TurboPagesBackend):
     """Backend of the turbo cache dtypes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -109,13 +109,6 @@ class TurboAttentionBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type["TurboAttentionImpl"]:
         return TurboAttentionImpl
-
-    @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        # The kernels' operands are 16-bit; PyTorch's attention on a CPU takes any.
-        if dtype == torch.float32:
-            return current_platform.is_cpu()
-        return super().supports_dtype(dtype)
 
     @staticmethod
     def get_builder_cls() -> type["TurboMetadataBuilder"]:
@@ -154,35 +147,8 @@ class TurboAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
-    def validate_configuration(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[str]:
-        """As the base class; of a turbo dtype the last reason is the way out."""
-        reasons = cls.unsupported_features(
-            head_size, dtype, kv_cache_dtype, *args, **kwargs
-        )
-        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
-            reasons.append(refusals.way_out(kv_cache_dtype))
-        return reasons
-
-    @classmethod
-    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """What the base class finds in a configuration."""
-        return super().validate_configuration(*args, **kwargs)
-
-    @classmethod
     def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
         return not current_platform.is_cuda() or capability >= DeviceCapability(8, 0)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # All that keep the tokens of a (block, head) contiguous.
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

@@ -8,9 +8,8 @@ the absorbed weights. Prefills are vLLM's own, with their contexts dequantised. 
 format and the kernels are in ``vllm/v1/attention/ops/turbo``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,15 +34,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
-from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
-    LatentAttentionFn,
-    LatentGatherFn,
-    LatentStoreFn,
-)
 from vllm.v1.attention.ops.turbo.latent_runtime import (
     LatentRunner,
     absorbed_query_len,
@@ -57,11 +51,11 @@ from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.runtime import take_scratch
 from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
 
-class TurboMLABackend(MLACommonBackend):
+class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
     """Backend of the turbo cache dtypes for dense MLA."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -90,13 +84,6 @@ class TurboMLABackend(MLACommonBackend):
         return [320, 512, 576]
 
     @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        # The kernels' operands are 16-bit; PyTorch's operators on a CPU take any.
-        if dtype == torch.float32:
-            return current_platform.is_cpu()
-        return super().supports_dtype(dtype)
-
-    @classmethod
     def supports_compute_capability(cls, capability: "DeviceCapability | None") -> bool:
         return not current_platform.is_cuda() or capability >= DeviceCapability(8, 0)
 
@@ -104,33 +91,6 @@ class TurboMLABackend(MLACommonBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         # Calls are planned by query lengths on the host.
         return False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # All that keep the tokens of a block contiguous.
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
-
-    @classmethod
-    def validate_configuration(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[str]:
-        """As the base class; of a turbo dtype the last reason is the way out."""
-        reasons = cls.unsupported_features(
-            head_size, dtype, kv_cache_dtype, *args, **kwargs
-        )
-        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
-            reasons.append(refusals.way_out(kv_cache_dtype))
-        return reasons
-
-    @classmethod
-    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """What the base class finds in a configuration."""
-        return super().validate_configuration(*args, **kwargs)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -261,30 +221,6 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
         )
 
 
-def num_torch_splits(
-    num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
-) -> int:
-    """See ``LatentSplitsFn``: PyTorch's operators split nothing."""
-    return 1
-
-
-class TorchKernels(NamedTuple):
-    """See ``LatentKernels``: PyTorch's operators, for a CPU."""
-
-    reason: str = "this is a CPU"
-    name: str = "PyTorch"
-    store: LatentStoreFn = reference.store
-    decode_attention: LatentAttentionFn = reference.decode_attention
-    num_decode_splits: Callable[..., int] = num_torch_splits
-    gather: LatentGatherFn = reference.gather
-
-    def store_sizes(self, layout: LatentFormat) -> list[int]:
-        return []
-
-    def make_matrices(self, rank: int, device: torch.device) -> None:
-        pass
-
-
 class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
     """Stores latents and rotary keys, and attends to them.
 
@@ -366,7 +302,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             if self.runner.kernel_choice == "cuda":
                 reason = "the CPU platform runs PyTorch's operators"
                 raise ValueError(cuda_refusal(reason))
-            self.runner.kernels = TorchKernels()
+            self.runner.kernels = reference.TorchLatentKernels()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Choose the kernels, for building them may take seconds."""
@@ -461,7 +397,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         query, rope = q
         # Rows of padding are not written.
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        lse = query.new_zeros(query.shape[:2], dtype=torch.float32)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         self.runner.decode(
             query,
             rope if self.runner.layout.rope else None,

@@ -45,10 +45,10 @@ class DecodeBatch(NamedTuple):
         """B * Q: query tokens, if each sequence had as many as any may have."""
         return self.num_seqs * self.query_len
 
-    def num_splits(self, num_partials: int) -> int:
+    def num_splits(self, num_partials: int, most: int = MAX_KV_SPLITS) -> int:
         """Splits a sequence that so many partial results have room for."""
         splits = num_partials // self.num_query_slots
-        assert 1 <= splits <= MAX_KV_SPLITS, splits
+        assert 1 <= splits <= most, splits
         return splits
 
     def check(self, num_tokens: int) -> None:

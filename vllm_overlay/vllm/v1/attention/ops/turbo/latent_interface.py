@@ -10,7 +10,12 @@ from typing import Protocol
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, check_pages
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    DecodeBatch,
+    Partials,
+    check_pages,
+)
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 
 
@@ -189,8 +194,19 @@ def check_latent_query(
     partials: Partials,
     output: torch.Tensor,
     lse: torch.Tensor,
+    max_splits: int = MAX_KV_SPLITS,
 ) -> int:
     """Check what kernels take for granted of a call of ``decode_attention``.
+
+    Args:
+        query: The call's, as all that follows.
+        query_rope: Not read if R is 0.
+        layout: The cache's format.
+        batch: The call's sequences.
+        partials: Scratch.
+        output: (T, Hq, L).
+        lse: (T, Hq) fp32.
+        max_splits: Splits of a sequence that the kernel merges, at most.
 
     Returns:
         Splits that the partial results have room for.
@@ -209,4 +225,4 @@ def check_latent_query(
     assert all(tensor.stride(-1) == 1 for tensor in tensors)
     assert all(tensor.is_contiguous() for tensor in partials)
     assert partials.output.shape[1:] == query.shape[1:], partials.output.shape
-    return batch.num_splits(partials.lse.shape[0])
+    return batch.num_splits(partials.lse.shape[0], max_splits)

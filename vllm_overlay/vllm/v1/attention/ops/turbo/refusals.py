@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LATENT_SIZES
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -57,8 +57,8 @@ SPEC_FEATURES: dict[str, Callable[[AttentionSpec], bool]] = {
     "tokens_per_state other than 1": lambda spec: spec.tokens_per_state != 1,
 }
 
-# Sizes of MLA that are served: the latent's, and that of the rotary key.
-MLA_SIZES = ((512, 64), (512, 0), (256, 64))
+# Sizes of MLA that are served: of both together those that vLLM's MLA has.
+MLA_SIZES = tuple(LATENT_SIZES[head_size] for head_size in (576, 512, 320))
 # Of an MLA layer's arguments, those of any layer.
 MLA_ARGUMENTS = frozenset(
     ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj")

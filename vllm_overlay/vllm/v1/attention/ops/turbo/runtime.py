@@ -470,7 +470,7 @@ class TurboRunner:
             return
         heads, size = self.context_shape.num_heads, self.context_shape.head_size
         num_tokens = min(self.prefill_limits.slice_tokens, self.max_num_tokens)
-        num_slots = self._largest_scratch()[0][-1][0][0]
+        num_slots = self._max_shared_slots
         own = (num_tokens, self.shape.num_heads, size)
         query = torch.zeros(own, dtype=self.shape.dtype, device=device)
         gathered = self.context_parallel.gather(query)
@@ -480,22 +480,31 @@ class TurboRunner:
         part = torch.zeros(num_slots, heads, size, device=device)
         reduce(part, lse[:num_slots], is_lse_base_on_e=False)
 
-    def _largest_scratch(self) -> list[TensorSpecs]:
-        """Of all steps, the most that each request to the workspace asks for."""
-        shape, is_shared = self.context_shape, self.context_parallel is not None
-        num_tokens, num_partials = largest_batch(
-            shape,
+    @property
+    def _largest_batch(self) -> tuple[int, int]:
+        """Query tokens of decodes and extends, and partial results, of any step."""
+        return largest_batch(
+            self.context_shape,
             self.max_num_seqs,
             self.max_num_tokens,
             self.max_query_len,
             self.max_extend_len > 0,
         )
+
+    @property
+    def _max_shared_slots(self) -> int:
+        """Query tokens that any call has room for: see ``DecodePlan.num_slots``."""
+        return max(self._largest_batch[0], MAX_CALL_TOKENS)
+
+    def _largest_scratch(self) -> list[TensorSpecs]:
+        """Of all steps, the most that each request to the workspace asks for."""
+        shape, is_shared = self.context_shape, self.context_parallel is not None
+        num_tokens, num_partials = self._largest_batch
         limits = self.prefill_limits
         slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
         decode = DecodeScratch.specs(shape, num_tokens, num_partials)
         if is_shared:
-            num_slots = max(num_tokens, MAX_CALL_TOKENS)
-            decode += SharedScratch.specs(shape, num_tokens, num_slots)
+            decode += SharedScratch.specs(shape, num_tokens, self._max_shared_slots)
         return [
             decode,
             PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),

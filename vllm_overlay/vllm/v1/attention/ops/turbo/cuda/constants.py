@@ -24,6 +24,8 @@ _FRACTION_BITS = 10
 _WORD_BITS = 32
 
 _Constants = dict[str, int | str]
+# Splits of a sequence, at most, that the merge of MLA has room for.
+LATENT_MAX_SPLITS = 256
 
 
 def _float(value: float) -> str:
@@ -117,6 +119,7 @@ def _of_latent_pages(layout: LatentFormat) -> _Constants:
         "LATENT_GAIN": _float(fp32(layout.codebook.gain)),
         "LATENT_LINEAR": _float(linear),
         "LATENT_QUADRATIC": _float(quadratic),
+        "LATENT_MAX_SPLITS": LATENT_MAX_SPLITS,
         "NUM_LEVELS": fmt.NUM_LEVELS,
     }
 

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
+from vllm.v1.attention.ops.turbo.cuda.constants import LATENT_MAX_SPLITS, latent_header
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import check_latent_query
 
 CAPABILITY = 90
-# kMergeMaxSplits of latent/merge.cuh.
-MAX_SPLITS = 256
 # Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 1024
 
@@ -126,25 +125,7 @@ def num_decode_splits(
     alone = -(-num_sms // passes) + 1
     average = -(-num_sms // (num_seqs * passes))
     room = max(_MAX_PARTIALS // (num_seqs * query_len), 2 * average + 1)
-    return max(2, min(MAX_SPLITS, alone, room))
-
-
-def _check(
-    query: torch.Tensor,
-    layout: LatentFormat,
-    batch: DecodeBatch,
-    partials: Partials,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Check what the entry point does not."""
-    num_tokens, num_heads, rank = query.shape
-    assert rank == layout.rank, (query.shape, layout)
-    batch.check(num_tokens)
-    assert output.shape == query.shape, (output.shape, query.shape)
-    assert lse.shape == (num_tokens, num_heads), lse.shape
-    splits = partials.lse.shape[0] // batch.num_query_slots
-    assert 1 <= splits <= MAX_SPLITS, splits
+    return max(2, min(LATENT_MAX_SPLITS, alone, room))
 
 
 def decode_attention(
@@ -163,7 +144,8 @@ def decode_attention(
 
     The layout and the GPU are such as have no ``unsupported_reason``. Queries' strides
     are even. Coordinates are decoded to fp16: rotary keys are to be within 65504. S may
-    be more than ``MAX_KV_SPLITS``, up to ``MAX_SPLITS``. With ``enable_pdl`` kernels
+    be more than ``MAX_KV_SPLITS``, up to
+    ``LATENT_MAX_SPLITS``. With ``enable_pdl`` kernels
     may begin before the one before them on the stream has ended; they wait for what
     they read.
 
@@ -174,7 +156,16 @@ def decode_attention(
     """
     if batch.num_seqs == 0:
         return
-    _check(query, layout, batch, partials, output, lse)
+    check_latent_query(
+        query,
+        query_rope,
+        layout,
+        batch,
+        partials,
+        output,
+        lse,
+        LATENT_MAX_SPLITS,
+    )
     plan = plan_for(query.shape[1] * batch.query_len)
     load(layout, plan, kv_cache.device)(
         query,

@@ -7,7 +7,9 @@ CPU tensors are served by it. Shapes: T tokens, L the rank of the latent, R the 
 coordinates, G = L / 16 scale groups.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +17,12 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import check_latent_query
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    LatentAttentionFn,
+    LatentGatherFn,
+    LatentStoreFn,
+    check_latent_query,
+)
 from vllm.v1.attention.ops.turbo.reference.attention import attention
 from vllm.v1.attention.ops.turbo.reference.bytes import (
     from_bytes,
@@ -264,3 +271,27 @@ def gather(
     latent, rope = load(kv_cache, blocks * block_size + positions % block_size, layout)
     rows = torch.cat([inverse_rotate(latent), rope], -1)
     output[:num_tokens] = rows.to(output.dtype)
+
+
+def num_torch_splits(
+    num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
+) -> int:
+    """See ``LatentSplitsFn``: PyTorch's operators split nothing."""
+    return 1
+
+
+class TorchLatentKernels(NamedTuple):
+    """See ``LatentKernels``: PyTorch's operators, for a CPU."""
+
+    reason: str = "this is a CPU"
+    name: str = "PyTorch"
+    store: LatentStoreFn = store
+    decode_attention: LatentAttentionFn = decode_attention
+    num_decode_splits: Callable[..., int] = num_torch_splits
+    gather: LatentGatherFn = gather
+
+    def store_sizes(self, layout: LatentFormat) -> list[int]:
+        return []
+
+    def make_matrices(self, rank: int, device: torch.device) -> None:
+        pass

@@ -94,9 +94,9 @@ LatentParams params_of(const TensorView& query,
   p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   p.num_splits = turbo::check_partials(partial, partial_lse, query.size(1),
                                        LATENT_RANK, num_seqs, query_len);
-  TVM_FFI_CHECK(p.num_splits <= turbo::kMergeMaxSplits, ValueError)
+  TVM_FFI_CHECK(p.num_splits <= LATENT_MAX_SPLITS, ValueError)
       << "partial: " << p.num_splits << " splits, more than "
-      << turbo::kMergeMaxSplits;
+      << LATENT_MAX_SPLITS;
   p.score_factor = static_cast<float>(scale * LOG2_E);
   return p;
 }

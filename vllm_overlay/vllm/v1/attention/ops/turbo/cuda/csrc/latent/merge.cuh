@@ -19,7 +19,6 @@ namespace turbo {
 constexpr int kMergeLanes = LATENT_RANK / 4;  // threads that share a split
 constexpr int kMergeSplits = 4;               // splits at once
 constexpr int kMergeThreads = kMergeLanes * kMergeSplits;
-constexpr int kMergeMaxSplits = 256;
 
 struct LatentMergeParams {
   const float* partial;        // [B, S, Q, Hq, LATENT_RANK]
@@ -36,7 +35,7 @@ struct LatentMergeParams {
 
 template <typename T>
 __device__ __forceinline__ void latent_merge(const LatentMergeParams& p) {
-  __shared__ float weights[kMergeMaxSplits];
+  __shared__ float weights[LATENT_MAX_SPLITS];
   __shared__ float4 sums[kMergeSplits - 1][kMergeLanes];
   __shared__ float shared_lse;
   __shared__ int shared_count;  // splits up to the last that was written
