@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
+# [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
 # models|pictures|serve|quality|lab|equality|dcp|families|checkpoints|check|memory|soak|
 # restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
-# EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
-# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, DCP_ARGS, FAMILIES_ARGS,
-# CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
+# EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
+# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, DCP_ARGS,
+# FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -26,7 +26,8 @@
 # and makes sure that the kernels' tests find them.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
-# times attention of several query tokens to cached context, by their number.
+# times attention of several query tokens to cached context, by their number. mla times
+# the kernels of multi-head latent attention beside FlashAttention's and FlashMLA's.
 #
 # throughput is the engine's, with a cache of 8 GiB. models times the decode steps of a
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
@@ -60,11 +61,11 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend profile engine throughput models pictures serve quality lab \
+  bench extend mla profile engine throughput models pictures serve quality lab \
   equality families checkpoints check memory soak restarts
 for section; do
   case $section in
-    kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
+    kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
     profile | throughput | models | pictures | serve | quality | lab) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
@@ -150,6 +151,11 @@ bench() {
 extend() {
   "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py \
     --output "$out/extend.jsonl" "$@"
+}
+
+mla() {
+  "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py \
+    --output "$out/mla.jsonl" "$@"
 }
 
 profile() {
@@ -265,6 +271,7 @@ for section; do
     defects) arguments=${DEFECTS_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     extend) arguments=${EXTEND_ARGS:-} ;;
+    mla) arguments=${MLA_ARGS:-} ;;
     profile) arguments=${PROFILE_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;

@@ -21,11 +21,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.format_id import with_format_ids
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
+from vllm.v1.attention.ops.turbo.latent_kernel_choice import triton_latent_kernels
 from vllm.v1.attention.ops.turbo.latent_runtime import (
     MAX_ABSORBED_LEN,
     find_spans,
     plan_spans,
-    triton_latent_kernels,
 )
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 from vllm.v1.attention.ops.turbo.reference import latent as reference
