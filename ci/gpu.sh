@@ -3,15 +3,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
-# models|pictures|serve|quality|lab|equality|dcp|families|checkpoints|check|memory|soak|
-# restarts]...
+# models|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|check|
+# memory|soak|restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
-# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, DCP_ARGS,
-# FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
+# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
+# DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
+# RESTARTS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -51,9 +52,10 @@
 # has all that can go on beside requests. restarts kills a server under load, and starts
 # it again.
 #
-# On an H200 quality takes less than ten minutes and lab a minute or two. quality and
-# pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
-# is --no-pictures.
+# On an H200 quality takes less than ten minutes and lab a minute or two. latents is the
+# lab of MLA: the model's predictions on what formats of latents read back, all by the
+# same arithmetic. quality and pictures draw with matplotlib (requirements/test.txt), the
+# former unless QUALITY_ARGS is --no-pictures.
 set -u
 cd "$(dirname -- "$0")/.." || exit
 python=${PYTHON:-python3}
@@ -62,11 +64,11 @@ out=${OUT:-$PWD/benchmarks/results}
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
   bench extend mla profile engine throughput models pictures serve quality lab \
-  equality families checkpoints check memory soak restarts
+  latents equality families checkpoints check memory soak restarts
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
-    profile | throughput | models | pictures | serve | quality | lab) ;;
+    profile | throughput | models | pictures | serve | quality | lab | latents) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -212,6 +214,10 @@ lab() {
   "$python" tests/quality/lab/choices.py --device cuda --output "$out/lab" "$@"
 }
 
+latents() {
+  "$python" tests/quality/lab/latents.py --device cuda --output "$out/lab" "$@"
+}
+
 equality() {
   "$python" scripts/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
 }
@@ -280,6 +286,7 @@ for section; do
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
+    latents) arguments=${LATENTS_ARGS:-} ;;
     equality) arguments=${EQUALITY_ARGS:-} ;;
     dcp) arguments=${DCP_ARGS:-} ;;
     families) arguments=${FAMILIES_ARGS:-} ;;

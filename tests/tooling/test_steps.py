@@ -232,6 +232,7 @@ SECTIONS = {
     "serve": "benchmarks/turbo_serve.py",
     "quality": "scripts/quality.py",
     "lab": "tests/quality/lab/choices.py",
+    "latents": "tests/quality/lab/latents.py",
     "equality": "scripts/equality.py",
     "checkpoints": "scripts/checkpoints.py",
     "memory": "scripts/memory.py",
