@@ -224,6 +224,7 @@ SECTIONS = {
     "defects": "ci/cuda_defects.py",
     "bench": "vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py",
     "extend": "vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py",
+    "mla": "vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py",
     "profile": "benchmarks/profile_table.py",
     "engine": "benchmarks/turbo_engine.py",
     "throughput": "benchmarks/turbo_engine.py",
