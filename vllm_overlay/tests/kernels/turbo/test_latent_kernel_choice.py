@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
 from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
-from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather
+from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.latent_modules import (
     all_latent_modules,
@@ -142,7 +142,7 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
 def test_whatever_a_step_asks_for_is_built(monkeypatch, num_heads, max_query_len):
     """And is among what is built before."""
     asked = []
-    for kernel in (latent_decode, latent_gather):
+    for kernel in (latent_decode, latent_gather, latent_store):
         monkeypatch.setattr(kernel, "build_and_load", lambda *args: asked.append(args))
         kernel.load.cache_clear()
     found = latent_modules(LAYOUT, num_heads, max_query_len, GPU)
@@ -153,10 +153,10 @@ def test_whatever_a_step_asks_for_is_built(monkeypatch, num_heads, max_query_len
     for query_len in range(1, max_query_len + 1):
         plan = latent_decode.plan_for(num_heads * query_len)
         assert latent_decode.module(LAYOUT, plan) in built
-    assert latent_gather.module(LAYOUT) in built
+    assert {latent_gather.module(LAYOUT), latent_store.module(LAYOUT)} <= built
     before = all_latent_modules(90, TURBO_PRESETS, LATENT_SIZES)
     assert {m.name: m.make(0) for m in found}.items() <= before.items()
-    for kernel in (latent_decode, latent_gather):
+    for kernel in (latent_decode, latent_gather, latent_store):
         kernel.load.cache_clear()
 
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather
-from vllm.v1.attention.ops.turbo.triton import latent_store
+from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.interface import CUDA
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import (
@@ -32,4 +31,4 @@ class CudaLatentKernels(NamedTuple):
         return latent_store.store_sizes(layout)
 
     def make_matrices(self, rank: int, device: torch.device) -> None:
-        pass
+        latent_store.make_tables(rank, device)

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather
+from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
 from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
@@ -32,6 +32,11 @@ def latent_modules(
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
     found = [
+        ServingModule(
+            f"latent_store {latent_store.instance(layout)}",
+            partial(latent_store.load, layout, device),
+            lambda _: latent_store.module(layout),
+        ),
         ServingModule(
             f"latent_gather {latent_gather.instance(layout)}",
             partial(latent_gather.load, layout, device),
