@@ -187,6 +187,8 @@ def test_arms_are_named_on_the_command_line():
     arm = quality.Arm.parse("turboquant_4bit_nc:all", 64)
     assert arm.compress_all_layers and arm.cache_dtype == "turboquant_4bit_nc"
     assert arm == replace(arm, stored=False, has_window=False, skips_windows=False)
+    assert quality.Arm.parse("fp8:TRITON_MLA", 64).backend == "TRITON_MLA"
+    assert arm.backend is None
     arm = quality.Arm.parse("turbo4:skip-windows", 64)
     assert arm.skips_windows and not arm.has_window
     with pytest.raises(ValueError, match="'most'"):
@@ -314,11 +316,13 @@ def test_pictures(folder: Path, name: str):
 def test_latents_of_mla(tmp_path: Path):
     """They are measured as K and V are, by the backends that serve them."""
     model = write_family(tmp_path / "model", "deepseek_v2")
-    options = "--no-pictures", "--texts", 2, "--rivals", 1, "--arms", "auto", "turbo4"
+    options = ["--no-pictures", "--texts", 2, "--rivals", 1, "--arms"]
+    options += ["auto", "turbo4:TURBO_MLA", "turbo4:TRITON_MLA"]
     run = run_quality(tmp_path, "--model", model, *options)
-    assert run.returncode == 0, run.stdout
-    rows = rows_in(tmp_path)
-    assert [row["backends"] for row in rows.values()] == [["CPU_MLA"], ["TURBO_MLA"]]
-    ratio = rows["auto"]["bytes_per_token"] / rows["turbo4"]["bytes_per_token"]
+    assert run.returncode == 1, run.stdout
+    auto, turbo4, other = rows_in(tmp_path).values()
+    assert (auto["backends"], turbo4["backends"]) == (["CPU_MLA"], ["TURBO_MLA"])
+    ratio = auto["bytes_per_token"] / turbo4["bytes_per_token"]
     assert ratio == pytest.approx(1152 / 340)
-    assert rows["auto"]["decode"]["kl_mean"] == 0 < rows["turbo4"]["decode"]["kl_mean"]
+    assert auto["decode"]["kl_mean"] == 0 < turbo4["decode"]["kl_mean"]
+    assert "TRITON_MLA" in other["error"]
