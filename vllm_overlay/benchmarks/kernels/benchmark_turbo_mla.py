@@ -171,6 +171,8 @@ def time_shape(
     batch = Batch(shape, [shape.context] * shape.batch, args.device)
     caches: dict[str, torch.Tensor] = {}
     arms: dict[str, Arm] = {}
+    # What they work on is read and written by their graphs.
+    parts: dict[str, dict[str, Callable[[], Any]]] = {}
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
     for name, make_arm in makers.items():
         base = name.split("_")[0]
@@ -178,8 +180,10 @@ def time_shape(
             arm = make_arm(batch, cache=caches.get(base))
             if base not in caches:
                 fill(arm)
-            own = parts_of(arm, args).items()
-            graphs |= {(name, part): capture(run) for part, run in own}
+            parts[name] = parts_of(arm, args)
+            graphs |= {
+                (name, part): capture(run) for part, run in parts[name].items()
+            }
         except Exception:
             report.error(shape=str(shape), arm=name)
             continue

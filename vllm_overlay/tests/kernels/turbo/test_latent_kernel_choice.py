@@ -25,11 +25,13 @@ from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernel
 
 from .backend_utils import one_rank
 from .mla_utils import make_mla_config, make_mla_layer
-from .utils import DEVICE, FP16, requires_triton
+from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
 GPU = torch.device("cuda", 0)
 REFUSED = "no kernel image is available for execution on the device"
+
+cpu_layers = pytest.mark.skipif(ON_GPU, reason="the tests' layers are for CPUs")
 
 
 class Platform:
@@ -100,6 +102,7 @@ def test_cuda_serves_hopper(nothing_chosen, monkeypatch):
 
 
 @requires_triton
+@cpu_layers
 def test_a_refused_launch_falls_back_for_all_layers(
     nothing_chosen, monkeypatch, workspace, config
 ):
@@ -124,6 +127,7 @@ def test_a_refused_launch_falls_back_for_all_layers(
 
 
 @requires_triton
+@cpu_layers
 def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
     nothing_chosen, monkeypatch, workspace, config
 ):
