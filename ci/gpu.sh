@@ -157,7 +157,9 @@ extend() {
 
 mla() {
   "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py \
-    --output "$out/mla.jsonl" "$@"
+    --output "$out/mla.jsonl" "$@" &&
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_latent_store.py \
+      --output "$out/mla_store.jsonl"
 }
 
 profile() {

@@ -258,6 +258,8 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         call = calls.pop(0)
         assert path in call.split()
         assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
+        if section == "mla":
+            assert "benchmark_turbo_latent_store.py" in calls.pop(0)
         if section == "sanitizer":
             # They begin in any order, also beside the question for what to plant.
             asked = "python ci/sanitize.py --defects"

@@ -6,6 +6,7 @@ work.
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -68,9 +69,8 @@ def test_bytes_equal_the_reference(name, head_size, dtype, parts):
     rows = vectors((MANY + 3, 1, head_size), dtype, seed=1)[:, 0]
     slots = random_slots(MANY, 2 * MANY)
     slots[[0, 13, MANY - 1]] = -1
-    kv_c, k_pe = rows[:, : layout.rank], rows[:, layout.rank :]
-    k_pe = k_pe if layout.rope else None
-    check_latent_bytes(layout, kv_c, k_pe, slots, store=tuned(parts))
+    k_pe = rows[:, layout.rank :] if layout.rope else None
+    check_latent_bytes(layout, rows[:, : layout.rank], k_pe, slots, store=tuned(parts))
 
 
 @requires_cuda
@@ -81,9 +81,26 @@ def test_bytes_equal_the_reference(name, head_size, dtype, parts):
 def test_ends_of_the_scales(name, parts, rank, exponents):
     """Scales that are subnormal or zero, and scales that saturate."""
     layout = LatentFormat.from_cache_dtype(name, rank)
-    magnitude = torch.logspace(*exponents, MANY, 2.0, device=DEVICE)
+    first, last = exponents
+    magnitude = torch.logspace(first, last, MANY, 2.0, device=DEVICE)
     kv_c = (gaussian(MANY, rank, dtype=torch.float32) * magnitude[:, None]).to(BF16)
     slots = random_slots(MANY, MANY)
+    check_latent_bytes(layout, kv_c, None, slots, store=tuned(parts))
+
+
+@requires_cuda
+@all_parts
+@pytest.mark.parametrize("rank", [512, 256])
+def test_of_equal_costs_the_first_code_moves(parts, rank):
+    """Vectors of a few spikes, whose rotated coordinates have few magnitudes."""
+    layout = LatentFormat.from_cache_dtype("turbo4", rank)
+    generator = torch.Generator().manual_seed(0)
+    kv_c = torch.zeros(48, rank)
+    for number, row in enumerate(kv_c):
+        places = torch.randperm(rank, generator=generator)[: 2 + number % 6]
+        row[places] = torch.randn(len(places), generator=generator).sign()
+    slots = torch.arange(48, device=DEVICE)
+    kv_c = kv_c.to(DEVICE, BF16)
     check_latent_bytes(layout, kv_c, None, slots, store=tuned(parts))
 
 
@@ -205,11 +222,13 @@ def test_graph_replays_with_other_slots(parts):
 def test_inputs_that_the_kernel_does_not_take_are_told():
     cache = latent_cache(LAYOUT, 2, 16)
     kv_c, k_pe = latent_vectors(LAYOUT, 4)
+    assert k_pe is not None
     slots = torch.arange(4, device=DEVICE)
 
     def refused(message: str, *call: torch.Tensor | None, error=ValueError) -> None:
+        store: Callable[..., None] = latent_store.store
         with pytest.raises(error, match=message):
-            latent_store.store(*call, LAYOUT)
+            store(*call, LAYOUT)
 
     odd = torch.empty(4, 260, dtype=BF16, device=DEVICE)
     refused("kv_c: the stride of axis 0, 260", cache, slots, odd[:, :256], k_pe)

@@ -13,6 +13,22 @@ namespace turbo {
 
 static_assert(HEAD_SIZE == 256 || HEAD_SIZE == 512);
 
+template <bool kIsBf16, bool kIsSpecial, int kBlocks>
+__device__ __forceinline__ void round_to_units(const uint32_t (&x)[kBlocks][2],
+                                               int exponent,
+                                               float (&y)[kBlocks][kVector]) {
+  const float unit = power_of_two(ROTATION_EXPONENT - exponent);
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      y[i][2 * j] = to_integer<kIsSpecial>(Input<kIsBf16>::low(x[i][j]), unit);
+      y[i][2 * j + 1] =
+          to_integer<kIsSpecial>(Input<kIsBf16>::high(x[i][j]), unit);
+    }
+  }
+}
+
 // Pairs of 16-bit numbers to integers, see load_integers.
 //
 // largest_of_vector: of what lanes have the largest of.
@@ -31,16 +47,11 @@ __device__ __forceinline__ void make_integers(uint32_t (&x)[kBlocks][2],
       x[i][1] = without_nan<kIsBf16>(x[i][1], has_nan);
     }
     largest = largest_of_vector(largest_of_lane(x));
-  }
-  exponent = input_exponent<kIsBf16>(largest);
-  const float unit = power_of_two(ROTATION_EXPONENT - exponent);
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      y[i][2 * j] = to_integer<true>(Input<kIsBf16>::low(x[i][j]), unit);
-      y[i][2 * j + 1] = to_integer<true>(Input<kIsBf16>::high(x[i][j]), unit);
-    }
+    exponent = input_exponent<kIsBf16>(largest);
+    round_to_units<kIsBf16, true>(x, exponent, y);
+  } else {
+    exponent = input_exponent<kIsBf16>(largest);
+    round_to_units<kIsBf16, false>(x, exponent, y);
   }
 }
 

@@ -74,6 +74,18 @@ __device__ __forceinline__ void store_ropes(const LatentStoreParams& p,
                       place.token);
 }
 
+// By the first warp, at once.
+__device__ __forceinline__ void load_tables(const LatentStoreParams& p,
+                                            SideTables<true>& tables) {
+  constexpr int kNumRows = sizeof(tables) / sizeof(uint4);
+  static_assert(sizeof(tables) % sizeof(uint4) == 0 && kNumRows <= 32);
+  if (threadIdx.x < kNumRows) {
+    reinterpret_cast<uint4*>(&tables)[threadIdx.x] =
+        __ldg(p.tables + threadIdx.x);
+  }
+  __syncthreads();
+}
+
 template <bool kIsBf16, int kParts>
 __device__ __forceinline__ void store_latents(const LatentStoreParams& p,
                                               SideTables<true>& tables) {
@@ -84,7 +96,7 @@ __device__ __forceinline__ void store_latents(const LatentStoreParams& p,
   // Loads take long: all before the barrier.
   const int slot = slot_of(p, row);
   input.load(p.kv_c + min(row, p.num_tokens - 1) * p.stride_kv_c_token);
-  load_tables(p.tables, tables);
+  load_tables(p, tables);
   // A latent's warps end together.
   if (!__any_sync(~0u, slot >= 0)) return;
   float y[1][Share::kElements];

@@ -16,20 +16,6 @@ constexpr bool kIsTrellis = (kIsKey ? KEY_BITS : VALUE_BITS) == 3;
 template <bool kIsKey>
 using SideTables =
     std::conditional_t<kIsTrellis<kIsKey>, WindowTables, FoldTables>;
-// Copy a block's tables to its shared memory: all threads take part.
-template <typename Tables>
-__device__ __forceinline__ void load_tables(const uint4* source,
-                                            Tables& tables) {
-  static_assert(sizeof(Tables) % sizeof(uint4) == 0);
-  // By the first warp: others may have no part in this.
-  constexpr int kNumRows = sizeof(Tables) / sizeof(uint4);
-#pragma unroll
-  for (int i = threadIdx.x; i < kNumRows && threadIdx.x < 32; i += 32) {
-    reinterpret_cast<uint4*>(&tables)[i] = __ldg(source + i);
-  }
-  __syncthreads();
-}
-
 // Quantise a rotated vector and write it.
 //
 // x: integers. exponent: of the vector, see load_integers.

@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
         has_offset ? offset_of(params, position, head) : nullptr,
         params.single_matrix);
   }
-  load_tables(params.tables, tables);
+  load_tables(params, tables);
 
   float y[1][kSingleElements];
   int exponent;

@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
     return;
   }
   if constexpr (!kIsSingle<kParts>) {
-    load_tables(params.tables, tables);
+    load_tables(params, tables);
     const bool with_key = warp < pair_warps;
     const int first_pair =
         (with_key ? warp : warp - pair_warps) * kWarpPairs<kParts>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the encoder of K and V has.
+// The tables of the encoder of K and V.
 #pragma once
 
 #include "store/params.cuh"
@@ -13,5 +13,17 @@ struct Tables {
   SideTables<true> key;
   SideTables<false> value;
 };
+
+__device__ __forceinline__ void load_tables(const KernelParams& params,
+                                            Tables& tables) {
+  static_assert(sizeof(Tables) % sizeof(uint4) == 0);
+  // By the first warp: others may have no part in this.
+  constexpr int kNumRows = sizeof(Tables) / sizeof(uint4);
+#pragma unroll
+  for (int i = threadIdx.x; i < kNumRows && threadIdx.x < 32; i += 32) {
+    reinterpret_cast<uint4*>(&tables)[i] = __ldg(params.tables + i);
+  }
+  __syncthreads();
+}
 
 }  // namespace turbo
