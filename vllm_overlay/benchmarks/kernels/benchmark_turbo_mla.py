@@ -141,9 +141,7 @@ def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]
         parts["prefill_store"] = partial(arm.write, *chunk)
     if 0 < args.gather_tokens <= batch.shape.batch * batch.shape.context:
         context = Chunk(batch, args.gather_tokens)
-        output = torch.empty(
-            context.num_tokens, SIZE, dtype=DTYPE, device=batch.device
-        )
+        output = torch.empty(context.num_tokens, SIZE, dtype=DTYPE, device=batch.device)
         parts["gather"] = partial(arm.gather, context, output)
     return parts
 
@@ -181,9 +179,7 @@ def time_shape(
             if base not in caches:
                 fill(arm)
             parts[name] = parts_of(arm, args)
-            graphs |= {
-                (name, part): capture(run) for part, run in parts[name].items()
-            }
+            graphs |= {(name, part): capture(run) for part, run in parts[name].items()}
         except Exception:
             report.error(shape=str(shape), arm=name)
             continue

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What ``benchmark_turbo_mla.py`` times: MLA's caches, packed and not, and who reads them.
+"""What ``benchmark_turbo_mla.py`` times: MLA's caches, packed and not, and readers.
 
 vLLM is imported where it is used, so that what one arm lacks ends that arm only.
 """

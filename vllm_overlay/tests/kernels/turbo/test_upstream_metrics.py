@@ -5,14 +5,21 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.metrics import perf
-from vllm.v1.metrics.perf import AttentionMetrics, ExecutionContext, InvalidComponent
+from vllm.v1.metrics.perf import (
+    AttentionMetrics,
+    ExecutionContext,
+    InvalidComponent,
+    MLAAttentionMetrics,
+)
 
 from .backend_utils import HEAD_SIZE, NUM_KV_HEADS, make_vllm_config
+from .mla_utils import NOPE, NUM_HEADS, make_mla_config
 
 # By dtype, who packs it, where vLLM has it selected, and its bytes a token and head.
 PACKED: dict[str, tuple[AttentionBackendEnum | None, int]] = {
@@ -50,7 +57,7 @@ def test_bytes_of_packed_caches(
     if backend is not None:
         # No platform without a GPU selects these.
         packs = backend.get_class()
-        monkeypatch.setattr(perf, "get_attn_backend", lambda *args: packs)
+        monkeypatch.setattr(perf, "get_attn_backend", lambda *args, **options: packs)
     read, written = cache_bytes(make_vllm_config(tmp_path, name))
     token = NUM_KV_HEADS * slot_size
     assert (read, written) == (1000 * token, token)
@@ -62,10 +69,25 @@ def test_bytes_of_plain_caches(tmp_path: Path, name: str):
     assert cache_bytes(make_vllm_config(tmp_path, name)) == (1000 * token, token)
 
 
+@pytest.mark.parametrize(
+    "name, token",
+    [("auto", 1152), ("fp8", 576), ("turbo4", 340), ("turbo3", 276)],
+)
+def test_bytes_of_latents(tmp_path: Path, name: str, token: int):
+    config = make_mla_config(tmp_path, name, torch.bfloat16)
+    metrics = MLAAttentionMetrics.from_vllm_config(config)
+    context = ExecutionContext()
+    context.add(1, 1000, is_prefill=False)
+    read = metrics.get_read_bytes_breakdown(context)["attn_input"]
+    queries = NUM_HEADS * (NOPE + 64) * metrics.activation_byte_size
+    assert read - queries == 1000 * token
+    assert metrics.get_write_bytes_breakdown(context)["kv_cache"] == token
+
+
 def test_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Then nothing is said of attention, and the engine goes on."""
 
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise ValueError("none")
 
     monkeypatch.setattr(perf, "get_attn_backend", refuse)

@@ -292,9 +292,7 @@ def fall_back_to_triton(reason: str) -> None:
             chosen.kernels = chosen.triton(reason)
 
 
-def refusal_of_other_ranks(
-    kernels: NamedKernels, group: ProcessGroup
-) -> str | None:
+def refusal_of_other_ranks(kernels: NamedKernels, group: ProcessGroup) -> str | None:
     """Why another rank's kernels are not CUDA's, where this one's are.
 
     A step waits for its slowest rank, so nothing is lost if all run the same.
