@@ -46,7 +46,6 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     nvcc_release,
 )
 from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
-from vllm.v1.attention.ops.turbo.cuda.latent_modules import all_latent_modules
 from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
@@ -102,6 +101,8 @@ def _modules(
     capability: int, cache_dtypes: Sequence[str], head_sizes: Sequence[int]
 ) -> dict[str, CudaModule]:
     """What serving may ask for on GPUs of an architecture, by name."""
+    from vllm.v1.attention.ops.turbo.cuda.latent_modules import all_latent_modules
+
     sizes = [size for size in head_sizes if size in SUPPORTED_HEAD_SIZES]
     found = all_modules(capability, cache_dtypes, sizes)
     sizes = [size for size in head_sizes if size in LATENT_SIZES]
