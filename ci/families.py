@@ -84,7 +84,7 @@ def judge(row: dict[str, Any]) -> str:
     """Returns what is wrong with a family, or nothing."""
     if "error" in row:
         return "did not run"
-    if "TURBO" not in row["backends"]:
+    if not {"TURBO", "TURBO_MLA"} & set(row["backends"]):
         return "packed by another backend"
     few, many = sorted(row[f"{kernel}_kl_mean"] for kernel in PEERS)
     # Not a number is wrong, too.

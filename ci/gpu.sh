@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
-# [kernels|architectures|sanitizer|defects|bench|extend|profile|engine|throughput|
-# models|pictures|serve|quality|lab|equality|dcp|families|checkpoints|check|memory|soak|
-# restarts]...
+# [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
+# models|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|check|
+# memory|soak|restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
-# EXTEND_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS, PICTURES_ARGS,
-# SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, EQUALITY_ARGS, DCP_ARGS, FAMILIES_ARGS,
-# CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS.
+# EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
+# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
+# DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
+# RESTARTS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -26,7 +27,8 @@
 # and makes sure that the kernels' tests find them.
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
-# times attention of several query tokens to cached context, by their number.
+# times attention of several query tokens to cached context, by their number. mla times
+# the kernels of multi-head latent attention beside FlashAttention's and FlashMLA's.
 #
 # throughput is the engine's, with a cache of 8 GiB. models times the decode steps of a
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
@@ -50,9 +52,10 @@
 # has all that can go on beside requests. restarts kills a server under load, and starts
 # it again.
 #
-# On an H200 quality takes less than ten minutes and lab a minute or two. quality and
-# pictures draw with matplotlib (requirements/test.txt), the former unless QUALITY_ARGS
-# is --no-pictures.
+# On an H200 quality takes less than ten minutes and lab a minute or two. latents is the
+# lab of MLA: the model's predictions on what formats of latents read back, all by the
+# same arithmetic. quality and pictures draw with matplotlib (requirements/test.txt), the
+# former unless QUALITY_ARGS is --no-pictures.
 set -u
 cd "$(dirname -- "$0")/.." || exit
 python=${PYTHON:-python3}
@@ -60,12 +63,12 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend profile engine throughput models pictures serve quality lab \
-  equality families checkpoints check memory soak restarts
+  bench extend mla profile engine throughput models pictures serve quality lab \
+  latents equality families checkpoints check memory soak restarts
 for section; do
   case $section in
-    kernels | architectures | sanitizer | defects | bench | extend | engine) ;;
-    profile | throughput | models | pictures | serve | quality | lab) ;;
+    kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
+    profile | throughput | models | pictures | serve | quality | lab | latents) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -152,6 +155,13 @@ extend() {
     --output "$out/extend.jsonl" "$@"
 }
 
+mla() {
+  "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py \
+    --output "$out/mla.jsonl" "$@" &&
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_latent_store.py \
+      --output "$out/mla_store.jsonl"
+}
+
 profile() {
   metrics=gpu__time_duration.sum,smsp__inst_executed.sum
   metrics=$metrics,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -204,6 +214,10 @@ quality() {
 
 lab() {
   "$python" tests/quality/lab/choices.py --device cuda --output "$out/lab" "$@"
+}
+
+latents() {
+  "$python" tests/quality/lab/latents.py --device cuda --output "$out/lab" "$@"
 }
 
 equality() {
@@ -265,6 +279,7 @@ for section; do
     defects) arguments=${DEFECTS_ARGS:-} ;;
     bench) arguments=${BENCH_ARGS:-} ;;
     extend) arguments=${EXTEND_ARGS:-} ;;
+    mla) arguments=${MLA_ARGS:-} ;;
     profile) arguments=${PROFILE_ARGS:-} ;;
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
@@ -273,6 +288,7 @@ for section; do
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
+    latents) arguments=${LATENTS_ARGS:-} ;;
     equality) arguments=${EQUALITY_ARGS:-} ;;
     dcp) arguments=${DCP_ARGS:-} ;;
     families) arguments=${FAMILIES_ARGS:-} ;;

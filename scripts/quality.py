@@ -15,8 +15,8 @@ Distributions are compared over the whole vocabulary with those of the first arm
 reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
 "window" (turbo_window at "auto", else 0), "skip-windows" (layers with sliding windows
 stay in the model's dtype), "all" (vLLM's turboquant presets without the four layers
-that they keep in bf16), or another chunk size: "auto:512" against "auto" is the noise
-of unquantised caches.
+that they keep in bf16), an attention backend's name, as in "fp8:TRITON_MLA", or another
+chunk size: "auto:512" against "auto" is the noise of unquantised caches.
 """
 
 import argparse
@@ -99,6 +99,7 @@ class Arm:
         has_window: Whether turbo_window is "auto", and not 0.
         skips_windows: Whether layers with sliding windows stay in the model's dtype.
         compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
+        backend: The attention backend; None for vLLM's choice.
 
     """
 
@@ -109,19 +110,23 @@ class Arm:
     has_window: bool
     skips_windows: bool
     compress_all_layers: bool
+    backend: str | None
 
     @classmethod
     def parse(cls, name: str, chunk: int) -> "Arm":
         cache_dtype, *options = name.split(":")
+        backend = None
         for option in options:
             if option.isdigit():
                 chunk = int(option)
+            elif option.isupper():
+                backend = option
             elif option not in OPTIONS:
                 raise ValueError(f"arm {name!r} has no option {option!r}")
             elif option == WINDOW and cache_dtype not in TURBO_DTYPES:
                 raise ValueError(f"arm {name!r}: {cache_dtype} has no window")
         flags = (option in options for option in OPTIONS)
-        return cls(name, cache_dtype, chunk, *flags)
+        return cls(name, cache_dtype, chunk, *flags, backend)
 
 
 def child_variables(folder: Path, on_cpu: bool) -> dict[str, str]:
@@ -163,6 +168,8 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
     attention = dict(options.get("attention_config", {}))
     if arm.stored:
         attention["turbo_prefill"] = "stored"
+    if arm.backend:
+        attention["backend"] = arm.backend
     if arm.cache_dtype in TURBO_DTYPES:
         attention["turbo_window"] = "auto" if arm.has_window else 0
     return options | {"attention_config": attention}

@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
@@ -177,7 +177,7 @@ class Lab:
         backends = {
             layer.get_attn_backend().get_name()
             for layer in layers
-            if isinstance(layer, Attention)
+            if isinstance(layer, (Attention, MLAAttention))
         }
         return {
             "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),

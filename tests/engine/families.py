@@ -180,7 +180,8 @@ FAMILIES = {
         # Else the delta nets would decide every token.
         {"o_proj": 4},
     ),
-    # Multi-head latent attention, dense, of the published models' sizes of latents.
+    # Multi-head latent attention, dense, of the published models' sizes of latents, and
+    # of heads that Hopper's prefill takes.
     "deepseek_v2": Family(
         "deepseek_v2",
         {
@@ -189,7 +190,7 @@ FAMILIES = {
             "q_lora_rank": None,
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": HEAD_DIM,
-            "v_head_dim": HEAD_DIM,
+            "v_head_dim": 2 * HEAD_DIM,
             "first_k_dense_replace": 4,
             "n_routed_experts": 2,
         },

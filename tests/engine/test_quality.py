@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import write_family
 from harness import TIMEOUT_S
 from scenarios import GAIN, TURBO_DTYPES
 
@@ -186,6 +187,8 @@ def test_arms_are_named_on_the_command_line():
     arm = quality.Arm.parse("turboquant_4bit_nc:all", 64)
     assert arm.compress_all_layers and arm.cache_dtype == "turboquant_4bit_nc"
     assert arm == replace(arm, stored=False, has_window=False, skips_windows=False)
+    assert quality.Arm.parse("fp8:TRITON_MLA", 64).backend == "TRITON_MLA"
+    assert arm.backend is None
     arm = quality.Arm.parse("turbo4:skip-windows", 64)
     assert arm.skips_windows and not arm.has_window
     with pytest.raises(ValueError, match="'most'"):
@@ -228,19 +231,27 @@ def test_bars_are_held_or_not():
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run's output; `fp8` is there because a CPU refuses it."""
-    folder = tmp_path_factory.mktemp("quality")
-    arms = [*quality.CPU_ARMS, "fp8"]
-    options = ["--quick", "--jobs", "2", "--output", str(folder), "--arms", *arms]
-    run = subprocess.run(
-        [sys.executable, str(SCRIPTS / "quality.py"), *options],
+def run_quality(output: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPTS / "quality.py", "--quick", "--jobs", "2"]
+    return subprocess.run(
+        list(map(str, [*command, "--output", output, *options])),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads((folder / "quality.json").read_text())
+    return {row["arm"]: row for row in report["arms"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run's output; `fp8` is there because a CPU refuses it."""
+    folder = tmp_path_factory.mktemp("quality")
+    run = run_quality(folder, "--arms", *quality.CPU_ARMS, "fp8")
     # One arm has no figures.
     assert run.returncode == 1, run.stdout
     assert (folder / "quality.md").read_text() in run.stdout
@@ -249,8 +260,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
-    report = json.loads((folder / "quality.json").read_text())
-    return {row["arm"]: row for row in report["arms"]}
+    return rows_in(folder)
 
 
 def test_bytes_a_token(rows: dict[str, dict[str, Any]]):
@@ -301,3 +311,18 @@ def test_pictures(folder: Path, name: str):
     assert picture.stat().st_size < MAX_PICTURE_BYTES
     text = picture.read_text()
     assert all(dtype in text for dtype in TURBO_DTYPES)
+
+
+def test_latents_of_mla(tmp_path: Path):
+    """They are measured as K and V are, by the backends that serve them."""
+    model = write_family(tmp_path / "model", "deepseek_v2")
+    options = ["--no-pictures", "--texts", 2, "--rivals", 1, "--arms"]
+    options += ["auto", "turbo4:TURBO_MLA", "turbo4:TRITON_MLA"]
+    run = run_quality(tmp_path, "--model", model, *options)
+    assert run.returncode == 1, run.stdout
+    auto, turbo4, other = rows_in(tmp_path).values()
+    assert (auto["backends"], turbo4["backends"]) == (["CPU_MLA"], ["TURBO_MLA"])
+    ratio = auto["bytes_per_token"] / turbo4["bytes_per_token"]
+    assert ratio == pytest.approx(1152 / 340)
+    assert auto["decode"]["kl_mean"] == 0 < turbo4["decode"]["kl_mean"]
+    assert "TRITON_MLA" in other["error"]

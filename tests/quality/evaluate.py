@@ -64,16 +64,15 @@ def logits_of(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def answered(
-    model: PreTrainedModel, cases: Sequence[Case], encode: Encode = as_bytes
+def answered_tokens(
+    model: PreTrainedModel, both: Sequence[tuple[list[int], list[int]]]
 ) -> list[bool]:
-    """Returns for each case whether greedy decoding would give its answer."""
+    """Returns for each prompt and its answer whether greedy decoding would give it."""
     device = model.device
-    both = [(case.prompt_tokens(encode), case.answer_tokens(encode)) for case in cases]
     longest = max(len(prompt) + len(answer) for prompt, answer in both)
     size = max(1, TOKENS_A_BATCH // longest)
     results: list[bool] = []
-    for first in range(0, len(cases), size):
+    for first in range(0, len(both), size):
         batch = both[first : first + size]
         # The end is padded, which a causal model does not see.
         rows = torch.full((len(batch), longest), END_OF_TEXT)
@@ -87,6 +86,14 @@ def answered(
             guesses = model.lm_head(states[start - 1 : start - 1 + count]).argmax(-1)
             results.append(bool((guesses == row[start : start + count]).all()))
     return results
+
+
+def answered(
+    model: PreTrainedModel, cases: Sequence[Case], encode: Encode = as_bytes
+) -> list[bool]:
+    """Returns for each case whether greedy decoding would give its answer."""
+    both = [(case.prompt_tokens(encode), case.answer_tokens(encode)) for case in cases]
+    return answered_tokens(model, both)
 
 
 def percent(

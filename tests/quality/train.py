@@ -53,6 +53,8 @@ SINK_PHASES = (
     Phase(4096, 550, 0.18),
     Phase(8192, 750, 0.26),
 )
+# Of latents, whose first steps waited for a compiler.
+LATENT_PHASES = (Phase(512, 1648, 0.28), *PHASES[1:])
 MATRIX_LR = 4e-3
 OTHER_LR = 4e-3
 WARM_UP = 0.01
@@ -63,7 +65,8 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 def phases_of(family: str) -> tuple[Phase, ...]:
     """Returns the phases of a family in `CLASSES`."""
-    return SINK_PHASES if family == "granite_swa" else PHASES
+    own = {"granite_swa": SINK_PHASES, "deepseek_v3": LATENT_PHASES}
+    return own.get(family, PHASES)
 
 
 def read_corpus(path: Path) -> bytes:

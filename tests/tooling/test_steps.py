@@ -224,6 +224,7 @@ SECTIONS = {
     "defects": "ci/cuda_defects.py",
     "bench": "vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py",
     "extend": "vllm_overlay/benchmarks/kernels/benchmark_turbo_extend.py",
+    "mla": "vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py",
     "profile": "benchmarks/profile_table.py",
     "engine": "benchmarks/turbo_engine.py",
     "throughput": "benchmarks/turbo_engine.py",
@@ -232,6 +233,7 @@ SECTIONS = {
     "serve": "benchmarks/turbo_serve.py",
     "quality": "scripts/quality.py",
     "lab": "tests/quality/lab/choices.py",
+    "latents": "tests/quality/lab/latents.py",
     "equality": "scripts/equality.py",
     "checkpoints": "scripts/checkpoints.py",
     "memory": "scripts/memory.py",
@@ -256,6 +258,8 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         call = calls.pop(0)
         assert path in call.split()
         assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
+        if section == "mla":
+            assert "benchmark_turbo_latent_store.py" in calls.pop(0)
         if section == "sanitizer":
             # They begin in any order, also beside the question for what to plant.
             asked = "python ci/sanitize.py --defects"

@@ -23,13 +23,14 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import latent_kernel_choice
 from vllm.v1.attention.ops.turbo.connectors import CONNECTORS
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
-from vllm.v1.attention.ops.turbo.latent_runtime import NO_CUDA
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
@@ -258,7 +259,8 @@ def test_every_lack_of_cuda_kernels_is_documented():
     reasons = [
         *returned(kernels.cuda_unsupported_reason),
         *returned(cuda_decode.unsupported_reason),
-        NO_CUDA,
+        *returned(latent_kernel_choice.cuda_unsupported_reason),
+        *returned(latent_decode.unsupported_reason),
         *first_arguments(turbo_attn, "cuda_refusal"),
         *first_arguments(cuda_build, "_failure"),
     ]

@@ -293,6 +293,15 @@ def test_other_pages_are_refused():
             check_latent_pages(other, layout)
 
 
+def golden_vectors(layout: LatentFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Latents and rotary keys of the golden page, bf16."""
+    x = pseudo_random(NUM_TOKENS * layout.head_size).double() / 2**31 - 1
+    x = x.view(NUM_TOKENS, layout.head_size)
+    exponents = torch.arange(NUM_TOKENS) % 9 - 4
+    x = (x * 2.0 ** exponents[:, None]).bfloat16()
+    return x[:, : layout.rank], x[:, layout.rank :] if layout.rope else None
+
+
 def golden(name: str, head_size: int) -> dict[str, str]:
     """What the file has of a layout.
 
@@ -300,15 +309,10 @@ def golden(name: str, head_size: int) -> dict[str, str]:
     in hexadecimal, the bytes of two tokens without the zeros.
     """
     layout = layout_of(name, head_size)
-    x = pseudo_random(NUM_TOKENS * head_size).double() / 2**31 - 1
-    x = x.view(NUM_TOKENS, head_size)
-    exponents = torch.arange(NUM_TOKENS) % 9 - 4
-    x = (x * 2.0 ** exponents[:, None]).bfloat16()
 
     def stored(slots: torch.Tensor) -> torch.Tensor:
         page = torch.zeros(1, 32, layout.slot_size, dtype=torch.uint8)
-        rope = x[:, layout.rank :] if layout.rope else None
-        reference.store(page, slots, x[:, : layout.rank], rope, layout)
+        reference.store(page, slots, *golden_vectors(layout), layout)
         return page
 
     tokens = torch.arange(NUM_TOKENS)

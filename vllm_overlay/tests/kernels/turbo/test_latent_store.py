@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import LatentStoreFn
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
@@ -27,10 +28,15 @@ def check_latent_bytes(
     k_pe: torch.Tensor | None,
     slots: torch.Tensor,
     block_size: int = 16,
+    store: LatentStoreFn | None = None,
 ) -> None:
-    """Store into caches of 0xFF by both, and compare all bytes."""
-    from vllm.v1.attention.ops.turbo.triton.latent_store import store
+    """Store into caches of 0xFF by the reference and by a kernel, Triton's unless
+    another is given, and compare all bytes.
+    """
+    if store is None:
+        from vllm.v1.attention.ops.turbo.triton import latent_store
 
+        store = latent_store.store
     num_blocks = slots.shape[0] * 2 // block_size + 3
     cache, expected = (latent_cache(layout, num_blocks, block_size) for _ in range(2))
     reference.store(expected, slots, kv_c, k_pe, layout)

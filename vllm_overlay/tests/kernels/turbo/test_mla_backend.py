@@ -21,11 +21,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.format_id import with_format_ids
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
+from vllm.v1.attention.ops.turbo.latent_kernel_choice import triton_latent_kernels
 from vllm.v1.attention.ops.turbo.latent_runtime import (
     MAX_ABSORBED_LEN,
     find_spans,
     plan_spans,
-    triton_latent_kernels,
 )
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 from vllm.v1.attention.ops.turbo.reference import latent as reference
@@ -136,14 +136,27 @@ def test_other_sizes(folder, rank, rank_, rope, mode):
     assert_as_expected(batch, config, LONG if mode == "raw" else None)
 
 
-def test_padded_batch(folder, rank):
+@pytest.fixture
+def empty_is_nan() -> Iterator[None]:
+    """What nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "requests, is_uniform",
+    [([(1, 31), (1, 5)], True), ([(3, 31), (3, 64)], True), ([(3, 31), (1, 5)], False)],
+)
+def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
     """As a CUDA graph has it: requests without tokens, and tokens for them."""
+    assert torch.empty(1).isnan().all()
     config = make_mla_config(folder)
-    for requests in ([(1, 31), (1, 5)], [(3, 31), (3, 64)]):
-        batch = MLABatch.make(make_mla_layer(config), requests, padding=2)
+    for padding in (0, 2):
+        batch = MLABatch.make(make_mla_layer(config), requests, padding=padding)
         metadata = make_mla_builder(config, batch.layer).build(0, batch.common)
         (plan,) = metadata.decode.plans.values()
-        assert [call.batch.query_start_loc for call in plan.calls] == [None]
+        assert plan.writes_all == is_uniform
         output = batch.run(config, metadata)
         expected = batch.expected(LONG)
         torch.testing.assert_close(

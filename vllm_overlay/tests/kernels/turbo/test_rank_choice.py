@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import warm_up
+from vllm.v1.attention.ops.turbo import launching, warm_up
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
@@ -80,9 +80,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
     monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda *args: None)
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(warm_up, "_warm", set())
-    monkeypatch.setattr(warm_up, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(launching, "model_parallel_is_initialized", lambda: True)
     group = SimpleNamespace(world_size=ranks.size(), cpu_group=ranks)
-    monkeypatch.setattr(warm_up, "get_tp_group", lambda: group)
+    monkeypatch.setattr(launching, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_gather_object", ranks.gather)
     monkeypatch.setattr(torch.distributed, "get_global_rank", ranks.global_rank)
     kernels.share_kernels.cache_clear()

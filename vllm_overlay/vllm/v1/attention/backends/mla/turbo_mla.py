@@ -395,14 +395,15 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             rank = self.kv_lora_rank
             q = q[..., :rank], q[..., rank:]
         query, rope = q
-        # Rows of padding are not written.
-        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        plan = decode.plans[self.runner.shape]
+        make = torch.empty_like if plan.writes_all else torch.zeros_like
+        output = make(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         self.runner.decode(
             query,
             rope if self.runner.layout.rope else None,
             kv_c_and_k_pe_cache.view(torch.uint8),
-            decode.plans[self.runner.shape],
+            plan,
             output,
             lse,
         )

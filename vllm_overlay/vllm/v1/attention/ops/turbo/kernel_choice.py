@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,25 +16,49 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA, KernelSet
 from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+
 logger = init_logger(__name__)
 
 
-class ChosenKernels:
+class NamedKernels(Protocol):
+    """Any set of kernels, MLA's (``LatentKernels``) or others' (``KernelSet``)."""
+
+    @property
+    def name(self) -> str:
+        """CUDA or Triton."""
+
+    @property
+    def reason(self) -> str:
+        """Why they serve: a part of a sentence, for users."""
+
+
+KernelsT = TypeVar("KernelsT", bound=NamedKernels)
+
+
+class ChosenKernels(Generic[KernelsT]):
     """The kernels of all layers that are alike, which may still change.
 
     Attributes:
         kernels: The kernels; None where PyTorch serves. They change, once and before
             the first request, if a launch is refused or another rank cannot run them.
+        triton: Makes those that serve then, for a reason.
 
     """
 
-    def __init__(self, kernels: KernelSet | None) -> None:
+    def __init__(
+        self,
+        kernels: KernelsT | None,
+        triton: Callable[[str], KernelsT] | None = None,
+    ) -> None:
         self.kernels = kernels
+        self.triton = triton
 
 
 # Why CUDA's kernels, though they were built, are not launched in this process.
 _launch_refusal: str | None = None
-_chosen: list[ChosenKernels] = []
+_chosen: list[ChosenKernels[Any]] = []
 
 
 def triton_kernels(reason: str = "") -> KernelSet:
@@ -90,10 +116,11 @@ def cuda_build_error(
         has_soft_cap: Whether scores are bounded by a tanh.
 
     """
-    try:
+
+    def modules() -> list["ServingModule"]:
         from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 
-        loads = serving_modules(
+        return serving_modules(
             layout,
             num_queries_per_kv,
             query_len,
@@ -102,6 +129,19 @@ def cuda_build_error(
             with_window=with_window,
             has_soft_cap=has_soft_cap,
         )
+
+    return build_error(modules)
+
+
+def build_error(modules: Callable[[], list["ServingModule"]]) -> str | None:
+    """Build and load modules, side by side; why that failed, if it did.
+
+    Args:
+        modules: Imports what builds them, and says which.
+
+    """
+    try:
+        loads = modules()
         # In a forked process PyTorch makes its own threads anew at their first use, and
         # of threads of ours that use them at the same time all but one would find none.
         torch.set_num_threads(torch.get_num_threads())
@@ -151,31 +191,57 @@ def choose_kernels(
         ValueError: If CUDA's are asked for and cannot be had.
 
     """
-    asked_for = f"turbo_kernel is {choice}"
-    if choice == "triton":
-        return triton_kernels(asked_for)
-    unsupported = cuda_unsupported_reason(layout) or _launch_refusal
-    error = None
-    if not unsupported:
-        error = cuda_build_error(
+    return choose_between(
+        choice,
+        lambda: cuda_unsupported_reason(layout),
+        lambda: cuda_build_error(
             layout,
             num_queries_per_kv,
             query_len,
             has_key_offset,
             with_window,
             has_soft_cap,
-        )
+        ),
+        lambda reason: cuda_kernels(layout, reason),
+        triton_kernels,
+    )
+
+
+def choose_between(
+    choice: str,
+    unsupported_reason: Callable[[], str | None],
+    build: Callable[[], str | None],
+    cuda: Callable[[str], KernelsT],
+    triton: Callable[[str], KernelsT],
+) -> KernelsT:
+    """CUDA's kernels, built, or Triton's.
+
+    Args:
+        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
+        unsupported_reason: Says why there are none of CUDA's, if so.
+        build: Builds CUDA's, and says why that failed, if it did.
+        cuda: Makes CUDA's, for a reason.
+        triton: Makes Triton's, for a reason.
+
+    Raises:
+        ValueError: If CUDA's are asked for and cannot be had.
+
+    """
+    asked_for = f"turbo_kernel is {choice}"
+    if choice == "triton":
+        return triton(asked_for)
+    unsupported = unsupported_reason() or _launch_refusal
+    error = None if unsupported else build()
     reason = unsupported or error
     if reason is None:
-        reason = "they could be loaded" if choice == "auto" else asked_for
-        return cuda_kernels(layout, reason)
+        return cuda("they could be loaded" if choice == "auto" else asked_for)
     if choice == "cuda":
         raise ValueError(cuda_refusal(reason))
     if unsupported:
-        return triton_kernels(unsupported)
+        return triton(unsupported)
     # The CUDA kernels are faster, and here the user can have them.
     logger.warning_once("Turbo KV cache: Triton kernels, because %s.", error)
-    return triton_kernels("the CUDA kernels could not be built")
+    return triton("the CUDA kernels could not be built")
 
 
 @cache
@@ -187,19 +253,25 @@ def share_kernels(
     has_key_offset: bool = False,
     with_window: bool = False,
     has_soft_cap: bool = False,
-) -> ChosenKernels:
+) -> ChosenKernels[KernelSet]:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
-    chosen = ChosenKernels(
-        choose_kernels(
-            choice,
-            layout,
-            num_queries_per_kv,
-            query_len,
-            has_key_offset,
-            with_window,
-            has_soft_cap,
-        )
+    kernels = choose_kernels(
+        choice,
+        layout,
+        num_queries_per_kv,
+        query_len,
+        has_key_offset,
+        with_window,
+        has_soft_cap,
     )
+    return may_fall_back(kernels, triton_kernels)
+
+
+def may_fall_back(
+    kernels: KernelsT, triton: Callable[[str], KernelsT]
+) -> ChosenKernels[KernelsT]:
+    """Have Triton's kernels serve in place of these at ``fall_back_to_triton``."""
+    chosen = ChosenKernels(kernels, triton)
     _chosen.append(chosen)
     return chosen
 
@@ -216,10 +288,13 @@ def fall_back_to_triton(reason: str) -> None:
     _launch_refusal = reason
     for chosen in _chosen:
         if chosen.kernels is not None and chosen.kernels.name == CUDA:
-            chosen.kernels = triton_kernels(reason)
+            assert chosen.triton is not None
+            chosen.kernels = chosen.triton(reason)
 
 
-def refusal_of_other_ranks(kernels: KernelSet, group: ProcessGroup) -> str | None:
+def refusal_of_other_ranks(
+    kernels: NamedKernels, group: ProcessGroup
+) -> str | None:
     """Why another rank's kernels are not CUDA's, where this one's are.
 
     A step waits for its slowest rank, so nothing is lost if all run the same.

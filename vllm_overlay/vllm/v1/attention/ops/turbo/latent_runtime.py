@@ -3,7 +3,7 @@
 """An MLA layer's kernels at work: which serve, what a step is cut into, and scratch."""
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 
@@ -12,9 +12,10 @@ from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, Partials
-from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
+from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
+from vllm.v1.attention.ops.turbo.latent_kernel_choice import share_latent_kernels
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,
@@ -34,8 +35,6 @@ from vllm.v1.attention.ops.turbo.runtime import num_draft_slots, take_scratch
 # 2 * (nope + R + V). They are even at 170 query tokens with DeepSeek's sizes, and at
 # 400 with GLM's. Not measured yet: as many as vLLM's FLASHMLA has.
 MAX_ABSORBED_LEN = 128
-# CUDA's decode and gather are there, but no store, and the engine has not run them.
-NO_CUDA = "CUDA kernels do not serve MLA yet"
 
 
 def decode_query_len(vllm_config: VllmConfig) -> int:
@@ -115,31 +114,6 @@ def plan_spans(
     return spans
 
 
-def triton_latent_kernels(reason: str = "") -> LatentKernels:
-    """Triton's, for any GPU."""
-    from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
-
-    return TritonLatentKernels(reason)
-
-
-@cache
-def choose_latent_kernels(choice: str) -> LatentKernels:
-    """The kernels of MLA layers: to be called before the first request.
-
-    Args:
-        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-
-    Raises:
-        ValueError: If CUDA's are asked for and cannot be had.
-
-    """
-    if choice == "triton":
-        return triton_latent_kernels(f"turbo_kernel is {choice}")
-    if choice == "cuda":
-        raise ValueError(cuda_refusal(NO_CUDA))
-    return triton_latent_kernels(NO_CUDA)
-
-
 class LatentRunner:
     """Stores and attends for one MLA layer by the kernels that were chosen for it.
 
@@ -181,9 +155,23 @@ class LatentRunner:
             self.num_sms = num_compute_units(device)
 
     @cached_property
+    def chosen_kernels(self) -> ChosenKernels[LatentKernels]:
+        """The kernels, shared with layers alike. They may be built here."""
+        return share_latent_kernels(
+            self.kernel_choice, self.layout, self.shape.num_heads, self.max_query_len
+        )
+
+    @property
     def kernels(self) -> LatentKernels:
-        """What stores and attends; where PyTorch does, the backend sets them."""
-        return choose_latent_kernels(self.kernel_choice)
+        """What stores and attends."""
+        kernels = self.chosen_kernels.kernels
+        assert kernels is not None
+        return kernels
+
+    @kernels.setter
+    def kernels(self, kernels: LatentKernels) -> None:
+        """Have these serve this layer alone."""
+        self.chosen_kernels = ChosenKernels(kernels)
 
     @property
     def kernels_used(self) -> str:

@@ -7,6 +7,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner, plan_spans
+from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
 
 # Cached tokens before those of the queries.
 _CONTEXT = 16
@@ -82,10 +83,28 @@ def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) ->
     runner.kernels.store(kv_cache, slots, latent, rope if layout.rope else None, layout)
 
 
+def _run_kernels(runner: LatentRunner, device: torch.device) -> None:
+    """Launch each kernel of a layer, on values that are zero."""
+    block_size = runner.cache_config.block_size or 1
+    block_size = cdiv(block_size, TILE_TOKENS) * TILE_TOKENS
+    num_blocks = cdiv(2 * runner.max_query_len + _CONTEXT, block_size)
+    pages = (num_blocks, block_size, runner.layout.slot_size)
+    kv_cache = torch.zeros(pages, dtype=torch.uint8, device=device)
+    for query_lens in batches(runner):
+        _run_attention(runner, kv_cache, query_lens)
+    for num_tokens in runner.kernels.store_sizes(runner.layout):
+        if num_tokens <= runner.max_num_tokens:
+            _run_store(runner, kv_cache, num_tokens)
+
+
 def warm_up(runner: LatentRunner, device: torch.device) -> None:
     """Run a layer's kernels, unless those of a layer like it have run.
 
     The workspace has to have been taken.
+
+    Raises:
+        ValueError: If CUDA's kernels are asked for and refused.
+
     """
     key = (
         runner.shape,
@@ -98,14 +117,5 @@ def warm_up(runner: LatentRunner, device: torch.device) -> None:
     )
     if key in _warm:
         return
-    block_size = runner.cache_config.block_size or 1
-    block_size = cdiv(block_size, TILE_TOKENS) * TILE_TOKENS
-    num_blocks = cdiv(2 * runner.max_query_len + _CONTEXT, block_size)
-    pages = (num_blocks, block_size, runner.layout.slot_size)
-    kv_cache = torch.zeros(pages, dtype=torch.uint8, device=device)
-    for query_lens in batches(runner):
-        _run_attention(runner, kv_cache, query_lens)
-    for num_tokens in runner.kernels.store_sizes(runner.layout):
-        if num_tokens <= runner.max_num_tokens:
-            _run_store(runner, kv_cache, num_tokens)
+    run_on_all_ranks(runner, lambda: _run_kernels(runner, device))
     _warm.add(key)

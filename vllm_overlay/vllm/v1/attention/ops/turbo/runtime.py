@@ -190,7 +190,7 @@ class TurboRunner:
         return limits._replace(piece_tokens=piece_tokens)
 
     @cached_property
-    def chosen_kernels(self) -> ChosenKernels:
+    def chosen_kernels(self) -> ChosenKernels[KernelSet]:
         """The kernels, shared with layers alike. They may be built here."""
         if current_platform.is_cpu():
             return ChosenKernels(None)

@@ -12,24 +12,15 @@ from functools import partial
 
 import torch
 
-from vllm.distributed.parallel_state import (
-    get_tp_group,
-    model_parallel_is_initialized,
-)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     KeyOffset,
     RecentWindow,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.kernel_choice import (
-    cuda_refusal,
-    fall_back_to_triton,
-    refusal_of_other_ranks,
-)
+from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
@@ -238,20 +229,6 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             _run_store(runner, kernels, cache, num_tokens)
 
 
-def _share_choice(runner: TurboRunner) -> None:
-    """Have all ranks that share this layer run the same kernels."""
-    # A pipeline's ranks have other layers, and data parallel ones other requests.
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return
-    assert runner.kernels is not None
-    reason = refusal_of_other_ranks(runner.kernels, get_tp_group().cpu_group)
-    if reason is None:
-        return
-    if runner.kernel_choice == "cuda":
-        raise ValueError(cuda_refusal(reason))
-    fall_back_to_triton(reason)
-
-
 def warm_up(runner: TurboRunner, device: torch.device) -> None:
     """Run a layer's kernels, unless those of a layer like it have run.
 
@@ -280,17 +257,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
     )
     if key in _warm:
         return
-    before = runner.kernels
-    try:
-        _run_kernels(runner, device)
-    except LaunchRefused as error:
-        reason = f"the driver refused to launch a CUDA kernel ({error})"
-        if runner.kernel_choice == "cuda":
-            raise ValueError(cuda_refusal(reason)) from error
-        fall_back_to_triton(reason)
-    _share_choice(runner)
-    if runner.kernels is not before:
-        _run_kernels(runner, device)
+    run_on_all_ranks(runner, lambda: _run_kernels(runner, device))
     # A rank whose driver refuses would let others wait.
     runner.run_collectives(device)
     _warm.add(key)

@@ -10,8 +10,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
-from vllm.v1.attention.ops.turbo.format import TurboFormat, fp32
+from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
 from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, half2_bits
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
@@ -61,11 +62,24 @@ def _of_head_size(head_size: int) -> _Constants:
     }
 
 
+def _of_scales(words: ScaleWords) -> _Constants:
+    return {
+        "SCALE_WORD_BYTES": words.word_bytes,
+        "SCALE_WORD_GROUPS": words.word_groups,
+        "SCALE_DELTA_BITS": words.delta_bits,
+        "SCALE_DELTA_STEP": words.delta_step,
+        "SCALE_SHIFT": fmt.SCALE_SHIFT,
+        "SCALE_CODE_MAX": fmt.SCALE_CODE_MAX,
+        "SCALE_MAX": _float(fmt.SCALE_MAX),
+        "SMALLEST_SCALE": _float(fmt.SMALLEST_SCALE),
+    }
+
+
 def _of_pages(layout: TurboFormat) -> _Constants:
     """Where codes and scales lie, and what scale codes are."""
-    words = layout.scale_words
     key_row_bits = _BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
     return {
+        "IS_LATENT": 0,
         "NUM_GROUPS": layout.num_groups,
         "NUM_UNITS": layout.num_units,
         "NUM_LEVELS": fmt.NUM_LEVELS,
@@ -84,20 +98,12 @@ def _of_pages(layout: TurboFormat) -> _Constants:
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
         "VALUE_SCALES_OFFSET": layout.value_scales_offset,
         "SCALE_BYTES": layout.scale_bytes,
-        "SCALE_WORD_BYTES": words.word_bytes,
-        "SCALE_WORD_GROUPS": words.word_groups,
-        "SCALE_DELTA_BITS": words.delta_bits,
-        "SCALE_DELTA_STEP": words.delta_step,
-        "SCALE_SHIFT": fmt.SCALE_SHIFT,
-        "SCALE_CODE_MAX": fmt.SCALE_CODE_MAX,
-        "SCALE_MAX": _float(fmt.SCALE_MAX),
-        "SMALLEST_SCALE": _float(fmt.SMALLEST_SCALE),
+        **_of_scales(layout.scale_words),
     }
 
 
 def _of_latent_pages(layout: LatentFormat) -> _Constants:
     """The same of MLA, and the levels of its codes: see latent/tile.cuh."""
-    words = layout.scale_words
     linear, quadratic = layout.codebook.coefficients
     return {
         "LATENT_BITS": layout.bits,
@@ -109,11 +115,7 @@ def _of_latent_pages(layout: LatentFormat) -> _Constants:
         "ROPE_OFFSET": layout.rope_offset,
         "LATENT_SCALES_OFFSET": layout.scales_offset,
         "ROPE_SCALES_OFFSET": layout.rope_scales_offset,
-        "SCALE_WORD_BYTES": words.word_bytes,
-        "SCALE_WORD_GROUPS": words.word_groups,
-        "SCALE_DELTA_BITS": words.delta_bits,
-        "SCALE_DELTA_STEP": words.delta_step,
-        "SCALE_SHIFT": fmt.SCALE_SHIFT,
+        **_of_scales(layout.scale_words),
         "VALUE_LINEAR": _half2(linear),
         "VALUE_QUADRATIC": _half2(quadratic),
         "LATENT_GAIN": _float(fp32(layout.codebook.gain)),
@@ -147,8 +149,15 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
     }
 
 
-def _of_encoding(layout: TurboFormat) -> _Constants:
-    """How the store rotates and chooses scales and codes."""
+def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
+    """How the store rotates and chooses scales and codes.
+
+    Latents have K's encoder.
+    """
+    if isinstance(layout, LatentFormat):
+        codebook = layout.codebook
+    else:
+        codebook = layout.key_codebook
     offsets = fmt.SCALE_OFFSETS
     assert offsets == tuple(range(offsets[0], offsets[-1] + 1))
     assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
@@ -167,12 +176,33 @@ def _of_encoding(layout: TurboFormat) -> _Constants:
         "UNBIAS_LIMIT": _float(fmt.UNBIAS_LIMIT),
         "PRODUCT_FRACTION_BITS": fmt.PRODUCT_FRACTION_BITS,
         "BIAS_WEIGHT": _float(fmt.BIAS_WEIGHT),
-        "KEY_GAIN": _float(fp32(layout.key_codebook.gain * product_unit)),
+        "KEY_GAIN": _float(fp32(codebook.gain * product_unit)),
         "FOLD_ROWS": search.fold_rows,
         "KEY_FOLD_STEP": _float(fp32(search.key_fold_step)),
         "VALUE_FOLD_STEP": _float(fp32(search.value_fold_step)),
         "KEY_TRELLIS_GUESS": _float(fp32(search.key_trellis_guess)),
         "VALUE_TRELLIS_GUESS": _float(fp32(search.value_trellis_guess)),
+    }
+
+
+def _of_latent_encoding(layout: LatentFormat) -> _Constants:
+    """What the store's headers know pages by, where latents are both K and V."""
+    row_bits = _BRANCH_BITS if layout.codebook.trellis else layout.bits
+    return {
+        "IS_LATENT": 1,
+        "KEY_OFFSET": 0,
+        "RECENT_WINDOW": 0,
+        "NUM_GROUPS": layout.num_groups,
+        "NUM_SUBSETS": fmt.NUM_SUBSETS,
+        "KEY_BITS": layout.bits,
+        "VALUE_BITS": layout.bits,
+        "KEY_ROW_BYTES": layout.rank * row_bits // 8,
+        "VALUE_CODES_OFFSET": 0,
+        "KEY_SCALES_OFFSET": layout.scales_offset,
+        "VALUE_SCALES_OFFSET": layout.scales_offset,
+        "SCALE_BYTES": layout.scale_bytes,
+        "ROPE_CODE_MAX": latent_fmt.ROPE_CODE_MAX,
+        **_of_encoding(layout),
     }
 
 
@@ -223,3 +253,12 @@ def layout_header(
 def latent_header(layout: LatentFormat) -> str:
     """The constants of the kernels of MLA."""
     return _header(_of_head_size(layout.rank), _of_latent_pages(layout))
+
+
+def latent_store_header(layout: LatentFormat) -> str:
+    """The constants of the store of MLA."""
+    return _header(
+        _of_head_size(layout.rank),
+        _of_latent_pages(layout),
+        _of_latent_encoding(layout),
+    )

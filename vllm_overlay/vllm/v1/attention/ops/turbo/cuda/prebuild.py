@@ -46,10 +46,14 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     nvcc_release,
 )
 from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.latent_modules import all_latent_modules
 from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
 
 MANIFEST = "manifest.json"
+# Of K and V, or of a latent and its rotary key together.
+HEAD_SIZES = sorted({*SUPPORTED_HEAD_SIZES, *LATENT_SIZES})
 # Of what is written here, should it change.
 _MANIFEST_FORMAT = 1
 # The kernels and what they are generated and called by.
@@ -94,10 +98,20 @@ def parse_architecture(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is none of {known}")
 
 
+def _modules(
+    capability: int, cache_dtypes: Sequence[str], head_sizes: Sequence[int]
+) -> dict[str, CudaModule]:
+    """What serving may ask for on GPUs of an architecture, by name."""
+    sizes = [size for size in head_sizes if size in SUPPORTED_HEAD_SIZES]
+    found = all_modules(capability, cache_dtypes, sizes)
+    sizes = [size for size in head_sizes if size in LATENT_SIZES]
+    return found | all_latent_modules(capability, cache_dtypes, sizes)
+
+
 def jobs_for(
     capabilities: Iterable[int],
     cache_dtypes: Sequence[str] = TURBO_PRESETS,
-    head_sizes: Sequence[int] = SUPPORTED_HEAD_SIZES,
+    head_sizes: Sequence[int] = HEAD_SIZES,
     pattern: str = "",
 ) -> list[Job]:
     """What there is to build.
@@ -117,7 +131,7 @@ def jobs_for(
             capability,
         )
         for capability in capabilities
-        for name, module in all_modules(capability, cache_dtypes, head_sizes).items()
+        for name, module in _modules(capability, cache_dtypes, head_sizes).items()
         if re.search(pattern, name)
     ]
 
@@ -268,8 +282,8 @@ def _parser() -> argparse.ArgumentParser:
         "--head-size",
         nargs="+",
         type=int,
-        choices=SUPPORTED_HEAD_SIZES,
-        default=SUPPORTED_HEAD_SIZES,
+        choices=HEAD_SIZES,
+        default=HEAD_SIZES,
         help="build for these alone",
     )
     parser.add_argument(

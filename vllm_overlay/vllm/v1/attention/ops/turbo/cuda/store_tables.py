@@ -12,6 +12,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat, fp32
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rotation import (
     hadamard,
     rotation_matrix,
@@ -126,24 +127,33 @@ def _window_tables(codebook: Codebook) -> list[float]:
     return table + [x for t in thresholds for x in (t, 0.0, 0.0, 0.0)]
 
 
-def _fold_rows(layout: TurboFormat) -> int:
-    return max(_folds(*side).num_rows for side in _sides(layout))
+# A codebook, and how far from 1 factors may be.
+_Side = tuple[Codebook, float]
 
 
-def _sides(layout: TurboFormat) -> tuple[tuple[Codebook, float], ...]:
-    """The codebooks of K and V, and how far from 1 factors may be."""
+def _fold_rows(sides: tuple[_Side, ...]) -> int:
+    return max(_folds(*side).num_rows for side in sides)
+
+
+def _sides(layout: TurboFormat | LatentFormat) -> tuple[_Side, ...]:
+    """Those of K and V, or of latents."""
+    if isinstance(layout, LatentFormat):
+        return ((layout.codebook, fmt.UNBIAS_LIMIT),)
     return (layout.key_codebook, fmt.UNBIAS_LIMIT), (layout.value_codebook, 0.0)
 
 
 @cache
-def level_tables(layout: TurboFormat, device: torch.device) -> torch.Tensor:
-    """Tables of store/store.cuh: fp32, of K and of V."""
+def level_tables(
+    layout: TurboFormat | LatentFormat, device: torch.device
+) -> torch.Tensor:
+    """Tables of store/quantize.cuh: fp32, of K and of V, or of latents."""
     table: list[float] = []
-    for codebook, limit in _sides(layout):
+    sides = _sides(layout)
+    for codebook, limit in sides:
         if codebook.trellis:
             table += _window_tables(codebook)
         else:
-            table += _fold_tables(codebook, limit, _fold_rows(layout))
+            table += _fold_tables(codebook, limit, _fold_rows(sides))
     # By bytes, for some are those of integers.
     packed = bytearray(struct.pack(f"<{len(table)}f", *table))
     return torch.frombuffer(packed, dtype=torch.float32).to(device)
@@ -172,6 +182,8 @@ def _trellis_guess(codebook: Codebook) -> float:
 class SearchConstants(NamedTuple):
     """How the nearest levels of K and V are looked up in ``level_tables``.
 
+    Latents are both.
+
     Attributes:
         fold_rows: Rows of the tables of four-bit codes.
         key_fold_step: Magnitude of K, over the scale, to a row of them.
@@ -188,11 +200,12 @@ class SearchConstants(NamedTuple):
     value_trellis_guess: float
 
 
-def search_constants(layout: TurboFormat) -> SearchConstants:
+def search_constants(layout: TurboFormat | LatentFormat) -> SearchConstants:
     """What goes with the tables of a layout."""
-    key, value = _sides(layout)
+    sides = _sides(layout)
+    key, value = sides[0], sides[-1]
     return SearchConstants(
-        _fold_rows(layout),
+        _fold_rows(sides),
         _folds(*key).step,
         _folds(*value).step,
         _trellis_guess(key[0]),

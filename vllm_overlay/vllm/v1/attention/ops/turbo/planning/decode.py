@@ -100,6 +100,13 @@ class DecodePlan(NamedTuple):
         """Query tokens that the largest call has room for."""
         return max((call.batch.num_query_slots for call in self.calls), default=0)
 
+    @property
+    def writes_all(self) -> bool:
+        """Whether each query token has a result: tokens that pad requests of several
+        lengths have none.
+        """
+        return all(call.batch.query_start_loc is None for call in self.calls)
+
 
 def find_extends(
     query_lens: list[int], context_lens: list[int], max_len: int

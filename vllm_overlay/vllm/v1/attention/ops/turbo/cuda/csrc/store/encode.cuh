@@ -137,6 +137,10 @@ __device__ __forceinline__ void key_codes(
     const FoldTables& tables, uint32_t (&words)[kGroups][kWordsOf<kElements>]) {
   constexpr int kParts = kPartsOf<kElements>;
   constexpr int kNone = HEAD_SIZE;
+  // Places in a group from one of the lane's coordinates to the next, and from
+  // a part's first to the next part's.
+  constexpr int kStep = kIsLatent ? 1 : kParts;
+  constexpr int kPartStep = kIsLatent ? kElements : 1;
   FoldRows<true, kIsTiny> rows[kGroups];
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
@@ -162,13 +166,14 @@ __device__ __forceinline__ void key_codes(
                                       __fmul_rn(levels.y, scales[j]), key);
       if (cost < least) {
         least = cost;
-        first = i * kParts * NUM_GROUPS + kWarpColumns * j;
+        first = i * kStep * NUM_GROUPS + kWarpColumns * j;
       }
     }
   }
   const float best = reduce_vector<Least, kParts>(least, 0);
   const int group = group_of_lane<kParts>(0);
-  const int here = first + part_of_lane<kParts>() * NUM_GROUPS + group;
+  const int here =
+      first + part_of_lane<kParts>() * kPartStep * NUM_GROUPS + group;
   const int mine = least == best && group < NUM_GROUPS ? here : kNone;
   const int chosen = reduce_vector<Least, kParts>(mine, 1);
   const bool worth =
@@ -179,7 +184,7 @@ __device__ __forceinline__ void key_codes(
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         const bool is_chosen =
-            first == i * kParts * NUM_GROUPS + kWarpColumns * j;
+            first == i * kStep * NUM_GROUPS + kWarpColumns * j;
         words[j][word_of<kElements>(i)] += is_chosen
                                                ? static_cast<uint32_t>(outwards)
                                                      << shift_of<kElements>(i)

@@ -4,6 +4,7 @@
 // What the store is given, and where its vectors and bytes are.
 #pragma once
 
+#include "common/divisor.cuh"
 #include "common/window.cuh"
 #include "store/rotate.cuh"
 
@@ -52,27 +53,6 @@ struct StoreParams {
   float query_factor;
   int num_offsets;  // G
   int num_seqs;     // R
-};
-
-// Divides numbers below 2**31 by an invariant one, in few instructions
-// (Granlund and Montgomery, doi:10.1145/178243.178249).
-struct Divisor {
-  uint32_t divisor, multiplier;
-  int shift = 0;
-
-  explicit Divisor(int d) : divisor(max(d, 1)) {
-    while ((uint64_t{1} << shift) < divisor) ++shift;
-    const uint64_t excess = (uint64_t{1} << shift) - divisor;
-    multiplier = static_cast<uint32_t>((excess << 32) / divisor + 1);
-  }
-
-  // Of n, and the remainder.
-  __device__ __forceinline__ int divide(int n, int& remainder) const {
-    const uint32_t quotient =
-        (__umulhi(static_cast<uint32_t>(n), multiplier) + n) >> shift;
-    remainder = n - static_cast<int>(quotient * divisor);
-    return static_cast<int>(quotient);
-  }
 };
 
 // More queries take less time by eights.

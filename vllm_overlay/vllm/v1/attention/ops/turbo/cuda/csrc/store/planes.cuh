@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Writing codes in the order of TurboFormat's planes.
+// Writing codes in the order of TurboFormat's planes, or LatentFormat's.
 #pragma once
 
 #include "store/scales.cuh"
@@ -17,20 +17,24 @@ struct CodePlace {
 };
 
 // Lanes that share a group, when each has kElements of its coordinates:
-// coordinate e is number e / kParts of lane e % kParts.
+// coordinate e is number e / kParts of lane e % kParts; of a latent it is
+// number e % kElements of lane e / kElements.
 template <int kElements>
 constexpr int kPartsOf = SCALE_GROUP / kElements;
 
 // Code words that a lane has a part of, and where in them its code i lies. Code
-// e is four bits of word e % 2, from bit 4 * (e / 2).
+// e is four bits of word e % 2, from bit 4 * (e / 2). Of a latent it is of word
+// e / 8, from bit 4 * (e % 8 / 2 + e % 2 * 4).
 template <int kElements>
 constexpr int kWordsOf = kElements == SCALE_GROUP ? 2 : 1;
 template <int kElements>
 __device__ __forceinline__ constexpr int word_of(int i) {
-  return kElements == SCALE_GROUP ? i % 2 : 0;
+  if (kElements != SCALE_GROUP) return 0;
+  return kIsLatent ? i / 8 : i % 2;
 }
 template <int kElements>
 __device__ __forceinline__ constexpr int shift_of(int i) {
+  if (kIsLatent) return (i % 8 / 2 + i % 2 * 4) * 4;
   return kElements == SCALE_GROUP ? i / 2 * 4 : i * 2 * kPartsOf<kElements>;
 }
 
@@ -64,6 +68,26 @@ __device__ __forceinline__ void store_unit(uint32_t codes,
   }
 }
 
+// Write the code words of a group of a latent, of which each part has half a
+// word or both are in one lane.
+template <int kParts, int kWords>
+__device__ __forceinline__ void store_latent_words(uint32_t (&codes)[kWords],
+                                                   const CodePlace& target,
+                                                   int group, bool is_stored) {
+  const int part = part_of_lane<kParts>();
+  uint8_t* row = target.plane + target.token * KEY_ROW_BYTES;
+  if constexpr (kParts == 1) {
+    if (is_stored)
+      reinterpret_cast<uint2*>(row)[group] = make_uint2(codes[0], codes[1]);
+  } else {
+    static_assert(kParts == 4);
+    codes[0] <<= part % 2 * 8;
+    codes[0] |= __shfl_xor_sync(~0u, codes[0], 1);
+    if (is_stored && part % 2 == 0)
+      reinterpret_cast<uint32_t*>(row)[2 * group + part / 2] = codes[0];
+  }
+}
+
 // Write the code words of a vector.
 //
 // words: the lane's parts, magnitudes. signs: of the codes, in their lowest
@@ -76,7 +100,9 @@ __device__ __forceinline__ void store_codes(
   constexpr int kParts = kPartsOf<kElements>;
   const int part = part_of_lane<kParts>();
   // Half of the levels are negative; codes of these run the other way.
-  constexpr uint32_t kPositive = kParts == 4 ? 0x08080808u : 0x88888888u;
+  constexpr uint32_t kPositive = kParts != 4 ? 0x88888888u
+                                 : kIsLatent ? 0x00880088u
+                                             : 0x08080808u;
   constexpr uint32_t kAllBits = 15;
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
@@ -87,7 +113,9 @@ __device__ __forceinline__ void store_codes(
     for (int w = 0; w < kWordsOf<kElements>; ++w) {
       codes[w] = (words[j][w] | kPositive) ^ signs[j][w] * kAllBits;
     }
-    if constexpr (kParts == 1) {
+    if constexpr (kIsLatent) {
+      store_latent_words<kParts>(codes, target, group, is_group);
+    } else if constexpr (kParts == 1) {
       if (!is_group) continue;
       store_unit<kIsKey>(codes[0], target, group, 0);
       store_unit<kIsKey>(codes[1], target, group, 1);
@@ -161,6 +189,17 @@ __device__ __forceinline__ void store_value_path(uint32_t branches,
   *reinterpret_cast<uint16_t*>(place) = static_cast<uint16_t>(path);
 }
 
+// Write the branches and path bits of a group of a latent.
+__device__ __forceinline__ void store_latent_path(uint32_t branches,
+                                                  uint32_t path,
+                                                  const CodePlace& target,
+                                                  int group) {
+  uint8_t* row = target.plane + target.token * KEY_ROW_BYTES;
+  reinterpret_cast<uint32_t*>(row)[group] = branches;
+  row = target.plane + PATHS_OFFSET + target.token * (HEAD_SIZE / 8);
+  reinterpret_cast<uint16_t*>(row)[group] = static_cast<uint16_t>(path);
+}
+
 // Write a vector's branches and path bits.
 //
 // branches: two bits a code. is_stored: whether to write at all.
@@ -173,7 +212,9 @@ __device__ __forceinline__ void store_paths(const uint32_t (&branches)[kGroups],
   for (int j = 0; j < kGroups; ++j) {
     const int group = group_of_lane<kParts>(j);
     const bool is_group = is_stored && group < NUM_GROUPS;
-    if constexpr (kIsKey) {
+    if constexpr (kIsLatent) {
+      if (is_group) store_latent_path(branches[j], paths[j], target, group);
+    } else if constexpr (kIsKey) {
       store_key_path(branches[j], paths[j], target, group, is_group);
     } else if (is_group) {
       store_value_path(branches[j], paths[j], target, group);

@@ -3,7 +3,7 @@
 //
 // Scales of the turbo format: their candidates, their choice and their words. A
 // lane has kLaneGroups groups: its group j is group lane / 4 + 8 * j of the
-// vector.
+// vector. Of latents with no parts it has one: see kHasOwnGroup.
 //
 // Numbers are those of reference.codec, operation by operation; no product may
 // be fused with a sum but by name, and there only if the product is exact.
@@ -16,6 +16,20 @@
 namespace turbo {
 
 constexpr int kStoreThreads = 128;
+
+// Whether vectors are latents: a group then has 16 coordinates in a row, and so
+// has a part of it.
+constexpr bool kIsLatent = IS_LATENT != 0;
+// Whether a lane has one group, the groups of a vector lying in lanes side by
+// side.
+template <int kParts>
+constexpr bool kHasOwnGroup = kIsLatent && kParts == 1;
+// Lanes from a group to the next.
+template <int kParts>
+constexpr int kGroupStride = kHasOwnGroup<kParts> ? 1 : 4;
+// Groups of a vector that lanes side by side have one of each.
+template <int kParts>
+constexpr int kGroupsAside = kHasOwnGroup<kParts> ? NUM_GROUPS : kVectorLanes;
 
 // Groups of a word that lie in lanes side by side, padding included.
 constexpr int kWordLanes =
@@ -58,11 +72,11 @@ struct Least {
 };
 
 // Over the groups that kWidth lanes have one of each.
-template <typename Operation, int kWidth, typename T>
+template <typename Operation, int kWidth, int kParts, typename T>
 __device__ __forceinline__ T reduce(T x) {
 #pragma unroll
   for (int lanes = 1; lanes < kWidth; lanes *= 2) {
-    x = Operation::of(x, __shfl_xor_sync(~0u, x, 4 * lanes));
+    x = Operation::of(x, __shfl_xor_sync(~0u, x, kGroupStride<kParts> * lanes));
   }
   return x;
 }
@@ -86,10 +100,11 @@ __device__ __forceinline__ T reduce_parts(T x) {
 // Over a vector. Of reductions in a row turns differ.
 template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
-  if constexpr (kParts * kVectorLanes == 32) {
+  if constexpr (kParts * kGroupsAside<kParts> == 32) {
     x = Operation::of_warp(x);
   } else {
-    x = reduce<Operation, kVectorLanes>(reduce_parts<Operation, kParts>(x));
+    x = reduce<Operation, kGroupsAside<kParts>, kParts>(
+        reduce_parts<Operation, kParts>(x));
   }
   if constexpr (kIsSingle<kParts> && kSingleWarps > 1) {
     static_assert(sizeof(T) == sizeof(int));
@@ -119,13 +134,14 @@ __device__ __forceinline__ int reduce_word(int x) {
         !std::is_same_v<Operation, Sum> || part_of_lane<kParts>() == 0;
     return Operation::of_warp(is_counted ? x : 0);
   } else {
-    return reduce<Operation, kWordLanes>(x);
+    return reduce<Operation, kWordLanes, kParts>(x);
   }
 }
 
 // The lane's group j.
 template <int kParts>
 __device__ __forceinline__ int group_of_lane(int j) {
+  if constexpr (kHasOwnGroup<kParts>) return threadIdx.x % NUM_GROUPS;
   const int of_warp = kIsSingle<kParts> ? warp_of_vector() : 0;
   return threadIdx.x % 32 / 4 % kVectorLanes + kWarpColumns * (of_warp + j);
 }

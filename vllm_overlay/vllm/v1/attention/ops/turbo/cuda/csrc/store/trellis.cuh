@@ -238,17 +238,18 @@ __device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
 }
 
 // See reference.codec._unbiased: the factor of a key whose paths are best.
+template <int kGroups>
 __device__ __forceinline__ float trellis_factor(
-    const float (&x)[kLaneGroups][SCALE_GROUP],
-    const Windows (&windows)[kLaneGroups], uint32_t (&paths)[kLaneGroups]) {
+    const float (&x)[kGroups][SCALE_GROUP], const Windows (&windows)[kGroups],
+    uint32_t (&paths)[kGroups]) {
   const int square = square_of(x);
   Unbiasing key = Unbiasing::of<1>(square);
 #pragma unroll 1
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
     int rest = square;
-    uint32_t found[kLaneGroups];
+    uint32_t found[kGroups];
 #pragma unroll
-    for (int j = 0; j < kLaneGroups; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
       uint32_t rows[SCALE_GROUP];
       found[j] = search(x[j], key.next, windows[j], rows);
       const uint32_t subsets = subsets_of(found[j]);
@@ -261,7 +262,7 @@ __device__ __forceinline__ float trellis_factor(
     }
     if (key.update(round, reduce_vector<Sum, 1>(rest, round))) {
 #pragma unroll
-      for (int j = 0; j < kLaneGroups; ++j) paths[j] = found[j];
+      for (int j = 0; j < kGroups; ++j) paths[j] = found[j];
     }
   }
   return key.factor;
@@ -285,23 +286,23 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[kElements],
 }
 
 // Paths and branches of a vector.
-template <bool kIsKey>
-__device__ __forceinline__ void paths_of(
-    const float (&x)[kLaneGroups][SCALE_GROUP],
-    const Windows (&windows)[kLaneGroups], uint32_t (&paths)[kLaneGroups],
-    uint32_t (&branches)[kLaneGroups]) {
+template <bool kIsKey, int kGroups>
+__device__ __forceinline__ void paths_of(const float (&x)[kGroups][SCALE_GROUP],
+                                         const Windows (&windows)[kGroups],
+                                         uint32_t (&paths)[kGroups],
+                                         uint32_t (&branches)[kGroups]) {
   float factor = 1.0f;
   if constexpr (kIsKey) {
     factor = trellis_factor(x, windows, paths);
   } else {
 #pragma unroll
-    for (int j = 0; j < kLaneGroups; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
       uint32_t rows[SCALE_GROUP];
       paths[j] = search(x[j], factor, windows[j], rows);
     }
   }
 #pragma unroll
-  for (int j = 0; j < kLaneGroups; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     branches[j] = branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
   }
 }
@@ -310,19 +311,19 @@ __device__ __forceinline__ void paths_of(
 //
 // x: normalised, with signs. codes: of the side. scales: the vector's. kParts:
 // lanes that have the same group, and share the candidates of its scale.
-template <bool kIsKey, int kParts>
+template <bool kIsKey, int kParts, int kGroups>
 __device__ __forceinline__ void encode_3_bits(
-    const float (&x)[kLaneGroups][SCALE_GROUP],
-    const int (&floors)[kLaneGroups], float normaliser,
-    const WindowTables& tables, const CodePlace& codes, uint8_t* scales) {
+    const float (&x)[kGroups][SCALE_GROUP], const int (&floors)[kGroups],
+    float normaliser, const WindowTables& tables, const CodePlace& codes,
+    uint8_t* scales) {
   constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
-  int scale_codes[kLaneGroups];
-  int errors[kLaneGroups][NUM_SCALE_CANDIDATES];
+  int scale_codes[kGroups];
+  int errors[kGroups][NUM_SCALE_CANDIDATES];
   const int part = part_of_lane<kParts>();
 #pragma unroll 1
   for (int first = 0; first < NUM_SCALE_CANDIDATES; first += kParts) {
 #pragma unroll
-    for (int j = 0; j < kLaneGroups; ++j) {
+    for (int j = 0; j < kGroups; ++j) {
       const int code = scale_candidate(floors[j], first + part);
       const Windows windows(scale_value(code), normaliser, kGuess, tables);
       const int error = trellis_error(x[j], windows);
@@ -335,11 +336,11 @@ __device__ __forceinline__ void encode_3_bits(
   }
   scales_in_reach<kParts>(floors, errors, scale_codes);
 
-  Windows windows[kLaneGroups];
-  uint32_t paths[kLaneGroups];
-  uint32_t branches[kLaneGroups];
+  Windows windows[kGroups];
+  uint32_t paths[kGroups];
+  uint32_t branches[kGroups];
 #pragma unroll
-  for (int j = 0; j < kLaneGroups; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     windows[j] =
         Windows(scale_value(scale_codes[j]), normaliser, kGuess, tables);
   }

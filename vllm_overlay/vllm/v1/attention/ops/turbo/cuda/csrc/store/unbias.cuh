@@ -43,7 +43,8 @@ struct Unbiasing {
   // square: of the vector. kParts: lanes that share its coordinates.
   template <int kParts>
   __device__ __forceinline__ static Unbiasing of(int square_sum) {
-    constexpr int kOwnGroups = kIsSingle<kParts> ? 1 : kLaneGroups;
+    constexpr int kOwnGroups =
+        kIsSingle<kParts> || kHasOwnGroup<kParts> ? 1 : kLaneGroups;
     constexpr uint32_t kOffset =
         kOwnGroups * (SCALE_GROUP / kParts) * static_cast<uint32_t>(kMagicBits);
     Unbiasing result;

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""MLA with the turbo KV cache, against the others that vLLM serves on Hopper.
+
+Each arm first has to attend correctly on a small batch. Then its parts are captured in
+CUDA graphs and replayed with a cold L2 cache, the arms in turn. One JSON object a line,
+for each arm and part:
+
+* ``attention``: absorbed, from queries of the latent to outputs of it, merge of splits
+  included. FlashAttention and FlashMLA are handed their schedules, which vLLM computes
+  once a step; the quantisation of FlashMLA's fp8 query is not counted.
+* ``store``: the step's latents and rotary keys into the cache.
+* ``prefill_store``: those of a prompt's chunk of ``--prefill-tokens`` tokens.
+* ``gather``: a chunk of ``--gather-tokens`` tokens of contexts, dequantised for
+  prefill, where there are so many.
+
+bf16 and bf16_flashmla are FLASH_ATTN_MLA and FLASHMLA, fp8 is FLASHMLA, and the
+``_triton`` arms are TRITON_MLA. The turbo arms run the kernels that would be served,
+CUDA's where they can be had; their ``_triton`` arms always run Triton's. An arm that
+cannot run here ends as a row with its error.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark_turbo_decode import Report, run_facts
+from turbo_decode_timing import capture, measure, measure_device, spread
+from turbo_mla_arms import (
+    BLOCK_SIZE,
+    DTYPE,
+    RANK,
+    SIZE,
+    Arm,
+    Batch,
+    Chunk,
+    FlashAttentionArm,
+    FlashMLAArm,
+    Shape,
+    TritonArm,
+    TurboArm,
+)
+
+TURBO_DTYPES = ("turbo4", "turbo3")
+# A name begins with that of its cache: arms with the same share one.
+ARMS: dict[str, Callable[..., Arm]] = {
+    "bf16": FlashAttentionArm,
+    "bf16_flashmla": FlashMLAArm,
+    "bf16_triton": TritonArm,
+    "fp8": partial(FlashMLAArm, fp8=True),
+    "fp8_triton": partial(TritonArm, fp8=True),
+    **{dtype: partial(TurboArm, cache_dtype=dtype) for dtype in TURBO_DTYPES},
+    **{
+        f"{dtype}_triton": partial(TurboArm, cache_dtype=dtype, kernels="triton")
+        for dtype in TURBO_DTYPES
+    },
+}
+DEFAULT_SHAPES = (
+    *(f"32x32768x{rows}" for rows in ("8", "16", "20", "32", "64", "20x4", "128")),
+    "128x4096x16",
+    "128x4096x20",
+    "1x131072x16",
+    "1x131072x20",
+)
+# Sequences of the correctness gate: short, around a step's end, several splits.
+GATE_LENS = (4, 63, 64, 65, 700, 1029)
+# Of the gate: how far, at most, quantised latents are from latents.
+QUANTISATION_ERROR = 0.2
+SEED_TOKENS = 4096
+
+
+def exact(
+    query: torch.Tensor, rows: torch.Tensor, num_seen: int, scale: float
+) -> torch.Tensor:
+    """fp32 attention of a token, (Hq, L + R), to a sequence's first rows."""
+    rows = rows[:num_seen].float()
+    weights = (query.float() @ rows.T * scale).softmax(-1)
+    return weights @ rows[:, :RANK]
+
+
+def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
+    """Check an arm against fp32 attention to what its cache holds.
+
+    Raises:
+        AssertionError: If it is wrong; its timing would mean nothing.
+
+    """
+    batch = Batch(shape, list(GATE_LENS), device)
+    arm = make_arm(batch)
+    slots = torch.cat([batch.slots(i) for i in range(len(GATE_LENS))])
+    given = batch.random(sum(GATE_LENS), SIZE)
+    arm.write(given[:, :RANK], given[:, RANK:], slots)
+    chunk = Chunk(batch, sum(GATE_LENS) * len(GATE_LENS))
+    held = torch.full_like(given, float("nan"))
+    arm.gather(chunk, held)
+    far = (held - given).float().norm() / given.float().norm()
+    # Written so that NaN fails, here and below.
+    assert far <= QUANTISATION_ERROR, f"latents off by {far:.3g}"
+    output = arm.latents(arm.attention())
+    begin = 0
+    for i, length in enumerate(GATE_LENS):
+        rows = held[begin : begin + length]
+        begin += length
+        for j in range(shape.query_len):
+            token = i * shape.query_len + j
+            num_seen = length - shape.query_len + j + 1
+            expected = exact(batch.query[token], rows, num_seen, shape.scale)
+            error = (output[token] - expected).norm()
+            bound = arm.relative_error * expected.norm()
+            assert error <= bound, f"{length} tokens: {error:.3g} > {bound:.3g}"
+
+
+def fill(arm: Arm) -> None:
+    """Fill the whole cache: random tokens, the same in every SEED_TOKENS."""
+    batch, num_blocks = arm.batch, arm.cache.shape[0]
+    seed_blocks = min(num_blocks, SEED_TOKENS // BLOCK_SIZE)
+    num_tokens = seed_blocks * BLOCK_SIZE
+    rows = batch.random(num_tokens, SIZE)
+    slots = torch.arange(num_tokens, device=batch.device)
+    arm.write(rows[:, :RANK], rows[:, RANK:], slots)
+    for first in range(seed_blocks, num_blocks, seed_blocks):
+        blocks = arm.cache[first : first + seed_blocks]
+        blocks.copy_(arm.cache[: blocks.shape[0]])
+
+
+def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """What there is to time of an arm."""
+    batch = arm.batch
+    parts: dict[str, Callable[[], Any]] = {
+        "store": arm.store,
+        "attention": arm.attention,
+    }
+    if 0 < args.prefill_tokens <= batch.num_blocks * BLOCK_SIZE:
+        rows = batch.random(args.prefill_tokens, SIZE)
+        slots = torch.arange(args.prefill_tokens, device=batch.device)
+        chunk = rows[:, :RANK], rows[:, RANK:], slots
+        parts["prefill_store"] = partial(arm.write, *chunk)
+    if 0 < args.gather_tokens <= batch.shape.batch * batch.shape.context:
+        context = Chunk(batch, args.gather_tokens)
+        output = torch.empty(
+            context.num_tokens, SIZE, dtype=DTYPE, device=batch.device
+        )
+        parts["gather"] = partial(arm.gather, context, output)
+    return parts
+
+
+def count_bytes(arm: Arm, part: str, args: argparse.Namespace) -> int | None:
+    """Bytes that a part reads and writes, where they decide its time."""
+    shape, row_bytes = arm.batch.shape, SIZE * DTYPE.itemsize
+    if part == "attention":
+        return shape.batch * shape.context * arm.token_bytes
+    if part == "prefill_store":
+        return args.prefill_tokens * (row_bytes + arm.token_bytes)
+    if part == "gather":
+        return args.gather_tokens * (row_bytes + arm.token_bytes)
+    return None
+
+
+def time_shape(
+    shape: Shape,
+    makers: dict[str, Callable[..., Arm]],
+    device_facts: dict[str, float],
+    args: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Time the arms on one shape, and report a row for each of their parts."""
+    batch = Batch(shape, [shape.context] * shape.batch, args.device)
+    caches: dict[str, torch.Tensor] = {}
+    arms: dict[str, Arm] = {}
+    # What they work on is read and written by their graphs.
+    parts: dict[str, dict[str, Callable[[], Any]]] = {}
+    graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
+    for name, make_arm in makers.items():
+        base = name.split("_")[0]
+        try:
+            arm = make_arm(batch, cache=caches.get(base))
+            if base not in caches:
+                fill(arm)
+            parts[name] = parts_of(arm, args)
+            graphs |= {
+                (name, part): capture(run) for part, run in parts[name].items()
+            }
+        except Exception:
+            report.error(shape=str(shape), arm=name)
+            continue
+        caches[base], arms[name] = arm.cache, arm
+    for (name, part), times in measure(graphs, args.rounds).items():
+        row: dict[str, Any] = {"shape": str(shape), "arm": name, "part": part}
+        row |= spread(times)
+        num_bytes = count_bytes(arms[name], part, args)
+        if num_bytes is not None:
+            rate = num_bytes / row["median_us"] * 1e-3
+            row |= {"bytes": num_bytes, "gb_per_s": round(rate, 1)}
+        if isinstance(arms[name], TurboArm):
+            row["kernels"] = arms[name].kernels.name
+        report.row(**row, **device_facts)
+
+
+def choose_correct(
+    shape: Shape, args: argparse.Namespace, report: Report
+) -> dict[str, Callable[..., Arm]]:
+    """The arms that attend correctly with a shape's heads, by name."""
+    correct: dict[str, Callable[..., Arm]] = {}
+    for name in args.arms:
+        try:
+            gate(ARMS[name], shape, args.device)
+        except Exception:
+            report.error(shape=str(shape), arm=name, part="gate")
+        else:
+            correct[name] = ARMS[name]
+    if args.check_only:
+        report.row(shape=str(shape), part="gate", correct=list(correct))
+    return correct
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=Shape.parse,
+        default=[Shape.parse(text) for text in DEFAULT_SHAPES],
+        metavar="SHAPE",
+        help="batch x context x heads: 32x32768x16; with several query tokens of each: "
+        "32x32768x20x4",
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=8192, help="of a chunk; 0: none"
+    )
+    parser.add_argument(
+        "--gather-tokens", type=int, default=65536, help="of contexts; 0: none"
+    )
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument(
+        "--check-only", action="store_true", help="run the correctness gates alone"
+    )
+    return parser
+
+
+@torch.inference_mode()
+def main() -> int:
+    args = build_parser().parse_args()
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_random_seed
+
+    args.device, args.block_size = current_platform.device_type, BLOCK_SIZE
+    set_random_seed(0)
+    report = Report(args.output, run_facts(args))
+    device_facts = {} if args.check_only else measure_device(args.rounds)
+    correct: dict[tuple[int, int], dict[str, Callable[..., Arm]]] = {}
+    for shape in args.shapes:
+        heads = shape.num_heads, shape.query_len
+        if heads not in correct:
+            correct[heads] = choose_correct(shape, args, report)
+        if not args.check_only:
+            time_shape(shape, correct[heads], device_facts, args, report)
+            torch.accelerator.empty_cache()
+    return 0 if all(len(found) == len(args.arms) for found in correct.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

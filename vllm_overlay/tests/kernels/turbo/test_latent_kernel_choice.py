@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels serve MLA, what is built for them, and what becomes of a refusal."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
+from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
+from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.latent_modules import (
+    all_latent_modules,
+    latent_modules,
+)
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
+from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
+from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
+
+from .backend_utils import one_rank
+from .mla_utils import make_mla_config, make_mla_layer
+from .utils import DEVICE, FP16, ON_GPU, requires_triton
+
+LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
+GPU = torch.device("cuda", 0)
+REFUSED = "no kernel image is available for execution on the device"
+
+cpu_layers = pytest.mark.skipif(ON_GPU, reason="the tests' layers are for CPUs")
+
+
+class Platform:
+    """A GPU of a compute capability, or none."""
+
+    def __init__(self, capability: tuple[int, int] | None) -> None:
+        self.capability = capability
+
+    def is_cuda(self) -> bool:
+        return self.capability is not None
+
+    def get_device_capability(self) -> DeviceCapability:
+        assert self.capability is not None
+        return DeviceCapability(*self.capability)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[VllmConfig]:
+    """A model's of one layer, within a rank."""
+    with one_rank(tmp_path, make_mla_config(tmp_path, "turbo4", FP16)) as config:
+        yield config
+
+
+@pytest.fixture
+def nothing_chosen(monkeypatch):
+    """As in a new process, of a Hopper GPU whose kernels can be built."""
+    monkeypatch.setattr(kernel_choice, "_chosen", [])
+    monkeypatch.setattr(kernel_choice, "_launch_refusal", None)
+    monkeypatch.setattr(kernels, "current_platform", Platform((9, 0)))
+    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
+    monkeypatch.setattr(latent_warm_up, "_warm", set())
+    kernels.share_latent_kernels.cache_clear()
+    yield
+    kernels.share_latent_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "capability, cache_dtype, words",
+    [
+        (None, "turbo4", "need an NVIDIA GPU"),
+        ((8, 0), "turbo4", "other than Hopper's"),
+        ((12, 0), "turbo4", "other than Hopper's"),
+        ((9, 0), "turbo3", "turbo3 has no CUDA decode kernel"),
+    ],
+)
+def test_triton_serves_where_cuda_cannot(
+    nothing_chosen, monkeypatch, capability, cache_dtype, words
+):
+    monkeypatch.setattr(kernels, "current_platform", Platform(capability))
+    layout = LatentFormat.from_cache_dtype(cache_dtype, 576)
+    chosen = kernels.share_latent_kernels("auto", layout, 16, 1).kernels
+    assert chosen.name == TRITON and words in chosen.reason
+    with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{words}"):
+        kernels.share_latent_kernels("cuda", layout, 16, 1)
+
+
+def test_cuda_serves_hopper(nothing_chosen, monkeypatch):
+    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    assert chosen.name == CUDA
+    assert chosen.decode_attention is latent_decode.decode_attention
+    assert kernels.share_latent_kernels("triton", LAYOUT, 16, 1).kernels.name == TRITON
+    kernels.share_latent_kernels.cache_clear()
+    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: "no nvcc")
+    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    assert chosen.name == TRITON
+    with pytest.raises(ValueError, match="no nvcc"):
+        kernels.share_latent_kernels("cuda", LAYOUT, 16, 1)
+
+
+@requires_triton
+@cpu_layers
+def test_a_refused_launch_falls_back_for_all_layers(
+    nothing_chosen, monkeypatch, workspace, config
+):
+    def store(*args: object) -> None:
+        raise LaunchRefused(REFUSED)
+
+    monkeypatch.setattr(
+        kernels,
+        "cuda_latent_kernels",
+        lambda reason: TritonLatentKernels(reason)._replace(store=store, name=CUDA),
+    )
+    monkeypatch.setattr(latent_warm_up, "batches", lambda runner: [[1, 1]])
+    runners = [make_mla_layer(config).impl.runner for _ in range(2)]
+    for runner in runners:
+        # On a CPU, too.
+        runner.chosen_kernels = kernels.share_latent_kernels("auto", LAYOUT, 4, 1)
+        assert runner.kernels.name == CUDA
+    latent_warm_up.warm_up(runners[1], DEVICE)
+    for runner in runners:
+        assert runner.kernels.name == TRITON and REFUSED in runner.kernels.reason
+    assert kernels.share_latent_kernels("auto", LAYOUT, 5, 1).kernels.name == TRITON
+
+
+@requires_triton
+@cpu_layers
+def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
+    nothing_chosen, monkeypatch, workspace, config
+):
+    def store(*args: object) -> None:
+        raise LaunchRefused(REFUSED)
+
+    runner = make_mla_layer(config).impl.runner
+    runner.kernels = TritonLatentKernels()._replace(store=store, name=CUDA)
+    runner.kernel_choice = "cuda"
+    with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{REFUSED}"):
+        latent_warm_up.warm_up(runner, DEVICE)
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 64, 128])
+@pytest.mark.parametrize("max_query_len", [1, 4, 128])
+def test_whatever_a_step_asks_for_is_built(monkeypatch, num_heads, max_query_len):
+    """And is among what is built before."""
+    asked = []
+    for kernel in (latent_decode, latent_gather, latent_store):
+        monkeypatch.setattr(kernel, "build_and_load", lambda *args: asked.append(args))
+        kernel.load.cache_clear()
+    found = latent_modules(LAYOUT, num_heads, max_query_len, GPU)
+    for module in found:
+        module.load()
+    built = {module for module, _ in asked}
+    assert built == {module.make(0) for module in found}
+    for query_len in range(1, max_query_len + 1):
+        plan = latent_decode.plan_for(num_heads * query_len)
+        assert latent_decode.module(LAYOUT, plan) in built
+    assert {latent_gather.module(LAYOUT), latent_store.module(LAYOUT)} <= built
+    before = all_latent_modules(90, TURBO_PRESETS, LATENT_SIZES)
+    assert {m.name: m.make(0) for m in found}.items() <= before.items()
+    for kernel in (latent_decode, latent_gather, latent_store):
+        kernel.load.cache_clear()
+
+
+def test_nothing_is_built_where_nothing_serves():
+    assert all_latent_modules(80, TURBO_PRESETS, LATENT_SIZES) == {}
+    assert all_latent_modules(90, ["turbo3", "k4v3"], LATENT_SIZES) == {}
+    sizes = {name.split(" ")[1] for name in all_latent_modules(90, ["turbo4"], [320])}
+    assert sizes and all(size.startswith("turbo4_256_64") for size in sizes)

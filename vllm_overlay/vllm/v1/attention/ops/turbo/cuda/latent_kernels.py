@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CUDA kernels of MLA as ``LatentKernels``."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
+from vllm.v1.attention.ops.turbo.interface import CUDA
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    LatentAttentionFn,
+    LatentGatherFn,
+    LatentSplitsFn,
+    LatentStoreFn,
+)
+
+
+class CudaLatentKernels(NamedTuple):
+    """See ``LatentKernels``: for what has no ``latent_decode.unsupported_reason``."""
+
+    reason: str = ""
+    name: str = CUDA
+    store: LatentStoreFn = latent_store.store
+    decode_attention: LatentAttentionFn = latent_decode.decode_attention
+    num_decode_splits: LatentSplitsFn = latent_decode.num_decode_splits
+    gather: LatentGatherFn = latent_gather.gather
+
+    def store_sizes(self, layout: LatentFormat) -> list[int]:
+        return latent_store.store_sizes(layout)
+
+    def make_matrices(self, rank: int, device: torch.device) -> None:
+        latent_store.make_tables(rank, device)

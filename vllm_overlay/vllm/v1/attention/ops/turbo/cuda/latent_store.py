@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Store for MLA as a CUDA kernel: quantise latents and rotary keys into pages."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda.constants import latent_store_header
+from vllm.v1.attention.ops.turbo.cuda.store_tables import level_tables
+from vllm.v1.attention.ops.turbo.latent_format import (
+    LATENT_PRESETS,
+    LATENT_SIZES,
+    LatentFormat,
+)
+
+# Up to so many tokens four lanes share a group and a latent's 128 coordinates are a
+# warp's; of more a lane has a group. By the rank. Not measured yet.
+_FEW_TOKENS = {512: 512, 256: 1024}
+
+
+def default_parts(num_tokens: int, layout: LatentFormat) -> int:
+    """Lanes that share a scale group: 1 or 4."""
+    return 4 if num_tokens <= _FEW_TOKENS[layout.rank] else 1
+
+
+def store_sizes(layout: LatentFormat) -> list[int]:
+    """Numbers of tokens of which each takes another kernel."""
+    return [1, _FEW_TOKENS[layout.rank] + 1]
+
+
+def instance(layout: LatentFormat) -> str:
+    """The name of a module's instance."""
+    return f"{layout.name}_{layout.rank}_{layout.rope}"
+
+
+def module(layout: LatentFormat) -> CudaModule:
+    """What is built."""
+    return CudaModule(
+        "latent_store",
+        instance(layout),
+        latent_store_header(layout),
+        # The bytes are exact: no multiply-add may be fused.
+        ("-fmad=false",),
+        folder="latent",
+    )
+
+
+@cache
+def load(layout: LatentFormat, device: torch.device) -> Callable[..., None]:
+    """Build, if need be, and load the kernels of a layout.
+
+    Raises:
+        RuntimeError: If they cannot be built.
+
+    """
+    return build_and_load(module(layout), device)
+
+
+def make_tables(rank: int, device: torch.device) -> None:
+    """Make the tables of levels of the presets, which are kept for good: before a CUDA
+    graph is captured.
+    """
+    for head_size, (size, _) in LATENT_SIZES.items():
+        if size == rank:
+            for name in LATENT_PRESETS:
+                level_tables(LatentFormat.from_cache_dtype(name, head_size), device)
+
+
+def store(
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor | None,
+    layout: LatentFormat,
+    parts: int | None = None,
+    enable_pdl: bool = True,
+) -> None:
+    """See ``latent_interface.LatentStoreFn``.
+
+    Blocks of the cache and rows of ``kv_c`` are at multiples of 16 bytes, rows of
+    ``k_pe`` at multiples of 8. With ``enable_pdl`` the kernel may begin before the one
+    before it on the stream has ended, for which it waits before it reads or writes
+    anything but constants.
+
+    Args:
+        kv_cache: See there, as the next four.
+        slot_mapping: (T,).
+        kv_c: (>= T, L).
+        k_pe: (>= T, R).
+        layout: The cache's format.
+        parts: Lanes that share a scale group, 1 or 4; None for ``default_parts``.
+        enable_pdl: See above.
+
+    Raises:
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
+
+    """
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens == 0:
+        return
+    if parts is None:
+        parts = default_parts(num_tokens, layout)
+    load(layout, kv_cache.device)(
+        kv_cache,
+        slot_mapping,
+        kv_c,
+        k_pe if layout.rope else None,
+        level_tables(layout, kv_cache.device),
+        parts,
+        enable_pdl,
+    )
