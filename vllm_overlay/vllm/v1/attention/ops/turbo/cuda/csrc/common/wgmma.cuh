@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/warp.cuh"
+
 namespace turbo {
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -48,6 +50,14 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a0,
 __device__ __forceinline__ uint32_t wgmma_operand(uint32_t address,
                                                   uint32_t leading) {
   return (address >> 4 & 0x3FFF) | leading >> 4 << 16;
+}
+
+// An operand of a loop's products, in a uniform register: the compiler is not
+// to compute those of all of a loop's products before it, which would take more
+// registers than there are.
+__device__ __forceinline__ uint32_t of_loop(uint32_t operand) {
+  asm volatile("" : "+r"(operand));
+  return uint32_t(uniform(int(operand)));
 }
 
 // The upper half. kSwizzle: 0 for none, 1 for 128 bytes.

@@ -71,31 +71,64 @@ __device__ __forceinline__ void take_tile(LatentShared<Plan>& shared,
   const int lane = threadIdx.x % 32;
   const int first_token = step * kStepTokens + warp * TILE_TOKENS;
   const int place = queue.taken % Plan::kStages;
-  uint8_t* tile = shared.tiles[4 * group + warp][place];
   if (first_token < segment.num_tokens) {
     wait_barrier(queue.barriers + place * 8, queue.taken / Plan::kStages & 1);
     ++queue.taken;
   }
-  if (first_token + TILE_TOKENS > segment.num_tokens)
-    clear_missing(tile, segment.num_tokens - first_token, lane);
-  taken.load<Plan::kEarly>(tile, lane);
+  taken.load<Plan::kEarly>(shared.tiles[4 * group + warp][place],
+                           segment.num_tokens - first_token, lane);
 }
 
-// Multiply a tile by the queries while it is decoded, and store its values.
-//
-// fragments: of its first batches.
+// Of the products of a step's values and weights.
+struct ValueOperands {
+  uint32_t values, weights;
+
+  template <typename Plan>
+  __device__ __forceinline__ ValueOperands(LatentShared<Plan>& shared,
+                                           int group)
+      : values(of_loop(
+            wgmma_operand(shared_address(shared.values[group]), kValueBytes))),
+        weights(of_loop(
+            wgmma_operand(shared_address(shared.weights[group]), 128))) {}
+};
+
+// Add a block of coordinates of a step's values, in a group of products.
 template <typename Plan>
+__device__ __forceinline__ void add_block(LatentAccumulator<Plan>& acc,
+                                          const ValueOperands& operands,
+                                          int block) {
+  const uint32_t values = operands.values, weights = operands.weights;
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kStepTokens / 16; ++k) {
+    wgmma_shared(
+        acc.output[block],
+        wgmma_descriptor(values + (block * kValueBytes + k * 2048) / 16,
+                         wgmma_layout<1>(1024)),
+        wgmma_descriptor(weights + k * 256 / 16,
+                         wgmma_layout<0>(16 * kStepTokens)));
+  }
+  wgmma_commit();
+}
+
+// Multiply a tile by the queries while it is decoded, and put its values in the
+// place of those of the step before, block by block as these are added.
+//
+// fragments: of its first batches. adds: whether there is a step before.
+template <bool adds, typename Plan>
 __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
+                                              LatentAccumulator<Plan>& acc,
                                               float (&scores)[Plan::kScores],
                                               Fragments (&fragments)[2],
                                               LaneTile& taken, int group,
                                               int warp) {
   const int lane = threadIdx.x % 32;
   constexpr int kColumns = Plan::kColumns;
+  const ValueOperands operands(shared, group);
   const uint32_t query =
-      wgmma_operand(shared_address(shared.query), 16 * kColumns);
+      of_loop(wgmma_operand(shared_address(shared.query), 16 * kColumns));
   // Of four steps from the first.
-  const auto multiply = [&](const Fragments& f, int first, bool adds) {
+  const auto multiply = [&](const Fragments& f, int first, bool adds_scores) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -103,11 +136,12 @@ __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
                       f[4 * i + 3],
                       wgmma_descriptor(query + (first + i) * (2 * kColumns),
                                        wgmma_layout<0>(128)),
-                      adds || i > 0);
+                      adds_scores || i > 0);
     }
     wgmma_commit();
   };
   if constexpr (ROPE_SIZE != 0) multiply(fragments[1], kLatentSteps, false);
+  if constexpr (adds) add_block(acc, operands, 0);
 
   // A step's operand as it is: its four 8x8 matrices are rows of tokens, of 16
   // bytes, of which lane l has the address of row l % 8 of matrix l / 8.
@@ -121,21 +155,31 @@ __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
                                  scales_of(taken, 1, j)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      constexpr int kAhead = adds ? 1 : 0;
+      const int block = 2 * j + half;
       Fragments& f = fragments[half];
-      if (j + half > 0) decode_words(f, taken, scales, j, half);
-      const int first = 8 * j + 4 * half;
-      multiply(f, first, ROPE_SIZE != 0 || first > 0);
+      if (block > 0) decode_words(f, taken, scales, j, half);
+      multiply(f, 4 * block, ROPE_SIZE != 0 || block > 0);
+      const bool has_next = block + 1 < kOutputs;
+      if (adds && has_next) add_block(acc, operands, block + 1);
+      // All but the latest products have been done: those of the batch before,
+      // whose registers are free, and those of this block's values, whose place
+      // is, when all warps are here.
+      if (has_next)
+        wgmma_wait<1 + kAhead>();
+      else
+        wgmma_wait<1>();
+      if constexpr (adds) sync_threads(1 + group, kGroupThreads);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        store_matrices(
-            values + (2 * j + half) * kValueBytes + (chunk ^ (32 * i)),
-            f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
+        store_matrices(values + block * kValueBytes + (chunk ^ (32 * i)),
+                       f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
       }
-      wgmma_wait<1>();
     }
   }
   wgmma_wait<0>();
   hold(scores);
+  if constexpr (adds) acc.hold_outputs();
 }
 
 }  // namespace turbo

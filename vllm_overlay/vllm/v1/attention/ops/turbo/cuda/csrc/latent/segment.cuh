@@ -7,8 +7,8 @@
 // query tokens, their columns: S^T = K q^T, O^T = V^T P^T. Two warpgroups take
 // steps of 64 tokens in turn, each on its own; one's decoding then overlaps the
 // other's products. A latent is decoded once: its registers are an operand of
-// S^T, and are stored for O^T, which is summed over tokens. Softmax is in base
-// 2.
+// S^T, and are stored for O^T, which is summed over tokens, while the step
+// after is decoded. Softmax is in base 2.
 #pragma once
 
 #include "latent/multiply.cuh"
@@ -43,13 +43,13 @@ __device__ __forceinline__ void attend_segment(LatentShared<Plan>& shared,
   if (step < segment.last_step) {
     LaneTile taken;
     Fragments fragments[2];
+    float scores[Plan::kScores];
     take_tile(shared, taken, queue, segment, step, group, warp);
     if constexpr (Plan::kEarly) queue.issue(lane, taken.any_bits());
     decode_first(fragments, taken);
+    multiply_tile<false>(shared, acc, scores, fragments, taken, group, warp);
 #pragma unroll 1
-    for (; step < segment.last_step; step += kGroups) {
-      float scores[Plan::kScores];
-      multiply_tile(shared, scores, fragments, taken, group, warp);
+    while (true) {
       const bool goes_on = step + kGroups < segment.last_step;
       if constexpr (Plan::kEarly) {
         if (goes_on)
@@ -58,20 +58,22 @@ __device__ __forceinline__ void attend_segment(LatentShared<Plan>& shared,
         queue.issue(lane, 0);  // what was loaded has been decoded
       }
       weigh_step(shared, acc, scores, segment, step, group, warp);
-      add_values(shared, acc, group);
-      if (goes_on) {
-        if constexpr (Plan::kEarly) {
-          queue.issue(lane, taken.any_bits());
-        } else {
-          take_tile(shared, taken, queue, segment, step + kGroups, group, warp);
-        }
-        decode_first(fragments, taken);
+      if (!goes_on) break;
+      step += kGroups;
+      if constexpr (Plan::kEarly) {
+        queue.issue(lane, taken.any_bits());
+      } else {
+        take_tile(shared, taken, queue, segment, step, group, warp);
       }
-      wgmma_wait<0>();
-      acc.hold_outputs();
-      // The values have been read.
-      sync_threads(1 + group, kGroupThreads);
+      decode_first(fragments, taken);
+      multiply_tile<true>(shared, acc, scores, fragments, taken, group, warp);
     }
+    const ValueOperands operands(shared, group);
+#pragma unroll
+    for (int block = 0; block < kOutputs; ++block)
+      add_block(acc, operands, block);
+    wgmma_wait<0>();
+    acc.hold_outputs();
   }
   __syncthreads();
   write_partial(shared, acc, p, segment, group, warp);

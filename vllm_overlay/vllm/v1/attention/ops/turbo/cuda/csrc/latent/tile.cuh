@@ -52,23 +52,6 @@ __device__ __forceinline__ void copy_tile(uint32_t target,
             barrier);
 }
 
-// Zero the scales of a tile's tokens from num_tokens: these decode to zeros.
-__device__ __forceinline__ void clear_missing(uint8_t* tile, int num_tokens,
-                                              int lane) {
-  if (lane < TILE_TOKENS && lane >= num_tokens) {
-    uint32_t* latent = reinterpret_cast<uint32_t*>(tile + kLatentScales +
-                                                   lane * (LATENT_RANK / 32));
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) latent[i] = 0;
-    if constexpr (ROPE_SIZE != 0) {
-      *reinterpret_cast<uint32_t*>(tile + kRopeScales +
-                                   lane * (ROPE_SIZE / 16)) = 0;
-    }
-  }
-  fence_async_proxy();  // before the next copy
-  __syncwarp();
-}
-
 // Coefficients of the levels, times scales, of both groups of a lane's run: the
 // first in the lower halves.
 struct RunScales {
@@ -126,9 +109,11 @@ struct LaneTile {
       codes[r][run] = *reinterpret_cast<const uint4*>(row[r] + 64 * run);
   }
 
-  // Load it, or of its codes the first run.
+  // Load it, or of its codes the first run. Tokens from num_tokens on, which
+  // are missing, decode to zeros.
   template <bool kAll>
-  __device__ __forceinline__ void load(const uint8_t* tile, int lane) {
+  __device__ __forceinline__ void load(const uint8_t* tile, int num_tokens,
+                                       int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -153,6 +138,15 @@ struct LaneTile {
     }
 #pragma unroll
     for (int j = 0; j < (kAll ? kRuns : 1); ++j) load_codes(j);
+    if (num_tokens < TILE_TOKENS) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (token_of_row(g) + 4 * r < num_tokens) continue;
+#pragma unroll
+        for (int j = 0; j < kRuns; ++j) scales[r][j] = 0;
+        rope_scales[r] = 0;
+      }
+    }
   }
 
   // Bits of all that was loaded, which come when it has.

@@ -141,28 +141,4 @@ __device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
   }
 }
 
-// Begin to add a step's values.
-template <typename Plan>
-__device__ __forceinline__ void add_values(LatentShared<Plan>& shared,
-                                           LatentAccumulator<Plan>& acc,
-                                           int group) {
-  const uint32_t values =
-      wgmma_operand(shared_address(shared.values[group]), kValueBytes);
-  const uint32_t weights =
-      wgmma_operand(shared_address(shared.weights[group]), 128);
-  wgmma_fence();
-#pragma unroll
-  for (int m = 0; m < kOutputs; ++m) {
-#pragma unroll
-    for (int k = 0; k < kStepTokens / 16; ++k) {
-      wgmma_shared(acc.output[m],
-                   wgmma_descriptor(values + (m * kValueBytes + k * 2048) / 16,
-                                    wgmma_layout<1>(1024)),
-                   wgmma_descriptor(weights + k * 256 / 16,
-                                    wgmma_layout<0>(16 * kStepTokens)));
-    }
-  }
-  wgmma_commit();
-}
-
 }  // namespace turbo
