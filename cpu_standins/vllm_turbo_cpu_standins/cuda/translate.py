@@ -46,6 +46,43 @@ INSTRUCTIONS = {
     "@is_loaded ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%5]; }": "load_4_if",
 }
 
+INSTRUCTIONS |= {
+    "": "nothing",
+    "mbarrier.init.shared::cta.b64 [%0], %1;": "mbarrier_init",
+    "fence.mbarrier_init.release.cluster;": "nothing",
+    "fence.proxy.async.shared::cta;": "nothing",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": "mbarrier_expect",
+    "{ .reg .pred is_done; again: "
+    "mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1; "
+    "@!is_done bra again; }": "mbarrier_wait",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%0], [%1], %2, [%3];": "bulk_copy",
+    "bar.arrive %0, %1;": "bar_arrive",
+    "{ .reg .pred is_any, is_own; setp.ne.s32 is_own, %3, 0; "
+    "bar.red.or.pred is_any, %1, %2, is_own; selp.s32 %0, 1, 0, is_any; }": "bar_or",
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};": "stmatrix",
+    "wgmma.fence.sync.aligned;": "nothing",
+    "wgmma.commit_group.sync.aligned;": "wgmma_commit",
+    "wgmma.wait_group.sync.aligned %0;": "wgmma_wait",
+}
+
+
+def _of_columns(columns: int) -> dict[str, str]:
+    """Products of a warpgroup, of so many columns: see common/wgmma.cuh."""
+    n = columns // 2
+    d = ", ".join(f"%{i}" for i in range(n))
+    a = ", ".join(f"%{n + i}" for i in range(4))
+    product = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{d}}}"
+    return {
+        f"{{ .reg .pred p; setp.ne.b32 p, %{n + 5}, 0; "
+        f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, 0; }}": f"wgmma_registers<{n}>",
+        f"{product}, %{n}, %{n + 1}, 1, 1, 1, 1, 1;": f"wgmma_shared<{n}>",
+    }
+
+
+for _columns in range(8, 72, 8):
+    INSTRUCTIONS |= _of_columns(_columns)
+
 _ASSEMBLY = re.compile(r"\basm\s+(?:volatile\s*)?\(|\basm\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _DYNAMIC = re.compile(

@@ -26,6 +26,9 @@ inline __half2 __floats2half2_rn(float x, float y) {
 
 inline __half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
 
+inline __half2 __low2half2(__half2 x) { return {x.x, x.x}; }
+inline __half2 __high2half2(__half2 x) { return {x.y, x.y}; }
+
 inline float2 __half22float2(__half2 x) {
   return {__half2float(x.x), __half2float(x.y)};
 }

@@ -84,8 +84,12 @@ void pass_if_complete(unsigned id) {
   barriers.erase(id);
   join(passed.arrived);
   for (const int thread : passed.arrived) {
-    block.threads[thread].predicate = passed.predicate;
-    wake(thread);
+    Thread& other = block.threads[thread];
+    // Others have arrived and gone on, or wait elsewhere.
+    const bool waits = thread != current && other.waits_barrier == int(id) &&
+                       other.state == Thread::State::kWaits;
+    if (waits || thread == current) other.predicate = passed.predicate;
+    if (waits) wake(thread);
   }
 }
 
@@ -144,6 +148,7 @@ void run_block() {
   barriers.clear();
   begin_block_memory();
   begin_block_races();
+  begin_block_warpgroups();
   const int count = int(block.threads.size());
   while (block.num_ended < count) {
     bool moves = false;
@@ -252,7 +257,10 @@ void sync_warp(const Site& site, uint32_t mask) {
            });
 }
 
-bool sync_block(const Site& site, unsigned id, unsigned count, bool predicate) {
+namespace {
+
+// Returns whether that was the last to come.
+bool arrive_at(const Site& site, unsigned id, unsigned count, bool predicate) {
   if (count % kWarpSize != 0 || count > block.threads.size() || id > 15)
     fail(site, "no such barrier: " + std::to_string(id) + " of " +
                    std::to_string(count) + " threads");
@@ -267,10 +275,31 @@ bool sync_block(const Site& site, unsigned id, unsigned count, bool predicate) {
   barrier.arrived.push_back(current);
   barrier.predicate |= predicate;
   pass_if_complete(id);
-  Thread& self = block.threads[current];
-  if (barriers.contains(id) && !barriers[id].arrived.empty())
+  return !barriers.contains(id) || barriers[id].arrived.empty();
+}
+
+}  // namespace
+
+bool sync_block(const Site& site, unsigned id, unsigned count, bool predicate) {
+  if (!arrive_at(site, id, count, predicate))
     wait_for("barrier ", int(id), site);
-  return self.predicate;
+  return block.threads[current].predicate;
+}
+
+void arrive_block(const Site& site, unsigned id, unsigned count) {
+  arrive_at(site, id, count, false);
+}
+
+void wait_at(const char* what, uint32_t address, const Site& site) {
+  wait_for(what, int(address), site);
+}
+
+void wake_waiting(uint32_t address) {
+  for (Thread& thread : block.threads) {
+    if (thread.state == Thread::State::kWaits &&
+        thread.waits_barrier == int(address))
+      thread.state = Thread::State::kReady;
+  }
 }
 
 void start_dependents() {}

@@ -51,6 +51,11 @@ extern int current;  // the running thread; -1 between them
 // Whether the emulator itself works on threads' memory.
 extern bool is_internal;
 
+// Wait for what has an address in shared memory; let those go on that do.
+void wait_at(const char* what, uint32_t address, const Site& site);
+void wake_waiting(uint32_t address);
+void begin_block_warpgroups();
+
 uint8_t* stack_of(int thread);
 // "thread 3 of block (1, 0, 0)"
 std::string place_of(int thread);

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CUDA decode kernel of MLA: what is built, and attention over stored latents.
 
-There is no emulator of the matrix products of warpgroups.
+The emulated GPU multiplies as warpgroups do; timing is a matter for Hopper alone.
 """
 
 import math
@@ -22,6 +22,7 @@ from .latent_utils import fill_latent_cache, latent_cache
 from .test_cuda_architectures import NVCC, check_overlap, requires_nvcc
 from .utils import (
     BF16,
+    CUDA_IS_EMULATED,
     DEVICE,
     FP16,
     ON_NVIDIA,
@@ -32,8 +33,11 @@ from .utils import (
 )
 
 requires_hopper = pytest.mark.skipif(
-    not ON_NVIDIA
-    or not current_platform.is_device_capability(latent_decode.CAPABILITY),
+    not CUDA_IS_EMULATED
+    and (
+        not ON_NVIDIA
+        or not current_platform.is_device_capability(latent_decode.CAPABILITY)
+    ),
     reason="needs a Hopper GPU",
 )
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
@@ -42,7 +46,21 @@ SCALE = 192**-0.5
 
 @pytest.mark.parametrize(
     "num_rows, columns",
-    [(1, 8), (8, 8), (9, 16), (16, 16), (20, 24), (32, 32), (40, 24), (64, 32)],
+    [
+        (1, 8),
+        (8, 8),
+        (9, 16),
+        (16, 16),
+        (20, 24),
+        (32, 32),
+        (33, 40),
+        (48, 48),
+        (49, 64),
+        (64, 64),
+        (80, 40),
+        (96, 48),
+        (128, 64),
+    ],
 )
 def test_rows_are_served_by_the_plan_that_is_soonest(num_rows, columns):
     assert latent_decode.plan_for(num_rows).columns == columns
@@ -53,8 +71,9 @@ def test_splits_follow_the_blocks_that_a_sequence_can_have():
     # Alone, one a multiprocessor, and one that begins inside.
     assert splits(1, 16, 132) == 133
     # Of two passes each has half of them.
-    assert splits(1, 64, 132) == 67
-    assert splits(1, 16, 132, query_len=4) == 67
+    assert splits(1, 64, 132) == 133
+    assert splits(1, 128, 132) == 67
+    assert splits(1, 16, 132, query_len=8) == 67
     # Room for a large batch is bounded.
     assert splits(128, 16, 132) == 8
     assert splits(4096, 16, 132) == 3
@@ -88,10 +107,11 @@ def test_modules_are_for_their_architecture_alone():
 
 
 @requires_nvcc
-def test_compiles_to_products_that_overlap():
-    """One instance, the least of them: ptxas does not serialize its products."""
+@pytest.mark.parametrize("num_rows", [8, 40])
+def test_compiles_to_products_that_overlap(num_rows):
+    """The least instances of either kind: ptxas does not serialize their products."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
-    module = latent_decode.module(layout, latent_decode.PLANS[0])
+    module = latent_decode.module(layout, latent_decode.plan_for(num_rows))
     found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.registers <= 255 and found.spills <= 16
     assert "wgmma.mma_async" in ptx
@@ -164,8 +184,21 @@ def check_against_reference(
     torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=2e-3)
 
 
+def name_of(plan: latent_decode.Plan) -> str:
+    return f"{plan.columns}-columns"
+
+
 @requires_hopper
-@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 32, 64])
+@pytest.mark.parametrize("plan", latent_decode.PLANS, ids=name_of)
+def test_plans(plan):
+    """Every column has a row, but the last."""
+    num_heads = plan.columns - 1
+    assert latent_decode.plan_for(num_heads) == plan
+    check_against_reference(LAYOUT, [1, 64, 65, 400, 0], [1] * 5, num_heads, 3)
+
+
+@requires_hopper
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 32, 64, 80])
 def test_heads(num_heads):
     lens = [1, 15, 16, 17, 63, 64, 65, 129, 1000, 4099]
     check_against_reference(LAYOUT, lens, [1] * len(lens), num_heads, 4)
@@ -174,13 +207,15 @@ def test_heads(num_heads):
 @requires_hopper
 @pytest.mark.parametrize("head_size", LATENT_SIZES)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_layouts(head_size, dtype):
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_layouts(num_heads, head_size, dtype):
     layout = LatentFormat.from_cache_dtype("turbo4", head_size)
-    check_against_reference(layout, [70, 513, 64], [1, 1, 1], 16, 3, dtype, 16)
+    lens = [70, 513, 64]
+    check_against_reference(layout, lens, [1] * 3, num_heads, 3, dtype, 16)
 
 
 @requires_hopper
-@pytest.mark.parametrize("num_heads", [5, 16])
+@pytest.mark.parametrize("num_heads", [5, 12, 16])
 def test_query_tokens_see_what_is_before_them(num_heads):
     lens, query_lens = [4, 63, 66, 700, 33, 0], [4, 1, 3, 2, 4, 1]
     check_against_reference(LAYOUT, lens, query_lens, num_heads, 5)

@@ -11,6 +11,7 @@
 #include "emulator/collectives.h"
 #include "emulator/machine.h"
 #include "emulator/numbers.h"
+#include "emulator/warpgroup.h"
 
 namespace emulator::ptx {
 

@@ -68,6 +68,9 @@ void sync_warp(const Site& site, uint32_t mask);
 bool sync_block(const Site& site, unsigned barrier, unsigned count,
                 bool predicate = false);
 
+// Arrive there without waiting.
+void arrive_block(const Site& site, unsigned barrier, unsigned count);
+
 // A variable in shared memory, of which a block has one.
 struct SharedSlot {
   const char* name;

@@ -25,12 +25,14 @@ _MAX_PARTIALS = 1024
 
 
 class Plan(NamedTuple):
-    """An instance: see LatentPlan of latent/segment.cuh.
+    """An instance: see LatentPlan of latent/plan.cuh.
 
     Attributes:
         columns: Query rows, heads times tokens, that attend at once.
         stages: Tiles that a warp has or waits for.
         is_early: Whether a lane loads all of a tile before it decodes it.
+        shares: Whether both warpgroups have the same tokens, each with half of
+            their coordinates.
         time: Microseconds of a pass over 32 x 32768 tokens on an H200.
 
     """
@@ -38,15 +40,20 @@ class Plan(NamedTuple):
     columns: int
     stages: int
     is_early: bool
+    shares: bool
     time: int
 
 
-# More columns leave too few registers: more rows take several passes.
+# More columns than 32 leave too few registers for all of a latent's coordinates, and
+# more than 64 for half of them: more rows take several passes.
 PLANS = (
-    Plan(8, 2, True, 197),
-    Plan(16, 1, True, 206),
-    Plan(24, 1, False, 225),
-    Plan(32, 1, False, 258),
+    Plan(8, 2, True, False, 197),
+    Plan(16, 1, True, False, 208),
+    Plan(24, 1, False, False, 224),
+    Plan(32, 1, False, False, 251),
+    Plan(40, 2, True, True, 281),
+    Plan(48, 2, True, True, 295),
+    Plan(64, 2, True, True, 381),
 )
 
 
@@ -93,6 +100,7 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
             f"-DLATENT_COLUMNS={plan.columns}",
             f"-DLATENT_STAGES={plan.stages}",
             f"-DLATENT_EARLY={int(plan.is_early)}",
+            f"-DLATENT_SHARES={int(plan.shares)}",
         ),
         folder="latent",
         is_specific=True,

@@ -11,12 +11,12 @@ namespace turbo {
 // Attend to a range: to segments of any few sequences.
 template <typename Plan>
 __device__ __forceinline__ void attend_range(LatentShared<Plan>& shared,
-                                             TileQueue<Plan::kStages>& queue,
+                                             TileQueue<Plan>& queue,
                                              const LatentParams& p,
                                              const LatentPartition& cut,
                                              int num_passes, int index,
-                                             int group, int warp) {
-  const int lane = threadIdx.x % 32;
+                                             const Place<Plan>& own) {
+  const int lane = own.lane;
   const int first = index * cut.range, last = first + cut.range;
   int before = 0;
 #pragma unroll 1
@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend_range(LatentShared<Plan>& shared,
         s.split = index - start / cut.range;
         s.ends = s.last_step == seq_steps;
         if (s.first_row >= s.num_rows || s.first_step >= s.last_step) continue;
-        attend_segment(shared, queue, p, s, group, warp);
+        attend_segment(shared, queue, p, s, own);
       }
     }
     before = __shfl_sync(~0u, end, 31);
@@ -72,27 +72,30 @@ template <typename Plan>
 __device__ __forceinline__ void latent_decode(const LatentParams& p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<LatentShared<Plan>*>(shared_bytes);
-  const int lane = threadIdx.x % 32;
-  // Known to be uniform.
+  // Warps are known to be uniform.
   const int block_warp = uniform(threadIdx.x / 32);
-  const int group = block_warp / 4, warp = block_warp % 4;
-  TileQueue<Plan::kStages> queue = {p, shared_address(shared.tiles[block_warp]),
-                                    shared_address(shared.copied[block_warp]),
-                                    warp};
-  if (lane == 0) {
+  const Place<Plan> own = {block_warp / 4, block_warp % 4,
+                           int(threadIdx.x % 32)};
+  const int tiles = 4 * own.set() + own.warp;
+  TileQueue<Plan> queue = {p, shared_address(shared.tiles[tiles]),
+                           shared_address(shared.copied[tiles])};
+  if (own.part() == 0 && own.lane == 0) {
 #pragma unroll
     for (int i = 0; i < Plan::kStages; ++i)
       init_barrier(queue.barriers + 8 * i, 1);
     fence_barrier_init();
   }
-  __syncwarp();
+  if constexpr (Plan::kShares)
+    __syncthreads();
+  else
+    __syncwarp();
   start_next_kernel();
   wait_for_previous_kernel();
   const int num_passes = (p.most_rows() + Plan::kColumns - 1) / Plan::kColumns;
-  const LatentPartition cut(p, num_passes, gridDim.x, lane);
+  const LatentPartition cut(p, num_passes, gridDim.x, own.lane);
 #pragma unroll 1
   for (int index = blockIdx.x; index < cut.num_ranges; index += gridDim.x) {
-    attend_range(shared, queue, p, cut, num_passes, index, group, warp);
+    attend_range(shared, queue, p, cut, num_passes, index, own);
   }
   skip_empty(p);
 }

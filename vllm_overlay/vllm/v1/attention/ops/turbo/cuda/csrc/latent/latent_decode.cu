@@ -3,8 +3,8 @@
 //
 // The entry point of decode attention to latents, and of the merge of its
 // partial results. A module has one instance of the former: latent_decode.py
-// defines LATENT_COLUMNS, LATENT_STAGES and LATENT_EARLY, and has
-// turbo_constants.h of the layout included.
+// defines LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY and LATENT_SHARES, and
+// has turbo_constants.h of the layout included.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -20,7 +20,8 @@ using turbo::LatentParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY>;
+using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY,
+                               LATENT_SHARES>;
 constexpr auto kDecode = turbo::latent_decode_kernel<Plan>;
 constexpr size_t kSharedBytes = sizeof(turbo::LatentShared<Plan>);
 

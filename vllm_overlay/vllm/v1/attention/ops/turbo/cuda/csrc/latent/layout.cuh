@@ -5,17 +5,13 @@
 // registers.
 #pragma once
 
+#include "common/wgmma.cuh"
 #include "latent/partition.cuh"
 #include "latent/tile.cuh"
 
 namespace turbo {
 
-constexpr int kGroups = 2;  // warpgroups
-constexpr int kGroupThreads = 128;
-constexpr int kBlockThreads = kGroups * kGroupThreads;
-constexpr int kBlockWarps = kBlockThreads / 32;
 // Rows of a product of O^T: 64 coordinates of each token, in 128 bytes.
-constexpr int kOutputs = LATENT_RANK / 64;
 constexpr int kValueBytes = 128 * kStepTokens;
 // Scores above the running reference by more than this raise it: the
 // accumulators of weights are fp16's.
@@ -24,37 +20,26 @@ constexpr float kNoReference = -1e30f;
 // Queries are scaled to have their largest coordinate below 2 to this.
 constexpr int kQueryExponent = 10;
 
-// How a kernel is laid out.
-//
-// kColumns: query rows that attend at once, a multiple of 8. kStages: tiles
-// that a warp has or waits for. kEarly: whether a lane has all of a tile in
-// registers before it is decoded; then the next may come while it is.
-template <int columns, int stages, bool early>
-struct LatentPlan {
-  static constexpr int kColumns = columns;
-  static constexpr int kStages = stages;
-  static constexpr bool kEarly = early;
-  static constexpr int kScores = columns / 2;  // of a lane
-  static constexpr int kBlocks = columns / 8;  // of columns
-};
-
 template <typename Plan>
 struct LatentShared {
   static constexpr int kColumns = Plan::kColumns, kStages = Plan::kStages;
+  static constexpr int kSets = Plan::kSets;
   // fp16 of a step's tokens, coordinates contiguous, in blocks of 64 with the
   // 16-byte chunks of a token swizzled.
-  uint8_t values[kGroups][kOutputs][kValueBytes];
+  uint8_t values[kGroups][Plan::kOutputs][kValueBytes];
   // In core matrices of eight columns or tokens and 16 bytes: steps of the
   // depth, its halves, and columns; columns, and tokens.
   __half query[kSteps][2][kColumns][8];
-  __half weights[kGroups][Plan::kBlocks][kStepTokens][8];
-  uint8_t tiles[kBlockWarps][kStages][kTileSpace];
+  __half weights[kSets][Plan::kBlocks][kStepTokens][8];
+  uint8_t tiles[4 * kSets][kStages][kTileSpace];
+  // Scores that a warpgroup gives to the other, which shares its tokens.
+  float4 given[kGroups][Plan::kOwn][Plan::kShares ? kGroupThreads : 1];
   // Pairs of columns: factors of scores, and the references.
-  float4 scaling[kGroups][kColumns / 2];
-  float2 across[kGroups][4][kColumns / 2];  // of a warp's columns
-  float2 sums[kGroups][kColumns];           // references and sums
-  int limits[kColumns];                     // tokens that are seen
-  uint64_t copied[kBlockWarps][kStages];
+  float4 scaling[kSets][kColumns / 2];
+  float2 across[kSets][4][kColumns / 2];  // of a warp's columns
+  float2 sums[kSets][kColumns];           // references and sums
+  int limits[kColumns];                   // tokens that are seen
+  uint64_t copied[4 * kSets][kStages];
 };
 
 // Some steps of a sequence, and some of its rows.
@@ -72,15 +57,15 @@ struct LatentSegment {
 
 // The running result of a warpgroup. Lane 4 * g + t of a warp has, of columns
 // 8 * n + 2 * t and the next, coordinates g and g + 8 of 16 * warp in blocks of
-// 64: see output_coordinate.
+// 64 of its part: see output_coordinate.
 template <typename Plan>
 struct LatentAccumulator {
-  float output[kOutputs][Plan::kScores];
-  float sum[Plan::kScores / 2];
+  float output[Plan::kOutputs][Plan::kScores];
+  float sum[2 * Plan::kOwn];
 
   __device__ __forceinline__ void hold_outputs() {
 #pragma unroll
-    for (int m = 0; m < kOutputs; ++m) hold(output[m]);
+    for (int m = 0; m < Plan::kOutputs; ++m) hold(output[m]);
   }
 };
 

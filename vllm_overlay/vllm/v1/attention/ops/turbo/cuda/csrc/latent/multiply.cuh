@@ -4,17 +4,16 @@
 // A step's scores: its tiles come, are decoded, multiplied and stored.
 #pragma once
 
-#include "common/wgmma.cuh"
 #include "latent/layout.cuh"
 
 namespace turbo {
 
-// A warp's copies of its tiles, every other step's.
-template <int kStages>
+// A warp's copies of its tiles: of every step, or of every other. Warpgroups
+// that share tokens share copies, too, which those of the first ask for.
+template <typename Plan>
 struct TileQueue {
   const LatentParams& p;
   uint32_t tiles, barriers;  // shared addresses
-  int warp;                  // of the warpgroup
   int issued = 0, taken = 0;
   // Of the segment.
   const int* table = nullptr;
@@ -26,22 +25,24 @@ struct TileQueue {
   __device__ __forceinline__ void ask() {
     if (next_tile < last_tile) block = table[place];
   }
-  __device__ __forceinline__ void begin(const LatentSegment& s, int pair) {
+  __device__ __forceinline__ void begin(const LatentSegment& s,
+                                        const Place<Plan>& own) {
     table = p.block_table + int64_t(s.seq) * p.stride_block_table;
-    next_tile = (s.first_step + pair) * 4 + warp;
+    next_tile = (s.first_step + own.set()) * 4 + own.warp;
     last_tile =
         min(s.last_step * 4, (s.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS);
+    if (own.part() != 0) last_tile = 0;
     place = next_tile / p.tiles_per_block;
     in_block = next_tile % p.tiles_per_block;
     ask();
   }
-  // Copy the next tile, if there is one, to where both have read one.
+  // Copy the next tile, if there is one, to where all have read one.
   //
   // loaded: any bits of what all lanes have loaded of that: copies must not
   // overtake loads, which the tensor core's own can hold up.
   __device__ __forceinline__ void issue(int lane, uint32_t loaded) {
     if (next_tile >= last_tile) return;
-    const int stage = issued % kStages;
+    const int stage = issued % Plan::kStages;
     // Zero, which the compiler does not know.
     const int nothing = uniform(int(loaded & uint32_t(p.num_splits >> 31)));
     const uint8_t* source =
@@ -50,8 +51,8 @@ struct TileQueue {
     if (lane == 0)
       copy_tile(tiles + stage * kTileSpace, source, barriers + stage * 8);
     ++issued;
-    next_tile += 4 * kGroups;
-    in_block += 4 * kGroups;
+    next_tile += 4 * Plan::kSets;
+    in_block += 4 * Plan::kSets;
     while (in_block >= p.tiles_per_block) {
       in_block -= p.tiles_per_block;
       ++place;
@@ -64,78 +65,131 @@ struct TileQueue {
 // or what is decoded first.
 template <typename Plan>
 __device__ __forceinline__ void take_tile(LatentShared<Plan>& shared,
-                                          LaneTile& taken,
-                                          TileQueue<Plan::kStages>& queue,
+                                          LaneTile<Plan>& taken,
+                                          TileQueue<Plan>& queue,
                                           const LatentSegment& segment,
-                                          int step, int group, int warp) {
-  const int lane = threadIdx.x % 32;
-  const int first_token = step * kStepTokens + warp * TILE_TOKENS;
-  const int place = queue.taken % Plan::kStages;
-  uint8_t* tile = shared.tiles[4 * group + warp][place];
+                                          int step, const Place<Plan>& own) {
+  const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
+  const int stage = queue.taken % Plan::kStages;
   if (first_token < segment.num_tokens) {
-    wait_barrier(queue.barriers + place * 8, queue.taken / Plan::kStages & 1);
+    wait_barrier(queue.barriers + stage * 8, queue.taken / Plan::kStages & 1);
     ++queue.taken;
   }
-  if (first_token + TILE_TOKENS > segment.num_tokens)
-    clear_missing(tile, segment.num_tokens - first_token, lane);
-  taken.load<Plan::kEarly>(tile, lane);
+  taken.load(shared.tiles[4 * own.set() + own.warp][stage],
+             segment.num_tokens - first_token, own);
 }
 
-// Multiply a tile by the queries while it is decoded, and store its values.
-//
-// fragments: of its first batches.
+// Of the products of a step's values and weights.
+struct ValueOperands {
+  uint32_t values, weights;
+
+  template <typename Plan>
+  __device__ __forceinline__ ValueOperands(LatentShared<Plan>& shared,
+                                           const Place<Plan>& own)
+      : values(of_loop(wgmma_operand(shared_address(shared.values[own.group]),
+                                     kValueBytes))),
+        weights(of_loop(
+            wgmma_operand(shared_address(shared.weights[own.set()]), 128))) {}
+};
+
+// Add a block of coordinates of a step's values, in a group of products.
 template <typename Plan>
+__device__ __forceinline__ void add_block(LatentAccumulator<Plan>& acc,
+                                          const ValueOperands& operands,
+                                          int block) {
+  const uint32_t values = operands.values, weights = operands.weights;
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kStepTokens / 16; ++k) {
+    wgmma_shared(
+        acc.output[block],
+        wgmma_descriptor(values + (block * kValueBytes + k * 2048) / 16,
+                         wgmma_layout<1>(1024)),
+        wgmma_descriptor(weights + k * 256 / 16,
+                         wgmma_layout<0>(16 * kStepTokens)));
+  }
+  wgmma_commit();
+}
+
+// Multiply a tile by the queries while it is decoded, and put its values in the
+// place of those of the step before, block by block as these are added.
+//
+// fragments: of its first batches. adds: whether there is a step before.
+template <bool adds, typename Plan>
 __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
+                                              LatentAccumulator<Plan>& acc,
                                               float (&scores)[Plan::kScores],
                                               Fragments (&fragments)[2],
-                                              LaneTile& taken, int group,
-                                              int warp) {
-  const int lane = threadIdx.x % 32;
-  constexpr int kColumns = Plan::kColumns;
-  const uint32_t query =
+                                              LaneTile<Plan>& taken,
+                                              const Place<Plan>& own) {
+  constexpr int kColumns = Plan::kColumns, kOutputs = Plan::kOutputs;
+  constexpr int kStepOperand = 2 * kColumns;  // of a step of the depth
+  const ValueOperands operands(shared, own);
+  const uint32_t all =
       wgmma_operand(shared_address(shared.query), 16 * kColumns);
-  // Of four steps from the first.
-  const auto multiply = [&](const Fragments& f, int first, bool adds) {
+  const uint32_t query =
+      of_loop(all + own.part() * (Plan::kLatentSteps * kStepOperand));
+  // Of some steps from the first.
+  const auto multiply = [&](const Fragments& f, uint32_t first, int steps,
+                            bool adds_scores) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      wgmma_registers(scores, f[4 * i], f[4 * i + 1], f[4 * i + 2],
-                      f[4 * i + 3],
-                      wgmma_descriptor(query + (first + i) * (2 * kColumns),
-                                       wgmma_layout<0>(128)),
-                      adds || i > 0);
+    for (int i = 0; i < steps; ++i) {
+      wgmma_registers(
+          scores, f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3],
+          wgmma_descriptor(first + i * kStepOperand, wgmma_layout<0>(128)),
+          adds_scores || i > 0);
     }
     wgmma_commit();
   };
-  if constexpr (ROPE_SIZE != 0) multiply(fragments[1], kLatentSteps, false);
+  if constexpr (ROPE_SIZE != 0) {
+    uint32_t rope = query + kLatentSteps * kStepOperand;
+    if constexpr (Plan::kShares)
+      rope = of_loop(all + (kLatentSteps + own.part() * Plan::kRopeSteps) *
+                               kStepOperand);
+    multiply(fragments[1], rope, Plan::kRopeSteps, false);
+  }
+  if constexpr (adds) add_block(acc, operands, 0);
 
   // A step's operand as it is: its four 8x8 matrices are rows of tokens, of 16
   // bytes, of which lane l has the address of row l % 8 of matrix l / 8.
-  const uint32_t values = shared_address(shared.values[group]) +
-                          (16 * warp + 8 * (lane / 8 % 2) + lane % 8) * 128;
+  const int lane = own.lane;
+  const uint32_t values = shared_address(shared.values[own.group]) +
+                          (16 * own.warp + 8 * (lane / 8 % 2) + lane % 8) * 128;
   const uint32_t chunk = ((lane / 16) ^ (lane % 8)) * 16;
 #pragma unroll
-  for (int j = 0; j < kRuns; ++j) {
-    if (!Plan::kEarly && j + 1 < kRuns) taken.load_codes(j + 1);
+  for (int j = 0; j < Plan::kRuns; ++j) {
+    if (!Plan::kEarly && j + 1 < Plan::kRuns) taken.load_codes(j + 1);
     const RunScales scales[2] = {scales_of(taken, 0, j),
                                  scales_of(taken, 1, j)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      constexpr int kAhead = adds ? 1 : 0;
+      const int block = 2 * j + half;
       Fragments& f = fragments[half];
-      if (j + half > 0) decode_words(f, taken, scales, j, half);
-      const int first = 8 * j + 4 * half;
-      multiply(f, first, ROPE_SIZE != 0 || first > 0);
+      if (block > 0) decode_words(f, taken, scales, j, half);
+      multiply(f, query + 4 * block * kStepOperand, 4,
+               ROPE_SIZE != 0 || block > 0);
+      const bool has_next = block + 1 < kOutputs;
+      if (adds && has_next) add_block(acc, operands, block + 1);
+      // All but the latest products have been done: those of the batch before,
+      // whose registers are free, and those of this block's values, whose place
+      // is, when all warps are here.
+      if (has_next)
+        wgmma_wait<1 + kAhead>();
+      else
+        wgmma_wait<1>();
+      if constexpr (adds) own.sync_group();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        store_matrices(
-            values + (2 * j + half) * kValueBytes + (chunk ^ (32 * i)),
-            f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
+        store_matrices(values + block * kValueBytes + (chunk ^ (32 * i)),
+                       f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
       }
-      wgmma_wait<1>();
     }
   }
   wgmma_wait<0>();
   hold(scores);
+  if constexpr (adds) acc.hold_outputs();
 }
 
 }  // namespace turbo

@@ -71,9 +71,9 @@ __device__ __noinline__ void load_queries(LatentShared<Plan>& shared,
               ? segment.first_limit + (token - segment.first_row / p.num_heads)
               : segment.num_tokens;
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
+      for (int set = 0; set < Plan::kSets; ++set) {
         float* own =
-            reinterpret_cast<float*>(&shared.scaling[group][column / 2]) +
+            reinterpret_cast<float*>(&shared.scaling[set][column / 2]) +
             column % 2;
         own[0] = power_of_two(exponent);
         own[2] = kNoReference;

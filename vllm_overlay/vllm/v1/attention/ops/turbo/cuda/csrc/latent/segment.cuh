@@ -4,13 +4,14 @@
 // Decode attention of a block to a segment of a sequence's latents.
 //
 // Tokens are the rows of the tensor core's products and query rows, heads times
-// query tokens, their columns: S^T = K q^T, O^T = V^T P^T. Two warpgroups take
-// steps of 64 tokens in turn, each on its own; one's decoding then overlaps the
-// other's products. A latent is decoded once: its registers are an operand of
-// S^T, and are stored for O^T, which is summed over tokens. Softmax is in base
-// 2.
+// query tokens, their columns: S^T = K q^T, O^T = V^T P^T. A latent is decoded
+// once: its registers are an operand of S^T, and are stored for O^T, which is
+// summed over tokens, while the step after is decoded. Two warpgroups take
+// steps of 64 tokens in turn, each on its own, so that one's softmax overlaps
+// the other's products; or, for many columns, share them. Softmax is in base 2.
 #pragma once
 
+#include "latent/exchange.cuh"
 #include "latent/multiply.cuh"
 #include "latent/partial.cuh"
 #include "latent/queries.cuh"
@@ -18,63 +19,82 @@
 
 namespace turbo {
 
+// Scores and weights of the step whose products have been asked for last; and
+// the tile of the next, if there is one.
+template <typename Plan>
+__device__ __forceinline__ void weigh_and_take(
+    LatentShared<Plan>& shared, LatentAccumulator<Plan>& acc,
+    float (&scores)[Plan::kScores], LaneTile<Plan>& taken,
+    TileQueue<Plan>& queue, const LatentSegment& segment, int step,
+    const Place<Plan>& own) {
+  const int next = step + Plan::kSets;
+  const bool goes_on = next < segment.last_step;
+  if constexpr (Plan::kShares) {
+    give_scores(shared, scores, own);
+    if (goes_on) take_tile(shared, taken, queue, segment, next, own);
+    __syncthreads();
+    queue.issue(own.lane, 0);  // both have loaded
+    float sums[4 * Plan::kOwn];
+    take_scores(shared, sums, scores, own);
+    weigh_step(shared, acc, sums, segment, step, own);
+  } else if constexpr (Plan::kEarly) {
+    if (goes_on) take_tile(shared, taken, queue, segment, next, own);
+    weigh_step(shared, acc, scores, segment, step, own);
+    if (goes_on) queue.issue(own.lane, taken.any_bits());
+  } else {
+    queue.issue(own.lane, 0);  // what was loaded has been decoded
+    weigh_step(shared, acc, scores, segment, step, own);
+    if (goes_on) take_tile(shared, taken, queue, segment, next, own);
+  }
+}
+
 template <typename Plan>
 __device__ __forceinline__ void attend_segment(LatentShared<Plan>& shared,
-                                               TileQueue<Plan::kStages>& queue,
+                                               TileQueue<Plan>& queue,
                                                const LatentParams& p,
                                                const LatentSegment& segment,
-                                               int group, int warp) {
-  const int lane = threadIdx.x % 32;
-  queue.begin(segment, group);
+                                               const Place<Plan>& own) {
+  queue.begin(segment, own);
 #pragma unroll
-  for (int stage = 0; stage < Plan::kStages; ++stage) queue.issue(lane, 0);
+  for (int stage = 0; stage < Plan::kStages; ++stage) queue.issue(own.lane, 0);
   load_queries(shared, p, segment);
   LatentAccumulator<Plan> acc;
 #pragma unroll
-  for (int m = 0; m < kOutputs; ++m) {
+  for (int m = 0; m < Plan::kOutputs; ++m) {
 #pragma unroll
     for (int i = 0; i < Plan::kScores; ++i) acc.output[m][i] = 0.0f;
   }
 #pragma unroll
-  for (int i = 0; i < Plan::kScores / 2; ++i) acc.sum[i] = 0.0f;
+  for (int i = 0; i < 2 * Plan::kOwn; ++i) acc.sum[i] = 0.0f;
   fence_async_proxy();
   __syncthreads();
-  int step = segment.first_step + group;
+  int step = segment.first_step + own.set();
   if (step < segment.last_step) {
-    LaneTile taken;
+    LaneTile<Plan> taken;
     Fragments fragments[2];
-    take_tile(shared, taken, queue, segment, step, group, warp);
-    if constexpr (Plan::kEarly) queue.issue(lane, taken.any_bits());
+    float scores[Plan::kScores];
+    take_tile(shared, taken, queue, segment, step, own);
+    if constexpr (Plan::kShares) __syncthreads();  // both have loaded
+    if constexpr (Plan::kEarly) queue.issue(own.lane, taken.any_bits());
     decode_first(fragments, taken);
+    multiply_tile<false>(shared, acc, scores, fragments, taken, own);
 #pragma unroll 1
-    for (; step < segment.last_step; step += kGroups) {
-      float scores[Plan::kScores];
-      multiply_tile(shared, scores, fragments, taken, group, warp);
-      const bool goes_on = step + kGroups < segment.last_step;
-      if constexpr (Plan::kEarly) {
-        if (goes_on)
-          take_tile(shared, taken, queue, segment, step + kGroups, group, warp);
-      } else {
-        queue.issue(lane, 0);  // what was loaded has been decoded
-      }
-      weigh_step(shared, acc, scores, segment, step, group, warp);
-      add_values(shared, acc, group);
-      if (goes_on) {
-        if constexpr (Plan::kEarly) {
-          queue.issue(lane, taken.any_bits());
-        } else {
-          take_tile(shared, taken, queue, segment, step + kGroups, group, warp);
-        }
-        decode_first(fragments, taken);
-      }
-      wgmma_wait<0>();
-      acc.hold_outputs();
-      // The values have been read.
-      sync_threads(1 + group, kGroupThreads);
+    while (true) {
+      weigh_and_take(shared, acc, scores, taken, queue, segment, step, own);
+      step += Plan::kSets;
+      if (step >= segment.last_step) break;
+      decode_first(fragments, taken);
+      multiply_tile<true>(shared, acc, scores, fragments, taken, own);
     }
+    const ValueOperands operands(shared, own);
+#pragma unroll
+    for (int block = 0; block < Plan::kOutputs; ++block)
+      add_block(acc, operands, block);
+    wgmma_wait<0>();
+    acc.hold_outputs();
   }
   __syncthreads();
-  write_partial(shared, acc, p, segment, group, warp);
+  write_partial(shared, acc, p, segment, own);
 }
 
 }  // namespace turbo

@@ -10,17 +10,14 @@
 // 16 bytes t, t + 4, ... of a token; of the rope the 16 coordinates of a scale.
 #pragma once
 
-#include "common/bulk.cuh"
 #include "common/value_levels.cuh"
-#include "turbo_constants.h"
+#include "latent/plan.cuh"
 
 namespace turbo {
 
 // Codes of a word, and of a lane's run of words.
 constexpr int kWordCodes = 8;
 constexpr int kRunWords = 4;
-// Runs of a token that a lane has.
-constexpr int kRuns = LATENT_RANK / (4 * kRunWords * kWordCodes);
 constexpr int kRowBytes = LATENT_RANK / 2;
 constexpr int kHalfBytes = 8 * kRowBytes;
 constexpr int kOtherBytes = TILE_BYTES - 2 * kHalfBytes;
@@ -50,23 +47,6 @@ __device__ __forceinline__ void copy_tile(uint32_t target,
   copy_bulk(target, source, kHalfBytes, barrier);
   copy_bulk(target + kSecondHalf, source + kHalfBytes, TILE_BYTES - kHalfBytes,
             barrier);
-}
-
-// Zero the scales of a tile's tokens from num_tokens: these decode to zeros.
-__device__ __forceinline__ void clear_missing(uint8_t* tile, int num_tokens,
-                                              int lane) {
-  if (lane < TILE_TOKENS && lane >= num_tokens) {
-    uint32_t* latent = reinterpret_cast<uint32_t*>(tile + kLatentScales +
-                                                   lane * (LATENT_RANK / 32));
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) latent[i] = 0;
-    if constexpr (ROPE_SIZE != 0) {
-      *reinterpret_cast<uint32_t*>(tile + kRopeScales +
-                                   lane * (ROPE_SIZE / 16)) = 0;
-    }
-  }
-  fence_async_proxy();  // before the next copy
-  __syncwarp();
 }
 
 // Coefficients of the levels, times scales, of both groups of a lane's run: the
@@ -114,11 +94,30 @@ __device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
   }
 }
 
-// What a lane decodes of its warp's tile.
+template <int count>
+__device__ __forceinline__ void load_words(uint32_t (&words)[count],
+                                           const uint8_t* source) {
+  static_assert(count == 1 || count == 2 || count == 4);
+  if constexpr (count == 4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(source);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+  } else if constexpr (count == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(source);
+    words[0] = x.x, words[1] = x.y;
+  } else {
+    words[0] = *reinterpret_cast<const uint32_t*>(source);
+  }
+}
+
+// What a lane decodes of a tile: its warpgroup's part of the coordinates.
+template <typename Plan>
 struct LaneTile {
+  static constexpr int kRuns = Plan::kRuns;
+  static constexpr int kRopeWords = ROPE_SIZE ? Plan::kRopeSteps : 1;
+
   const uint8_t* row[2];
   uint4 codes[2][kRuns];
-  uint32_t scales[2][kRuns], ropes[2][4], rope_scales[2];
+  uint32_t scales[2][kRuns], ropes[2][kRopeWords], rope_scales[2];
 
   __device__ __forceinline__ void load_codes(int run) {
 #pragma unroll
@@ -126,33 +125,35 @@ struct LaneTile {
       codes[r][run] = *reinterpret_cast<const uint4*>(row[r] + 64 * run);
   }
 
-  // Load it, or of its codes the first run.
-  template <bool kAll>
-  __device__ __forceinline__ void load(const uint8_t* tile, int lane) {
-    const int g = lane / 4, t = lane % 4;
+  // Load it, or of its codes the first run. Tokens from num_tokens on, which
+  // are missing, decode to zeros.
+  __device__ __forceinline__ void load(const uint8_t* tile, int num_tokens,
+                                       const Place<Plan>& own) {
+    const int g = own.lane / 4, t = own.lane % 4, part = own.part();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int n = token_of_row(g) + 4 * r;
-      row[r] = tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes + 16 * t;
+      row[r] = tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes +
+               part * (64 * kRuns) + 16 * t;
       if constexpr (ROPE_SIZE != 0) {
-        const uint4 x = *reinterpret_cast<const uint4*>(tile + kRopes +
-                                                        n * ROPE_SIZE + 16 * t);
-        ropes[r][0] = x.x, ropes[r][1] = x.y;
-        ropes[r][2] = x.z, ropes[r][3] = x.w;
+        load_words(ropes[r], tile + kRopes + n * ROPE_SIZE + 16 * t +
+                                 part * (4 * kRopeWords));
         rope_scales[r] = tile[kRopeScales + n * (ROPE_SIZE / 16) + t];
       }
-      const uint8_t* words = tile + kLatentScales + n * (LATENT_RANK / 32);
-      if constexpr (kRuns == 4) {
-        const uint4 x = *reinterpret_cast<const uint4*>(words);
-        scales[r][0] = x.x, scales[r][1] = x.y;
-        scales[r][2] = x.z, scales[r][3] = x.w;
-      } else {
-        const uint2 x = *reinterpret_cast<const uint2*>(words);
-        scales[r][0] = x.x, scales[r][1] = x.y;
-      }
+      load_words(scales[r], tile + kLatentScales + n * (LATENT_RANK / 32) +
+                                part * (4 * kRuns));
     }
 #pragma unroll
-    for (int j = 0; j < (kAll ? kRuns : 1); ++j) load_codes(j);
+    for (int j = 0; j < (Plan::kEarly ? kRuns : 1); ++j) load_codes(j);
+    if (num_tokens < TILE_TOKENS) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (token_of_row(g) + 4 * r < num_tokens) continue;
+#pragma unroll
+        for (int j = 0; j < kRuns; ++j) scales[r][j] = 0;
+        rope_scales[r] = 0;
+      }
+    }
   }
 
   // Bits of all that was loaded, which come when it has.
@@ -170,13 +171,14 @@ struct LaneTile {
 };
 
 // Operands of four steps of the depth, of two words a row: a batch. With a
-// rope the first batch is of that.
+// rope the first batch is of that, which may be shorter.
 using Fragments = uint32_t[16];
 
+template <typename Plan>
 __device__ __forceinline__ void decode_ropes(Fragments& f,
-                                             const LaneTile& taken) {
+                                             const LaneTile<Plan>& taken) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < Plan::kRopeSteps; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t x[2];
@@ -189,8 +191,9 @@ __device__ __forceinline__ void decode_ropes(Fragments& f,
 }
 
 // half: of a run's words, which have one scale.
+template <typename Plan>
 __device__ __forceinline__ void decode_words(Fragments& f,
-                                             const LaneTile& taken,
+                                             const LaneTile<Plan>& taken,
                                              const RunScales (&scales)[2],
                                              int run, int half) {
 #pragma unroll
@@ -209,15 +212,17 @@ __device__ __forceinline__ void decode_words(Fragments& f,
   }
 }
 
-__device__ __forceinline__ RunScales scales_of(const LaneTile& taken, int row,
-                                               int run) {
+template <typename Plan>
+__device__ __forceinline__ RunScales scales_of(const LaneTile<Plan>& taken,
+                                               int row, int run) {
   return RunScales(taken.scales[row][run], 1 + 6 * (threadIdx.x % 4));
 }
 
 // The first batches of a tile, which are decoded while the tensor core still
 // adds the values of the one before it.
+template <typename Plan>
 __device__ __forceinline__ void decode_first(Fragments (&fragments)[2],
-                                             const LaneTile& taken) {
+                                             const LaneTile<Plan>& taken) {
   if constexpr (ROPE_SIZE != 0) decode_ropes(fragments[1], taken);
   const RunScales scales[2] = {scales_of(taken, 0, 0), scales_of(taken, 1, 0)};
   decode_words(fragments[0], taken, scales, 0, 0);

@@ -4,18 +4,17 @@
 // Softmax, and the sum of a step's values: O^T = V^T P^T.
 #pragma once
 
-#include "common/wgmma.cuh"
 #include "latent/layout.cuh"
 
 namespace turbo {
 
 // Tokens' weights, from scores less the references; and store them.
 template <typename Plan>
-__device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
-                                      const float (&exponents)[Plan::kScores],
+__device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
+                                      const float (&exponents)[4 * Plan::kOwn],
                                       uint8_t* target) {
 #pragma unroll
-  for (int n = 0; n < Plan::kBlocks; ++n) {
+  for (int n = 0; n < Plan::kOwn; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float* w = weights + 4 * n + 2 * r;
@@ -28,34 +27,36 @@ __device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
 }
 
 // References of a pair of columns, raised to the largest scores of four warps.
-template <typename Shared>
-__device__ __forceinline__ float2 raised(const Shared& shared, int group,
-                                         int pair, const float4& scaling) {
+template <typename Plan>
+__device__ __forceinline__ float2 raised(const LatentShared<Plan>& shared,
+                                         int set, int pair,
+                                         const float4& scaling) {
   float2 reference = {scaling.z, scaling.w};
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const float2 x = shared.across[group][w][pair];
+    const float2 x = shared.across[set][w][pair];
     reference.x = fmaxf(reference.x, x.x);
     reference.y = fmaxf(reference.y, x.y);
   }
   return reference;
 }
 
-// Raise the references of a warpgroup to the largest scores that are seen, and
-// rescale what is summed so far. The scores become exponents.
+// Raise the references of those that have the same tokens to the largest scores
+// that are seen, and rescale what is summed so far. The scores become
+// exponents.
 template <typename Plan>
 __device__ __forceinline__ void raise(LatentShared<Plan>& shared,
                                       LatentAccumulator<Plan>& acc,
-                                      float (&scores)[Plan::kScores],
-                                      int first_token, int group) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int g = lane / 4, t = lane % 4;
-  const int token = first_token + token_of_row(g);
+                                      float (&scores)[4 * Plan::kOwn],
+                                      int first_token, const Place<Plan>& own) {
+  const int g = own.lane / 4, t = own.lane % 4;
+  const int token = first_token + token_of_row(g), set = own.set();
 #pragma unroll
-  for (int n = 0; n < Plan::kBlocks; ++n) {
-    const float4 scaling = shared.scaling[group][4 * n + t];
+  for (int n = 0; n < Plan::kOwn; ++n) {
+    const int pair = 4 * (own.first_block() + n) + t;
+    const float4 scaling = shared.scaling[set][pair];
     const int2 limits =
-        *reinterpret_cast<const int2*>(&shared.limits[8 * n + 2 * t]);
+        *reinterpret_cast<const int2*>(&shared.limits[2 * pair]);
     float* s = scores + 4 * n;
     s[0] = token < limits.x ? s[0] * scaling.x : -INFINITY;
     s[1] = token < limits.y ? s[1] * scaling.y : -INFINITY;
@@ -67,56 +68,65 @@ __device__ __forceinline__ void raise(LatentShared<Plan>& shared,
       largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, mask));
       largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, mask));
     }
-    if (g == 0) shared.across[group][warp][4 * n + t] = largest;
+    if (g == 0) shared.across[set][own.warp][pair] = largest;
   }
-  sync_threads(1 + group, kGroupThreads);
+  own.sync_set();
 #pragma unroll
   for (int n = 0; n < Plan::kBlocks; ++n) {
-    const float4 scaling = shared.scaling[group][4 * n + t];
-    const float2 reference = raised(shared, group, 4 * n + t, scaling);
+    const float4 scaling = shared.scaling[set][4 * n + t];
+    const float2 reference = raised(shared, set, 4 * n + t, scaling);
     const float rescale[2] = {exp2_approx(scaling.z - reference.x),
                               exp2_approx(scaling.w - reference.y)};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      acc.sum[2 * n + c] *= rescale[c];
 #pragma unroll
-      for (int m = 0; m < kOutputs; ++m) {
+      for (int m = 0; m < Plan::kOutputs; ++m) {
         acc.output[m][4 * n + c] *= rescale[c];
         acc.output[m][4 * n + 2 + c] *= rescale[c];
       }
     }
+  }
+#pragma unroll
+  for (int n = 0; n < Plan::kOwn; ++n) {
+    const int pair = 4 * (own.first_block() + n) + t;
+    const float4 scaling = shared.scaling[set][pair];
+    const float2 reference = raised(shared, set, pair, scaling);
+    acc.sum[2 * n] *= exp2_approx(scaling.z - reference.x);
+    acc.sum[2 * n + 1] *= exp2_approx(scaling.w - reference.y);
     float* s = scores + 4 * n;
     s[0] -= reference.x, s[1] -= reference.y;
     s[2] -= reference.x, s[3] -= reference.y;
   }
-  sync_threads(1 + group, kGroupThreads);
-  if (warp == 0 && g == 0) {
+  own.sync_set();
+  if (own.part() == 0 && own.warp == 0 && g == 0) {
 #pragma unroll
     for (int n = 0; n < Plan::kBlocks; ++n) {
-      float4& scaling = shared.scaling[group][4 * n + t];
-      const float2 reference = raised(shared, group, 4 * n + t, scaling);
+      float4& scaling = shared.scaling[set][4 * n + t];
+      const float2 reference = raised(shared, set, 4 * n + t, scaling);
       scaling.z = reference.x, scaling.w = reference.y;
     }
   }
 }
 
-// Weigh a step's tokens.
+// Weigh a step's tokens, for the columns whose softmax the warpgroup does.
 template <typename Plan>
 __device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
                                            LatentAccumulator<Plan>& acc,
-                                           float (&scores)[Plan::kScores],
+                                           float (&scores)[4 * Plan::kOwn],
                                            const LatentSegment& segment,
-                                           int step, int group, int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first_token = step * kStepTokens + warp * TILE_TOKENS;
+                                           int step, const Place<Plan>& own) {
+  const int g = own.lane / 4, t = own.lane % 4;
+  const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
+  const int first = own.first_block();
   // Token 16 * warp + g of the core matrices, and eight later.
-  uint8_t* weights_target = reinterpret_cast<uint8_t*>(shared.weights[group]) +
-                            (16 * warp + g) * 16 + 4 * t;
-  float exponents[Plan::kScores], weights[Plan::kScores];
+  uint8_t* target =
+      reinterpret_cast<uint8_t*>(shared.weights[own.set()][first]) +
+      (16 * own.warp + g) * 16 + 4 * t;
+  float exponents[4 * Plan::kOwn], weights[4 * Plan::kOwn];
   float above = 0.0f;
 #pragma unroll
-  for (int n = 0; n < Plan::kBlocks; ++n) {
-    const float4 scaling = shared.scaling[group][4 * n + t];
+  for (int n = 0; n < Plan::kOwn; ++n) {
+    const float4 scaling = shared.scaling[own.set()][4 * (first + n) + t];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = fmaf(scores[4 * n + i], i % 2 ? scaling.y : scaling.x,
@@ -125,44 +135,20 @@ __device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
       above = fmaxf(above, x);
     }
   }
-  weigh<Plan>(weights, exponents, weights_target);
+  weigh<Plan>(weights, exponents, target);
   fence_async_proxy();
   const bool is_cut = (step + 1) * kStepTokens > segment.first_limit;
-  if (sync_threads_or(1 + group, kGroupThreads, above > kMaxScore || is_cut)) {
-    raise(shared, acc, scores, first_token, group);
-    weigh<Plan>(weights, scores, weights_target);
+  if (own.sync_set_or(above > kMaxScore || is_cut)) {
+    raise(shared, acc, scores, first_token, own);
+    weigh<Plan>(weights, scores, target);
     fence_async_proxy();
-    sync_threads(1 + group, kGroupThreads);
+    own.sync_set();
   }
 #pragma unroll
-  for (int n = 0; n < Plan::kBlocks; ++n) {
+  for (int n = 0; n < Plan::kOwn; ++n) {
     acc.sum[2 * n] += weights[4 * n] + weights[4 * n + 2];
     acc.sum[2 * n + 1] += weights[4 * n + 1] + weights[4 * n + 3];
   }
-}
-
-// Begin to add a step's values.
-template <typename Plan>
-__device__ __forceinline__ void add_values(LatentShared<Plan>& shared,
-                                           LatentAccumulator<Plan>& acc,
-                                           int group) {
-  const uint32_t values =
-      wgmma_operand(shared_address(shared.values[group]), kValueBytes);
-  const uint32_t weights =
-      wgmma_operand(shared_address(shared.weights[group]), 128);
-  wgmma_fence();
-#pragma unroll
-  for (int m = 0; m < kOutputs; ++m) {
-#pragma unroll
-    for (int k = 0; k < kStepTokens / 16; ++k) {
-      wgmma_shared(acc.output[m],
-                   wgmma_descriptor(values + (m * kValueBytes + k * 2048) / 16,
-                                    wgmma_layout<1>(1024)),
-                   wgmma_descriptor(weights + k * 256 / 16,
-                                    wgmma_layout<0>(16 * kStepTokens)));
-    }
-  }
-  wgmma_commit();
 }
 
 }  // namespace turbo
