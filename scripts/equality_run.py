@@ -169,11 +169,15 @@ def built_kernels(log: Path) -> dict[str, int]:
     return dict(Counter(" ".join(found) for found in re.findall(pattern, text)))
 
 
+# What a layer's start line says last before its kernels: MLA's has a rotary key.
+_LAST_SAID = r"\b(?:head size|rotary): [^;)]*; "
+
+
 def used_kernels(log: Path) -> set[str]:
     """Returns whose kernels the engine said at its start that its layers take."""
     text = log.read_text(errors="replace")
-    said = re.findall(r"KV cache \w+: .*head size: .*", text)
-    return set(re.findall(r"head size: [^;)]*; (\w+)", "\n".join(said)))
+    said = re.findall(r"KV cache \w+: .*(?:head size|rotary): .*", text)
+    return set(re.findall(_LAST_SAID + r"(\w+)", "\n".join(said)))
 
 
 def window_lengths(log: Path) -> set[int]:
@@ -190,7 +194,7 @@ def kernel_reasons(log: Path) -> list[str]:
     """
     text = log.read_text(errors="replace")
     said = re.findall(r"Turbo KV cache: (\w+ kernels, because .*)", text)
-    said += re.findall(r"\bhead size: [^;)]*; (\w+ kernels, because .*?)\)", text)
+    said += re.findall(_LAST_SAID + r"(\w+ kernels, because .*?)\)", text)
     return list(dict.fromkeys(said))
 
 
