@@ -63,7 +63,7 @@ ATTENTION = re.compile(
     r"turbo::|_(store|decode|extend|merge|isolate|window|rotate_query|weigh_by_sinks)"
     r"_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
     r"prepare_varlen|scaled_fp8_quant|_attn_packed|cache_int4|hadamard|per_token_head|"
-    r"_latent_kernel|concat_and_cache_mla|mla_(combine|decod|metadata)"
+    r"_latent_kernel|concat_and_cache_mla|mla_(combine|metadata)"
 )
 # Of states, not of keys: they have "flash" or "decode" in their names, too.
 NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)

@@ -309,14 +309,21 @@ class FlashMLAArm(PlainArm):
 
 
 class TritonArm(PlainArm):
-    """TRITON_MLA, what GPUs before Hopper have; with one query token."""
+    """TRITON_MLA, what GPUs before Hopper have: query tokens are sequences of it."""
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of each query token's sequence, and how many tokens it sees."""
+        batch, count = self.batch, self.batch.shape.query_len
+        last = torch.arange(1 - count, 1, dtype=torch.int32, device=batch.device)
+        seen = (batch.seq_lens.unsqueeze(1) + last).flatten()
+        return batch.block_table.repeat_interleave(count, dim=0), seen
 
     @cached_property
     def scratch(self) -> tuple[torch.Tensor, ...]:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.backends.mla.triton_mla import _compute_num_kv_splits
 
-        assert self.batch.shape.query_len == 1, "one query token"
         rows, heads, _ = self.batch.query.shape
         splits = _compute_num_kv_splits(self.batch.max_seq_len, num_compute_units(0))
         device = self.batch.device
@@ -330,6 +337,7 @@ class TritonArm(PlainArm):
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
         output, lse, logits = self.scratch
+        block_table, seq_lens = self.rows
         pages = self.pages.unsqueeze(2)
         decode_attention_fwd(
             self.batch.query,
@@ -337,8 +345,8 @@ class TritonArm(PlainArm):
             pages[..., :RANK],
             output,
             lse,
-            self.batch.block_table,
-            self.batch.seq_lens,
+            block_table,
+            seq_lens,
             logits,
             logits.shape[2],
             self.batch.shape.scale,
