@@ -29,6 +29,10 @@ def register() -> list[str]:
     # A native CPU build registers its ops on this import; look only after it.
     current_platform.import_kernels()
     registered = register_missing()
+    if "cpu_attention_with_kv_cache" in registered:
+        from vllm_turbo_cpu_standins.attention import serve_any_cpu
+
+        serve_any_cpu()
     if "mamba_chunk_scan_fwd_cpu" in registered:
         from vllm_turbo_cpu_standins.states import keep_states_of_chunks
 

@@ -11,6 +11,32 @@ import torch
 PLAIN_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
+def serve_any_cpu() -> None:
+    """Has vLLM's CPU attention begin with packed caches on CPUs without AVX-512 or AMX.
+
+    Its native ops take these instructions for FP8, and it takes every quantised cache
+    dtype for that, of layers that are not packed, too. The ops below take none.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
+    isa_of = cpu_attn._get_attn_isa
+    if getattr(isa_of, "serves_any_cpu", False):
+        return
+
+    def isa_of_plain(
+        dtype: torch.dtype,
+        block_size: int,
+        head_size: int | None = None,
+        kv_cache_dtype: str | None = None,
+    ) -> str:
+        # Of heads that FP8 does not take vLLM says so.
+        refused = head_size is not None and head_size % 32 != 0
+        return isa_of(dtype, block_size, head_size, kv_cache_dtype if refused else None)
+
+    isa_of_plain.serves_any_cpu = True  # type: ignore[attr-defined]
+    cpu_attn._get_attn_isa = isa_of_plain
+
+
 def get_scheduler_metadata(
     num_req: int,
     num_heads_q: int,

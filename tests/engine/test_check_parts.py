@@ -29,6 +29,9 @@ ROOT = SCRIPTS.parent
 MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = ROOT / "tests" / "quality" / "heldout.txt"
 BIG = 150_000
+# Of the logarithm of an fp32 sum of so many: additions round by 2**-24 at most, and
+# roundings add up as their number's root. AVX2's order comes to a seventh of it.
+SUM_ERROR = 4 * BIG**0.5 * 2.0**-24
 
 
 def row(arm: str, kl: float = 0.001, **fields: Any) -> dict[str, Any]:
@@ -367,11 +370,16 @@ def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (found["reference"]["ids"] == ids).all()
         for name, x in full.items():
             expected = records(x, ids, np.array([11, 22]))
-            for part, values in expected.items():
-                # fp32 sums over so many are off by 5e-6 in all outcomes.
-                np.testing.assert_allclose(
-                    found[name][part], values, rtol=1e-6, atol=1e-5
-                )
+            assert (found[name]["top"] == expected["top"]).all()
+            off = found[name]["logprobs"] - expected["logprobs"]
+            # The sum over all outcomes is fp32's, in an order that the CPU's vectors
+            # decide, and moves all of them alike; what is left is a sum of its own.
+            shift = off.mean(-1)
+            assert max(np.abs(shift).max(), np.abs(off[..., -1]).max()) <= SUM_ERROR
+            assert np.abs(off[..., :-1] - shift[..., None]).max() <= 2e-6
+            assert (
+                np.abs(found[name]["target"] - expected["target"] - shift).max() <= 2e-6
+            )
 
 
 def test_thresholds_are_those_of_the_readme():

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from vllm_turbo_cpu_standins import registry
+from vllm_turbo_cpu_standins.attention import serve_any_cpu
+
+from vllm.v1.attention.backends import cpu_attn
 
 NAMESPACE = "turbo_standins_test"
 
@@ -29,6 +32,23 @@ def test_registers_only_what_is_missing():
     assert ops.greedy_argmax(torch.tensor([[0.0, 1.0]])).tolist() == [0.0]
     assert registry.register_missing(NAMESPACE) == []
     ops.init_cpu_memory_env([0])
+
+
+@pytest.mark.parametrize("has_avx512", [True, False])
+def test_attention_begins_on_any_cpu(monkeypatch, has_avx512: bool):
+    """Whatever its instructions: dtypes that vLLM takes for FP8, and heads that FP8
+    does not take.
+    """
+    cpu = torch.cpu
+    monkeypatch.setattr(cpu, "_is_avx512_supported", lambda: has_avx512)
+    monkeypatch.setattr(cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", cpu_attn._get_attn_isa)
+    serve_any_cpu()
+    for cache_dtype in ("auto", "fp8", "turbo4"):
+        isa = cpu_attn._get_attn_isa(torch.bfloat16, 32, 64, cache_dtype)
+        assert isa in ("vec", "neon")
+    with pytest.raises(NotImplementedError, match="divisible by 32"):
+        cpu_attn._get_attn_isa(torch.bfloat16, 32, 80, "fp8")
 
 
 def test_slot_mapping_follows_each_sequences_blocks(ops):

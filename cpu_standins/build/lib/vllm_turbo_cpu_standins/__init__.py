@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""PyTorch stand-ins for the native CPU ops that vLLM's GPU wheel lacks."""
+
+import os
+
+
+def register() -> list[str]:
+    """Registers the missing ops, if vLLM runs on its CPU platform.
+
+    Where Triton's interpreter runs the kernels, it is made quicker.
+
+    vLLM calls this once in every process; a second call finds nothing missing.
+
+    Returns:
+        The names registered by this call.
+
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from vllm_turbo_cpu_standins.registry import register_missing
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_turbo_cpu_standins.interpreter import quicken
+
+        quicken()
+    # A native CPU build registers its ops on this import; look only after it.
+    current_platform.import_kernels()
+    registered = register_missing()
+    if "cpu_attention_with_kv_cache" in registered:
+        from vllm_turbo_cpu_standins.attention import serve_any_cpu
+
+        serve_any_cpu()
+    if "mamba_chunk_scan_fwd_cpu" in registered:
+        from vllm_turbo_cpu_standins.states import keep_states_of_chunks
+
+        keep_states_of_chunks()
+    if "chunk_gated_delta_rule_cpu" in registered:
+        from vllm_turbo_cpu_standins.delta_nets import serve_fp32
+
+        serve_fp32()
+    return registered

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Builds CUDA modules for the emulated GPU with the C++ compiler, and loads them.
+
+The compiler is asked to call the emulator before each access to memory, as it would a
+sanitizer: see src/hooks.cc. What has been built stays in a cache.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+import tvm_ffi
+from filelock import FileLock
+
+from vllm_turbo_cpu_standins.cuda.translate import translate
+
+_HERE = Path(__file__).parent
+_INCLUDE_DIR, _RUNTIME_DIR = _HERE / "include", _HERE / "src"
+# The bytes are exact: no multiply-add may be fused but by name. Sources cast pointers.
+_FLAGS = (
+    "-std=c++20",
+    "-fPIC",
+    "-g1",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-gnu-unique",
+    "-fno-semantic-interposition",
+    "-U_FORTIFY_SOURCE",
+    "-w",
+)
+_MODULE_FLAGS = (
+    "-O1",
+    "-fsanitize=thread,alignment,bounds",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+_LINKING = ("-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined")
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+_PC = re.compile(r"\[pc (0x[0-9a-f]+)\]")
+# Frames of inlined functions that a message has.
+_MAX_FRAMES = 6
+
+
+class CannotBuildError(RuntimeError):
+    """A module does not compile for the emulated GPU."""
+
+
+def cache_dir() -> Path:
+    """Where what was built stays."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "vllm-turbo-emulator"
+
+
+def compiler() -> str | None:
+    """The C++ compiler, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(arguments: Sequence[str | Path], target: Path) -> Path:
+    """Run the compiler for a target, which is there whole or not at all."""
+    command = compiler()
+    if command is None:
+        raise CannotBuildError("there is no C++ compiler: install g++, or set CXX")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        done = subprocess.run(
+            [command, *map(str, arguments), "-o", str(made)],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise CannotBuildError(f"{target.name}:\n{done.stderr}")
+        made.replace(target)
+    return target
+
+
+def _include_flags(*folders: Path) -> list[str]:
+    return [
+        *(f"-I{folder}" for folder in folders),
+        f"-I{_INCLUDE_DIR}",
+        *(f"-isystem{path}" for path in tvm_ffi.libinfo.include_paths()),
+    ]
+
+
+@cache
+def _own_text() -> str:
+    """What the emulator itself is made of."""
+    files = sorted([*_INCLUDE_DIR.rglob("*.h"), *_RUNTIME_DIR.iterdir()])
+    return "\0".join(path.read_text() for path in files)
+
+
+@cache
+def runtime() -> Path:
+    """The emulator's library, which modules share.
+
+    It is one of its own: what it has of the standard library must not be what modules
+    have, whose accesses to memory are looked at.
+    """
+    folder = cache_dir() / f"runtime-{_digest([*_FLAGS, _own_text()])}"
+    library = folder / "libturbo_emulator.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not library.exists():
+            sources = sorted(_RUNTIME_DIR.glob("*.cc"))
+            flags = [*_FLAGS, "-O2", *_LINKING, *_include_flags(_RUNTIME_DIR)]
+            _compile([*flags, *sources], library)
+    return library
+
+
+def _with_included(source: Path, source_dir: Path) -> list[Path]:
+    """A source, what it includes of a folder, and what that does."""
+    found, unread = {source}, [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop().read_text()):
+            path = source_dir / name
+            if path.is_file() and path not in found:
+                found.add(path)
+                unread.append(path)
+    return sorted(found)
+
+
+def translated(source: Path, source_dir: Path) -> Path:
+    """A CUDA source and what it includes as C++, in a folder of the cache.
+
+    Others of its folder may have instructions that the emulator does not know.
+    """
+    paths = _with_included(source, source_dir)
+    texts = {path: translate(path.read_text(), path) for path in paths}
+    target = cache_dir() / f"sources-{_digest(texts.values())}"
+    if not target.exists():
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+            made = Path(scratch) / "sources"
+            for path, text in texts.items():
+                place = made / path.relative_to(source_dir)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text)
+            try:
+                made.replace(target)
+            except OSError:
+                if not target.exists():
+                    raise
+    return target
+
+
+def build(
+    source: Path,
+    source_dir: Path,
+    name: str,
+    headers: dict[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> Path:
+    """Build a module, if that has not been done.
+
+    Args:
+        source: The file that is compiled.
+        source_dir: The folder that it and what it includes is in.
+        name: Of the module.
+        headers: Texts of headers that it includes beside these, by name.
+        flags: Macros; others are nvcc's, and left out.
+
+    Returns:
+        The shared library.
+
+    Raises:
+        CannotBuildError: With the compiler's words.
+
+    """
+    sources = translated(source, source_dir)
+    headers = headers or {}
+    macros = [flag for flag in flags if flag.startswith("-D")]
+    parts = [*_FLAGS, *_MODULE_FLAGS, *macros, _own_text(), str(sources), source.name]
+    digest = _digest([*parts, *headers, *headers.values()])
+    folder = cache_dir() / f"{name}-{digest}"
+    library = folder / f"{name}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    # Whoever comes second has nothing to do.
+    with FileLock(folder / "lock"):
+        if library.exists():
+            return library
+        for header, text in headers.items():
+            (folder / header).write_text(text)
+        place = sources / source.relative_to(source_dir)
+        flags = [*_FLAGS, *_MODULE_FLAGS, *macros, *_include_flags(sources, folder)]
+        module = _compile([*flags, "-x", "c++", "-c", place], folder / f"{name}.o")
+        # Linked without the sanitizers' own libraries.
+        linking = [*_LINKING, f"-Wl,-rpath,{runtime().parent}"]
+        ffi = tvm_ffi.libinfo.find_libtvm_ffi()
+        return _compile([*linking, module, runtime(), ffi], library)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor begins, and its bytes, gaps included."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), 0
+    strides = zip(tensor.shape, tensor.stride())
+    last = sum((size - 1) * stride for size, stride in strides)
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def _with_lines(message: str, library: Path) -> str:
+    """A message with source lines in place of an address of the library's."""
+
+    def lines(match: re.Match[str]) -> str:
+        # The address is that after the call.
+        address = hex(int(match[1], 16) - 1)
+        command = ["addr2line", "-C", "-i", "-f", "-s", "-e", str(library), address]
+        try:
+            output = subprocess.run(command, capture_output=True, text=True).stdout
+        except OSError:
+            return match[0]
+        words = output.splitlines()
+        frames = [
+            f"\n  in {function} ({place})"
+            for function, place in zip(words[::2], words[1::2])
+        ]
+        return "".join(frames[:_MAX_FRAMES])
+
+    return _PC.sub(lines, message)
+
+
+def load(library: Path, function: str) -> Callable[..., None]:
+    """A function of a library that was built.
+
+    Its tensors are on the CPU, and kernels may touch no others. It raises what the
+    host code does, and RuntimeError where a kernel goes wrong.
+    """
+    import ctypes
+
+    module = tvm_ffi.load_module(str(library))
+    entry = module.get_function(function)
+    handle = ctypes.CDLL(str(runtime()))
+    permit, forbid_all = handle.turbo_emulator_permit, handle.turbo_emulator_forbid_all
+    permit.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def call(*arguments: object) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                permit(*_extent(argument))
+        try:
+            entry(*arguments)
+        except RuntimeError as error:
+            message = _with_lines(str(error), library)
+            if message == str(error):
+                raise
+            raise RuntimeError(message) from error
+        finally:
+            forbid_all()
+
+    return call

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A plugin for pytest, under which the tests' CUDA kernels run on the emulated GPU:
+`-p vllm_turbo_cpu_standins.cuda.plugin`.
+
+Of the tests a few are selected, each of which takes seconds; `--all-emulated` has all
+run that can be.
+"""
+
+import os
+import re
+
+import pytest
+
+# The tests' own switch: they are imported after this.
+os.environ["TURBO_CUDA_EMULATION"] = "1"
+
+# One layout with an offset of K, the store of another, of three bits, and one whose
+# tiles are shared by warps. Each module of kernels takes the compiler seconds, so there
+# are few.
+_SELECTED = re.compile(
+    r"""test_cuda_(
+    store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
+    |store\.py::test_(partial_blocks\[(0|17)-4|rotated_query\[bf16-128)-turbo4\]
+    |multi\.py::test_against_reference\[newest-8-3-turbo4-512-cuda\]
+    |merge\.py::test_against_fp64\[\[64,.*-64-(2|8)-True-bf16-128\]
+    |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
+    |offset\.py::test_decodes\[3-4-newest-bf16-turbo4-128\]
+    |offset\.py::test_extends\[7-stored-fp16-turbo4-128\]
+    |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]
+    |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
+    |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
+    |window\.py::test_(tokens_that|a_prefix|no_row)
+    |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
+    |window\.py::test_sliding_window\[turbo4-128-offset-8-cuda-20\]
+    |merge_parts\.py::test_parts\[8-(64|256)\]
+    |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]
+    |sliding_window\.py::test_decodes\[(3-4|1-5)-17-newest-turbo4-128\]
+    |sliding_window\.py::test_offsets\[261-stored-cuda-turbo4-128\]
+    |soft_cap\.py::test_windows_and_sinks\[17-newest-cuda-turbo4-128\]
+    |sliding_window\.py::test_scores_far_below_zero\[extend\]
+    |sliding_window\.py::test_sinks_beside_offsets\[17-newest-extend\]
+    |latent_gather\.py::test_gather_equals.*\[(576-bf16-turbo4|320-fp16-turbo3)\]
+    |latent_store\.py::test_bytes_equal.*\[(1-bf16-576-turbo4|4-fp16-320-turbo3)\]
+    |latent_decode\.py::test_plans\[(8|64)-
+    |latent_decode\.py::test_query_tokens_see
+    |latent_decode\.py::test_layouts\[40-dtype1-320\]
+    )""",
+    re.VERBOSE,
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the choice between some of the tests and all."""
+    parser.addoption(
+        "--all-emulated", action="store_true", help="all tests of CUDA kernels"
+    )
+
+
+def pytest_configure() -> None:
+    """Installs the emulated GPU, before tests are imported."""
+    from vllm_turbo_cpu_standins.cuda.device import install
+
+    install()
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves the tests that are selected."""
+    if config.getoption("--all-emulated"):
+        return
+    chosen = [item for item in items if _SELECTED.search(item.nodeid)]
+    config.hook.pytest_deselected(items=[x for x in items if x not in chosen])
+    items[:] = chosen

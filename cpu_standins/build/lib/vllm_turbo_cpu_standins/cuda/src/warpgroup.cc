@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Barriers in shared memory, bulk copies and products of warpgroups.
+#include "emulator/warpgroup.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "emulator/numbers.h"
+#include "state.h"
+
+namespace emulator {
+namespace {
+
+struct SharedBarrier {
+  int arrivals, pending;
+  int64_t bytes = 0;
+  int phase = 0;
+};
+std::map<uint32_t, SharedBarrier> shared_barriers;
+
+// A warp's part of a product, by lanes.
+struct WarpProduct {
+  GroupProduct lanes[kWarpSize];
+};
+struct WarpProducts {
+  std::vector<std::vector<WarpProduct>> groups;
+  std::vector<WarpProduct> open_group;
+};
+std::vector<WarpProducts> warp_products;
+
+SharedBarrier& barrier_at(const Site& site, uint32_t address) {
+  const auto found = shared_barriers.find(address);
+  if (found == shared_barriers.end()) fail(site, "no barrier was made there");
+  return found->second;
+}
+
+void end_phase_if_complete(uint32_t address) {
+  SharedBarrier& barrier = shared_barriers[address];
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.arrivals;
+  barrier.phase ^= 1;
+  wake_waiting(address);
+}
+
+uint32_t address_of(uint64_t descriptor) {
+  return uint32_t(descriptor & 0x3FFF) << 4;
+}
+uint32_t leading_of(uint64_t descriptor) {
+  return uint32_t(descriptor >> 16 & 0x3FFF) << 4;
+}
+uint32_t stride_of(uint64_t descriptor) {
+  return uint32_t(descriptor >> 32 & 0x3FFF) << 4;
+}
+bool is_swizzled(uint64_t descriptor) { return descriptor >> 62 == 1; }
+
+double half_at(const Site& site, uint32_t address) {
+  uint16_t bits;
+  std::memcpy(&bits, shared_pointer(site, address, 2), 2);
+  return half_to_float(bits);
+}
+
+// A of shared memory has its rows contiguous, 64 of them in 128 bytes of which
+// the 16-byte chunks are swizzled.
+double a_at(const Site& site, uint64_t descriptor, int row, int k) {
+  if (!is_swizzled(descriptor)) fail(site, "A is not swizzled by 128 bytes");
+  const uint32_t place = address_of(descriptor) +
+                         k / 8 * stride_of(descriptor) + k % 8 * 128 + row * 2;
+  return half_at(site, place ^ (place >> 7 & 7) << 4);
+}
+
+// B is of core matrices, each of 8 times 16 bytes; the leading offset is along
+// the depth, for what has been tried on a GPU.
+double b_at(const Site& site, uint64_t descriptor, bool depth_is_contiguous,
+            int k, int column) {
+  if (is_swizzled(descriptor)) fail(site, "B is swizzled");
+  const int inner = depth_is_contiguous ? column % 8 * 16 + k % 8 * 2
+                                        : k % 8 * 16 + column % 8 * 2;
+  return half_at(site, address_of(descriptor) + inner +
+                           k / 8 * leading_of(descriptor) +
+                           column / 8 * stride_of(descriptor));
+}
+
+void multiply(const Site& site, const WarpProduct& product, int warp) {
+  constexpr int kDepth = 16;
+  const GroupProduct& any = product.lanes[0];
+  double a[16][kDepth];
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < kDepth; ++k) {
+      if (any.a_in_registers) {
+        const uint32_t word =
+            product.lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+        a[row][k] = half_to_float(uint16_t(word >> (k % 2 * 16)));
+      } else {
+        a[row][k] = a_at(site, any.a_descriptor, 16 * warp + row, k);
+      }
+    }
+  }
+  for (int column = 0; column < 2 * any.num_numbers; ++column) {
+    double b[kDepth];
+    for (int k = 0; k < kDepth; ++k)
+      b[k] = b_at(site, any.b_descriptor, any.a_in_registers, k, column);
+    for (int row = 0; row < 16; ++row) {
+      float& d = *product.lanes[row % 8 * 4 + column % 8 / 2]
+                      .d[column / 8 * 4 + row / 8 * 2 + column % 2];
+      double sum = any.adds ? d : 0.0;
+      for (int k = 0; k < kDepth; ++k) sum += a[row][k] * b[k];
+      d = float(sum);
+    }
+  }
+}
+
+WarpProducts& own_products() { return warp_products[current / kWarpSize]; }
+
+struct Wait {
+  const Site* site;
+  int pending;
+};
+
+}  // namespace
+
+void begin_block_warpgroups() {
+  shared_barriers.clear();
+  warp_products.assign((block.threads.size() + kWarpSize - 1) / kWarpSize, {});
+}
+
+void init_barrier(const Site& site, uint32_t address, int arrivals) {
+  shared_pointer(site, address, 8);
+  shared_barriers[address] = {arrivals, arrivals};
+}
+
+void expect_bytes(const Site& site, uint32_t address, int bytes) {
+  SharedBarrier& barrier = barrier_at(site, address);
+  if (barrier.pending == 0) fail(site, "more arrive than were to");
+  --barrier.pending;
+  barrier.bytes += bytes;
+  end_phase_if_complete(address);
+}
+
+void wait_barrier(const Site& site, uint32_t address, int parity) {
+  while (barrier_at(site, address).phase == parity)
+    wait_at("barrier in shared memory ", address, site);
+}
+
+void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
+               uint32_t barrier) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
+    fail(site, "copies what is no multiple of 16 bytes");
+  uint8_t* place = shared_pointer(site, target, 16);
+  for (int i = 0; i < bytes; i += 16) {
+    check({.p = static_cast<const uint8_t*>(source) + i,
+           .bytes = 16,
+           .writes = false});
+  }
+  std::memcpy(place, source, bytes);
+  barrier_at(site, barrier).bytes -= bytes;
+  end_phase_if_complete(barrier);
+}
+
+void multiply_group(const Site& site, GroupProduct& product) {
+  together("wgmma", site, kAllLanes, &product,
+           [](void* const(&operands)[kWarpSize]) {
+             WarpProduct all;
+             for (int lane = 0; lane < kWarpSize; ++lane)
+               all.lanes[lane] = *static_cast<GroupProduct*>(operands[lane]);
+             own_products().open_group.push_back(all);
+           });
+}
+
+void commit_products() {
+  if (current % kWarpSize != 0) return;
+  WarpProducts& own = own_products();
+  own.groups.push_back(std::move(own.open_group));
+  own.open_group.clear();
+}
+
+void wait_products(const Site& site, int pending) {
+  Wait wait = {&site, pending};
+  together("wgmma.wait", site, kAllLanes, &wait,
+           [](void* const(&operands)[kWarpSize]) {
+             const Wait& wait = *static_cast<Wait*>(operands[0]);
+             auto& groups = own_products().groups;
+             while (int(groups.size()) > wait.pending) {
+               for (const WarpProduct& product : groups.front())
+                 multiply(*wait.site, product, current / kWarpSize % 4);
+               groups.erase(groups.begin());
+             }
+           });
+}
+
+namespace ptx {
+
+void store_matrices(void* const (&lanes)[kWarpSize]) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int row = 0; row < 8; ++row) {
+      uint8_t* to = static_cast<StoredMatrices*>(lanes[8 * matrix + row])->row;
+      for (int t = 0; t < 4; ++t) {
+        std::memcpy(
+            to + 4 * t,
+            &static_cast<StoredMatrices*>(lanes[4 * row + t])->a[matrix], 4);
+      }
+    }
+  }
+}
+
+}  // namespace ptx
+}  // namespace emulator

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Stand-ins for the ops of quantised weights, and for a kernel that has none."""
+
+import torch
+
+BLOCK_N = 16
+BITS = 4
+
+
+def gemm_wna16(
+    input: torch.Tensor,
+    q_weight: torch.Tensor,
+    output: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    pack_factor: int,
+    isa_hint: str,
+) -> None:
+    """Writes `input @ weight + bias` into `output`, the weight being of 4 bits.
+
+    Args:
+        input: [m, k].
+        q_weight: int32 [n / 16, k * 16 / 8]: of 16 columns a row of k, the first in
+            the lowest bits.
+        output: [m, n].
+        scales: [groups, n]; a group is of consecutive k.
+        zeros: int32 [groups, n / 8], the codes that stand for zero; None if all are 8.
+        bias: [n], or None.
+        pack_factor: Codes an int32: 8.
+        isa_hint: Ignored; but for "vec" a native op has operands in another order.
+
+    """
+    if pack_factor != 32 // BITS:
+        raise NotImplementedError(f"the CPU stand-ins have no {pack_factor} codes")
+    k = input.shape[1]
+    codes = _unpack(q_weight.view(-1, k, BLOCK_N // pack_factor))
+    weight = codes.transpose(0, 1).reshape(k, -1).float()
+    num_groups, n = scales.shape
+    offset = torch.tensor(8.0) if zeros is None else _unpack(zeros).float()[:, None]
+    weight = (weight.view(num_groups, -1, n) - offset) * scales.float()[:, None]
+    # Rounded as the native op does before it multiplies.
+    weight = weight.view(k, n).to(input.dtype)
+    product = input.float() @ weight.float()
+    if bias is not None:
+        product += bias.float()
+    output.copy_(product)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of int32s, the lowest bits first, along the last dimension."""
+    shifts = torch.arange(0, 32, BITS, dtype=torch.int32)
+    return ((packed[..., None] >> shifts) & (2**BITS - 1)).flatten(-2)
+
+
+def static_scaled_fp8_quant(
+    result: torch.Tensor,
+    input: torch.Tensor,
+    scale: torch.Tensor,
+    group_shape: list[int] | None = None,
+) -> None:
+    """Writes `input / scale` into `result`, saturated.
+
+    Args:
+        result: FP8, as `input` or with more rows, which stay as they are.
+        input: [..., hidden size].
+        scale: fp32 of one element.
+        group_shape: Must be None: a scale is the whole tensor's.
+
+    """
+    if scale.numel() != 1 or group_shape is not None:
+        raise NotImplementedError("the CPU stand-ins have FP8 scales of whole tensors")
+    largest = torch.finfo(result.dtype).max
+    scaled = (input.float() / scale.float().reshape(())).clamp(-largest, largest)
+    rows = result.view(-1, result.shape[-1])
+    scaled = scaled.view(-1, result.shape[-1])
+    rows[: len(scaled)] = scaled.to(result.dtype)
+
+
+def emulate_nvfp4() -> None:
+    """Lets layers of NVFP4 have vLLM's emulation, which runs anywhere but is not
+    listed for a CPU.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    linear._POSSIBLE_NVFP4_KERNELS.setdefault(
+        PlatformEnum.CPU, [linear.EmulationNvFp4LinearKernel]
+    )
