@@ -313,6 +313,7 @@ def test_pictures(folder: Path, name: str):
     assert all(dtype in text for dtype in TURBO_DTYPES)
 
 
+@pytest.mark.matrix
 def test_latents_of_mla(tmp_path: Path):
     """They are measured as K and V are, by the backends that serve them."""
     model = write_family(tmp_path / "model", "deepseek_v2")
