@@ -3,14 +3,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
-# models|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|check|
-# memory|soak|restarts]...
+# models|offload|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|
+# check|memory|soak|restarts]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
-# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
+# OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
 # DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
 # RESTARTS_ARGS.
 #
@@ -34,7 +34,9 @@
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
 # names: layers with windows, sinks, states or larger heads. With --quantization awq its
 # weights have 4 bits; --parts prefix [--prefix-match-unit 16] has chats go on instead, and
-# says what they found in the prefix cache. pictures draws what is in $OUT, and alone needs
+# says what they found in the prefix cache. offload copies pages to the host's memory and
+# back, restores prompts from there, and times decoding in the layouts that suit copies:
+# it starts three engines side by side, which need 90 GB. pictures draws what is in $OUT, and alone needs
 # neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
@@ -63,12 +65,13 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend mla profile engine throughput models pictures serve quality lab \
+  bench extend mla profile engine throughput models offload pictures serve quality lab \
   latents equality families checkpoints check memory soak restarts
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
-    profile | throughput | models | pictures | serve | quality | lab | latents) ;;
+    profile | throughput | models | offload | pictures | serve | quality | lab) ;;
+    latents) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -193,6 +196,15 @@ throughput() {
     --output "$out/engine.jsonl" --logs "$out/engine-logs" "$@"
 }
 
+offload() {
+  "$python" benchmarks/turbo_offload.py --together "$out/offload-turns" \
+    --kv-cache-memory-bytes 8589934592 \
+    --output "$out/offload.jsonl" --logs "$out/offload-logs" "$@" &&
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py --rounds 50 \
+      --shapes 32x32768x32x8x128 --arms turbo4 turbo4_BLHNC turbo4_BHLNC \
+      --output "$out/offload_layouts.jsonl"
+}
+
 models() {
   "$python" benchmarks/turbo_models.py \
     --output "$out/models.jsonl" --logs "$out/models-logs" "$@"
@@ -284,6 +296,7 @@ for section; do
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
     models) arguments=${MODELS_ARGS:-} ;;
+    offload) arguments=${OFFLOAD_ARGS:-} ;;
     pictures) arguments=${PICTURES_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;

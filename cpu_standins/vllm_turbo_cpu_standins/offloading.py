@@ -10,6 +10,7 @@ is copied, where and when stays vLLM's.
 import ctypes
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ def memcpy_batch(dsts: int, srcs: int, sizes: int, count: int, *rest: Any) -> in
     return 0
 
 
+@cache
 def emulate_offloading() -> None:
     """Lets OffloadingConnector and SimpleCPUOffloadConnector run on a CPU."""
     from vllm import _custom_ops
@@ -128,18 +130,23 @@ def emulate_offloading() -> None:
         worker,
     )
 
+    make_worker = gpu_worker.CPUOffloadingWorker.__init__
+
+    def make(worker: Any, kv_caches: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [
+            replace(each, tensor=each.tensor.as_subclass(Pages))
+            for each in kv_caches.tensors
+        ]
+        make_worker(worker, replace(kv_caches, tensors=tensors), *args, **kwargs)
+
     def get_worker(spec: CPUOffloadingSpec, kv_caches: Any) -> Any:
         # vLLM's own asks for a GPU first.
         if spec._worker is None:
-            tensors = [
-                replace(each, tensor=each.tensor.as_subclass(Pages))
-                for each in kv_caches.tensors
-            ]
-            kv_caches = replace(kv_caches, tensors=tensors)
             spec._worker = spec.create_worker(kv_caches)
         return spec._worker
 
     host = HostTorch()
+    gpu_worker.CPUOffloadingWorker.__init__ = make
     for module in (gpu_worker, copy_backend, disk_backend, worker):
         module.torch = host
     _custom_ops.swap_blocks_batch = swap_blocks_batch
