@@ -4,7 +4,7 @@
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
 # models|offload|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|
-# check|memory|soak|restarts]...
+# check|memory|soak|restarts|transfers]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
@@ -12,7 +12,7 @@
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
 # OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
 # DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
-# RESTARTS_ARGS.
+# RESTARTS_ARGS, TRANSFERS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -36,15 +36,17 @@
 # weights have 4 bits; --parts prefix [--prefix-match-unit 16] has chats go on instead, and
 # says what they found in the prefix cache. offload copies pages to the host's memory and
 # back, restores prompts from there, and times decoding in the layouts that suit copies:
-# it starts three engines side by side, which need 90 GB. pictures draws what is in $OUT, and alone needs
-# neither a GPU nor vLLM.
+# it starts three engines side by side, which need 90 GB. pictures draws what is in $OUT,
+# and alone needs neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
 # pipeline_parallel expert_parallel data_parallel", too. dcp needs two GPUs, and runs if
 # it is named: answers where ranks share sequences, how many tokens they hold, and what a
 # step takes of a model with one KV head, with that and without, in the shapes that
-# DCP_ARGS has. families holds CUDA's kernels to
+# DCP_ARGS has. transfers needs two GPUs and NIXL, and runs if it is named, too: answers
+# where one engine goes on from another's pages, also of other tensor-parallel sizes, and
+# what a prompt takes from the one to the other, beside bf16's. families holds CUDA's kernels to
 # Triton's on seeded models with windows, sinks, a soft cap, shared caches, chunks and
 # states. checkpoints has AWQ, GPTQ, compressed-tensors, FP8 and ModelOpt, with and
 # without experts, which are 52 starts of an engine. check runs scripts/check_model.py on
@@ -71,7 +73,7 @@ for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
     profile | throughput | models | offload | pictures | serve | quality | lab) ;;
-    latents) ;;
+    latents | transfers) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -282,6 +284,11 @@ restarts() {
     --output "$out/restarts.jsonl" --logs "$out/restarts-logs" "$@"
 }
 
+transfers() {
+  "$python" benchmarks/turbo_transfers.py \
+    --output "$out/transfers.jsonl" --logs "$out/transfers-logs" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -310,6 +317,7 @@ for section; do
     memory) arguments=${MEMORY_ARGS:-} ;;
     soak) arguments=${SOAK_ARGS:-} ;;
     restarts) arguments=${RESTARTS_ARGS:-} ;;
+    transfers) arguments=${TRANSFERS_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"

@@ -240,6 +240,7 @@ SECTIONS = {
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
     "restarts": "scripts/soak_server.py",
+    "transfers": "benchmarks/turbo_transfers.py",
 }
 # What those start whose output a shell writes to $OUT.
 TOLD_BY_SHELL = ("kernels", "sanitizer", "defects")
