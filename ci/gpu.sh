@@ -19,7 +19,8 @@
 #
 # architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
 # one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
-# bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one.
+# bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one; with --folder DIR, too, the archive
+# has what former runs have left there.
 #
 # sanitizer runs store, decode (of drafts too, uniform and ragged), extend (with 32 and
 # with 64 columns), merge and recent windows under compute-sanitizer, and makes sure that
