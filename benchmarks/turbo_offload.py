@@ -121,7 +121,7 @@ class Copies:
         while not (found := self.worker.get_finished()):
             assert time.monotonic() < deadline, "a copy does not end"
         (result,) = found
-        assert result.success
+        assert result.success and result.transfer_time is not None
         return result.transfer_time
 
     def check(self) -> None:
@@ -261,10 +261,7 @@ class OffloadingEngine:
         """Lets stores end, and empties the GPU's prefix cache."""
         time.sleep(SETTLING_S)
         # A step, in which the engine hears of them.
-        self.llm.generate(
-            [{"prompt_token_ids": random_prompt(-1, 2, self.vocab_size)}],
-            use_tqdm=False,
-        )
+        self.llm.generate([random_prompt(-1, 2, self.vocab_size)], use_tqdm=False)
         assert self.llm.reset_prefix_cache()
 
 
@@ -309,7 +306,7 @@ def parse_args() -> argparse.Namespace:
     parser.description = __doc__.splitlines()[0]
     parser.set_defaults(arms=list(ARMS), shapes=(), repeats=3)
     parser.add_argument("--context", type=int, default=32768, help="of a prompt")
-    parser.add_argument("--host-bytes", type=int, default=8 << 30)
+    parser.add_argument("--host-bytes", type=int, default=5 << 30)
     parser.add_argument("--copied-tokens", type=int, default=16384)
     parser.add_argument(
         "--copied-dtypes", nargs="+", default=["auto", "fp8", "turbo4", "k4v3"]

@@ -4,7 +4,7 @@
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
 # models|offload|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|
-# check|memory|soak|restarts|transfers]...
+# check|memory|soak|restarts|image|transfers]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
@@ -12,7 +12,7 @@
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
 # OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
 # DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
-# RESTARTS_ARGS, TRANSFERS_ARGS.
+# RESTARTS_ARGS, IMAGE_ARGS, TRANSFERS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
@@ -55,7 +55,8 @@
 # the start, at the model's context and at a million tokens. soak takes an hour at most;
 # SOAK_ARGS="--kv-cache-dtype k4v3 --window --drafts ngram --offload 8 --transfers 0.05"
 # has all that can go on beside requests. restarts kills a server under load, and starts
-# it again.
+# it again. image builds kernels as docker/Dockerfile does, and starts an engine that has
+# no nvcc.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. latents is the
 # lab of MLA: the model's predictions on what formats of latents read back, all by the
@@ -69,12 +70,12 @@ out=${OUT:-$PWD/benchmarks/results}
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
   bench extend mla profile engine throughput models offload pictures serve quality lab \
-  latents equality families checkpoints check memory soak restarts
+  latents equality families checkpoints check memory soak restarts image
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
     profile | throughput | models | offload | pictures | serve | quality | lab) ;;
-    latents | transfers) ;;
+    latents | transfers | image) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -201,7 +202,7 @@ throughput() {
 
 offload() {
   "$python" benchmarks/turbo_offload.py --together "$out/offload-turns" \
-    --kv-cache-memory-bytes 8589934592 \
+    --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.25 \
     --output "$out/offload.jsonl" --logs "$out/offload-logs" "$@" &&
     "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py --rounds 50 \
       --shapes 32x32768x32x8x128 --arms turbo4 turbo4_BLHNC turbo4_BHLNC \
@@ -285,6 +286,10 @@ restarts() {
     --output "$out/restarts.jsonl" --logs "$out/restarts-logs" "$@"
 }
 
+image() {
+  "$python" ci/image.py --output "$out/image.jsonl" "$@"
+}
+
 transfers() {
   "$python" benchmarks/turbo_transfers.py \
     --output "$out/transfers.jsonl" --logs "$out/transfers-logs" "$@"
@@ -318,6 +323,7 @@ for section; do
     memory) arguments=${MEMORY_ARGS:-} ;;
     soak) arguments=${SOAK_ARGS:-} ;;
     restarts) arguments=${RESTARTS_ARGS:-} ;;
+    image) arguments=${IMAGE_ARGS:-} ;;
     transfers) arguments=${TRANSFERS_ARGS:-} ;;
   esac
   start=$(date +%s)

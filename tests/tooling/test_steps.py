@@ -240,6 +240,7 @@ SECTIONS = {
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
     "restarts": "scripts/soak_server.py",
+    "image": "ci/image.py",
     "transfers": "benchmarks/turbo_transfers.py",
 }
 # What those start whose output a shell writes to $OUT.
