@@ -3,23 +3,24 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
-# models|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|check|
-# memory|soak|restarts]...
+# models|offload|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|
+# check|memory|soak|restarts|image|transfers]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
-# PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
+# OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
 # DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
-# RESTARTS_ARGS.
+# RESTARTS_ARGS, IMAGE_ARGS, TRANSFERS_ARGS.
 #
 # kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
 # cores.
 #
 # architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
 # one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
-# bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one.
+# bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one; with --folder DIR, too, the archive
+# has what former runs have left there.
 #
 # sanitizer runs store, decode (of drafts too, uniform and ragged), extend (with 32 and
 # with 64 columns), merge and recent windows under compute-sanitizer, and makes sure that
@@ -34,15 +35,19 @@
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
 # names: layers with windows, sinks, states or larger heads. With --quantization awq its
 # weights have 4 bits; --parts prefix [--prefix-match-unit 16] has chats go on instead, and
-# says what they found in the prefix cache. pictures draws what is in $OUT, and alone needs
-# neither a GPU nor vLLM.
+# says what they found in the prefix cache. offload copies pages to the host's memory and
+# back, restores prompts from there, and times decoding in the layouts that suit copies:
+# it starts three engines side by side, which need 90 GB. pictures draws what is in $OUT,
+# and alone needs neither a GPU nor vLLM.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
 # pipeline_parallel expert_parallel data_parallel", too. dcp needs two GPUs, and runs if
 # it is named: answers where ranks share sequences, how many tokens they hold, and what a
 # step takes of a model with one KV head, with that and without, in the shapes that
-# DCP_ARGS has. families holds CUDA's kernels to
+# DCP_ARGS has. transfers needs two GPUs and NIXL, and runs if it is named, too: answers
+# where one engine goes on from another's pages, also of other tensor-parallel sizes, and
+# what a prompt takes from the one to the other, beside bf16's. families holds CUDA's kernels to
 # Triton's on seeded models with windows, sinks, a soft cap, shared caches, chunks and
 # states. checkpoints has AWQ, GPTQ, compressed-tensors, FP8 and ModelOpt, with and
 # without experts, which are 52 starts of an engine. check runs scripts/check_model.py on
@@ -50,7 +55,8 @@
 # the start, at the model's context and at a million tokens. soak takes an hour at most;
 # SOAK_ARGS="--kv-cache-dtype k4v3 --window --drafts ngram --offload 8 --transfers 0.05"
 # has all that can go on beside requests. restarts kills a server under load, and starts
-# it again.
+# it again. image builds kernels as docker/Dockerfile does, and starts an engine that has
+# no nvcc.
 #
 # On an H200 quality takes less than ten minutes and lab a minute or two. latents is the
 # lab of MLA: the model's predictions on what formats of latents read back, all by the
@@ -63,12 +69,13 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend mla profile engine throughput models pictures serve quality lab \
-  latents equality families checkpoints check memory soak restarts
+  bench extend mla profile engine throughput models offload pictures serve quality lab \
+  latents equality families checkpoints check memory soak restarts image
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
-    profile | throughput | models | pictures | serve | quality | lab | latents) ;;
+    profile | throughput | models | offload | pictures | serve | quality | lab) ;;
+    latents | transfers | image) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -193,6 +200,15 @@ throughput() {
     --output "$out/engine.jsonl" --logs "$out/engine-logs" "$@"
 }
 
+offload() {
+  "$python" benchmarks/turbo_offload.py --together "$out/offload-turns" \
+    --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.25 \
+    --output "$out/offload.jsonl" --logs "$out/offload-logs" "$@" &&
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py --rounds 50 \
+      --shapes 32x32768x32x8x128 --arms turbo4 turbo4_BLHNC turbo4_BHLNC \
+      --output "$out/offload_layouts.jsonl"
+}
+
 models() {
   "$python" benchmarks/turbo_models.py \
     --output "$out/models.jsonl" --logs "$out/models-logs" "$@"
@@ -270,6 +286,15 @@ restarts() {
     --output "$out/restarts.jsonl" --logs "$out/restarts-logs" "$@"
 }
 
+image() {
+  "$python" ci/image.py --output "$out/image.jsonl" "$@"
+}
+
+transfers() {
+  "$python" benchmarks/turbo_transfers.py \
+    --output "$out/transfers.jsonl" --logs "$out/transfers-logs" "$@"
+}
+
 failed=
 for section; do
   case $section in
@@ -284,6 +309,7 @@ for section; do
     engine) arguments=${ENGINE_ARGS:-} ;;
     throughput) arguments=${THROUGHPUT_ARGS:-} ;;
     models) arguments=${MODELS_ARGS:-} ;;
+    offload) arguments=${OFFLOAD_ARGS:-} ;;
     pictures) arguments=${PICTURES_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
@@ -297,6 +323,8 @@ for section; do
     memory) arguments=${MEMORY_ARGS:-} ;;
     soak) arguments=${SOAK_ARGS:-} ;;
     restarts) arguments=${RESTARTS_ARGS:-} ;;
+    image) arguments=${IMAGE_ARGS:-} ;;
+    transfers) arguments=${TRANSFERS_ARGS:-} ;;
   esac
   start=$(date +%s)
   echo "[$section]"

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from vllm_turbo_cpu_standins.offloading import emulate_offloading
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
@@ -230,9 +231,10 @@ def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
         Scheduler.schedule = schedule
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Waits for the other engine's file; the harness ends what waits for nothing."""
     while not path.exists():
+        meanwhile()
         time.sleep(0.1)
 
 
@@ -266,15 +268,18 @@ def sampling_params(
     )
 
 
-def hand_over(outputs: list[RequestOutput], path: str, dies: bool) -> None:
-    """Leaves what another engine needs, and waits until it has all of it, or dies."""
+def hand_over(llm: LLM, outputs: list[RequestOutput], path: str, dies: bool) -> None:
+    """Leaves what another engine needs, and waits until it has all of it, or dies.
+
+    The engine goes on as a server's does: what pushes pages needs its steps.
+    """
     told = [output.kv_transfer_params for output in outputs]
     part = Path(path).with_suffix(".part")
     part.write_text(json.dumps(told))
     part.rename(path)
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for(taken(path))
+    wait_for(taken(path), llm.llm_engine.engine_core.get_output)
 
 
 def adapters(call: dict[str, Any]) -> list[LoRARequest | None]:
@@ -327,8 +332,8 @@ def generate(
 
 def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily for a call's prompts, all at once or one by one."""
-    if call["forgets"]:
-        llm.reset_prefix_cache()
+    if call["forgets"] or call["forgets_host"]:
+        llm.reset_prefix_cache(reset_connector=call["forgets_host"])
     if call["pooled"] is not None:
         return run_pooled(llm, call)
     requests = [
@@ -348,7 +353,7 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
         for batch in batches:
             outputs += generate(llm, batch, call["lost"])
     if call["handed_over"] is not None:
-        hand_over(outputs, call["handed_over"], call["dies"])
+        hand_over(llm, outputs, call["handed_over"], call["dies"])
     if call["taken_over"] is not None:
         taken(call["taken_over"]).touch()
     return {
@@ -441,6 +446,8 @@ def run_job(job_path: Path, result_path: Path) -> None:
     emulate_nvfp4()
     for name, engine in job.items():
         print(f"engine {name}", flush=True)
+        if "kv_transfer_config" in engine["args"]:
+            emulate_offloading()
         with ExitStack() as stack:
             if engine["zero_attention"]:
                 stack.enter_context(zeroed_attention())

@@ -46,6 +46,8 @@ class Call:
         max_tokens: Tokens to generate for each.
         one_by_one: Whether each prompt is a generate() of its own.
         forgets: Whether the prefix cache is emptied before.
+        forgets_host: Whether what a connector holds in the host's memory is, too, once
+            all of it is written to where it goes from there.
         reloaded: A model folder whose weights are loaded in mid-request.
         remade_key_offset: Whether what is taken off K follows them: a defect.
         handed_over: A file for what another engine needs to go on after the prompts;
@@ -64,6 +66,7 @@ class Call:
     max_tokens: int = 16
     one_by_one: bool = False
     forgets: bool = False
+    forgets_host: bool = False
     reloaded: str | None = None
     remade_key_offset: bool = False
     handed_over: str | None = None

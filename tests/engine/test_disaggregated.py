@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stored": {"turbo_prefill": "stored"},
     "window": {"turbo_window": "auto"},
 }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two engines.
+
+    Attributes:
+        settings: A name of SETTINGS.
+        connector: NIXL's that fetches pages, or the one that sends them.
+        produced: Tokens of the producer's blocks.
+
+    """
+
+    settings: str
+    connector: str = "NixlConnector"
+    produced: int = BLOCK
+
+    def __str__(self) -> str:
+        kind = self.connector.removeprefix("Nixl").removesuffix("Connector").lower()
+        parts = [self.settings, kind]
+        if self.produced != BLOCK:
+            parts.append(f"{self.produced}-{BLOCK}")
+        return "-".join(part for part in parts if part)
+
+
+PULLED = Pair("window")
+MATRIX = (
+    Pair("stored"),
+    Pair("stored", "NixlPushConnector"),
+    Pair("stored", produced=16),
+)
 
 
 def tasks() -> list[dict[str, Any]]:
@@ -60,27 +91,28 @@ def engine(call: Call, dtype: str = "turbo4", **attention: Any) -> Engine:
     return Engine(args, {"all": call}, model=str(MODEL))
 
 
-def half(role: str, call: Call, **attention: Any) -> Engine:
+def half(role: str, call: Call, pair: Pair) -> Engine:
     """One of the two engines."""
-    made = engine(call, **attention)
+    made = engine(call, **SETTINGS[pair.settings])
     transfer = {
-        "kv_connector": "NixlConnector",
+        "kv_connector": pair.connector,
         "kv_role": role,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "fail",
     }
-    return replace(made, args=made.args | {"kv_transfer_config": transfer})
+    args = made.args | {"kv_transfer_config": transfer}
+    if role == "kv_producer":
+        args["block_size"] = pair.produced
+    return replace(made, args=args)
 
 
-def run_halves(
-    pool: ThreadPoolExecutor, folder: Path, **attention: Any
-) -> dict[str, Any]:
+def run_halves(pool: ThreadPoolExecutor, folder: Path, pair: Pair) -> dict[str, Any]:
     """Returns what the consumer's job does.
 
     Args:
         pool: Of two threads at least: a thread's first process takes long to start.
         folder: For both jobs.
-        attention: `attention_config` of both engines.
+        pair: The engines.
 
     Raises:
         RuntimeError: If one of the two failed; the other does not wait for it then.
@@ -90,8 +122,8 @@ def run_halves(
     first = Call(prompts(), 1, handed_over=str(path))
     then = Call(prompts(), MAX_TOKENS, taken_over=str(path))
     halves = {
-        "producer": half("kv_producer", first, **attention),
-        "consumer": half("kv_consumer", then, **attention),
+        "producer": half("kv_producer", first, pair),
+        "consumer": half("kv_consumer", then, pair),
     }
     runs = [
         pool.submit(
@@ -130,7 +162,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("stored", marks=pytest.mark.matrix), "window"],
+    params=[PULLED, *(pytest.param(each, marks=pytest.mark.matrix) for each in MATRIX)],
+    ids=str,
 )
 def pair(
     request: pytest.FixtureRequest,
@@ -139,7 +172,7 @@ def pair(
 ) -> tuple[str, dict[str, Any]]:
     """A name of SETTINGS, and what the consumer did."""
     folder = tmp_path_factory.mktemp("halves")
-    return request.param, run_halves(pool, folder, **SETTINGS[request.param])
+    return request.param.settings, run_halves(pool, folder, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +183,9 @@ def orphan(
     folder = tmp_path_factory.mktemp("orphan")
     path = str(folder / "handed_over.json")
     asked = prompts()[:1]
-    options = SETTINGS["window"]
-    first = half("kv_producer", Call(asked, 1, handed_over=path, dies=True), **options)
+    first = half("kv_producer", Call(asked, 1, handed_over=path, dies=True), PULLED)
     lost = Call(asked, MAX_TOKENS, taken_over=path, lost=True)
-    then = half("kv_consumer", lost, **options)
+    then = half("kv_consumer", lost, PULLED)
     own = Call(asked, MAX_TOKENS)
     then = replace(then, calls=then.calls | {"own": own})
 

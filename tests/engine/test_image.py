@@ -109,7 +109,8 @@ def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path)
     count = len(json.loads((folder / "manifest.json").read_text())["libraries"])
     assert count == len(list(folder.glob("*.so"))) > 30
     command = [sys.executable, "-c", FIND]
-    found = subprocess.check_output(command, env=env, cwd=tmp_path, text=True)
+    bare = env | {"PATH": "", "CUDA_HOME": "/nowhere"}
+    found = subprocess.check_output(command, env=bare, cwd=tmp_path, text=True)
     lines = found.splitlines()
     assert len(lines) == 2 * 8
     assert all(str(folder) in line for line in lines)

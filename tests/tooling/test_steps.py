@@ -229,6 +229,7 @@ SECTIONS = {
     "engine": "benchmarks/turbo_engine.py",
     "throughput": "benchmarks/turbo_engine.py",
     "models": "benchmarks/turbo_models.py",
+    "offload": "benchmarks/turbo_offload.py",
     "pictures": "benchmarks/pictures.py",
     "serve": "benchmarks/turbo_serve.py",
     "quality": "scripts/quality.py",
@@ -239,6 +240,8 @@ SECTIONS = {
     "memory": "scripts/memory.py",
     "soak": "scripts/soak.py",
     "restarts": "scripts/soak_server.py",
+    "image": "ci/image.py",
+    "transfers": "benchmarks/turbo_transfers.py",
 }
 # What those start whose output a shell writes to $OUT.
 TOLD_BY_SHELL = ("kernels", "sanitizer", "defects")
@@ -260,6 +263,8 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
         if section == "mla":
             assert "benchmark_turbo_latent_store.py" in calls.pop(0)
+        if section == "offload":
+            assert "turbo4 turbo4_BLHNC turbo4_BHLNC" in calls.pop(0)
         if section == "sanitizer":
             # They begin in any order, also beside the question for what to plant.
             asked = "python ci/sanitize.py --defects"

@@ -24,12 +24,14 @@ The turbo arms run the kernels that would be served, CUDA's where they can be ha
 ``_triton`` arms always run Triton's, ``_offset`` arms take an offset off K, as for
 models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone and
 ``_sliding128`` arms the last 128, and ``_window`` arms have a recent window, which is
-full; their gate attends without. In ``_serial`` arms no kernel of turbo's begins before
-the one before it has ended, as without programmatic dependent launch. bf16 and fp8 are
-FlashAttention 3, with heads of more than 256 FlashAttention 4; their ``_triton`` arms
-are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend takes
-on Hopper if it can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes
-otherwise. An arm that cannot run here ends as a row with its error.
+full; their gate attends without. ``_BLHNC`` and ``_BHLNC`` arms have pages with those
+of other layers between them, or between their heads. In ``_serial`` arms no kernel of
+turbo's begins before the one before it has ended, as without programmatic dependent
+launch. bf16 and fp8 are FlashAttention 3, with heads of more than 256 FlashAttention 4;
+their ``_triton`` arms are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's
+FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
+``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
+with its error.
 """
 
 import argparse
@@ -60,6 +62,8 @@ from turbo_decode_timing import Flush, capture, measure, measure_device, spread
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 # By the end of an arm's name.
 SLIDING_WINDOWS = {"_sliding": 1024, "_sliding128": 128}
+# By the end of an arm's name, too; others have LBHNC.
+CACHE_LAYOUTS = "BLHNC", "BHLNC"
 # Of the parts of that name.
 LAYERS = 8
 # A graph of no arm.
@@ -87,6 +91,11 @@ ARMS: dict[str, Callable[..., Arm]] = {
     **{
         f"{dtype}_offset": partial(TurboArm, cache_dtype=dtype, has_key_offset=True)
         for dtype in TURBO_DTYPES
+    },
+    **{
+        f"{dtype}_{layout}": partial(TurboArm, cache_dtype=dtype, cache_layout=layout)
+        for dtype in TURBO_DTYPES
+        for layout in CACHE_LAYOUTS
     },
     **{
         f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_window=True)
@@ -252,7 +261,7 @@ def make_filled(
 ) -> Arm:
     """An arm with a full cache: that of its dtype's own arm, if there is one."""
     base = others.get(re.split(r"[_\[]", name)[0])
-    if base is not None:
+    if base is not None and not name.endswith(CACHE_LAYOUTS):
         arm = make_arm(batch, cache=base.cache)
     else:
         arm = make_arm(batch)
@@ -416,7 +425,9 @@ def build_parser() -> argparse.ArgumentParser:
         const=[Shape.parse(text) for text in SWEEP_SHAPES],
         help="the shapes of the pictures: batch 1 and 32, 1024 to 131072 tokens",
     )
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    # Those of other layouts take as much memory as so many layers.
+    default_arms = [name for name in ARMS if not name.endswith(CACHE_LAYOUTS)]
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=default_arms)
     parser.add_argument(
         "--variants",
         nargs="+",

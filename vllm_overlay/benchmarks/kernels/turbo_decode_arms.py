@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 DTYPE = torch.bfloat16
 # Of a recent window: what vLLM takes where there is one and nobody asks for another.
 WINDOW_BLOCK_SIZE = 64
+# Whose pages lie between a layer's.
+LAYERS_BESIDE = 8
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class TurboArm(Arm):
             what is left of the keys.
         has_window: Whether there is a recent window.
         sliding_window: Tokens that a query token sees, at most; None for all.
+        cache_layout: vLLM's name of how the layers' pages lie: those of other layers
+            than this one are between its pages, or between their heads.
         enable_pdl: Whether CUDA's kernels may begin before the one before has ended.
 
     """
@@ -193,6 +197,7 @@ class TurboArm(Arm):
         has_window: bool = False,
         sliding_window: int | None = None,
         enable_pdl: bool = True,
+        cache_layout: str = "LBHNC",
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -210,11 +215,7 @@ class TurboArm(Arm):
         shape, device = batch.shape, batch.device
         self.layout = TurboFormat.from_cache_dtype(cache_dtype, shape.head_size)
         self.token_bytes = self.layout.slot_size
-        pages = (batch.num_blocks, shape.num_kv_heads, batch.block_size)
-        # A recycled page holds any byte.
-        self.cache = cache if cache is not None else torch.full(
-            (*pages, self.token_bytes), 0xFF, dtype=torch.uint8, device=device
-        )  # fmt: skip
+        self.cache = cache if cache is not None else self.make_pages(cache_layout)
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
         self.kernels = choose_kernels(
@@ -269,6 +270,22 @@ class TurboArm(Arm):
             torch.empty(num_partials, heads, shape.head_size, device=device),
             torch.empty(num_partials, heads, device=device),
         )
+
+    def make_pages(self, cache_layout: str) -> torch.Tensor:
+        """The pages of one layer, (num_blocks, H, N, C)."""
+        batch = self.batch
+        heads, page = batch.shape.num_kv_heads, (batch.block_size, self.token_bytes)
+        layers, blocks = LAYERS_BESIDE, batch.num_blocks
+        sizes, layer_dim = {
+            "LBHNC": ((1, blocks, heads), 0),
+            "BLHNC": ((blocks, layers, heads), 1),
+            "BHLNC": ((blocks, heads, layers), 2),
+        }[cache_layout]
+        # A recycled page holds any byte.
+        pages = torch.full(
+            (*sizes, *page), 0xFF, dtype=torch.uint8, device=batch.device
+        )
+        return pages.select(layer_dim, sizes[layer_dim] // 2)
 
     def make_window(self) -> "RecentWindow":
         """Pages of a window, of as many tokens as they have room for."""

@@ -137,9 +137,13 @@ def compile_all(
     return dict(sorted(table.items())), failures
 
 
-def pack_all(folder: Path, jobs: Sequence[Job], nvcc: str, archive: Path) -> list[str]:
-    """Pack the libraries; return what is wrong."""
+def pack_all(
+    folder: Path, jobs: Sequence[Job], nvcc: str, archive: Path | None
+) -> list[str]:
+    """List the libraries, and pack them if asked to; return what is wrong."""
     manifest = write_manifest(folder, (job.library for job in jobs), nvcc)
+    if archive is None:
+        return []
     count = len(manifest["libraries"])
     size = pack(folder, manifest, archive) // max(count, 1)
     print(f"{archive}: {count} libraries of {size} bytes")
@@ -152,6 +156,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="table to write")
     parser.add_argument("--archive", type=Path, help=".tar.xz of libraries to write")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for the libraries: an archive has those of former runs, too",
+    )
     parser.add_argument(
         "--arch",
         nargs="+",
@@ -169,7 +178,9 @@ def main() -> int:
     recorded = json.loads(RECORDED.read_text())
     jobs = jobs_for(args.arch, pattern=args.modules)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) if args.archive else None
+        folder = args.folder or (Path(name) if args.archive else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         table, failures = compile_all(jobs, nvcc, args.jobs, folder, recorded)
         if folder is not None:
             failures += pack_all(folder, jobs, nvcc, args.archive)

@@ -191,6 +191,19 @@ def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
     assert "bytes packed, not 10 at most" in capsys.readouterr().out
 
 
+def test_an_archive_of_several_runs(compiler, tmp_path, monkeypatch):
+    """To compile for all architectures takes longer than a command may."""
+    folder, archive = tmp_path / "kept", tmp_path / "kernels.tar.xz"
+    for arch, more in (("8.0", ()), ("9.0", ("--archive", str(archive)))):
+        args = ["--modules", FEW, "--arch", arch, "--folder", str(folder), *more]
+        monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
+        assert compile_kernels.main() == 0
+    with tarfile.open(archive) as tar:
+        packed = {name for name in tar.getnames() if name.endswith(".so")}
+    jobs = prebuild.jobs_for((80, 90), pattern=FEW)
+    assert packed == {f"{job.library}.so" for job in jobs} and len(jobs) == 6
+
+
 def refused(capsys: pytest.CaptureFixture, *args: str | Path) -> str:
     with pytest.raises(SystemExit) as error:
         run(*args)

@@ -33,8 +33,10 @@ class Verdict(NamedTuple):
     reason: str
 
 
-PULL = Verdict(
-    State.RUN, "prefill and decode on two engines, on a CPU, by the host's memory"
+BY_NIXL = Verdict(
+    State.RUN,
+    "prefill and decode on two engines, on a CPU, by the host's memory; also from "
+    "blocks of 16 tokens to ones of 64",
 )
 OF_TOKENS = Verdict(
     State.REFUSED, "it moves tokens of partial blocks: use LMCacheMPConnector"
@@ -43,18 +45,20 @@ OF_TOKENS = Verdict(
 # Of each connector that vLLM registers, and of LMCache's own class of the one that runs
 # in the engine's processes.
 CONNECTORS: dict[str, Verdict] = {
-    "NixlConnector": PULL,
-    "NixlPullConnector": PULL,
+    "NixlConnector": BY_NIXL,
+    "NixlPullConnector": BY_NIXL,
     "NixlPushConnector": Verdict(
-        State.READ, "as the pull connector: regions of whole blocks"
+        State.RUN,
+        "prefill and decode on two engines, on a CPU, by the host's memory",
     ),
     "OffloadingConnector": Verdict(
         State.RUN,
-        "from the CPU's memory, on an H200. Its fs, obj and p2p tiers by their source; "
-        "with canonical_layout vLLM does not start",
+        "from the CPU's memory, on an H200; its fs tier on a CPU, between processes. "
+        "Its obj and p2p tiers by their source; with canonical_layout vLLM does not "
+        "start",
     ),
     "SimpleCPUOffloadConnector": Verdict(
-        State.READ, "blocks by their stride, to the CPU's memory or a disk"
+        State.RUN, "on a CPU, from the host's memory and from a disk"
     ),
     "ExampleConnector": Verdict(
         State.RUN,

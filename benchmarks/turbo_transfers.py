@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Prefill on one engine and decode on another, with pages that NIXL moves, by dtype.
+
+Two GPUs: a producer is on the first, or on both, a consumer on the last, or on both; a
+GPU that both need is shared. One JSON object a line:
+
+* `answers`, of each pair of tensor-parallel sizes: a seeded model with several KV heads
+  goes on from the producer's pages. `right` of `compared` tokens are those of the
+  consumer alone: up to where the best token of one wins by no more than rounding.
+* `gap`, of a model with dummy weights and one GPU each: milliseconds from the
+  producer's last token to the consumer's first (`gap_ms`), NIXL's own count of the
+  bytes of a request, and the milliseconds that it says they took.
+* `ratio`: bytes and gap of a dtype over those of bf16 (`auto`), with what they may be.
+
+The exit status says whether all answers were right, and all ratios within their bounds.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from subprocess import Popen
+from threading import Thread
+from typing import Any
+
+from common import CONFIGS, ROOT, Report
+from turbo_engine import random_prompt
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from child_log import what_happened  # noqa: E402
+from child_runner import engine_variables, exit_when_told, running  # noqa: E402
+from equality_run import SEVERAL_GPUS_VARIABLES  # noqa: E402
+from quickstart import free_port  # noqa: E402
+from seeded_model import build_parser as model_parser  # noqa: E402
+from seeded_model import write_model  # noqa: E402
+
+CHILD = Path(__file__).with_name("transfer_child.py")
+PAIRS = ("1-1", "1-2", "2-1")
+# What a ratio to bf16's may be.
+BOUNDS = {"bytes": 0.27, "gap_ms": 0.5}
+# Log-probabilities that rounding may bring into another order.
+TIE = 0.05
+PROMPT_LENGTHS = (65, 128, 300, 511)
+ANSWER_TOKENS = 16
+SEEDED = ("--kv-heads", "4", "--heads", "8", "--head-range", "0.15")
+# NIXL gives a first reply five seconds, which a busy machine may need.
+ATTEMPTS = 5
+
+
+class Half:
+    """One of the two engines, in a process of its own."""
+
+    def __init__(self, connection: Connection, process: Popen, log: Path) -> None:
+        self.connection = connection
+        self.process = process
+        self.log = log
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Returns what it sends.
+
+        Raises:
+            RuntimeError: If it ends, or says nothing in time.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.connection.poll(0.2):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"an engine ended: {what_happened(self.log)}")
+        return self.connection.recv()
+
+    def ask(self, timeout_s: float = 120.0, **call: Any) -> dict[str, Any]:
+        """Returns what `answer` does with a call."""
+        self.connection.send(call)
+        return self.receive(timeout_s)
+
+
+def visible(role: str, size: int) -> str:
+    """Returns the GPUs of an engine."""
+    if size == 2:
+        return "0,1"
+    return "0" if role == "producer" else "1"
+
+
+def options_of(role: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns `LLM`'s arguments but for the model's and the cache's dtype."""
+    transfer = {
+        "kv_connector": args.connector,
+        "kv_role": f"kv_{role}",
+        "kv_buffer_device": "cpu" if args.on_cpu else "cuda",
+        "kv_load_failure_policy": "fail",
+    }
+    return {
+        "block_size": args.block_size,
+        "tensor_parallel_size": size,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        # For both, where they share a GPU.
+        "gpu_memory_utilization": 0.45,
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
+        "kv_transfer_config": transfer,
+    } | args.engine_args
+
+
+@contextmanager
+def half(
+    role: str, size: int, options: dict[str, Any], args: argparse.Namespace, log: Path
+) -> Iterator[tuple[Half, dict[str, Any]]]:
+    """Yields an engine, and what it says of itself."""
+    variables = engine_variables(on_cpu=args.on_cpu)
+    variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    variables |= SEVERAL_GPUS_VARIABLES
+    if args.on_cpu:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    else:
+        variables["CUDA_VISIBLE_DEVICES"] = visible(role, size)
+    options = options_of(role, size, args) | options
+    with tempfile.TemporaryDirectory() as folder:
+        address = str(Path(folder) / "socket")
+        with Listener(address) as listener:
+            command = [sys.executable, CHILD, address, json.dumps(options)]
+            with running(command, log, variables) as process:
+                accepted: list[Connection] = []
+                waiting = Thread(
+                    target=lambda: accepted.append(listener.accept()), daemon=True
+                )
+                waiting.start()
+                while not accepted:
+                    if process.poll() is not None:
+                        raise RuntimeError(f"no engine: {what_happened(log)}")
+                    time.sleep(0.1)
+                found = Half(accepted[0], process, log)
+                yield found, found.receive(args.start_timeout)
+                found.connection.send(None)
+                process.wait(60)
+
+
+@contextmanager
+def pair(
+    sizes: tuple[int, int], options: dict[str, Any], args: argparse.Namespace, name: str
+) -> Iterator[tuple[Half, Half, dict[str, Any]]]:
+    """Yields a producer and a consumer, and what the latter says of itself.
+
+    One starts after the other: each looks at what memory the GPU has left.
+    """
+    with ExitStack() as stack:
+        halves = []
+        for role, size in zip(("producer", "consumer"), sizes):
+            log = args.logs / f"{name}-{role}.log"
+            started = stack.enter_context(half(role, size, options, args, log))
+            halves.append(started)
+        (producer, _), (consumer, said) = halves
+        yield producer, consumer, said
+
+
+def hand_over(
+    producer: Half,
+    consumer: Half,
+    prompts: list[list[int]],
+    max_tokens: int,
+    **call: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what the producer and the consumer did.
+
+    Raises:
+        RuntimeError: If pages do not come along.
+
+    """
+    asked = [{"do_remote_decode": True} for _ in prompts]
+    made = producer.ask(prompts=prompts, max_tokens=1, transfers=asked)
+    taken = consumer.ask(
+        prompts=prompts, max_tokens=max_tokens, transfers=made["transfers"], **call
+    )
+    if "error" in taken["reasons"]:
+        raise RuntimeError(f"pages did not come along: {what_happened(consumer.log)}")
+    return made, taken
+
+
+def warm_up(producer: Half, consumer: Half, prompt: list[int]) -> None:
+    """Lets the two find each other.
+
+    Raises:
+        RuntimeError: If they do not, at several attempts.
+
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            hand_over(producer, consumer, [prompt], 2)
+            return
+        except RuntimeError:
+            if attempt == ATTEMPTS - 1:
+                raise
+
+
+def compared(own: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many tokens are alike, of how many that rounding does not decide."""
+    right = total = 0
+    for i, (tokens, others) in enumerate(zip(own["tokens"], theirs["tokens"])):
+        for n, (token, other) in enumerate(zip(tokens, others)):
+            if min(own["margins"][i][n], theirs["margins"][i][n]) <= TIE:
+                break
+            total += 1
+            right += token == other
+            if token != other:
+                break
+    return right, total
+
+
+def answers_row(
+    name: str, dtype: str, model: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the row of a pair of tensor-parallel sizes."""
+    first, second = map(int, name.split("-"))
+    options = {
+        "model": str(model),
+        "kv_cache_dtype": dtype,
+        "max_model_len": 1024,
+        "attention_config": {"turbo_prefill": "stored"} if dtype != "auto" else {},
+    }
+    log = f"{dtype}-{name}"
+    with pair((first, second), options, args, log) as (producer, consumer, _):
+        # Bytes, which are the seeded model's token ids.
+        choose = random.Random(0)
+        prompts = [choose.choices(range(32, 127), k=n) for n in PROMPT_LENGTHS]
+        ask = partial(consumer.ask, prompts=prompts, max_tokens=ANSWER_TOKENS)
+        alone = ask(with_margins=True)
+        warm_up(producer, consumer, prompts[0])
+        _, taken = hand_over(
+            producer, consumer, prompts, ANSWER_TOKENS, with_margins=True
+        )
+    right, total = compared(alone, taken)
+    return {
+        "part": "answers",
+        "dtype": dtype,
+        "tensor_parallel_sizes": name,
+        "right": right,
+        "compared": total,
+        "tokens": ANSWER_TOKENS * len(prompts),
+    }
+
+
+def gap_row(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the row of a dtype's bytes and times."""
+    options = {
+        "model": str(args.model),
+        "load_format": "dummy",
+        "kv_cache_dtype": dtype,
+        "max_model_len": args.context + 8,
+    }
+    with pair((1, 1), options, args, f"{dtype}-gap") as (producer, consumer, said):
+        make = partial(random_prompt, length=args.context)
+        vocab_size = said["vocab_size"]
+        warm_up(producer, consumer, make(seed=0, vocab_size=vocab_size))
+        settle = partial(consumer.ask, prompts=[[1, 2, 3]], max_tokens=2)
+        before, gaps = settle()["counters"], []
+        for seed in range(1, 1 + args.rounds):
+            prompt = make(seed=seed, vocab_size=vocab_size)
+            made, taken = hand_over(producer, consumer, [prompt], 1)
+            gaps.append((taken["end"] - made["end"]) * 1e3)
+        after = settle()["counters"]
+    counted = {name: (after[name] - before[name]) / args.rounds for name in after}
+    return {
+        "part": "gap",
+        "dtype": dtype,
+        "context": args.context,
+        "gap_ms": statistics.median(gaps),
+        "all_gap_ms": gaps,
+        "bytes": counted["bytes"],
+        "descriptors": counted["descriptors"],
+        "nixl_ms": counted["seconds"] * 1e3,
+    }
+
+
+def ratio_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields how the rows of gaps compare with bf16's."""
+    base = next((row for row in rows if row["dtype"] == "auto"), None)
+    for row in rows:
+        if base is None or row is base:
+            continue
+        for name, bound in BOUNDS.items():
+            ratio = row[name] / base[name]
+            yield {
+                "part": "ratio",
+                "of": name,
+                "dtype": row["dtype"],
+                "times_bf16": ratio,
+                "bound": bound,
+                "is_met": ratio <= bound,
+            }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
+    parser.add_argument("--parts", nargs="+", default=["answers", "gap"])
+    parser.add_argument("--pairs", nargs="*", choices=PAIRS, default=PAIRS)
+    parser.add_argument("--dtypes", nargs="+", default=["auto", "turbo4"])
+    parser.add_argument("--connector", default="NixlConnector")
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, default=8 << 30)
+    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
+    parser.add_argument("--engine-args", type=json.loads, default={})
+    parser.add_argument("--on-cpu", action="store_true", help="with the stand-ins")
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-transfers"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    exit_when_told()
+    report = Report(args.output)
+    report.facts |= {"block_size": args.block_size, "connector": args.connector}
+    is_right = True
+    packed = [dtype for dtype in args.dtypes if dtype != "auto"]
+    if "answers" in args.parts:
+        with tempfile.TemporaryDirectory() as name:
+            model = Path(name) / "seeded"
+            write_model(model, model_parser().parse_args([name, *SEEDED]))
+            for dtype in packed:
+                for sizes in args.pairs:
+                    row = answers_row(sizes, dtype, model, args)
+                    report.row(**row)
+                    is_right &= row["right"] == row["compared"] > 0
+    if "gap" in args.parts:
+        rows = []
+        for dtype in args.dtypes:
+            rows.append(gap_row(dtype, args))
+            report.row(model=args.model.name, **rows[-1])
+        for ratio in ratio_rows(rows):
+            report.row(model=args.model.name, **ratio)
+            is_right &= ratio["is_met"]
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Starts an engine as in the image: its kernels are built, and there is no nvcc.
+
+The image's last step runs in a copy of the vLLM that is installed. The engine then has
+a path with no more than Triton needs to compile, and an empty cache of FlashInfer's.
+One JSON object, on a line: `wrong`, the kernels that it says it uses, and the seconds
+of the build and of the start.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
+
+from child_log import emit  # noqa: E402
+from child_runner import (  # noqa: E402
+    engine_variables,
+    exit_when_told,
+    run_for_row,
+)
+from common import Report  # noqa: E402
+from equality_run import built_kernels, used_kernels  # noqa: E402
+from seeded_model import build_parser as model_parser  # noqa: E402
+from seeded_model import write_model  # noqa: E402
+from turbo_engine import link_or_copy  # noqa: E402
+
+BUILD = "vllm.v1.attention.ops.turbo.cuda.build"
+# Of the seeded model's layers.
+KERNELS = ("--kv-cache-dtype", "turbo4", "--head-size", "128")
+# Triton's launchers are C.
+TOOLS = ("cc", "gcc", "as", "ld")
+TOKENS = 4
+
+
+def copy_vllm(target: Path) -> None:
+    """Makes a copy of vLLM whose files are the installed ones'."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("vLLM is not installed")
+    ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
+    source = Path(spec.origin).parent
+    shutil.copytree(source, target / "vllm", ignore=ignored, copy_function=link_or_copy)
+
+
+def bare_path(folder: Path) -> str:
+    """Returns a path with TOOLS alone."""
+    folder.mkdir()
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (folder / name).symlink_to(found)
+    return str(folder)
+
+
+def generate(model: str) -> None:
+    """Starts an engine, and has it answer."""
+    start = time.perf_counter()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        kv_cache_dtype="turbo4",
+        attention_config={"turbo_kernel": "cuda"},
+        max_model_len=512,
+        enforce_eager=True,
+        gpu_memory_utilization=0.3,
+    )
+    startup_s = time.perf_counter() - start
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (output,) = llm.generate(["What the image has built."], params, use_tqdm=False)
+    emit(startup_s=startup_s, tokens=len(output.outputs[0].token_ids))
+
+
+def check(folder: Path, log: Path, time_limit: float) -> dict[str, Any]:
+    """Returns the row."""
+    from vllm.platforms import current_platform
+
+    model, site, cache = (folder / name for name in ("model", "site", "cache"))
+    write_model(model, model_parser().parse_args([str(model)]))
+    copy_vllm(site)
+    cache.mkdir()
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    capability = current_platform.get_device_capability()
+    assert capability is not None, "there is no GPU"
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", BUILD, "--arch", capability.as_version_str(), *KERNELS],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+    )
+    build_s = time.perf_counter() - start
+    variables = engine_variables(on_cpu=False) | {
+        "PYTHONPATH": path,
+        "PATH": bare_path(folder / "bin"),
+        "CUDA_HOME": "/nowhere",
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+    }
+    command = [sys.executable, str(Path(__file__)), "--child", str(model)]
+    row = run_for_row(command, log, variables, time_limit)
+    wrong = row.pop("wrong", [])
+    kernels = used_kernels(log)
+    if kernels != {"CUDA"}:
+        wrong.append(f"the kernels are {sorted(kernels)}")
+    if built := built_kernels(log):
+        wrong.append(f"built at the start: {built}")
+    if libraries := [each.name for each in cache.rglob("turbo*.so")]:
+        wrong.append(f"in FlashInfer's cache: {libraries}")
+    return row | {"build_s": build_s, "kernels": sorted(kernels), "wrong": wrong}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file that the row is added to")
+    parser.add_argument("--log", type=Path, default=Path("/tmp/turbo-image.log"))
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        generate(args.child)
+        return 0
+    exit_when_told()
+    with tempfile.TemporaryDirectory() as name:
+        row = check(Path(name), args.log, args.time_limit)
+    Report(args.output).row(part="image", **row)
+    return 1 if row["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
