@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention of many queries to packed pages on Hopper, as a CUDA kernel.
+"""The extend kernel of GPUs whose warpgroups multiply, which are Hopper's.
 
-As ``cuda.extend``, with the same partial results, but queries are the rows of
-warpgroups' products: some warps of a block decode each tile once to shared memory, and
-others attend to that, with 64 queries a warpgroup.
+As ``cuda.extend``, with the same partial results, but queries are the rows of products
+of warpgroups: some warps of a block decode each tile once to shared memory, and others
+attend to that, with 64 queries a warpgroup. Of a tile's keys the scales are taken
+relative to a power of two of its largest, which scores are multiplied by in fp32.
 """
 
 from collections.abc import Callable
@@ -13,34 +14,27 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import (
-    DecodeBatch,
-    NewestTokens,
-    OffsetScores,
-    Partials,
-    RecentWindow,
-    RotatedQuery,
-)
 
-SUPPORTED_HEAD_SIZES = (128,)
+# Whose instructions it is made of.
+CAPABILITY = 90
 # Queries of a warpgroup.
 _GROUP_ROWS = 64
 
 
 class RowsPlan(NamedTuple):
-    """How a block's warps share the work: see RowsPlan of extend_rows/layout.cuh.
+    """How a block's warps share the work: RowsPlan of extend_rows/layout.cuh.
 
     Attributes:
         consumers: Warpgroups that attend, with 64 queries each.
-        producers: Warpgroups that decode.
+        producers: Warpgroups that decode, step by step in turns.
         blocks: Blocks of a multiprocessor.
         tiles: Tiles of a step.
-        copies: Steps whose pages are being copied.
-        registers: Those of a lane that attends.
+        stages: Steps that are decoded and not yet attended to.
+        copies: A producer's steps whose pages are being copied.
+        registers: Those of a lane that attends; producers have what is left.
 
     """
 
@@ -48,6 +42,7 @@ class RowsPlan(NamedTuple):
     producers: int
     blocks: int
     tiles: int
+    stages: int
     copies: int
     registers: int
 
@@ -57,19 +52,35 @@ class RowsPlan(NamedTuple):
         return _GROUP_ROWS * self.consumers
 
 
-PLANS = (RowsPlan(1, 1, 2, 4, 3, 152), RowsPlan(2, 1, 1, 8, 3, 208))
+# By head size, and by their rows. On an H200, 16 sequences of 32768 tokens and 8 KV
+# heads of 128 (us): 405 for 64 queries and 552 for 128, which take bf16's
+# FlashAttention 3 489 and 510.
+_PLANS = {
+    64: (RowsPlan(1, 2, 1, 4, 4, 3, 200), RowsPlan(2, 2, 1, 4, 4, 2, 152)),
+    128: (RowsPlan(1, 2, 1, 4, 4, 3, 200), RowsPlan(2, 2, 1, 4, 4, 2, 160)),
+    256: (RowsPlan(1, 1, 1, 4, 2, 3, 240),),
+}
 
 
-def unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why a layout has no such kernel; None if it has."""
-    if layout.head_size not in SUPPORTED_HEAD_SIZES:
-        return f"head size {layout.head_size} has no kernel for many queries"
+def unsupported_reason(layout: TurboFormat, capability: int | None) -> str | None:
+    """Why a layout has no such kernel on GPUs of a compute capability; None if it has.
+
+    Args:
+        layout: The cache's format.
+        capability: Such as 90; None without a GPU.
+
+    """
+    if capability != CAPABILITY:
+        return "GPUs other than Hopper's have no extend kernel of warpgroups"
+    if layout.head_size not in _PLANS:
+        return f"head size {layout.head_size} has no extend kernel of warpgroups"
     return None
 
 
-def plan_of(num_queries: int) -> RowsPlan:
+def plan_for(layout: TurboFormat, num_queries: int) -> RowsPlan:
     """How so many queries of a sequence and KV head attend."""
-    return next((plan for plan in PLANS if num_queries <= plan.rows), PLANS[-1])
+    plans = _PLANS[layout.head_size]
+    return next((plan for plan in plans if num_queries <= plan.rows), plans[-1])
 
 
 def instance(
@@ -96,83 +107,30 @@ def module(
         RuntimeError: If there is no instance for the layout.
 
     """
-    reason = unsupported_reason(layout)
+    reason = unsupported_reason(layout, CAPABILITY)
     if reason is not None:
         raise RuntimeError(reason)
     return CudaModule(
         "extend_rows",
         instance(layout, plan, has_key_offset, has_soft_cap),
         layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        tuple(f"-DROWS_{k.upper()}={v}" for k, v in plan._asdict().items()),
+        tuple(f"-DROWS_{name.upper()}={n}" for name, n in plan._asdict().items()),
         is_specific=True,
     )
 
 
-def load(
-    layout: TurboFormat,
-    num_queries: int,
-    device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> Callable[..., None]:
-    """Build, if need be, and load the kernel for a number of queries, as
-    ``cuda.extend.load``."""
-    return load_instance(
-        layout, plan_of(num_queries), device, has_key_offset, has_soft_cap
-    )
-
-
 @cache
-def load_instance(
+def load(
     layout: TurboFormat,
     plan: RowsPlan,
     device: torch.device,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> Callable[..., None]:
-    """As ``load``, of one of the modules of a layout."""
-    return build_and_load(module(layout, plan, has_key_offset, has_soft_cap), device)
-
-
-def extend_attention(
-    query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
-    partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    offset: OffsetScores | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
-    enable_pdl: bool = True,
-) -> None:
-    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
-
-    As ``cuda.extend.extend_attention``.
+    """Build, if need be, and load an instance.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If it cannot be built.
 
     """
-    cuda_decode.attend(
-        load,
-        query,
-        kv_cache,
-        layout,
-        batch,
-        partials,
-        output,
-        newest,
-        offset,
-        window,
-        sliding_window,
-        sinks,
-        logits_soft_cap,
-        lse,
-        enable_pdl,
-    )
+    return build_and_load(module(layout, plan, has_key_offset, has_soft_cap), device)

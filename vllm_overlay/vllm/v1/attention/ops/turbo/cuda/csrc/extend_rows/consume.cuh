@@ -55,13 +55,12 @@ __device__ __forceinline__ void load_rows(RowsShared<Plan>& shared,
     uint32_t chunks[2][4] = {};
     if (query >= 0) {
       const __half* p_query =
-          p_queries + int64_t(query) * HEAD_SIZE + i * NUM_UNITS + j;
+          p_queries + int64_t(query) * HEAD_SIZE + 2 * i * NUM_UNITS + j;
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         const __half* own = p_query + kLaneUnits * key_place(t);
         const uint32_t x = *reinterpret_cast<const uint32_t*>(own);
-        const uint32_t y =
-            *reinterpret_cast<const uint32_t*>(own + 4 * NUM_UNITS);
+        const uint32_t y = *reinterpret_cast<const uint32_t*>(own + NUM_UNITS);
         chunks[0][t] = __byte_perm(x, y, 0x5410);
         chunks[1][t] = __byte_perm(x, y, 0x7632);
       }
@@ -115,15 +114,15 @@ __device__ __forceinline__ void write_rows(const RowsShared<Plan>& shared,
 }
 
 // Go on to tokens with another offset of K.
-__device__ __forceinline__ void change_offset(RowsAccumulator& acc,
-                                              const int* rows,
-                                              const AttentionParams& p,
-                                              const Segment& segment,
-                                              int offset, int lane) {
+__device__ __forceinline__ void change_offset(
+    RowsAccumulator& acc, const int* rows, const int* limits,
+    const AttentionParams& p, const Segment& segment, int offset, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float score = offset_score(p, segment.seq, segment.kv_head, offset,
-                                     rows[8 * r], lane);
+    // Of a token that the sequence does not have the query may be NaN.
+    const int row = limits[8 * r] > 0 ? rows[8 * r] : -1;
+    const float score =
+        offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
     // A row that has seen no token keeps none, also if its query is NaN.
     if (acc.reference[r] != kNoRowReference)
       acc.reference[r] += acc.missing[r] - score;
@@ -216,50 +215,78 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
   const uint32_t all_values = wgmma_operand(shared_address(shared.values), 16);
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
   constexpr uint32_t kValueStage = sizeof(shared.values[0]) / 16;
-  uint32_t weights[kTokens / 4];
-  Stage<Plan::kStages> before = stage;
-#pragma unroll 1
-  for (int step = 0; step < num_steps; ++step) {
+  float scores[kTokens / 2];
+  // Weigh a step's scores, which are there, while the values of the one before
+  // are being added.
+  const auto weigh = [&](uint32_t (&weights)[kTokens / 4], int step) {
+    hold(scores);
+    arrive_warp(shared.empty_keys[stage.index], lane);
+    const float* factors = shared.factors[stage.of_both()];
+    float sum[2];
+    bool is_done = weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
+    wgmma_wait<0>();
+    hold(acc.output);
     const int tile = segment.first_tile + step * Plan::kTiles;
+    const int token = tile * TILE_TOKENS;
     if constexpr (KEY_OFFSET != 0) {
       static_assert(kOffsetTiles % Plan::kTiles == 0);
       const int offset = offset_of_tile(p, tile);
       if (step == 0 || offset != offset_of_tile(p, tile - Plan::kTiles)) {
-        wgmma_wait<0>();
-        change_offset(acc, shared.rows + first_row, p, segment, offset, lane);
+        change_offset(acc, shared.rows + first_row, shared.limits + first_row,
+                      p, segment, offset, lane);
+        is_done = false;
       }
     }
-    float scores[kTokens / 2];
+    if (!is_done || segment.num_tokens - token < kTokens + p.most_hidden) {
+      RowLimits limits[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        limits[r] = {shared.firsts[first_row + 8 * r] - token,
+                     shared.limits[first_row + 8 * r] - token};
+      }
+      weigh_anew(weights, sum, acc, scores, factors, limits, p.soft_cap, lane);
+    }
+    acc.sum[0] += sum[0], acc.sum[1] += sum[1];
+  };
+  // Ask for a step's scores, and then for the sum of the values before it.
+  const auto attend = [&](const uint32_t (&before)[kTokens / 4],
+                          uint32_t (&weights)[kTokens / 4], int step) {
+    const Stage<Plan::kStages> last = stage;
+    stage.advance();
     wait_for(shared.full_keys[stage.index], stage.parity);
     multiply_keys<Plan>(scores, queries, all_keys + stage.index * kKeyStage);
-    if (step > 0) {
-      // The values of the step before have been added.
-      wgmma_wait<1>();
-      arrive_warp(shared.empty_values[before.index], lane);
-    }
-    wgmma_wait<0>();
-    hold(scores);
-    hold(acc.output);
-    arrive_warp(shared.empty_keys[stage.index], lane);
-    const int token = tile * TILE_TOKENS;
-    const bool ends = segment.num_tokens - token < kTokens + p.most_hidden;
-    RowLimits limits[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      limits[r] = {shared.firsts[first_row + 8 * r] - token,
-                   shared.limits[first_row + 8 * r] - token};
-    }
-    weigh_rows(weights, acc, scores, shared.factors[stage.of_both()], ends, limits,
-               p.soft_cap, lane);
+    wait_for(shared.full_values[last.index], last.parity);
+    add_values<Plan>(acc.output, before, all_values + last.index * kValueStage);
+    wgmma_wait<1>();
+    weigh(weights, step);
+    arrive_warp(shared.empty_values[last.index], lane);
+  };
+  const auto end = [&](const uint32_t (&weights)[kTokens / 4]) {
     wait_for(shared.full_values[stage.index], stage.parity);
     add_values<Plan>(acc.output, weights,
                      all_values + stage.index * kValueStage);
-    before = stage;
+    wgmma_wait<0>();
+    hold(acc.output);
+    arrive_warp(shared.empty_values[stage.index], lane);
     stage.advance();
-  }
+  };
+  uint32_t even[kTokens / 4], odd[kTokens / 4];
+  wait_for(shared.full_keys[stage.index], stage.parity);
+  multiply_keys<Plan>(scores, queries, all_keys + stage.index * kKeyStage);
   wgmma_wait<0>();
-  hold(acc.output);
-  arrive_warp(shared.empty_values[before.index], lane);
+  weigh(even, 0);
+  int step = 1;
+#pragma unroll 1
+  for (; step + 1 < num_steps; step += 2) {
+    attend(even, odd, step);
+    attend(odd, even, step + 1);
+  }
+  if (step < num_steps) {
+    attend(even, odd, step);
+    end(odd);
+  } else {
+    end(even);
+  }
   write_rows(shared, acc, p, segment, first_row, lane);
 }
 

@@ -4,11 +4,12 @@
 // A tile's codes as operands of the tensor core, in shared memory.
 //
 // The order of coordinates is free. Of queries and keys, chunk 4 * j + i of a
-// row has codes i and i + 4 of unit j of each lane's, lane by lane; of values,
-// the rows are those of extend/values.cuh's fragments, one after the other.
+// row has codes 2 * i and 2 * i + 1 of unit j of each lane's, lane by lane; of
+// values, the rows are those of extend/values.cuh's fragments, one after the
+// other.
 #pragma once
 
-#include "extend/keys.cuh"
+#include "common/key_tables.cuh"
 #include "extend/values.cuh"
 #include "extend_rows/layout.cuh"
 
@@ -21,21 +22,28 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 
 // Decode K of a warp's tile of a step.
 //
-// keys: the stage's address. factors: of the step's tokens.
+// keys: the stage's address. factor: of the tile's scores. num_tokens: of the
+// tile, those that the sequence has; behind them are any bytes.
 template <typename Plan>
-__device__ __forceinline__ void decode_keys(uint32_t keys, float* factors,
+__device__ __forceinline__ void decode_keys(uint32_t keys, float& factor,
                                             const uint8_t* tile, int index,
-                                            int lane) {
+                                            int num_tokens, int lane) {
   constexpr uint32_t kPanelBytes = Plan::kTokens * kRowBytes;
   const int g = lane / 4, t = lane % 4;
+  const uint8_t* rows = tile + KEY_SCALES_OFFSET + g * SCALE_BYTES;
+  bool is_large = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int token = g + 8 * h;
+    is_large |= g + 8 * h < num_tokens &&
+                StoredKeyScales::is_large(rows + 8 * h * SCALE_BYTES);
+  }
+  const bool are_large = __any_sync(~0u, is_large);
+  if (lane == 0) factor = are_large ? StoredKeyScales::kFactor : 1.0f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
     uint32_t words[kLaneUnits];
-    load_key_words(words, tile, token, lane);
-    const RelativeKeyScales scales(
-        tile + KEY_SCALES_OFFSET + token * SCALE_BYTES, t / 2);
-    if (t == 0) factors[index * TILE_TOKENS + token] = scales.factor;
+    load_key_words(words, tile, g + 8 * h, lane);
+    const StoredKeyScales scales(rows + 8 * h * SCALE_BYTES, t / 2, are_large);
     // Row lane % 8 of matrix lane / 8.
     const int row = index * TILE_TOKENS + 8 * h + lane % 8;
     const uint32_t even = keys + swizzled(row, lane / 8);
@@ -43,7 +51,7 @@ __device__ __forceinline__ void decode_keys(uint32_t keys, float* factors,
 #pragma unroll
     for (int j = 0; j < kLaneUnits; ++j) {
       uint32_t pairs[4];
-      key_coordinates(pairs, words[j], scales[j]);
+      table_coordinates(pairs, words[j], scales[j]);
       store_matrices((j % 2 ? odd : even) + j / 2 * kPanelBytes, pairs[0],
                      pairs[1], pairs[2], pairs[3]);
     }

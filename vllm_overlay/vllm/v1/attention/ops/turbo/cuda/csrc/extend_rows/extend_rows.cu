@@ -2,9 +2,9 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The entry point of the kernel for many queries. A module has one instance:
-// extend_rows.py defines ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS, ROWS_TILES,
-// ROWS_COPIES and ROWS_REGISTERS, and has turbo_constants.h of the layout
-// included.
+// extend_rows.py defines ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS,
+// ROWS_TILES, ROWS_COPIES and ROWS_REGISTERS, and has turbo_constants.h of the
+// layout included.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"
@@ -13,8 +13,9 @@
 namespace {
 
 struct ExtendRows {
-  using Plan = turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS,
-                               ROWS_TILES, ROWS_COPIES, ROWS_REGISTERS>;
+  using Plan =
+      turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS, ROWS_TILES,
+                      ROWS_STAGES, ROWS_COPIES, ROWS_REGISTERS>;
   static constexpr int kThreads = Plan::kThreads;
   static constexpr size_t kSharedBytes = sizeof(turbo::RowsShared<Plan>);
   static_assert(Plan::kBlocks * (kSharedBytes + 1024) <= 228 * 1024);

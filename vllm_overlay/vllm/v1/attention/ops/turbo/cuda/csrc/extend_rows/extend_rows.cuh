@@ -14,8 +14,8 @@ template <typename Plan>
 __device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
 #pragma unroll
   for (int i = 0; i < Plan::kStages; ++i) {
-    init_barrier(shared_address(&shared.full_keys[i]), Plan::kProducerWarps);
-    init_barrier(shared_address(&shared.full_values[i]), Plan::kProducerWarps);
+    init_barrier(shared_address(&shared.full_keys[i]), 4);
+    init_barrier(shared_address(&shared.full_values[i]), 4);
     init_barrier(shared_address(&shared.empty_keys[i]), Plan::kConsumerWarps);
     init_barrier(shared_address(&shared.empty_values[i]), Plan::kConsumerWarps);
   }

@@ -25,34 +25,35 @@ constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
 // Eight rows of a panel: the stride of operands.
 constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 
-// kConsumers, kProducers: warpgroups of a block. kBlocks: of a multiprocessor.
-// kTiles: of a step. kCopies: steps whose pages are being copied. kRegisters:
-// of a consumer, of which producers have what is left.
+// kConsumers, kProducers: warpgroups of a block, of whose steps producers take
+// turns. kBlocks: of a multiprocessor. kTiles: of a step. kStages: steps that
+// are decoded and not yet attended to. kCopies: a producer's steps whose pages
+// are being copied. kRegisters: of a consumer, of which producers have what is
+// left.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
-          int kCopies_, int kRegisters_>
+          int kStages_, int kCopies_, int kRegisters_>
 struct RowsPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
-  static constexpr int kCopies = kCopies_;
+  static constexpr int kStages = kStages_, kCopies = kCopies_;
   static constexpr int kRows = kGroupRows * kConsumers;
   static constexpr int kThreads = kGroupThreads * (kConsumers + kProducers);
-  static constexpr int kWarps = kThreads / 32;
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kProducerWarps = 4 * kProducers;
   static constexpr int kTokens = kTiles * TILE_TOKENS;
-  static constexpr int kWarpTiles = kTiles / kProducerWarps;
-  static_assert(kWarpTiles * kProducerWarps == kTiles);
-  static_assert(kTokens % kPanelColumns == 0);
+  static constexpr int kWarpTiles = kTiles / 4;
+  static_assert(kWarpTiles * 4 == kTiles);
   static constexpr int kValuePanels = kTokens / kPanelColumns;
-  // Steps that are decoded and not yet attended to.
-  static constexpr int kStages = 2;
+  // A producer has stages of its own.
+  static_assert(kStages % kProducers == 0);
   using Cut = Cuts<kRows, kTiles>;
   static constexpr int kConsumerRegisters = kRegisters_;
   // Those of a block, of which warps take multiples of eight a lane.
   static constexpr int kAllRegisters =
       65536 / kBlocks / kThreads / 8 * 8 * (kConsumers + kProducers);
-  static constexpr int kProducerRegisters =
+  static constexpr int kLeftRegisters =
       (kAllRegisters - kConsumers * kConsumerRegisters) / kProducers / 8 * 8;
+  static constexpr int kProducerRegisters =
+      kLeftRegisters < 240 ? kLeftRegisters : 240;
 };
 
 template <typename Plan>
@@ -63,9 +64,9 @@ struct alignas(1024) RowsShared {
   uint8_t keys[Plan::kStages][kKeyPanels][Plan::kTokens][kRowBytes];
   uint8_t values[Plan::kStages][Plan::kValuePanels][HEAD_SIZE][kRowBytes];
   alignas(128) uint8_t
-      tiles[Plan::kProducerWarps][Plan::kCopies][Plan::kWarpTiles][TILE_BYTES];
-  // Of tokens' scores: they are read after the keys' place is free again.
-  float factors[2 * Plan::kStages][Plan::kTokens];
+      tiles[4 * Plan::kProducers][Plan::kCopies][Plan::kWarpTiles][TILE_BYTES];
+  // Of tiles' scores: they are read after the keys' place is free again.
+  float factors[2 * Plan::kStages][Plan::kTiles];
   // The rows' queries of the sequence, or -1, and the tokens that they see.
   int rows[Plan::kRows];
   int firsts[Plan::kRows];

@@ -8,12 +8,15 @@
 
 namespace turbo {
 
-// A warp's copies of its tiles of a segment's steps. Lane i has the address of
-// the tile of step i, and of those 32 later.
+// A warp's copies of its tiles of those of a segment's steps that its producer
+// has. Lane i has the address of the tile of step i of these, and of those 32
+// later.
 template <typename Plan>
 struct RowsCopies {
   static constexpr int kChunk = 16, kWarpBytes = 32 * kChunk;
   static constexpr int kWarpTiles = Plan::kWarpTiles;
+  // From one of the producer's steps to its next.
+  static constexpr int kStepTiles = Plan::kProducers * Plan::kTiles;
   const AttentionParams& p;
   const Segment& segment;
   uint32_t target;
@@ -22,19 +25,20 @@ struct RowsCopies {
 
   __device__ __forceinline__ RowsCopies(const AttentionParams& p,
                                         const Segment& segment,
-                                        const uint8_t* tiles, int warp,
-                                        int lane)
+                                        const uint8_t* tiles, int first_step,
+                                        int warp, int lane)
       : p(p),
         segment(segment),
         target(shared_address(tiles) + lane * kChunk),
-        first_tile(segment.first_tile + warp * kWarpTiles) {}
+        first_tile(segment.first_tile + first_step * Plan::kTiles +
+                   warp % 4 * kWarpTiles) {}
 
   __device__ __forceinline__ void load_addresses(int step, int lane) {
     const int* table =
         p.block_table + int64_t(segment.seq) * p.stride_block_table;
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
-      const int tile = first_tile + (step + lane) * Plan::kTiles + i;
+      const int tile = first_tile + (step + lane) * kStepTiles + i;
       address[i] = nullptr;
       const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
       if (is_seen && tile < segment.last_tile) {
@@ -78,7 +82,7 @@ __device__ __forceinline__ void clear_tokens(uint8_t* tile, int first, int end,
   __syncwarp();
 }
 
-// Decode a segment's tiles.
+// Decode a producer's steps of a segment.
 template <typename Plan>
 __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
@@ -86,28 +90,34 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
                                                 const Segment& segment,
                                                 int warp, int lane) {
   constexpr int kCopies = Plan::kCopies, kWarpTiles = Plan::kWarpTiles;
-  const int num_steps =
+  constexpr int kProducers = Plan::kProducers;
+  const int all_steps =
       (segment.last_tile - segment.first_tile + Plan::kTiles - 1) /
       Plan::kTiles;
+  const int first_step =
+      (warp / 4 + kProducers - stage.index % kProducers) % kProducers;
+  const int num_steps = (all_steps - first_step + kProducers - 1) / kProducers;
   uint8_t* tiles = shared.tiles[warp][0][0];
-  RowsCopies<Plan> copies(p, segment, tiles, warp, lane);
+  RowsCopies<Plan> copies(p, segment, tiles, first_step, warp, lane);
 #pragma unroll 1
   for (int step = 0; step < kCopies; ++step)
     copies.issue(step, step, num_steps, lane);
-  int slot = 0;
+  int slot = 0, step = 0;
 #pragma unroll 1
-  for (int step = 0; step < num_steps; ++step) {
+  for (int any_step = 0; any_step < all_steps; ++any_step, stage.advance()) {
+    if (stage.index % kProducers != warp / 4) continue;
     wait_copies<kCopies - 1>();
     __syncwarp();
     uint8_t* own = tiles + slot * (kWarpTiles * TILE_BYTES);
-    const int first = copies.first_tile + step * Plan::kTiles;
-    const int index = warp * kWarpTiles;
+    const int first = copies.first_tile + step * copies.kStepTiles;
+    const int index = warp % 4 * kWarpTiles;
     wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);
     const uint32_t keys = shared_address(shared.keys[stage.index]);
 #pragma unroll 1
     for (int i = 0; i < kWarpTiles; ++i) {
-      decode_keys<Plan>(keys, shared.factors[stage.of_both()], own + i * TILE_BYTES,
-                        index + i, lane);
+      decode_keys<Plan>(keys, shared.factors[stage.of_both()][index + i],
+                        own + i * TILE_BYTES, index + i,
+                        segment.num_tokens - (first + i) * TILE_TOKENS, lane);
     }
     fence_async_proxy();
     arrive_warp(shared.full_keys[stage.index], lane);
@@ -126,7 +136,7 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
     fence_async_proxy();
     arrive_warp(shared.full_values[stage.index], lane);
     copies.issue(step + kCopies, slot, num_steps, lane);
-    stage.advance();
+    ++step;
     if (++slot == kCopies) slot = 0;
   }
 }

@@ -11,6 +11,11 @@
 namespace turbo {
 
 constexpr float kNoRowReference = -1e30f;
+// A lane's weights of a step and row whose sum is larger raise the reference:
+// they are to be finite in fp16.
+constexpr float kMaxWeights = 8192.0f;
+// A lane's scores of a tile, of both rows.
+constexpr int kTileScores = 8;
 
 // A lane's part of a warpgroup's running result: of rows g and g + 8 of its
 // warp's. Numbers 4 * n and 4 * n + 1 are of the first and columns 8 * n + 2 *
@@ -82,52 +87,60 @@ __device__ __forceinline__ void raise_rows(RowsAccumulator& acc,
   }
 }
 
-// Weights of a step's tokens as A fragments: numbers 2 * n and 2 * n + 1 of
-// columns 8 * n. Scores become what is left of them.
+// Weights of a step's tokens as A fragments, by the references as they are:
+// numbers 2 * n and 2 * n + 1 are of columns 8 * n. Returns whether all of the
+// warp's are small enough.
 //
-// factors: of the step's tokens. ends: whether some are not seen.
+// sum: of a row's. factors: of the step's tiles.
 template <int kScores>
-__device__ __forceinline__ void weigh_rows(uint32_t (&weights)[kScores / 2],
-                                           RowsAccumulator& acc,
-                                           float (&scores)[kScores],
-                                           const float* factors, bool ends,
-                                           const RowLimits (&limits)[2],
-                                           const SoftCap& soft_cap, int lane) {
-  const int t = lane % 4;
-  float largest[2] = {-INFINITY, -INFINITY};
+__device__ __forceinline__ bool weigh_rows(uint32_t (&weights)[kScores / 2],
+                                           float (&sum)[2],
+                                           const RowsAccumulator& acc,
+                                           const float (&scores)[kScores],
+                                           const float* factors,
+                                           const SoftCap& soft_cap) {
+  sum[0] = sum[1] = 0.0f;
 #pragma unroll
-  for (int n = 0; n < kScores / 4; ++n) {
-    const float2 factor =
-        *reinterpret_cast<const float2*>(factors + 8 * n + 2 * t);
+  for (int i = 0; i < kScores; i += 2) {
+    const int r = i / 2 % 2;
+    const float factor = factors[i / kTileScores] * acc.factor[r];
+    float weight[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = scores[4 * n + i];
-      x *= i % 2 == 0 ? factor.x : factor.y;
-      if constexpr (SOFT_CAP != 0) x = soft_cap(x * acc.factor[i / 2]);
-      largest[i / 2] = fmaxf(largest[i / 2], x);
+    for (int c = 0; c < 2; ++c) {
+      if constexpr (SOFT_CAP != 0) {
+        weight[c] =
+            exp2_approx(soft_cap(scores[i + c] * factor) - acc.reference[r]);
+      } else {
+        weight[c] = exp2_approx(fmaf(scores[i + c], factor, -acc.reference[r]));
+      }
     }
+    sum[r] += weight[0] + weight[1];
+    weights[i / 2] = as_bits(__floats2half2_rn(weight[0], weight[1]));
   }
-  float factor[2] = {acc.factor[0], acc.factor[1]};
-  if constexpr (SOFT_CAP != 0) factor[0] = factor[1] = 1.0f;
-  const float above = fmaxf(fmaf(largest[0], factor[0], -acc.reference[0]),
-                            fmaf(largest[1], factor[1], -acc.reference[1]));
-  if (__any_sync(~0u, above > kMaxExponent || ends)) {
+  // Written so that NaN is too large, too.
+  return !__any_sync(~0u, !(fmaxf(sum[0], sum[1]) <= kMaxWeights));
+}
+
+// The same where some tokens are not seen, or weights would be too large.
+template <int kScores>
+__device__ __forceinline__ void weigh_anew(
+    uint32_t (&weights)[kScores / 2], float (&sum)[2], RowsAccumulator& acc,
+    float (&scores)[kScores], const float* factors,
+    const RowLimits (&limits)[2], const SoftCap& soft_cap, int lane) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] *= factor[i / 2 % 2];
-    factor[0] = factor[1] = 1.0f;
-    raise_rows(acc, scores, limits, lane);
+  for (int i = 0; i < kScores; ++i) {
+    scores[i] *= factors[i / kTileScores] * acc.factor[i / 2 % 2];
+    if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);
   }
+  raise_rows(acc, scores, limits, lane);
+  sum[0] = sum[1] = 0.0f;
 #pragma unroll
-  for (int n = 0; n < kScores / 4; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float* x = scores + 4 * n + 2 * r;
-      const float weight[2] = {
-          exp2_approx(fmaf(x[0], factor[r], -acc.reference[r])),
-          exp2_approx(fmaf(x[1], factor[r], -acc.reference[r]))};
-      acc.sum[r] += weight[0] + weight[1];
-      weights[2 * n + r] = as_bits(__floats2half2_rn(weight[0], weight[1]));
-    }
+  for (int i = 0; i < kScores; i += 2) {
+    const int r = i / 2 % 2;
+    const float weight[2] = {exp2_approx(scores[i] - acc.reference[r]),
+                             exp2_approx(scores[i + 1] - acc.reference[r])};
+    sum[r] += weight[0] + weight[1];
+    weights[i / 2] = as_bits(__floats2half2_rn(weight[0], weight[1]));
   }
 }
 
