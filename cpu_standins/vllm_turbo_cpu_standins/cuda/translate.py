@@ -61,6 +61,8 @@ INSTRUCTIONS |= {
     "{ .reg .pred is_any, is_own; setp.ne.s32 is_own, %3, 0; "
     "bar.red.or.pred is_any, %1, %2, is_own; selp.s32 %0, 1, 0, is_any; }": "bar_or",
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};": "stmatrix",
+    "setmaxnreg.inc.sync.aligned.u32 %0;": "nothing",
+    "setmaxnreg.dec.sync.aligned.u32 %0;": "nothing",
     "wgmma.fence.sync.aligned;": "nothing",
     "wgmma.commit_group.sync.aligned;": "wgmma_commit",
     "wgmma.wait_group.sync.aligned %0;": "wgmma_wait",
@@ -68,7 +70,7 @@ INSTRUCTIONS |= {
 
 
 def _of_columns(columns: int) -> dict[str, str]:
-    """Products of a warpgroup, of so many columns: see common/wgmma.cuh."""
+    """Products of a warpgroup, of so many columns: see common/wgmma*.cuh."""
     n = columns // 2
     d = ", ".join(f"%{i}" for i in range(n))
     a = ", ".join(f"%{n + i}" for i in range(4))
@@ -77,10 +79,12 @@ def _of_columns(columns: int) -> dict[str, str]:
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 5}, 0; "
         f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, 0; }}": f"wgmma_registers<{n}>",
         f"{product}, %{n}, %{n + 1}, 1, 1, 1, 1, 1;": f"wgmma_shared<{n}>",
+        f"{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
+        f"{product}, %{n}, %{n + 1}, p, 1, 1, 0, 0; }}": f"wgmma_deep<{n}>",
     }
 
 
-for _columns in range(8, 72, 8):
+for _columns in (*range(8, 72, 8), 128, 256):
     INSTRUCTIONS |= _of_columns(_columns)
 
 _ASSEMBLY = re.compile(r"\basm\s+(?:volatile\s*)?\(|\basm\s*\(")

@@ -2,7 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Accesses to the same memory that nothing puts in an order: of threads of a
-// block between barriers (named ones and __syncwarp too), and of blocks.
+// block between barriers (named ones, those in shared memory and __syncwarp
+// too), and of blocks.
 // Shuffles and the like order nothing.
 //
 // A thread has a clock, which its barriers advance, and knows how far it has
@@ -184,6 +185,19 @@ void join(const std::vector<int>& threads) {
     std::copy(first, first + count, &seen[thread * count]);
     ++clocks[thread];
   }
+}
+
+void publish(Clocks& to) {
+  const size_t count = clocks.size();
+  uint32_t* own = &seen[current * count];
+  own[current] = clocks[current]++;
+  to.resize(count);
+  for (size_t i = 0; i < count; ++i) to[i] = std::max(to[i], own[i]);
+}
+
+void see(const Clocks& from) {
+  uint32_t* own = &seen[current * clocks.size()];
+  for (size_t i = 0; i < from.size(); ++i) own[i] = std::max(own[i], from[i]);
 }
 
 void check_race(const Access& access, bool is_shared) {

@@ -82,6 +82,10 @@ void begin_launch_races();
 void begin_block_races();
 // The threads see each other's accesses up to now.
 void join(const std::vector<int>& threads);
+// What the running thread has seen, and done up to now, for others to see.
+using Clocks = std::vector<uint32_t>;
+void publish(Clocks& to);
+void see(const Clocks& from);
 void check_race(const Access& access, bool is_shared);
 // Bytes that a copy is on its way to; nothing else may touch them.
 void mark_copied(const void* p, size_t bytes);

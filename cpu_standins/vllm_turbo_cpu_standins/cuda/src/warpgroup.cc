@@ -19,6 +19,7 @@ struct SharedBarrier {
   int arrivals, pending;
   int64_t bytes = 0;
   int phase = 0;
+  Clocks arrived = {}, passed = {};  // of this phase, and of the one before
 };
 std::map<uint32_t, SharedBarrier> shared_barriers;
 
@@ -43,6 +44,8 @@ void end_phase_if_complete(uint32_t address) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.arrivals;
   barrier.phase ^= 1;
+  barrier.passed = std::move(barrier.arrived);
+  barrier.arrived.clear();
   wake_waiting(address);
 }
 
@@ -63,8 +66,17 @@ double half_at(const Site& site, uint32_t address) {
   return half_to_float(bits);
 }
 
-// A of shared memory has its rows contiguous, 64 of them in 128 bytes of which
-// the 16-byte chunks are swizzled.
+// Of an operand whose rows have 128 bytes of the depth, of which the 16-byte
+// chunks are swizzled.
+double deep_at(const Site& site, uint64_t descriptor, int row, int k) {
+  const uint32_t place = address_of(descriptor) +
+                         row / 8 * stride_of(descriptor) + row % 8 * 128 +
+                         k * 2;
+  return half_at(site, place ^ (place >> 7 & 7) << 4);
+}
+
+// Else A of shared memory has its rows contiguous, 64 of them in 128 bytes of
+// which the 16-byte chunks are swizzled.
 double a_at(const Site& site, uint64_t descriptor, int row, int k) {
   if (!is_swizzled(descriptor)) fail(site, "A is not swizzled by 128 bytes");
   const uint32_t place = address_of(descriptor) +
@@ -72,11 +84,14 @@ double a_at(const Site& site, uint64_t descriptor, int row, int k) {
   return half_at(site, place ^ (place >> 7 & 7) << 4);
 }
 
-// B is of core matrices, each of 8 times 16 bytes; the leading offset is along
-// the depth, for what has been tried on a GPU.
+// B may be of core matrices, each of 8 times 16 bytes; the leading offset is
+// along the depth, for what has been tried on a GPU.
 double b_at(const Site& site, uint64_t descriptor, bool depth_is_contiguous,
             int k, int column) {
-  if (is_swizzled(descriptor)) fail(site, "B is swizzled");
+  if (is_swizzled(descriptor)) {
+    if (!depth_is_contiguous) fail(site, "B is swizzled");
+    return deep_at(site, descriptor, column, k);
+  }
   const int inner = depth_is_contiguous ? column % 8 * 16 + k % 8 * 2
                                         : k % 8 * 16 + column % 8 * 2;
   return half_at(site, address_of(descriptor) + inner +
@@ -94,6 +109,9 @@ void multiply(const Site& site, const WarpProduct& product, int warp) {
         const uint32_t word =
             product.lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
         a[row][k] = half_to_float(uint16_t(word >> (k % 2 * 16)));
+      } else if (any.is_deep) {
+        if (!is_swizzled(any.a_descriptor)) fail(site, "A is not swizzled");
+        a[row][k] = deep_at(site, any.a_descriptor, 16 * warp + row, k);
       } else {
         a[row][k] = a_at(site, any.a_descriptor, 16 * warp + row, k);
       }
@@ -102,7 +120,7 @@ void multiply(const Site& site, const WarpProduct& product, int warp) {
   for (int column = 0; column < 2 * any.num_numbers; ++column) {
     double b[kDepth];
     for (int k = 0; k < kDepth; ++k)
-      b[k] = b_at(site, any.b_descriptor, any.a_in_registers, k, column);
+      b[k] = b_at(site, any.b_descriptor, any.is_deep, k, column);
     for (int row = 0; row < 16; ++row) {
       float& d = *product.lanes[row % 8 * 4 + column % 8 / 2]
                       .d[column / 8 * 4 + row / 8 * 2 + column % 2];
@@ -137,12 +155,14 @@ void expect_bytes(const Site& site, uint32_t address, int bytes) {
   if (barrier.pending == 0) fail(site, "more arrive than were to");
   --barrier.pending;
   barrier.bytes += bytes;
+  publish(barrier.arrived);
   end_phase_if_complete(address);
 }
 
 void wait_barrier(const Site& site, uint32_t address, int parity) {
   while (barrier_at(site, address).phase == parity)
     wait_at("barrier in shared memory ", address, site);
+  see(barrier_at(site, address).passed);
 }
 
 void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,

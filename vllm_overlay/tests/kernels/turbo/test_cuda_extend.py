@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA extend kernel: a few dozen query tokens after long contexts in pages."""
+"""The CUDA extend kernels: a few dozen query tokens after long contexts in pages."""
 
 import math
 
@@ -16,11 +16,13 @@ from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboF
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 
 from .test_cuda_multi import (
+    ATTENTION,
     BLOCK_SIZE,
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
     extend_layouts,
+    extends,
     newest_or_stored,
 )
 from .utils import (
@@ -41,11 +43,13 @@ from .utils import (
 STEP = 128
 
 
-def check(batch: Batch, with_newest: bool, num_splits: int = 8) -> torch.Tensor:
+def check(
+    kernel: str, batch: Batch, with_newest: bool, num_splits: int = 8
+) -> torch.Tensor:
     """Compare to the reference, and two runs to each other bit for bit."""
-    output = batch.decode("extend", with_newest, num_splits)
-    batch.check("extend", with_newest, output)
-    again = batch.decode("extend", with_newest, num_splits)
+    output = batch.decode(kernel, with_newest, num_splits)
+    batch.check(kernel, with_newest, output)
+    again = batch.decode(kernel, with_newest, num_splits)
     end = batch.starts[-1]
     assert torch.equal(output[:end], again[:end])
     return output
@@ -56,24 +60,25 @@ def check(batch: Batch, with_newest: bool, num_splits: int = 8) -> torch.Tensor:
 @pytest.mark.parametrize("query_len", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
-def test_against_reference(layout, query_len, group, with_newest):
+def test_against_reference(kernel, layout, query_len, group, with_newest):
     ends = {0, 1, query_len - 1, query_len, query_len + 1, 16 + query_len // 2}
     ends |= {STEP - 1, STEP, STEP + 1, STEP + query_len, 1000, 2 * STEP + query_len}
-    check(Batch(layout, sorted(ends), query_len, group), with_newest)
+    check(kernel, Batch(layout, sorted(ends), query_len, group), with_newest)
 
 
 @requires_cuda
 @extend_layouts
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
-def test_queries_of_different_lengths(layout, group, with_newest):
+def test_queries_of_different_lengths(kernel, layout, group, with_newest):
     """Passes of a sequence are as many as it has queries; some have none."""
     query_lens = [1, 64, 16, 3, 33, 0, 17, 0, 8, 2]
     seq_lens = [4098, 1001, 16, 130, 20, 5, 0, 0, 700, 1]
-    check(Batch(layout, seq_lens, query_lens, group), with_newest)
+    check(kernel, Batch(layout, seq_lens, query_lens, group), with_newest)
 
 
 @requires_cuda
+@extends
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
@@ -81,29 +86,30 @@ def test_queries_of_different_lengths(layout, group, with_newest):
     [[20_000], [512 + i for i in range(80)], [9000] + [40] * 63, [0] * 40 + [300]],
     ids=["one", "many", "ragged", "padded"],
 )
-def test_splits(with_newest, num_splits, seq_lens):
+def test_splits(kernel, with_newest, num_splits, seq_lens):
     """Ranges of blocks begin anywhere, and a block has several."""
-    check(Batch(LAYOUT, seq_lens, 16, 4, BF16), with_newest, num_splits)
+    check(kernel, Batch(LAYOUT, seq_lens, 16, 4, BF16), with_newest, num_splits)
 
 
 @requires_cuda
-@pytest.mark.parametrize("query_len", [3, 16])
-def test_one_split_does_not_depend_on_the_batch(query_len):
+@extends
+@pytest.mark.parametrize("query_len", [3, 16, 33])
+def test_one_split_does_not_depend_on_the_batch(kernel, query_len):
     seq_lens = [40, 0, 1700, 300]
     batch = Batch(LAYOUT, seq_lens, query_len, 4)
-    together = batch.decode("extend", True, 1)
+    together = batch.decode(kernel, True, 1)
     for row, length in enumerate(seq_lens):
         part = slice(row * query_len, (row + 1) * query_len)
         alone = Batch(LAYOUT, [length], query_len, 4)
         alone.cache, alone.table = batch.cache, batch.table[row : row + 1]
         alone.query, alone.key = batch.query[part], batch.key[part]
         alone.value = batch.value[part]
-        assert torch.equal(alone.decode("extend", True, 1), together[part])
+        assert torch.equal(alone.decode(kernel, True, 1), together[part])
 
 
 @requires_cuda
 @extend_layouts
-def test_recycled_bytes_do_not_leak(layout):
+def test_recycled_bytes_do_not_leak(kernel, layout):
     """What lies past a sequence's end in its last page changes no bit."""
     seq_lens = [3, 17, 33, STEP + 5]
     outputs = []
@@ -111,30 +117,32 @@ def test_recycled_bytes_do_not_leak(layout):
         batch = Batch(layout, seq_lens, 3, 4)
         batch.cache.fill_(byte)
         fill_cache(batch.cache, batch.table, seq_lens, layout, FP16)
-        outputs.append(batch.decode("extend", False, 4))
+        outputs.append(batch.decode(kernel, False, 4))
     assert outputs[0].isfinite().all()
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 
 
 @requires_cuda
+@extends
 @newest_or_stored
-def test_later_tokens_change_no_bit(with_newest):
+def test_later_tokens_change_no_bit(kernel, with_newest):
     seq_lens, query_len = [24, STEP + 3, 66], 16
     batch = Batch(LAYOUT, seq_lens, query_len, 4)
-    before = batch.decode("extend", with_newest)
+    before = batch.decode(kernel, with_newest)
     for row, length in enumerate(seq_lens):
         slots = slots_of(batch.table[row], length - 1, length, BLOCK_SIZE)
         large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
         reference.store(batch.cache, slots, large, large, LAYOUT)
         batch.key[batch.starts[row + 1] - 1] *= 100
         batch.value[batch.starts[row + 1] - 1] *= 100
-    after = batch.decode("extend", with_newest)
+    after = batch.decode(kernel, with_newest)
     is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
     assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
 
 
 def extend_pages(
+    kernel: str,
     query: torch.Tensor,
     cache: torch.Tensor,
     table: torch.Tensor,
@@ -146,7 +154,7 @@ def extend_pages(
     num_seqs, num_heads, head_size = query.shape
     partial = torch.full((num_seqs, num_heads, head_size), math.nan, device=DEVICE)
     lse = partial[:, :, 0].contiguous()
-    cuda_extend.extend_attention(
+    ATTENTION[kernel](
         RotatedQuery(
             query.to(FP16).contiguous(),
             torch.full((num_seqs, num_heads), score_scale, device=DEVICE),
@@ -166,7 +174,7 @@ def extend_pages(
 
 @requires_cuda
 @extend_layouts
-def test_one_key_gives_its_score_and_value(layout):
+def test_one_key_gives_its_score_and_value(kernel, layout):
     """Of random bytes with scales from the least to the largest: the LSE is the score,
     exact but for fp32 sums, and the output the value.
     """
@@ -176,7 +184,7 @@ def test_one_key_gives_its_score_and_value(layout):
     keys, values = reference.load(cache, blocks * 16, layout)
     query = gaussian(num_blocks, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
     output, lse = extend_pages(
-        query, cache, blocks[:, None].int(), [1] * num_blocks, layout, 0.125
+        kernel, query, cache, blocks[:, None].int(), [1] * num_blocks, layout, 0.125
     )
     products = query.double() * keys.repeat_interleave(2, 1).double() * 0.125
     allowed = 2.0**-18 * products.abs().sum(-1)
@@ -190,7 +198,7 @@ def test_one_key_gives_its_score_and_value(layout):
 @requires_cuda
 @extend_layouts
 @pytest.mark.parametrize("score", [1e4, -1e4])
-def test_large_scores(layout, score):
+def test_large_scores(kernel, layout, score):
     """The weights of equal keys are equal, whatever their scores."""
     seq_lens = [1, STEP, 3 * STEP + 17]
     cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
@@ -207,10 +215,33 @@ def test_large_scores(layout, score):
     query = reference.rotate(key).expand(len(seq_lens), -1, -1)
     query = query.repeat_interleave(4, 1)
     scale = score / query.square().sum(-1).min().item()
-    output, lse = extend_pages(query, cache, table, seq_lens, layout, scale)
+    output, lse = extend_pages(kernel, query, cache, table, seq_lens, layout, scale)
     assert (lse.sign() == math.copysign(1, score)).all() and lse.isfinite().all()
     values = torch.stack(expected).repeat_interleave(4, 1)
     assert (output - values).abs().max() <= 2e-3 * values.abs().max()
+
+
+@requires_cuda
+@extend_layouts
+def test_keys_of_very_different_lengths(kernel, layout):
+    """In one tile, by powers of two: short ones' scores are as right as long ones'."""
+    length = 16
+    cache = new_cache(layout, num_blocks_for([length], 16), NUM_KV_HEADS, 16)
+    table = make_block_table([length], 16)
+    key = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=5)
+    key *= 2.0 ** torch.arange(8, -8, -1, device=DEVICE)[:, None, None]
+    slots = slots_of(table[0], 0, length, 16)
+    reference.store(cache, slots, key, key, layout)
+    keys, values = (x.double() for x in reference.load(cache, slots, layout))
+    query = 0.1 * gaussian(1, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
+    output, lse = extend_pages(kernel, query, cache, table, [length], layout, 0.125)
+    repeated = keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
+    scores = torch.einsum("hd,thd->ht", query[0].double(), repeated[0]) * 0.125
+    weights = torch.softmax(scores * math.log(2), -1)
+    expected = torch.einsum("ht,thd->hd", weights, repeated[1])
+    total = torch.logsumexp(scores * math.log(2), -1) / math.log(2)
+    assert (lse[0].double() - total).abs().max() <= 2e-3
+    assert (output[0] - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)

@@ -11,6 +11,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
@@ -34,6 +35,7 @@ def clear_caches() -> None:
         cuda_store.load,
         cuda_decode.load_instance,
         cuda_extend.load_instance,
+        extend_rows.load,
         cuda_merge.load,
     ):
         load.cache_clear()
@@ -43,7 +45,7 @@ def clear_caches() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What is built, in order, where nothing has been loaded."""
     modules: Asked = []
-    for kernel in (cuda_store, cuda_decode, cuda_extend, cuda_merge):
+    for kernel in (cuda_store, cuda_decode, cuda_extend, extend_rows, cuda_merge):
         monkeypatch.setattr(
             kernel, "build_and_load", lambda *args: modules.append(args)
         )
@@ -113,6 +115,23 @@ def test_all_widths_of_both_kernels_where_batches_have_them(asked):
     ]
 
 
+def test_warpgroups_extend_where_gpus_have_them(asked):
+    loaders = serving_modules(LAYOUT, 4, 1, max_extend_len(4), DEVICE, capability=90)
+    assert [loader.name for loader in loaders[3:]] == [
+        "extend_rows turbo4_128_r64",
+        "extend_rows turbo4_128_r128",
+    ]
+    for loader in loaders[3:]:
+        loader.load()
+    assert [module.is_specific for module, _ in asked] == [True, True]
+    assert [loader.make(SHARED_BYTES) for loader in loaders[3:]] == [
+        module for module, _ in asked
+    ]
+    layout = TurboFormat.from_cache_dtype("turbo4", 256)
+    names = [x.name for x in serving_modules(layout, 4, 1, 33, DEVICE, capability=90)]
+    assert names[3:] == ["extend_rows turbo4_256_r64"]
+
+
 def test_no_extends(asked):
     names = [loader.name for loader in serving_modules(LAYOUT, 8, 1, 0, DEVICE)]
     assert names == ["store turbo4_128", "merge 128", "decode turbo4_128_8"]
@@ -131,6 +150,7 @@ def test_heads_that_prefill_extends(asked):
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
     """No more, and no less, whatever heads and drafts it has."""
+    monkeypatch.setattr(cuda_extend, "capability_of", lambda device: capability)
     for kernel in (cuda_decode, cuda_extend):
         monkeypatch.setattr(
             kernel, "shared_memory", lambda device: ARCHITECTURES[capability]

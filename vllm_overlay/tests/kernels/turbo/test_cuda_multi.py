@@ -5,8 +5,10 @@ CUDA's kernels and Triton's, against causal attention over the stored K and V.
 """
 
 import math
+from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -41,18 +44,40 @@ from .utils import (
     new_cache,
     num_blocks_for,
     requires_cuda,
+    requires_hopper,
     requires_nvidia,
     slots_of,
 )
+
+
+def extend_on(
+    capability: int | None,
+    query: RotatedQuery,
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Extend by the kernel of GPUs of a compute capability."""
+    reason = extend_rows.unsupported_reason(layout, capability)
+    if capability is not None and reason is not None:
+        pytest.skip(reason)
+    with mock.patch.object(cuda_extend, "capability_of", lambda device: capability):
+        cuda_extend.extend_attention(query, kv_cache, layout, *args, **options)
+
 
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
 ATTENTION = {
     "cuda": cuda_decode.decode_attention,
     "triton": triton_decode.decode_attention,
-    "extend": cuda_extend.extend_attention,
+    "extend": partial(extend_on, None),
+    "rows": partial(extend_on, extend_rows.CAPABILITY),
 }
+ROWS = pytest.param("rows", marks=requires_hopper)
+extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
 # How rotated queries are rounded where they are not in the model's dtype.
-ROUNDING = {"cuda": reference.round_query, "extend": lambda q: q.to(FP16).float()}
+ROUNDING = {"cuda": reference.round_query}
+ROUNDING |= dict.fromkeys(("extend", "rows"), lambda q: q.to(FP16).float())
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
@@ -78,8 +103,26 @@ TRITON_LAYOUTS = [
 all_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
 )
+ROWS_LAYOUTS = [
+    layout
+    for layout in EXTEND_LAYOUTS
+    if not extend_rows.unsupported_reason(layout, extend_rows.CAPABILITY)
+]
 extend_layouts = pytest.mark.parametrize(
-    "layout", EXTEND_LAYOUTS, ids=[f"{x.name}-{x.head_size}" for x in EXTEND_LAYOUTS]
+    "kernel, layout",
+    [
+        pytest.param("extend", layout, id=f"{layout.name}-{layout.head_size}")
+        for layout in EXTEND_LAYOUTS
+    ]
+    + [
+        pytest.param(
+            "rows",
+            layout,
+            marks=requires_hopper,
+            id=f"rows-{layout.name}-{layout.head_size}",
+        )
+        for layout in ROWS_LAYOUTS
+    ],
 )
 all_query_lens = pytest.mark.parametrize("query_len", [1, 2, 3, 4, 8])
 newest_or_stored = pytest.mark.parametrize(
@@ -343,7 +386,7 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 
 
 @requires_cuda
-@pytest.mark.parametrize("kernel", ["cuda", "extend"])
+@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
 @pytest.mark.parametrize("group", [1, 4])
 def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
     """A sequence's last tokens, which some of its queries do not see, may fill the
@@ -374,8 +417,14 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
 @newest_or_stored
 @pytest.mark.parametrize(
     "kernel, query_lens",
-    [("cuda", 3), ("cuda", [3, 1, 2, 3]), ("extend", 16), ("extend", [16, 1, 2, 9])],
-    ids=["uniform", "ragged", "uniform extends", "ragged extends"],
+    [
+        pytest.param("cuda", 3, id="uniform"),
+        pytest.param("cuda", [3, 1, 2, 3], id="ragged"),
+        pytest.param("extend", 16, id="uniform extends"),
+        pytest.param("extend", [16, 1, 2, 9], id="ragged extends"),
+        pytest.param("rows", 16, id="uniform rows", marks=requires_hopper),
+        pytest.param("rows", [33, 1, 2, 9], id="ragged rows", marks=requires_hopper),
+    ],
 )
 def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
     """The grid is constant, and lengths are read on the device alone."""

@@ -21,7 +21,9 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     ROUNDING,
+    ROWS,
     Batch,
+    extends,
     newest_or_stored,
 )
 from .utils import (
@@ -52,7 +54,7 @@ SEQ_LENS += [0, 2, 130]
 # By how much the offsets of segments differ, of a norm of 400, and what queries have in
 # common with them: all segments have a say, or one, or scores are in the thousands.
 KINDS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
-kernels = pytest.mark.parametrize("kernel", ["cuda", "extend"])
+kernels = pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
 
 
 def directions(*shape: int, seed: int) -> torch.Tensor:
@@ -185,21 +187,23 @@ def test_ragged_drafts(layout, with_newest, group):
     check(OffsetBatch(SEQ_LENS, query_lens, group, layout), "cuda", with_newest)
 
 
+@extends
 @some_layouts
 @model_dtypes
 @newest_or_stored
 @pytest.mark.parametrize("query_len", [7, 16, 33])
-def test_extends(layout, dtype, with_newest, query_len):
-    """By 32 and by 64 columns, and in several passes."""
+def test_extends(layout, dtype, with_newest, query_len, kernel):
+    """By 32 and by 64 columns or rows, and in several passes."""
     batch = OffsetBatch(SEQ_LENS, query_len, 4, layout, dtype)
-    check(batch, "extend", with_newest)
+    check(batch, kernel, with_newest)
 
 
+@extends
 @some_layouts
 @newest_or_stored
-def test_ragged_extends(layout, with_newest):
+def test_ragged_extends(layout, with_newest, kernel):
     query_lens = [16, 1, 9, 33, 64, 0, 2, 17]
-    check(OffsetBatch(SEQ_LENS, query_lens, 4, layout), "extend", with_newest)
+    check(OffsetBatch(SEQ_LENS, query_lens, 4, layout), kernel, with_newest)
 
 
 @kernels

@@ -15,6 +15,7 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
+    extends,
     newest_or_stored,
 )
 from .test_cuda_offset import OffsetBatch, directions, kernels, some_layouts
@@ -80,24 +81,26 @@ def test_ragged_drafts(layout, with_newest, window, group):
     check(batch, "cuda", with_newest)
 
 
+@extends
 @some_layouts
 @newest_or_stored
 @all_windows
 @pytest.mark.parametrize("query_len", [7, 16, 33])
-def test_extends(layout, with_newest, window, query_len):
-    """By 32 and by 64 columns, and in several passes."""
+def test_extends(layout, with_newest, window, query_len, kernel):
+    """By 32 and by 64 columns or rows, and in several passes."""
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     batch.slide(window)
-    check(batch, "extend", with_newest)
+    check(batch, kernel, with_newest)
 
 
+@extends
 @some_layouts
 @newest_or_stored
 @all_windows
-def test_ragged_extends(layout, with_newest, window):
+def test_ragged_extends(layout, with_newest, window, kernel):
     batch = Batch(layout, SEQ_LENS, [16, 1, 9, 33, 64, 0, 2, 17, 64], 4, BF16)
     batch.slide(window)
-    check(batch, "extend", with_newest)
+    check(batch, kernel, with_newest)
 
 
 @kernels

@@ -15,7 +15,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
 )
 
-from .test_cuda_multi import LAYOUT, Batch, newest_or_stored
+from .test_cuda_multi import LAYOUT, Batch, extends, newest_or_stored
 from .test_cuda_offset import kernels, some_layouts
 from .test_cuda_sliding_window import SEQ_LENS, check, sinks_of
 from .utils import BF16, DEVICE, requires_cuda
@@ -61,14 +61,15 @@ def test_ragged_drafts(layout, with_newest, group):
     check_cap(capped(batch, 2.0), "cuda", with_newest)
 
 
+@extends
 @some_layouts
 @newest_or_stored
 @caps
 @pytest.mark.parametrize("query_len", [7, 16, 33])
-def test_extends(layout, with_newest, cap, query_len):
-    """By 32 and by 64 columns, and in several passes."""
+def test_extends(layout, with_newest, cap, query_len, kernel):
+    """By 32 and by 64 columns or rows, and in several passes."""
     batch = Batch(layout, SEQ_LENS, query_len, 4)
-    check_cap(capped(batch, cap), "extend", with_newest)
+    check_cap(capped(batch, cap), kernel, with_newest)
 
 
 @kernels

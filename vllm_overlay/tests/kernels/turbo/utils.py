@@ -68,6 +68,11 @@ ON_NVIDIA = ON_GPU and current_platform.is_cuda()
 CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
 CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
 requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
+# Those of warpgroups.
+requires_hopper = pytest.mark.skipif(
+    not (CUDA_IS_EMULATED or ON_NVIDIA and current_platform.is_device_capability(90)),
+    reason="needs a GPU of compute capability 9.0",
+)
 # Streams, graphs, launches that fail, and what takes a GPU's memory or speed.
 requires_nvidia = pytest.mark.skipif(
     not ON_NVIDIA, reason="needs an NVIDIA GPU, not an emulated one"

@@ -27,6 +27,7 @@ struct GroupProduct {
   float* d[kMaxNumbers];
   int num_numbers;
   bool a_in_registers;
+  bool is_deep;  // whether both operands have their depth contiguous
   bool adds;
   uint32_t a[4];
   uint64_t a_descriptor, b_descriptor;
@@ -39,7 +40,7 @@ namespace ptx {
 
 inline void nothing(const Site&) {}
 template <typename T>
-void nothing(const Site&, T&) {}
+void nothing(const Site&, const T&) {}
 
 inline void mbarrier_init(const Site& site, uint32_t address, int arrivals) {
   init_barrier(site, address, arrivals);
@@ -89,7 +90,8 @@ inline void wgmma_wait(const Site& site, int pending) {
 template <int kNumbers, typename... Operands>
 void wgmma_registers(const Site& site, Operands&&... operands) {
   const void* all[] = {&operands...};
-  GroupProduct own = {.num_numbers = kNumbers, .a_in_registers = true};
+  GroupProduct own = {
+      .num_numbers = kNumbers, .a_in_registers = true, .is_deep = true};
   for (int i = 0; i < kNumbers; ++i)
     own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
   for (int i = 0; i < 4; ++i)
@@ -99,15 +101,30 @@ void wgmma_registers(const Site& site, Operands&&... operands) {
   multiply_group(site, own);
 }
 
-template <int kNumbers, typename... Operands>
-void wgmma_shared(const Site& site, Operands&&... operands) {
-  const void* all[] = {&operands...};
-  GroupProduct own = {.num_numbers = kNumbers, .adds = true};
+// Of operands in shared memory.
+template <int kNumbers>
+void wgmma_of_shared(const Site& site, const void* const* all, bool is_deep,
+                     bool adds) {
+  GroupProduct own = {
+      .num_numbers = kNumbers, .is_deep = is_deep, .adds = adds};
   for (int i = 0; i < kNumbers; ++i)
     own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
   own.a_descriptor = *static_cast<const uint64_t*>(all[kNumbers]);
   own.b_descriptor = *static_cast<const uint64_t*>(all[kNumbers + 1]);
   multiply_group(site, own);
+}
+
+template <int kNumbers, typename... Operands>
+void wgmma_shared(const Site& site, Operands&&... operands) {
+  const void* all[] = {&operands...};
+  wgmma_of_shared<kNumbers>(site, all, false, true);
+}
+
+template <int kNumbers, typename... Operands>
+void wgmma_deep(const Site& site, Operands&&... operands) {
+  const void* all[] = {&operands...};
+  const bool adds = *static_cast<const int*>(all[kNumbers + 2]) != 0;
+  wgmma_of_shared<kNumbers>(site, all, true, adds);
 }
 
 }  // namespace ptx

@@ -118,11 +118,17 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
+def capability_of(device: torch.device) -> int | None:
+    """The device's compute capability, such as 90; None if it is no GPU with one."""
+    capability = current_platform.get_device_capability(device.index or 0)
+    return None if capability is None else capability.to_int()
+
+
 def _architecture(device: torch.device) -> str:
     """The device's own, whatever others FlashInfer's modules are built for."""
-    capability = current_platform.get_device_capability(device.index or 0)
+    capability = capability_of(device)
     assert capability is not None
-    return str(capability.to_int())
+    return str(capability)
 
 
 def compiler_flags(module: CudaModule, architecture: str) -> list[str]:

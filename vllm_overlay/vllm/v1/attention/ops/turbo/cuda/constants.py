@@ -23,6 +23,8 @@ _BRANCH_BITS = 2
 # Mantissa bits of fp16.
 _FRACTION_BITS = 10
 _WORD_BITS = 32
+# What makes levels of K unsigned bytes.
+_KEY_BYTE_BIAS = 128
 
 _Constants = dict[str, int | str]
 # Splits of a sequence, at most, that the merge of MLA has room for.
@@ -126,6 +128,21 @@ def _of_latent_pages(layout: LatentFormat) -> _Constants:
     }
 
 
+def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
+    """Tables of bytes ``level + 128``, as table_coordinates of decode_columns/keys.cuh
+    looks them up.
+
+    A place is a code rotated left by a bit in the first table, and in the second the
+    complement of that. An entry of the second is itself inverted if the byte of the
+    first at the same code, but for bit 2, has its upper bit set.
+    """
+    places = [(place >> 1) | (place & 1) << 3 for place in range(len(levels))]
+    biased = [levels[code] + _KEY_BYTE_BIAS for code in places]
+    half = len(levels) // 2
+    second = [x ^ 0xFF if x >= _KEY_BYTE_BIAS else x for x in biased[half:]]
+    return biased[:half], second[::-1]
+
+
 def _of_decoding(layout: TurboFormat) -> _Constants:
     """Levels as attention computes them: see common/format.cuh, extend/keys.cuh."""
     unit = fmt.KEY_LEVEL_UNIT
@@ -133,6 +150,7 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
     negative = [-m for m in reversed(integers)]
     positive = [m + 1 for m in reversed(integers)]
     key_linear, key_cubic = layout.key_codebook.coefficients
+    first, second = _key_byte_tables([*negative, *integers])
     value_linear, value_quadratic = layout.value_codebook.coefficients
     return {
         "KEY_NEGATIVE_LOW": _bytes(negative[:4]),
@@ -140,6 +158,12 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
         "KEY_POSITIVE_LOW": _bytes(positive[:4]),
         "KEY_POSITIVE_HIGH": _bytes(positive[4:]),
         "KEY_LEVEL_UNIT": f"{float(unit)}f",
+        "KEY_FIRST_LOW": _bytes(first[:4]),
+        "KEY_FIRST_HIGH": _bytes(first[4:]),
+        "KEY_SECOND_LOW": _bytes(second[:4]),
+        "KEY_SECOND_HIGH": _bytes(second[4:]),
+        # Of a scale, for bytes as the last ones of numbers from 8 on.
+        "KEY_BYTE_OFFSET": _half2(-8.0 - _KEY_BYTE_BIAS / unit),
         "KEY_LINEAR": _half2(key_linear / unit),
         "KEY_CUBIC": _half2(key_cubic / unit),
         # In fp16 a sum with it is a multiple of 1 / unit.

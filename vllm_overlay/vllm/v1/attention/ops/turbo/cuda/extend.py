@@ -4,8 +4,9 @@
 
 It is for prefix hits and short continuations of long contexts. As ``cuda.decode``,
 with the same partial results, but what is read of a page is decoded once for up to 64
-queries of a KV head. Queries are used in fp16 as they are, and keys are decoded to
-fp16 exactly, so scores have no error but that of the products' fp32 sums.
+queries of a KV head, or more by the kernel of ``extend_rows``, which serves on Hopper.
+Queries are used in fp16 as they are, and keys are decoded to fp16 exactly, so scores
+have no error but that of the products' fp32 sums.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda.build import (
     CudaModule,
     build_and_load,
+    capability_of,
     shared_memory,
 )
 from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
@@ -139,9 +142,11 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
-    return load_instance(
-        layout, num_columns(num_queries), device, has_key_offset, has_soft_cap
-    )
+    variant = has_key_offset, has_soft_cap
+    if extend_rows.unsupported_reason(layout, capability_of(device)) is None:
+        plan = extend_rows.plan_for(layout, num_queries)
+        return extend_rows.load(layout, plan, device, *variant)
+    return load_instance(layout, num_columns(num_queries), device, *variant)
 
 
 @cache

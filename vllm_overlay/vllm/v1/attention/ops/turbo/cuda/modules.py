@@ -11,9 +11,10 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, capability_of
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 # Compute capability -> bytes of shared memory that a block can have: what modules are
@@ -59,6 +60,7 @@ def serving_modules(
     has_key_offset: bool = False,
     with_window: bool = False,
     has_soft_cap: bool = False,
+    capability: int | None = None,
 ) -> list[ServingModule]:
     """All modules that a layer's batches may ask for, each once.
 
@@ -74,10 +76,13 @@ def serving_modules(
         has_key_offset: Whether an offset is taken off K.
         with_window: Whether there is a recent window.
         has_soft_cap: Whether scores are bounded by a tanh.
+        capability: The GPU's compute capability; None: it is asked.
 
     """
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
+    if capability is None:
+        capability = capability_of(device)
     head_size, variant = layout.head_size, (has_key_offset, has_soft_cap)
     found: dict[str, ServingModule] = {}
 
@@ -111,8 +116,18 @@ def serving_modules(
         )
     if cuda_extend.unsupported_reason(layout):
         max_extend_len = 0
+    has_rows = extend_rows.unsupported_reason(layout, capability) is None
     for query_len in range(1, max_extend_len + 1):
-        columns = cuda_extend.num_columns(num_queries_per_kv * query_len)
+        num_queries = num_queries_per_kv * query_len
+        if has_rows:
+            plan = extend_rows.plan_for(layout, num_queries)
+            add(
+                f"extend_rows {extend_rows.instance(layout, plan, *variant)}",
+                partial(extend_rows.load, layout, plan, device, *variant),
+                lambda _, plan=plan: extend_rows.module(layout, plan, *variant),
+            )
+            continue
+        columns = cuda_extend.num_columns(num_queries)
         add(
             f"extend {cuda_extend.instance(layout, columns, *variant)}",
             partial(cuda_extend.load_instance, layout, columns, device, *variant),
@@ -163,6 +178,7 @@ def all_modules(
             has_offset,
             True,
             has_cap,
+            capability,
         )
     }
     return {name: make(ARCHITECTURES[capability]) for name, make in makers.items()}

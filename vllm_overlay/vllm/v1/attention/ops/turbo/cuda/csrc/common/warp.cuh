@@ -46,6 +46,17 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Have more registers a lane, or fewer: a multiple of eight. All warps of a
+// warpgroup call it (sm_90a).
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // A number that all lanes have, which the compiler then knows, too.
 __device__ __forceinline__ int uniform(int x) {
   return __reduce_max_sync(~0u, x);

@@ -11,8 +11,8 @@
 
 #include "common/cap_scores.cuh"
 #include "common/offset.cuh"
-#include "common/segment.cuh"
 #include "extend/keys.cuh"
+#include "extend/ranges.cuh"
 #include "extend/values.cuh"
 
 namespace turbo {
@@ -21,15 +21,6 @@ constexpr int kStepTiles = 8;
 constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
 // Warps that copy tiles, two each: see TileCopies.
 constexpr int kCopyWarps = kStepTiles / 2;
-
-// How the steps of all passes, in order, are cut into ranges of one size, so
-// that the blocks are evenly busy whatever the lengths. If there are more
-// ranges than blocks, a block has several.
-struct Ranges {
-  int size;  // steps
-  int count;
-  bool whole;  // a pass each, which counts as so many steps
-};
 
 template <int kBlockColumns, int kWarps, int kStages>
 struct alignas(128) ExtendShared {

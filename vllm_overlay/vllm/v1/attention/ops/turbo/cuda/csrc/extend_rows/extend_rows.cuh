@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Attention of sequences' last tokens, many queries at once, to pages of the
+// turbo format, on GPUs whose warpgroups multiply (sm_90a).
+#pragma once
+
+#include "extend_rows/consume.cuh"
+#include "extend_rows/produce.cuh"
+
+namespace turbo {
+
+template <typename Plan>
+__device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
+#pragma unroll
+  for (int i = 0; i < Plan::kStages; ++i) {
+    init_barrier(shared_address(&shared.full_keys[i]), 4);
+    init_barrier(shared_address(&shared.full_values[i]), 4);
+    init_barrier(shared_address(&shared.empty_keys[i]), Plan::kConsumerWarps);
+    init_barrier(shared_address(&shared.empty_values[i]), Plan::kConsumerWarps);
+  }
+  fence_barrier_init();
+}
+
+template <typename Plan>
+__global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
+    extend_rows_kernel(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<RowsShared<Plan>*>(shared_bytes);
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
+  using Cut = typename Plan::Cut;
+  if (threadIdx.x == 0) init_rows(shared);
+  // As in extend.cuh.
+  if (p.lens_are_new) wait_for_previous_kernel();
+  start_next_kernel();
+  if (warp == 0) {
+    const Ranges cut = Cut::ranges(p, lane);
+    if (lane == 0) shared.ranges = cut;
+  }
+  __syncthreads();
+  const Ranges ranges = shared.ranges;
+  wait_for_previous_kernel();
+  Stage<Plan::kStages> stage;
+  if (warp < Plan::kConsumerWarps) {
+    take_registers<Plan::kConsumerRegisters>();
+    const int group = warp / 4;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < ranges.count;
+         index += int(gridDim.x)) {
+      Cut::for_each_segment(p, ranges, index, [&](const Segment& segment) {
+        consume_segment(shared, stage, p, segment, group, lane);
+      });
+    }
+    skip_empty<Plan::kConsumerWarps>(p, warp, lane);
+  } else {
+    give_registers<Plan::kProducerRegisters>();
+    const int producer = warp - Plan::kConsumerWarps;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < ranges.count;
+         index += int(gridDim.x)) {
+      Cut::for_each_segment(p, ranges, index, [&](const Segment& segment) {
+        produce_segment(shared, stage, p, segment, producer, lane);
+      });
+    }
+  }
+}
+
+}  // namespace turbo

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What a block of the kernel for many queries has in shared memory, and how its
+// warps share the work.
+//
+// Queries are the rows of the tensor core's results, 64 a warpgroup of
+// consumers: S = Q K^T and O = P V. Producers decode each tile once, for all of
+// them, to operands in shared memory.
+#pragma once
+
+#include "common/bulk.cuh"
+#include "common/segment.cuh"
+#include "common/wgmma_wide.cuh"
+#include "extend/ranges.cuh"
+
+namespace turbo {
+
+constexpr int kGroupRows = 64;  // queries of a warpgroup
+constexpr int kGroupThreads = 128;
+// Operands have rows of 64 numbers in panels.
+constexpr int kPanelColumns = 64;
+constexpr int kRowBytes = 2 * kPanelColumns;
+constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
+// Eight rows of a panel: the stride of operands.
+constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
+
+// kConsumers, kProducers: warpgroups of a block, of whose steps producers take
+// turns. kBlocks: of a multiprocessor. kTiles: of a step. kStages: steps that
+// are decoded and not yet attended to. kCopies: a producer's steps whose pages
+// are being copied. kRegisters: of a consumer, of which producers have what is
+// left.
+template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
+          int kStages_, int kCopies_, int kRegisters_>
+struct RowsPlan {
+  static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
+  static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
+  static constexpr int kStages = kStages_, kCopies = kCopies_;
+  static constexpr int kRows = kGroupRows * kConsumers;
+  static constexpr int kThreads = kGroupThreads * (kConsumers + kProducers);
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kTokens = kTiles * TILE_TOKENS;
+  static constexpr int kWarpTiles = kTiles / 4;
+  static_assert(kWarpTiles * 4 == kTiles);
+  static constexpr int kValuePanels = kTokens / kPanelColumns;
+  // A producer has stages of its own.
+  static_assert(kStages % kProducers == 0);
+  using Cut = Cuts<kRows, kTiles>;
+  static constexpr int kConsumerRegisters = kRegisters_;
+  // Those of a block, of which warps take multiples of eight a lane.
+  static constexpr int kAllRegisters =
+      65536 / kBlocks / kThreads / 8 * 8 * (kConsumers + kProducers);
+  static constexpr int kLeftRegisters =
+      (kAllRegisters - kConsumers * kConsumerRegisters) / kProducers / 8 * 8;
+  static constexpr int kProducerRegisters =
+      kLeftRegisters < 240 ? kLeftRegisters : 240;
+};
+
+template <typename Plan>
+struct alignas(1024) RowsShared {
+  // [panel][row][16-byte chunk, swizzled]: queries by coordinates, tokens by
+  // coordinates, and coordinates by tokens.
+  uint8_t queries[Plan::kConsumers][kKeyPanels][kGroupRows][kRowBytes];
+  uint8_t keys[Plan::kStages][kKeyPanels][Plan::kTokens][kRowBytes];
+  uint8_t values[Plan::kStages][Plan::kValuePanels][HEAD_SIZE][kRowBytes];
+  alignas(128) uint8_t
+      tiles[4 * Plan::kProducers][Plan::kCopies][Plan::kWarpTiles][TILE_BYTES];
+  // Of tiles' scores: they are read after the keys' place is free again.
+  float factors[2 * Plan::kStages][Plan::kTiles];
+  // The rows' queries of the sequence, or -1, and the tokens that they see.
+  int rows[Plan::kRows];
+  int firsts[Plan::kRows];
+  int limits[Plan::kRows];
+  alignas(8) uint64_t full_keys[Plan::kStages];
+  uint64_t full_values[Plan::kStages];
+  uint64_t empty_keys[Plan::kStages];
+  uint64_t empty_values[Plan::kStages];
+  Ranges ranges;
+};
+
+// A place in the ring of stages, and how often it has been used.
+template <int kStages>
+struct Stage {
+  int index = 0;
+  int parity = 0;
+
+  // Among twice as many.
+  __device__ __forceinline__ int of_both() const {
+    return kStages * parity + index;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) index = 0, parity ^= 1;
+  }
+};
+
+// Arrive at a barrier after what the tensor core is to see, or has read. All
+// lanes of a warp call it.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) expect_bytes(shared_address(&barrier), 0);
+}
+
+__device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
+  wait_barrier(shared_address(&barrier), parity);
+}
+
+}  // namespace turbo
