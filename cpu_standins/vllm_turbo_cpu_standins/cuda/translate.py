@@ -61,6 +61,7 @@ INSTRUCTIONS |= {
     "{ .reg .pred is_any, is_own; setp.ne.s32 is_own, %3, 0; "
     "bar.red.or.pred is_any, %1, %2, is_own; selp.s32 %0, 1, 0, is_any; }": "bar_or",
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};": "stmatrix",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": "ldmatrix",
     "wgmma.fence.sync.aligned;": "nothing",
     "wgmma.commit_group.sync.aligned;": "wgmma_commit",
     "wgmma.wait_group.sync.aligned %0;": "wgmma_wait",

@@ -107,9 +107,9 @@ def test_modules_are_for_their_architecture_alone():
 
 
 @requires_nvcc
-@pytest.mark.parametrize("num_rows", [8, 40])
+@pytest.mark.parametrize("num_rows", [16, 40])
 def test_compiles_to_products_that_overlap(num_rows):
-    """The least instances of either kind: ptxas does not serialize their products."""
+    """Of the least instance of either kind, ptxas does not serialize products."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
     module = latent_decode.module(layout, latent_decode.plan_for(num_rows))
     found, ptx = compile_to_ptx(module, 90, NVCC)

@@ -3,8 +3,8 @@
 """Decode attention to the packed latents of MLA on Hopper, built by FlashInfer's JIT.
 
 As ``cuda.decode``, but by the matrix products of warpgroups, which GPUs of compute
-capability 9.0 alone have. One persistent grid cuts the batch's steps of 64 tokens
-evenly among its blocks, whatever the lengths.
+capability 9.0 alone have, or for few rows by those of warps. One persistent grid cuts
+the batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,22 @@ _MAX_PARTIALS = 1024
 
 
 class Plan(NamedTuple):
-    """An instance: see LatentPlan of latent/plan.cuh.
+    """An instance: see LatentPlan of latent/plan.cuh, and with teams SlicePlan of
+    latent/slices_layout.cuh.
 
     Attributes:
         columns: Query rows, heads times tokens, that attend at once.
-        stages: Tiles that a warp has or waits for.
+        stages: Tiles that a warp, or times ``tiles`` a team, has or waits for.
         is_early: Whether a lane loads all of a tile before it decodes it.
         shares: Whether both warpgroups have the same tokens, each with half of
             their coordinates.
         time: Microseconds of a pass over 32 x 32768 tokens on an H200, November 2026:
-            ``benchmark_turbo_mla.py``, and of 48 columns the kernel alone.
+            ``benchmark_turbo_mla.py``, and of 8 and 48 columns the kernel alone.
+        teams: Of four warps, each with a slice of the coordinates; 0: warpgroups
+            multiply, and what follows has no meaning.
+        tiles: That a team takes at once.
+        held: Blocks of eight columns whose queries a team has in registers.
+        is_bulk: Whether a team's copies are bulk copies.
 
     """
 
@@ -43,12 +49,16 @@ class Plan(NamedTuple):
     is_early: bool
     shares: bool
     time: int
+    teams: int = 0
+    tiles: int = 1
+    held: int = 0
+    is_bulk: bool = True
 
 
 # More columns than 32 leave too few registers for all of a latent's coordinates, and
 # more than 64 for half of them: more rows take several passes.
 PLANS = (
-    Plan(8, 2, True, False, 195),
+    Plan(8, 3, False, False, 175, teams=4, tiles=1, held=1),
     Plan(16, 1, True, False, 202),
     Plan(24, 1, False, False, 219),
     Plan(32, 1, False, False, 247),
@@ -80,7 +90,10 @@ def plan_for(num_rows: int) -> Plan:
 
 def instance(layout: LatentFormat, plan: Plan) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
+    name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
+    if plan.teams:
+        name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
+    return name
 
 
 def module(layout: LatentFormat, plan: Plan) -> CudaModule:
@@ -102,6 +115,10 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
             f"-DLATENT_STAGES={plan.stages}",
             f"-DLATENT_EARLY={int(plan.is_early)}",
             f"-DLATENT_SHARES={int(plan.shares)}",
+            f"-DLATENT_TEAMS={plan.teams}",
+            f"-DLATENT_TILES={plan.tiles}",
+            f"-DLATENT_HELD={plan.held}",
+            f"-DLATENT_BULK={int(plan.is_bulk)}",
         ),
         folder="latent",
         is_specific=True,
