@@ -12,6 +12,8 @@ namespace turbo {
 
 constexpr int kTeamWarps = 4;
 constexpr int kTeamThreads = 32 * kTeamWarps;
+// Of shared memory, what blocks of all GPUs from 8.0 on can have.
+constexpr int kLeastSharedBytes = 99 << 10;
 // Words of codes of a token that a lane has, and steps of the depth that they
 // are: of a slice. With a rope a slice has one more step, of that.
 constexpr int kOwnWords = LATENT_RANK / (4 * kWordCodes * kTeamWarps);

@@ -191,6 +191,7 @@ struct SliceKernel {
   using Shared = SliceShared<Plan>;
   static constexpr int kColumns = columns;
   static constexpr int kThreads = teams * kTeamThreads;
+  static_assert(sizeof(Shared) <= kLeastSharedBytes);
 
   Shared& shared;
   SlicePlace own;

@@ -84,10 +84,17 @@ struct SliceQueue {
       copy_bulk(target + kSecondHalf, source + kHalfBytes,
                 TILE_BYTES - kHalfBytes, barrier);
     } else {
-      for (int at = 16 * (32 * own.warp + own.lane); at < TILE_BYTES;
-           at += 16 * kTeamThreads) {
-        const int moved = at < kHalfBytes ? 0 : kSecondHalf - kHalfBytes;
-        copy_async(target + moved + at, source + at);
+      constexpr int kRound = 16 * kTeamThreads;
+      const int first = 16 * (32 * own.warp + own.lane);
+#pragma unroll
+      for (int round = 0; round < TILE_BYTES; round += kRound) {
+        if (round + kRound > TILE_BYTES && first >= TILE_BYTES - round) break;
+        // Known in advance if rounds end where halves do.
+        const bool is_half = kHalfBytes % kRound == 0
+                                 ? round < kHalfBytes
+                                 : round + first < kHalfBytes;
+        const int moved = is_half ? 0 : kSecondHalf - kHalfBytes;
+        copy_async(target + first + moved + round, source + first + round);
       }
     }
   }
