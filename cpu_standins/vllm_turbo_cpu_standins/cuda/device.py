@@ -15,6 +15,8 @@ from vllm_turbo_cpu_standins.cuda.build import build, load
 PROPERTIES = SimpleNamespace(
     name="emulated", multi_processor_count=4, shared_memory_per_block_optin=227 << 10
 )
+# Some kernels are chosen by it.
+CAPABILITY = (9, 0)
 # Tokens that share an offset of K: as few as kernels can have, for a segment is where
 # tests have something to see.
 OFFSET_SEGMENT = 128
@@ -27,6 +29,7 @@ def install() -> None:
     Tensors on the CPU are then the GPU's.
     """
     from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.ops.turbo import interface
     from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 
@@ -49,3 +52,5 @@ def install() -> None:
     torch.cuda.get_device_properties = lambda device=None: PROPERTIES
     count = PROPERTIES.multi_processor_count
     type(current_platform).num_compute_units = classmethod(lambda *_: count)
+    capability = DeviceCapability(*CAPABILITY)
+    type(current_platform).get_device_capability = classmethod(lambda *_: capability)

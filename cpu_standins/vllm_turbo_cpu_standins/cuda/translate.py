@@ -63,6 +63,7 @@ INSTRUCTIONS |= {
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};": "stmatrix",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "nothing",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "nothing",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": "ldmatrix",
     "wgmma.fence.sync.aligned;": "nothing",
     "wgmma.commit_group.sync.aligned;": "wgmma_commit",
     "wgmma.wait_group.sync.aligned %0;": "wgmma_wait",

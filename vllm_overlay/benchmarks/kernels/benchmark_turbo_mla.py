@@ -16,7 +16,9 @@ for each arm and part:
 
 bf16 and bf16_flashmla are FLASH_ATTN_MLA and FLASHMLA, fp8 is FLASHMLA, and the
 ``_triton`` arms are TRITON_MLA. The turbo arms run the kernels that would be served,
-CUDA's where they can be had; their ``_triton`` arms always run Triton's. An arm that
+CUDA's where they can be had; their ``_triton`` arms always run Triton's. turbo4_slices
+attends with the CUDA kernels of GPUs of compute capability 10.0 and 12.0, and
+turbo4_slices_8x with those of 8.0 to 8.9, which run on later GPUs, too. An arm that
 cannot run here ends as a row with its error.
 """
 
@@ -57,6 +59,10 @@ ARMS: dict[str, Callable[..., Arm]] = {
     **{
         f"{dtype}_triton": partial(TurboArm, cache_dtype=dtype, kernels="triton")
         for dtype in TURBO_DTYPES
+    },
+    **{
+        f"turbo4_{name}": partial(TurboArm, cache_dtype="turbo4", kernels=name)
+        for name in ("slices", "slices_8x")
     },
 }
 DEFAULT_SHAPES = (

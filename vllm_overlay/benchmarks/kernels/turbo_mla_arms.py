@@ -7,7 +7,7 @@ vLLM is imported where it is used, so that what one arm lacks ends that arm only
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -358,6 +358,21 @@ class TritonArm(PlainArm):
         return output
 
 
+def slices_kernels(is_bulk: bool) -> Any:
+    """CUDA's ``LatentKernels`` with the decode kernels of GPUs other than this one:
+    by slices, with bulk copies from compute capability 9.0 on or without.
+    """
+    from vllm.v1.attention.ops.turbo.cuda import latent_decode
+    from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
+    from vllm.v1.attention.ops.turbo.cuda.latent_plans import COPYING_SLICES, SLICES
+
+    plans = SLICES if is_bulk else COPYING_SLICES
+    return CudaLatentKernels("they were asked for")._replace(
+        decode_attention=partial(latent_decode.decode_attention, plans=plans),
+        num_decode_splits=partial(latent_decode.num_decode_splits, plans=plans),
+    )
+
+
 class TurboArm(Arm):
     """Packed latents, attended to in rotated coordinates: the layer's weights rotate
     queries, and outputs back.
@@ -378,11 +393,14 @@ class TurboArm(Arm):
 
         self.layout = LatentFormat.from_cache_dtype(cache_dtype, SIZE)
         shape = batch.shape
-        chosen = share_latent_kernels(
-            kernels, self.layout, shape.num_heads, shape.query_len
-        )
-        assert chosen.kernels is not None
-        self.kernels = chosen.kernels
+        if kernels in ("slices", "slices_8x"):
+            self.kernels = slices_kernels(is_bulk=kernels == "slices")
+        else:
+            chosen = share_latent_kernels(
+                kernels, self.layout, shape.num_heads, shape.query_len
+            )
+            assert chosen.kernels is not None
+            self.kernels = chosen.kernels
         self.token_bytes = self.layout.slot_size
         size = (batch.num_blocks, BLOCK_SIZE, self.token_bytes)
         if cache is None:

@@ -226,5 +226,19 @@ void store_matrices(void* const (&lanes)[kWarpSize]) {
   }
 }
 
+void load_matrices(void* const (&lanes)[kWarpSize]) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int row = 0; row < 8; ++row) {
+      const auto* from = static_cast<const uint8_t*>(
+          static_cast<LoadedMatrices*>(lanes[8 * matrix + row])->row);
+      for (int t = 0; t < 4; ++t) {
+        std::memcpy(
+            &static_cast<LoadedMatrices*>(lanes[4 * row + t])->x[matrix],
+            from + 4 * t, 4);
+      }
+    }
+  }
+}
+
 }  // namespace ptx
 }  // namespace emulator

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA decode kernel of MLA: what is built, and attention over stored latents.
+"""The CUDA decode kernels of MLA: what is built, and attention over stored latents.
 
-The emulated GPU multiplies as warpgroups do; timing is a matter for Hopper alone.
+The emulated GPU has the instructions of all plans. A GPU runs its own and those of
+GPUs before it, so that one of compute capability 9.0 runs all.
 """
 
+import json
 import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +19,21 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.cuda.build import compiler_flags, module_name
+from vllm.v1.attention.ops.turbo.cuda.compiler import nvcc_release
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
+    COPYING_SLICES,
+    SLICES,
+    WARPGROUPS,
+    Plan,
+    plan_for,
+    plans_of,
+)
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
-from .compile_kernels import compile_to_ptx
+from .compile_kernels import RECORDED, compile_to_ptx, excess
 from .latent_utils import fill_latent_cache, latent_cache
 from .test_cuda_architectures import NVCC, check_overlap, requires_nvcc
 from .utils import (
@@ -29,93 +45,138 @@ from .utils import (
     gaussian,
     make_block_table,
     num_blocks_for,
+    requires_cuda,
     spread_pages,
 )
 
-requires_hopper = pytest.mark.skipif(
-    not CUDA_IS_EMULATED
-    and (
-        not ON_NVIDIA
-        or not current_platform.is_device_capability(latent_decode.CAPABILITY)
-    ),
-    reason="needs a Hopper GPU",
-)
+PLANS = (*WARPGROUPS, *SLICES, *COPYING_SLICES)
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
 SCALE = 192**-0.5
 
 
+def name_of(plan: Plan) -> str:
+    kind = "warpgroups"
+    if plan.teams:
+        kind = "slices" if plan.is_bulk else "copying-slices"
+    return f"{plan.columns}-{kind}"
+
+
+def marked(plan: Plan) -> Any:
+    """A plan, which is skipped on GPUs that have not its instructions."""
+    runs = CUDA_IS_EMULATED
+    if ON_NVIDIA:
+        capability = current_platform.get_device_capability()
+        runs = capability is not None and plan.runs_on(capability.to_int())
+    lacks = pytest.mark.skipif(not runs, reason=f"no GPU for {name_of(plan)}")
+    return pytest.param(plan, marks=lacks, id=name_of(plan))
+
+
+all_plans = pytest.mark.parametrize("plan", [marked(plan) for plan in PLANS])
+# Of each kind one of few columns, and the most warpgroups that share tokens.
+some_plans = pytest.mark.parametrize(
+    "plan",
+    [marked(p) for p in PLANS if p.columns == 16 or p.shares and p.columns == 40],
+)
+
+
 @pytest.mark.parametrize(
-    "num_rows, columns",
+    "capability, num_rows, columns",
     [
-        (1, 8),
-        (8, 8),
-        (9, 16),
-        (16, 16),
-        (20, 24),
-        (32, 32),
-        (33, 40),
-        (48, 48),
-        (49, 64),
-        (64, 64),
-        (80, 40),
-        (96, 48),
-        (128, 64),
+        *((90, rows, 8) for rows in (1, 8)),
+        *((90, rows, 16) for rows in (9, 16)),
+        *((90, rows, 24) for rows in (20, 24)),
+        (90, 32, 32),
+        *((90, rows, 40) for rows in (33, 80)),
+        *((90, rows, 48) for rows in (48, 96)),
+        *((90, rows, 64) for rows in (49, 64, 128)),
+        *((80, rows, 8) for rows in (1, 8)),
+        *((120, rows, 16) for rows in (9, 16)),
+        *((86, rows, 24) for rows in (20, 24, 48)),
+        *((100, rows, 32) for rows in (32, 64, 80, 128)),
     ],
 )
-def test_rows_are_served_by_the_plan_that_is_soonest(num_rows, columns):
-    assert latent_decode.plan_for(num_rows).columns == columns
+def test_rows_are_served_by_the_plan_that_is_soonest(capability, num_rows, columns):
+    assert plan_for(num_rows, plans_of(capability)).columns == columns
+
+
+@pytest.mark.parametrize("capability", [*ARCHITECTURES, 87, 103, 121])
+def test_gpus_are_served_by_plans_that_run_on_them(capability):
+    served = plans_of(capability)
+    assert all(plan.runs_on(capability) for plan in served)
+    assert min(plan.columns for plan in served) == 8
+    assert all(plan.is_bulk == (capability >= 90) for plan in served)
+    assert not any(plan.runs_on(75) for plan in PLANS)
+    assert not any(plan.runs_on(100) for plan in WARPGROUPS)
 
 
 def test_splits_follow_the_blocks_that_a_sequence_can_have():
-    splits = latent_decode.num_decode_splits
+    splits = partial(latent_decode.num_decode_splits, plans=plans_of(90))
     # Alone, one a multiprocessor, and one that begins inside.
     assert splits(1, 16, 132) == 133
-    # Of two passes each has half of them.
     assert splits(1, 64, 132) == 133
+    # Of two passes each has half of them.
     assert splits(1, 128, 132) == 67
     assert splits(1, 16, 132, query_len=8) == 67
     # Room for a large batch is bounded.
     assert splits(128, 16, 132) == 8
     assert splits(4096, 16, 132) == 3
     assert splits(0, 16, 1) == 2
+    # Of other GPUs 64 rows are two passes.
+    assert latent_decode.num_decode_splits(1, 64, 132, plans=plans_of(80)) == 67
 
 
 def test_layouts_and_gpus_without_a_kernel_are_told():
     reason = latent_decode.unsupported_reason
-    assert reason(LAYOUT, 90) is None
-    assert "Hopper" in (reason(LAYOUT, 80) or "")
-    assert "Hopper" in (reason(LAYOUT, 100) or "")
+    assert all(reason(LAYOUT, capability) is None for capability in ARCHITECTURES)
+    assert "8.0" in (reason(LAYOUT, 75) or "")
     turbo3 = LatentFormat.from_cache_dtype("turbo3", 576)
     assert "turbo3" in (reason(turbo3, 90) or "")
     with pytest.raises(RuntimeError, match="turbo3"):
-        latent_decode.module(turbo3, latent_decode.PLANS[0])
+        latent_decode.module(turbo3, SLICES[0])
 
 
 def test_modules_are_for_their_architecture_alone():
-    """The instructions are of sm_90a, and the library's name says so."""
-    modules = [
-        latent_decode.module(LatentFormat.from_cache_dtype("turbo4", size), plan)
-        for size in LATENT_SIZES
-        for plan in latent_decode.PLANS
-    ]
-    names = {module_name(module, "90") for module in modules}
-    assert len(names) == len(modules)
-    for module in modules:
+    """Warpgroups' instructions are of sm_90a, and the library's name says so."""
+    layouts = [LatentFormat.from_cache_dtype("turbo4", size) for size in LATENT_SIZES]
+    names = set()
+    for layout, plan in product(layouts, PLANS):
+        module = latent_decode.module(layout, plan)
+        suffix = "" if plan.teams else "a"
+        target = f"compute_90{suffix},code=sm_90{suffix}"
+        assert compiler_flags(module, "90")[0].endswith(target)
+        assert f"_sm90{suffix}_" in module_name(module, "90")
         assert module.source.is_file()
-        assert compiler_flags(module, "90")[0].endswith("compute_90a,code=sm_90a")
-        assert "_sm90a_" in module_name(module, "90")
+        names.add(module_name(module, "90"))
+    assert len(names) == len(layouts) * len(PLANS)
 
 
 @requires_nvcc
-@pytest.mark.parametrize("num_rows", [8, 40])
+@pytest.mark.parametrize("num_rows", [16, 40])
 def test_compiles_to_products_that_overlap(num_rows):
-    """The least instances of either kind: ptxas does not serialize their products."""
+    """Of the least instance of either kind, ptxas does not serialize products."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
-    module = latent_decode.module(layout, latent_decode.plan_for(num_rows))
+    module = latent_decode.module(layout, plan_for(num_rows, WARPGROUPS))
     found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.registers <= 255 and found.spills <= 16
     assert "wgmma.mma_async" in ptx
     check_overlap(module.kernel, 90, ptx)
+
+
+@requires_nvcc
+@pytest.mark.parametrize("capability, is_bulk", [(80, False), (120, True)])
+def test_slices_compile_for_other_gpus(capability, is_bulk):
+    """And spill no more than is recorded; that is outside the loop over tiles."""
+    module = latent_decode.module(LAYOUT, plan_for(8, plans_of(capability)))
+    found, ptx = compile_to_ptx(module, capability, NVCC)
+    # Of four teams, for whose blocks there is room.
+    assert found.registers <= 128
+    assert "movmatrix" in ptx and "wgmma" not in ptx
+    assert ("cp.async.bulk" in ptx) == is_bulk
+    check_overlap(module.kernel, capability, ptx)
+    recorded = json.loads(RECORDED.read_text())
+    name = f"{module.kernel} {module.instance}"
+    if nvcc_release(NVCC) == recorded["nvcc"]:
+        assert excess(name, capability, found, recorded) is None
 
 
 def attend(
@@ -127,6 +188,7 @@ def attend(
     seq_lens: list[int],
     query_lens: list[int],
     num_splits: int,
+    plans: Sequence[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs in fp32 and LSE of a batch, with scratch of NaN."""
     num_seqs, query_len = len(seq_lens), max(query_lens)
@@ -142,7 +204,16 @@ def attend(
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     batch = DecodeBatch(num_seqs, table, lens, query_len, starts)
     latent_decode.decode_attention(
-        query, query_rope, cache, layout, batch, partials, output, lse, SCALE
+        query,
+        query_rope,
+        cache,
+        layout,
+        batch,
+        partials,
+        output,
+        lse,
+        SCALE,
+        plans=plans,
     )
     return output, lse
 
@@ -155,6 +226,7 @@ def check_against_reference(
     num_splits: int,
     dtype: torch.dtype = BF16,
     block_size: int = 64,
+    plans: Sequence[Plan] | None = None,
 ) -> None:
     table = make_block_table(seq_lens, block_size)
     cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
@@ -162,12 +234,9 @@ def check_against_reference(
     whole = gaussian(sum(query_lens), num_heads, layout.head_size, dtype=dtype, seed=7)
     query = whole[..., : layout.rank]
     query_rope = whole[..., layout.rank :] if layout.rope else None
-    first = attend(
-        query, query_rope, cache, layout, table, seq_lens, query_lens, num_splits
-    )
-    again = attend(
-        query, query_rope, cache, layout, table, seq_lens, query_lens, num_splits
-    )
+    run = partial(attend, query, query_rope, cache, layout, table)
+    first = run(seq_lens, query_lens, num_splits, plans)
+    again = run(seq_lens, query_lens, num_splits, plans)
     for one, other in zip(first, again):
         torch.testing.assert_close(one, other, rtol=0, atol=0)  # nothing races
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
@@ -184,75 +253,92 @@ def check_against_reference(
     torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=2e-3)
 
 
-def name_of(plan: latent_decode.Plan) -> str:
-    return f"{plan.columns}-columns"
-
-
-@requires_hopper
-@pytest.mark.parametrize("plan", latent_decode.PLANS, ids=name_of)
+@all_plans
 def test_plans(plan):
     """Every column has a row, but the last."""
     num_heads = plan.columns - 1
-    assert latent_decode.plan_for(num_heads) == plan
-    check_against_reference(LAYOUT, [1, 64, 65, 400, 0], [1] * 5, num_heads, 3)
+    lens = [1, 64, 65, 400, 0]
+    check_against_reference(LAYOUT, lens, [1] * 5, num_heads, 3, plans=[plan])
 
 
-@requires_hopper
+@all_plans
+def test_query_tokens_and_passes(plan):
+    """Rows of up to three passes, of tokens that see different lengths."""
+    lens, query_lens = [4, 63, 66, 700, 33, 0, 1, 17], [4, 1, 3, 2, 4, 1, 1, 1]
+    num_heads = plan.columns // 2 + 1
+    check_against_reference(LAYOUT, lens, query_lens, num_heads, 5, plans=[plan])
+
+
+@requires_cuda
+def test_teams_that_take_tiles_in_pairs():
+    plan = Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False)
+    check_against_reference(LAYOUT, [1, 16, 17, 700], [1] * 4, 5, 3, plans=[plan])
+
+
+@requires_cuda
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 32, 64, 80])
 def test_heads(num_heads):
     lens = [1, 15, 16, 17, 63, 64, 65, 129, 1000, 4099]
     check_against_reference(LAYOUT, lens, [1] * len(lens), num_heads, 4)
 
 
-@requires_hopper
 @pytest.mark.parametrize("head_size", LATENT_SIZES)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("num_heads", [16, 40])
-def test_layouts(num_heads, head_size, dtype):
+@some_plans
+def test_layouts(plan, head_size, dtype):
     layout = LatentFormat.from_cache_dtype("turbo4", head_size)
     lens = [70, 513, 64]
-    check_against_reference(layout, lens, [1] * 3, num_heads, 3, dtype, 16)
+    check_against_reference(
+        layout, lens, [1] * 3, plan.columns, 3, dtype, 16, plans=[plan]
+    )
 
 
-@requires_hopper
+@requires_cuda
 @pytest.mark.parametrize("num_heads", [5, 12, 16])
 def test_query_tokens_see_what_is_before_them(num_heads):
     lens, query_lens = [4, 63, 66, 700, 33, 0], [4, 1, 3, 2, 4, 1]
     check_against_reference(LAYOUT, lens, query_lens, num_heads, 5)
 
 
-@requires_hopper
 @pytest.mark.parametrize("num_splits", [1, 2, 133])
-def test_one_long_sequence(num_splits):
-    check_against_reference(LAYOUT, [9001], [1], 16, num_splits)
+@some_plans
+def test_one_long_sequence(plan, num_splits):
+    check_against_reference(LAYOUT, [9001], [1], 16, num_splits, plans=[plan])
 
 
-@requires_hopper
-def test_a_split_alone_does_not_depend_on_the_batch():
+@some_plans
+def test_a_split_alone_does_not_depend_on_the_batch(plan):
     lens = [300, 4000, 65]
     table = make_block_table(lens, 64)
     cache = latent_cache(LAYOUT, num_blocks_for(lens, 64), 64)
     fill_latent_cache(cache, table, lens, LAYOUT)
     query = gaussian(3, 16, LAYOUT.head_size, dtype=BF16, seed=7)
     parts = query[..., : LAYOUT.rank], query[..., LAYOUT.rank :]
-    together, _ = attend(*parts, cache, LAYOUT, table, lens, [1, 1, 1], 1)
+    together, _ = attend(*parts, cache, LAYOUT, table, lens, [1, 1, 1], 1, [plan])
     for row, length in enumerate(lens):
         own = slice(row, row + 1)
         alone, _ = attend(
-            *(part[own] for part in parts), cache, LAYOUT, table[own], [length], [1], 1
+            *(part[own] for part in parts),
+            cache,
+            LAYOUT,
+            table[own],
+            [length],
+            [1],
+            1,
+            [plan],
         )
         torch.testing.assert_close(alone[0], together[row], rtol=0, atol=0)
 
 
-@requires_hopper
-def test_pages_past_4_gib():
+@some_plans
+def test_pages_past_4_gib(plan):
     near = latent_cache(LAYOUT, 3, 64)
     table = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=DEVICE)
     fill_latent_cache(near, table, [180], LAYOUT)
     far, blocks = spread_pages(near[:, None].contiguous())
     query = gaussian(1, 16, LAYOUT.head_size, dtype=BF16, seed=7)
     parts = query[..., : LAYOUT.rank], query[..., LAYOUT.rank :]
-    expected, _ = attend(*parts, near, LAYOUT, table, [180], [1], 2)
+    expected, _ = attend(*parts, near, LAYOUT, table, [180], [1], 2, [plan])
     far_table = blocks[None].to(torch.int32)
-    output, _ = attend(*parts, far[:, 0], LAYOUT, far_table, [180], [1], 2)
+    output, _ = attend(*parts, far[:, 0], LAYOUT, far_table, [180], [1], 2, [plan])
     torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -18,6 +18,8 @@ from vllm.v1.attention.ops.turbo.cuda.latent_modules import (
     all_latent_modules,
     latent_modules,
 )
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import plan_for, plans_of
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
@@ -72,8 +74,7 @@ def nothing_chosen(monkeypatch):
     "capability, cache_dtype, words",
     [
         (None, "turbo4", "need an NVIDIA GPU"),
-        ((8, 0), "turbo4", "other than Hopper's"),
-        ((12, 0), "turbo4", "other than Hopper's"),
+        ((7, 5), "turbo4", "before compute capability 8.0"),
         ((9, 0), "turbo3", "turbo3 has no CUDA decode kernel"),
     ],
 )
@@ -88,7 +89,9 @@ def test_triton_serves_where_cuda_cannot(
         kernels.share_latent_kernels("cuda", layout, 16, 1)
 
 
-def test_cuda_serves_hopper(nothing_chosen, monkeypatch):
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_cuda_serves_where_it_can(nothing_chosen, monkeypatch, capability):
+    monkeypatch.setattr(kernels, "current_platform", Platform(capability))
     chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
     assert chosen.name == CUDA
     assert chosen.decode_attention is latent_decode.decode_attention
@@ -143,9 +146,13 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
 
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 64, 128])
 @pytest.mark.parametrize("max_query_len", [1, 4, 128])
-def test_whatever_a_step_asks_for_is_built(monkeypatch, num_heads, max_query_len):
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_whatever_a_step_asks_for_is_built(
+    monkeypatch, capability, num_heads, max_query_len
+):
     """And is among what is built before."""
     asked = []
+    monkeypatch.setattr(latent_decode, "plans_on", lambda _: plans_of(capability))
     for kernel in (latent_decode, latent_gather, latent_store):
         monkeypatch.setattr(kernel, "build_and_load", lambda *args: asked.append(args))
         kernel.load.cache_clear()
@@ -155,17 +162,17 @@ def test_whatever_a_step_asks_for_is_built(monkeypatch, num_heads, max_query_len
     built = {module for module, _ in asked}
     assert built == {module.make(0) for module in found}
     for query_len in range(1, max_query_len + 1):
-        plan = latent_decode.plan_for(num_heads * query_len)
+        plan = plan_for(num_heads * query_len, plans_of(capability))
         assert latent_decode.module(LAYOUT, plan) in built
     assert {latent_gather.module(LAYOUT), latent_store.module(LAYOUT)} <= built
-    before = all_latent_modules(90, TURBO_PRESETS, LATENT_SIZES)
+    before = all_latent_modules(capability, TURBO_PRESETS, LATENT_SIZES)
     assert {m.name: m.make(0) for m in found}.items() <= before.items()
     for kernel in (latent_decode, latent_gather, latent_store):
         kernel.load.cache_clear()
 
 
 def test_nothing_is_built_where_nothing_serves():
-    assert all_latent_modules(80, TURBO_PRESETS, LATENT_SIZES) == {}
+    assert all_latent_modules(75, TURBO_PRESETS, LATENT_SIZES) == {}
     assert all_latent_modules(90, ["turbo3", "k4v3"], LATENT_SIZES) == {}
     sizes = {name.split(" ")[1] for name in all_latent_modules(90, ["turbo4"], [320])}
     assert sizes and all(size.startswith("turbo4_256_64") for size in sizes)

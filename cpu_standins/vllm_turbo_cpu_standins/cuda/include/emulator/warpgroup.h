@@ -80,6 +80,19 @@ inline void stmatrix(const Site& site, uint32_t row, uint32_t a0, uint32_t a1,
   together("stmatrix", site, kAllLanes, &own, store_matrices);
 }
 
+struct LoadedMatrices {
+  const void* row;  // 16 bytes
+  uint32_t x[4];
+};
+void load_matrices(void* const (&lanes)[kWarpSize]);
+
+inline void ldmatrix(const Site& site, uint32_t& x0, uint32_t& x1, uint32_t& x2,
+                     uint32_t& x3, uint32_t row) {
+  LoadedMatrices own = {shared_pointer(site, row, 16), {}};
+  together("ldmatrix", site, kAllLanes, &own, load_matrices);
+  x0 = own.x[0], x1 = own.x[1], x2 = own.x[2], x3 = own.x[3];
+}
+
 inline void wgmma_commit(const Site&) { commit_products(); }
 
 inline void wgmma_wait(const Site& site, int pending) {

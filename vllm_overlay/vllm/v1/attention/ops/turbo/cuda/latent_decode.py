@@ -1,61 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode attention to the packed latents of MLA on Hopper, built by FlashInfer's JIT.
+"""Decode attention to the packed latents of MLA, built by FlashInfer's JIT.
 
-As ``cuda.decode``, but by the matrix products of warpgroups, which GPUs of compute
-capability 9.0 alone have. One persistent grid cuts the batch's steps of 64 tokens
-evenly among its blocks, whatever the lengths.
+As ``cuda.decode``, by instances that ``latent_plans`` has. One persistent grid cuts the
+batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
+from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import LATENT_MAX_SPLITS, latent_header
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
+    FIRST_CAPABILITY,
+    Plan,
+    plan_for,
+    plans_of,
+)
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import check_latent_query
 
-CAPABILITY = 90
 # Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 1024
-
-
-class Plan(NamedTuple):
-    """An instance: see LatentPlan of latent/plan.cuh.
-
-    Attributes:
-        columns: Query rows, heads times tokens, that attend at once.
-        stages: Tiles that a warp has or waits for.
-        is_early: Whether a lane loads all of a tile before it decodes it.
-        shares: Whether both warpgroups have the same tokens, each with half of
-            their coordinates.
-        time: Microseconds of a pass over 32 x 32768 tokens on an H200, November 2026:
-            ``benchmark_turbo_mla.py``, and of 48 columns the kernel alone.
-
-    """
-
-    columns: int
-    stages: int
-    is_early: bool
-    shares: bool
-    time: int
-
-
-# More columns than 32 leave too few registers for all of a latent's coordinates, and
-# more than 64 for half of them: more rows take several passes.
-PLANS = (
-    Plan(8, 2, True, False, 195),
-    Plan(16, 1, True, False, 202),
-    Plan(24, 1, False, False, 219),
-    Plan(32, 1, False, False, 247),
-    Plan(40, 2, True, True, 283),
-    Plan(48, 2, True, True, 295),
-    Plan(64, 2, True, True, 386),
-)
 
 
 def unsupported_reason(layout: LatentFormat, capability: int) -> str | None:
@@ -66,21 +36,27 @@ def unsupported_reason(layout: LatentFormat, capability: int) -> str | None:
         capability: Such as 90.
 
     """
-    if capability != CAPABILITY:
-        return "GPUs other than Hopper's have no CUDA decode kernel of MLA"
+    if capability < FIRST_CAPABILITY:
+        return "GPUs before compute capability 8.0 have no CUDA decode kernel of MLA"
     if layout.bits != 4:
         return f"{layout.name} has no CUDA decode kernel of MLA"
     return None
 
 
-def plan_for(num_rows: int) -> Plan:
-    """The instance that serves so many query rows of a sequence soonest."""
-    return min(PLANS, key=lambda plan: -(-num_rows // plan.columns) * plan.time)
+@cache
+def plans_on(device_id: int) -> tuple[Plan, ...]:
+    """What serves on a GPU of this machine."""
+    capability = current_platform.get_device_capability(device_id)
+    assert capability is not None
+    return plans_of(capability.to_int())
 
 
 def instance(layout: LatentFormat, plan: Plan) -> str:
     """The name of a module's instance."""
-    return f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
+    name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
+    if plan.teams:
+        name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
+    return name
 
 
 def module(layout: LatentFormat, plan: Plan) -> CudaModule:
@@ -90,7 +66,7 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
         RuntimeError: If there is no instance for the layout.
 
     """
-    reason = unsupported_reason(layout, CAPABILITY)
+    reason = unsupported_reason(layout, FIRST_CAPABILITY)
     if reason is not None:
         raise RuntimeError(reason)
     return CudaModule(
@@ -102,9 +78,13 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
             f"-DLATENT_STAGES={plan.stages}",
             f"-DLATENT_EARLY={int(plan.is_early)}",
             f"-DLATENT_SHARES={int(plan.shares)}",
+            f"-DLATENT_TEAMS={plan.teams}",
+            f"-DLATENT_TILES={plan.tiles}",
+            f"-DLATENT_HELD={plan.held}",
+            f"-DLATENT_BULK={int(plan.is_bulk)}",
         ),
         folder="latent",
-        is_specific=True,
+        is_specific=not plan.teams,
     )
 
 
@@ -120,17 +100,30 @@ def load(layout: LatentFormat, plan: Plan, device: torch.device) -> Callable[...
 
 
 def num_decode_splits(
-    num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
+    num_seqs: int,
+    num_heads: int,
+    num_sms: int,
+    query_len: int = 1,
+    plans: Sequence[Plan] | None = None,
 ) -> int:
     """See ``latent_interface.LatentSplitsFn``.
 
     The kernel itself decides on the ranges that its blocks attend to, by lengths. A
     sequence alone is to have a range on every multiprocessor, unless the batch is so
     large that room for it would cost too much.
+
+    Args:
+        num_seqs: See there, as the next three.
+        num_heads: Query heads.
+        num_sms: Multiprocessors of the GPU.
+        query_len: Query tokens a sequence, at most.
+        plans: What there is to attend; None for what serves on the first GPU.
+
     """
     num_seqs = max(1, num_seqs)
     num_rows = num_heads * query_len
-    passes = -(-num_rows // plan_for(num_rows).columns)
+    plan = plan_for(num_rows, plans_on(0) if plans is None else plans)
+    passes = -(-num_rows // plan.columns)
     alone = -(-num_sms // passes) + 1
     average = -(-num_sms // (num_seqs * passes))
     room = max(_MAX_PARTIALS // (num_seqs * query_len), 2 * average + 1)
@@ -148,15 +141,28 @@ def decode_attention(
     lse: torch.Tensor,
     scale: float,
     enable_pdl: bool = True,
+    plans: Sequence[Plan] | None = None,
 ) -> None:
     """See ``latent_interface.LatentAttentionFn``.
 
     The layout and the GPU are such as have no ``unsupported_reason``. Queries' strides
     are even. Coordinates are decoded to fp16: rotary keys are to be within 65504. S may
-    be more than ``MAX_KV_SPLITS``, up to
-    ``LATENT_MAX_SPLITS``. With ``enable_pdl`` kernels
-    may begin before the one before them on the stream has ended; they wait for what
-    they read.
+    be more than ``MAX_KV_SPLITS``, up to ``LATENT_MAX_SPLITS``.
+
+    Args:
+        query: See there, as the next nine.
+        query_rope: (T, Hq, R).
+        kv_cache: Pages.
+        layout: The cache's format.
+        batch: The sequences.
+        partials: Scratch.
+        output: (T, Hq, L).
+        lse: (T, Hq).
+        scale: Softmax scale.
+        enable_pdl: Whether kernels may begin before the one before them on the stream
+            has ended; they wait for what they read.
+        plans: What there is to attend, such as runs on the GPU; None for what serves
+            there.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
@@ -175,7 +181,9 @@ def decode_attention(
         lse,
         LATENT_MAX_SPLITS,
     )
-    plan = plan_for(query.shape[1] * batch.query_len)
+    if plans is None:
+        plans = plans_on(kv_cache.device.index or 0)
+    plan = plan_for(query.shape[1] * batch.query_len, plans)
     load(layout, plan, kv_cache.device)(
         query,
         query_rope,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which modules of CUDA kernels MLA may ask for: as ``modules``, for packed latents."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 
@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import Plan, plan_for, plans_of
 from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
 
@@ -19,6 +20,7 @@ def latent_modules(
     num_heads: int,
     max_query_len: int,
     device: torch.device | None = None,
+    plans: Sequence[Plan] | None = None,
 ) -> list[ServingModule]:
     """All modules that a layer's batches may ask for, each once.
 
@@ -27,10 +29,13 @@ def latent_modules(
         num_heads: Query heads.
         max_query_len: Query tokens of a request that attends to packed pages, at most.
         device: The GPU; None for the current one.
+        plans: What there is to attend; None for what serves on the GPU.
 
     """
     if device is None:
         device = torch.device("cuda", torch.accelerator.current_device_index())
+    if plans is None:
+        plans = latent_decode.plans_on(device.index or 0)
     found = [
         ServingModule(
             f"latent_store {latent_store.instance(layout)}",
@@ -43,11 +48,11 @@ def latent_modules(
             lambda _: latent_gather.module(layout),
         ),
     ]
-    plans = {
-        latent_decode.plan_for(num_heads * query_len)
+    chosen = {
+        plan_for(num_heads * query_len, plans)
         for query_len in range(1, max_query_len + 1)
     }
-    for plan in sorted(plans):
+    for plan in sorted(chosen):
         found.append(
             ServingModule(
                 f"latent_decode {latent_decode.instance(layout, plan)}",
@@ -83,7 +88,8 @@ def all_latent_modules(
         if latent_decode.unsupported_reason(layout, capability):
             continue
         # Of one head, so many query tokens that each plan serves some.
-        rows = max(plan.columns for plan in latent_decode.PLANS)
-        for module in latent_modules(layout, 1, rows, device):
+        plans = plans_of(capability)
+        rows = max(plan.columns for plan in plans)
+        for module in latent_modules(layout, 1, rows, device, plans):
             found[module.name] = module.make(0)
     return found

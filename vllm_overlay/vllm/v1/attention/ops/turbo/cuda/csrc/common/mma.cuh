@@ -50,4 +50,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   return y;
 }
 
+// Four such matrices of shared memory. Lane l has the address of row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4],
+                                              uint32_t address) {
+  asm volatile(
+      "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+      : "r"(address)
+      : "memory");
+}
+
 }  // namespace turbo

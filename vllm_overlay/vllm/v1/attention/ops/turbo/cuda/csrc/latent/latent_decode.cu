@@ -3,8 +3,9 @@
 //
 // The entry point of decode attention to latents, and of the merge of its
 // partial results. A module has one instance of the former: latent_decode.py
-// defines LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY and LATENT_SHARES, and
-// has turbo_constants.h of the layout included.
+// defines LATENT_COLUMNS, LATENT_STAGES and LATENT_TEAMS; with teams
+// LATENT_TILES, LATENT_HELD and LATENT_BULK, else LATENT_EARLY and
+// LATENT_SHARES; and has turbo_constants.h of the layout included.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -12,6 +13,8 @@
 #include "latent/decode.cuh"
 #include "latent/merge.cuh"
 #include "latent/pages.cuh"
+#include "latent/segment.cuh"
+#include "latent/slices_segment.cuh"
 
 namespace {
 
@@ -20,10 +23,16 @@ using turbo::LatentParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
+#if LATENT_TEAMS
+using Kernel = turbo::SliceKernel<LATENT_COLUMNS, LATENT_TEAMS, LATENT_TILES,
+                                  LATENT_STAGES, LATENT_HELD, LATENT_BULK>;
+#else
 using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY,
                                LATENT_SHARES>;
-constexpr auto kDecode = turbo::latent_decode_kernel<Plan>;
-constexpr size_t kSharedBytes = sizeof(turbo::LatentShared<Plan>);
+using Kernel = turbo::LatentKernel<Plan>;
+#endif
+constexpr auto kDecode = turbo::latent_decode_kernel<Kernel>;
+constexpr size_t kSharedBytes = sizeof(Kernel::Shared);
 
 // One a multiprocessor.
 int num_blocks(int device) {
@@ -156,7 +165,7 @@ void latent_decode(TensorView query, Optional<TensorView> query_rope,
   const MergeKernel merge = merge_of(output.dtype());
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  turbo::launch(kDecode, num_blocks(device.device_id), turbo::kBlockThreads,
+  turbo::launch(kDecode, num_blocks(device.device_id), Kernel::kThreads,
                 kSharedBytes, device, p, enable_pdl);
   const dim3 grid(p.query_len * p.num_heads, p.num_seqs);
   turbo::launch(merge, grid, turbo::kMergeThreads, 0, device, m, enable_pdl);

@@ -23,7 +23,7 @@ constexpr int kQueryExponent = 10;
 template <typename Plan>
 struct LatentShared {
   static constexpr int kColumns = Plan::kColumns, kStages = Plan::kStages;
-  static constexpr int kSets = Plan::kSets;
+  static constexpr int kSets = Plan::kSets, kWarps = kBlockWarps;
   // fp16 of a step's tokens, coordinates contiguous, in blocks of 64 with the
   // 16-byte chunks of a token swizzled.
   uint8_t values[kGroups][Plan::kOutputs][kValueBytes];

@@ -17,14 +17,13 @@ __device__ __forceinline__ float2 load_pair(const void* p, bool is_bf16) {
 
 // Put the rows of a segment to shared memory, in fp16 and with the softmax
 // scale, and note what columns see. Columns without a row are zero.
-template <typename Plan>
-__device__ __noinline__ void load_queries(LatentShared<Plan>& shared,
-                                          const LatentParams& p,
+template <typename Shared>
+__device__ __noinline__ void load_queries(Shared& shared, const LatentParams& p,
                                           const LatentSegment& segment) {
-  constexpr int kColumns = Plan::kColumns;
+  constexpr int kColumns = Shared::kColumns;
   constexpr int kPairs = LATENT_RANK / 64, kAllPairs = kPairs + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int column = warp; column < kColumns; column += kBlockWarps) {
+  for (int column = warp; column < kColumns; column += Shared::kWarps) {
     const int row = segment.first_row + column;
     const bool is_there = row < segment.num_rows;
     const int token = row / p.num_heads, head = row - token * p.num_heads;
@@ -71,7 +70,7 @@ __device__ __noinline__ void load_queries(LatentShared<Plan>& shared,
               ? segment.first_limit + (token - segment.first_row / p.num_heads)
               : segment.num_tokens;
 #pragma unroll
-      for (int set = 0; set < Plan::kSets; ++set) {
+      for (int set = 0; set < Shared::kSets; ++set) {
         float* own =
             reinterpret_cast<float*>(&shared.scaling[set][column / 2]) +
             column % 2;

@@ -97,4 +97,39 @@ __device__ __forceinline__ void attend_segment(LatentShared<Plan>& shared,
   write_partial(shared, acc, p, segment, own);
 }
 
+// What a block is, by products of warpgroups.
+template <typename P>
+struct LatentKernel {
+  using Plan = P;
+  using Shared = LatentShared<Plan>;
+  static constexpr int kColumns = Plan::kColumns;
+  static constexpr int kThreads = kBlockThreads;
+
+  Shared& shared;
+  Place<Plan> own;
+  TileQueue<Plan> queue;
+
+  __device__ __forceinline__ LatentKernel(uint8_t* bytes, const LatentParams& p,
+                                          int block_warp, int lane)
+      : shared(*reinterpret_cast<Shared*>(bytes)),
+        own{block_warp / 4, block_warp % 4, lane},
+        queue{p, shared_address(shared.tiles[4 * own.set() + own.warp]),
+              shared_address(shared.copied[4 * own.set() + own.warp])} {
+    if (own.part() == 0 && lane == 0) {
+#pragma unroll
+      for (int i = 0; i < Plan::kStages; ++i)
+        init_barrier(queue.barriers + 8 * i, 1);
+      fence_barrier_init();
+    }
+    if constexpr (Plan::kShares)
+      __syncthreads();
+    else
+      __syncwarp();
+  }
+  __device__ __forceinline__ void attend(const LatentParams& p,
+                                         const LatentSegment& s) {
+    attend_segment(shared, queue, p, s, own);
+  }
+};
+
 }  // namespace turbo
