@@ -9,6 +9,8 @@ cd "$(dirname -- "$0")/.."
 python=$(scripts/find_python.sh)
 VENV=${VENV:-$PWD/.venv}
 export VENV VLLM_NO_USAGE_STATS=1
+# Hundreds of processes import vLLM: the first of them compiles it for the others.
+unset PYTHONDONTWRITEBYTECODE
 all=
 for step; do
   shift
@@ -103,7 +105,7 @@ engine() {
 
 total=$(($# + 1)) number=1
 echo "[1/$total] environment"
-"$python" scripts/env.py --venv "$VENV" --tools test lint
+"$python" scripts/env.py --venv "$VENV" --tools test lint --lazy
 PATH=$VENV/bin:$PATH
 for step; do
   number=$((number + 1)) start=$(date +%s)
