@@ -51,7 +51,9 @@ series() {
   "$python" scripts/series.py export --check "$scratch/vllm"
   python ci/vllm_hooks.py "$scratch/vllm"
   python ci/step.py "$scratch/vllm"
-  python ci/entries.py "$scratch/vllm" --preload torch transformers triton
+  python ci/entries.py "$scratch/vllm" --preload \
+    torch._dynamo torch._inductor.compile_fx torchvision transformers triton \
+    aiohttp fastapi openai.types.chat openai.types.responses
 }
 
 tooling() {
