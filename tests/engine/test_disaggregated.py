@@ -78,7 +78,7 @@ def run_halves(
     """Returns what the consumer's job does.
 
     Args:
-        pool: Of two threads at least: a thread's first process takes long to start.
+        pool: Of two threads at least: one half waits for the other.
         folder: For both jobs.
         attention: `attention_config` of both engines.
 
