@@ -175,12 +175,14 @@ def perform(task: Task, log: Path) -> bool:
 
 def check_out(folder: Path, entry: Entry) -> list[str]:
     """Brings the tree to an entry; returns the files that do not compile."""
+    differ = git(folder, "diff", "--name-only", "-z", "HEAD", entry.commit)
     git(folder, "checkout", "--quiet", "--detach", entry.commit)
+    for path in map(Path, {*differ.split("\0")[:-1], *entry.touched}):
+        # Python takes a module for unchanged if it is of the same second and size.
+        for compiled in (folder / path).parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()
     broken = []
     for path in (folder / path for path in entry.touched if path.endswith(".py")):
-        # Python takes a module for unchanged if it is of the same second and size.
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            compiled.unlink()
         try:
             compile(path.read_bytes(), path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:

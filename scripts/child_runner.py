@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_standins"))
 
 from child_log import rows_of, what_happened  # noqa: E402
-from fork_client import CHILD_VARIABLES, ForkedChild, ForkServer  # noqa: E402
+from fork_client import (  # noqa: E402
+    CHILD_VARIABLES,
+    OWN_VARIABLES,
+    ForkedChild,
+    ForkServer,
+)
 from vllm_turbo_cpu_standins.settings import engine_environment  # noqa: E402
 
 STOP_TIMEOUT_S = 10
@@ -25,8 +31,8 @@ STOP_TIMEOUT_S = 10
 STACKS_S = 5
 # Of all threads.
 running_now: set["subprocess.Popen | ForkedChild"] = set()
-# A thread's, by their variables.
-servers = threading.local()
+# Those without a child, by their variables.
+idle_servers: defaultdict[frozenset, list[ForkServer]] = defaultdict(list)
 
 
 def raise_exit(number: int, _frame: object) -> None:
@@ -116,23 +122,33 @@ def running(
             output.close()
 
 
+def take_server(variables: Mapping[str, str], log: Path) -> ForkServer:
+    """Takes an idle fork server with these variables; starts one if there is none."""
+    idle = idle_servers[frozenset(variables.items())]
+    while True:
+        try:
+            # A single step: other threads take servers, too.
+            server = idle.pop()
+        except IndexError:
+            return ForkServer(variables, log)
+        if server.process.poll() is None:
+            return server
+
+
 @contextmanager
 def forked(
     argv: Sequence[str | Path], log: Path, variables: Mapping[str, str]
 ) -> Iterator[ForkedChild]:
-    """As `running`, of a Python file that this thread's fork server runs.
+    """As `running`, of a Python file that a fork server runs.
 
-    Each set of variables has a server, which is started for its first file, and again
-    if it has ended.
+    Each set of variables has as many servers as ran files at a time, whichever threads
+    asked for them.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    key = frozenset(variables.items())
-    by_variables = vars(servers).setdefault("by_variables", {})
-    server = by_variables.get(key)
-    if server is None or server.process.poll() is not None:
-        log_of_server = log.with_name(f"{log.name}.server")
-        server = by_variables[key] = ForkServer(variables, log_of_server)
-    child = server.fork(argv, log)
+    shared = {name: v for name, v in variables.items() if name not in OWN_VARIABLES}
+    own = {name: v for name, v in variables.items() if name in OWN_VARIABLES}
+    server = take_server(shared, log.with_name(f"{log.name}.server"))
+    child = server.fork(argv, log, own)
     running_now.add(child)
     try:
         yield child
@@ -141,6 +157,7 @@ def forked(
             stop_group(child)
             child.wait()
         running_now.discard(child)
+        idle_servers[frozenset(shared.items())].append(server)
 
 
 @contextmanager
@@ -182,8 +199,8 @@ def run_child(
         log: Where its output goes.
         variables: Added to the environment.
         time_limit: Seconds.
-        is_forked: Whether this thread's fork server may run it: there is no GPU, and it
-            imports vLLM.
+        is_forked: Whether a fork server may run it: there is no GPU, and it imports
+            vLLM.
 
     Returns:
         What is wrong with its end, if anything.

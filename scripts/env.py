@@ -8,7 +8,8 @@ With one it holds vLLM and its own dependencies. Each step leaves a stamp of wha
 installed, so a second run does nothing.
 
 Without a GPU the pins are all that is needed, so that nothing has to be resolved: pip
-installs several at a time, and leaves their byte code to be compiled on all cores.
+installs several at a time, and leaves their byte code to be compiled on all cores, or
+with --lazy by whoever imports a module first: of four modules three never are.
 """
 
 import argparse
@@ -165,6 +166,9 @@ class Environment:
     def compile(self) -> None:
         self.call(str(self.python), "-c", COMPILE)
 
+    def leave(self) -> None:
+        """Compiles nothing, and lets later runs do so neither."""
+
     def install_vllm(self, version: str, hashes: list[str]) -> None:
         """Installs the pinned wheel, and on a GPU machine its dependencies."""
         pin = f"vllm=={version}"
@@ -205,7 +209,7 @@ class Environment:
         except (OSError, ValueError):
             return {}
 
-    def update(self, tools: list[str]) -> None:
+    def update(self, tools: list[str], is_lazy: bool = False) -> None:
         """Runs the steps whose stamp is missing or stale."""
         steps = self.steps(tools)
         count = len(steps) + (self.device == "cpu")
@@ -216,8 +220,9 @@ class Environment:
             stamps = self.stamps()
             stamps.pop(COMPILED, None)
             key = digest(json.dumps(stamps, sort_keys=True))
-            step = Step(COMPILED, "byte code", key, self.compile)
-            self.run_step(f"env [{count}/{count}]", step)
+            title = "byte code, at its first use" if is_lazy else "byte code"
+            run = self.leave if is_lazy else self.compile
+            self.run_step(f"env [{count}/{count}]", Step(COMPILED, title, key, run))
 
     def run_step(self, number: str, step: Step) -> None:
         line = f"{number} {step.title}"
@@ -254,6 +259,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="pinned tools to add",
     )
+    parser.add_argument(
+        "--lazy", action="store_true", help="compile no byte code ahead of its use"
+    )
     return parser
 
 
@@ -263,7 +271,7 @@ def main() -> int:
     if device == "auto":
         device = "gpu" if has_gpu() else "cpu"
     try:
-        Environment(args.venv.absolute(), device).update(args.tools)
+        Environment(args.venv.absolute(), device).update(args.tools, args.lazy)
     except (EnvError, SeriesError) as error:
         print(f"env: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,9 @@ from child_log import what_happened
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
 # SIGABRT then prints where each thread is.
 CHILD_VARIABLES = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+# What vLLM reads when an engine starts, and not when it is imported: a server's
+# children may differ in these.
+OWN_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 
 
 class ForkedChild:
@@ -80,10 +83,13 @@ class ForkServer:
             line += byte
         return int(line)
 
-    def fork(self, argv: Sequence[str | Path], log: Path) -> ForkedChild:
-        """Runs a Python file, of which the server's last has ended."""
+    def fork(
+        self, argv: Sequence[str | Path], log: Path, variables: Mapping[str, str]
+    ) -> ForkedChild:
+        """Runs a Python file with more variables, when the server's last has ended."""
         assert self.process.stdin is not None
-        request = {"argv": [str(word) for word in argv], "log": str(log)}
+        words = [str(word) for word in argv]
+        request = {"argv": words, "log": str(log), "variables": dict(variables)}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         return ForkedChild(self, self.answer())

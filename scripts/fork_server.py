@@ -7,9 +7,10 @@ Triton's interpreter and much of vLLM's state belong to a process: so it is impo
 once, and each engine has a process still. It is for CPUs: what has looked at a GPU
 cannot be forked.
 
-A line of input is an object: `argv`, a file and its arguments, and `log`, where its
-output goes. The process leads a group of its own. Its id and, when it has ended, its
-status are the lines of output. What is imported sees the server's environment.
+A line of input is an object: `argv`, a file and its arguments, `log`, where its output
+goes, and `variables`, more of its environment; what is imported has seen the server's.
+The process leads a group of its own. Its id and, when it has ended, its status are the
+lines of output.
 """
 
 import gc
@@ -65,6 +66,7 @@ def main() -> None:
         os.setpgid(child, child)
         if not child:
             begin_child(request["log"])
+            os.environ.update(request["variables"])
             sys.argv = request["argv"]
             sys.path[0] = str(Path(sys.argv[0]).parent)
             runpy.run_path(sys.argv[0], run_name="__main__")

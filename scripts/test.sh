@@ -9,6 +9,8 @@ cd "$(dirname -- "$0")/.."
 python=$(scripts/find_python.sh)
 VENV=${VENV:-$PWD/.venv}
 export VENV VLLM_NO_USAGE_STATS=1
+# Hundreds of processes import vLLM: the first of them compiles it for the others.
+unset PYTHONDONTWRITEBYTECODE
 all=
 for step; do
   shift
@@ -49,7 +51,9 @@ series() {
   "$python" scripts/series.py export --check "$scratch/vllm"
   python ci/vllm_hooks.py "$scratch/vllm"
   python ci/step.py "$scratch/vllm"
-  python ci/entries.py "$scratch/vllm" --preload torch transformers triton
+  python ci/entries.py "$scratch/vllm" --preload \
+    torch._dynamo torch._inductor.compile_fx torchvision transformers triton \
+    aiohttp fastapi openai.types.chat openai.types.responses
 }
 
 tooling() {
@@ -103,7 +107,7 @@ engine() {
 
 total=$(($# + 1)) number=1
 echo "[1/$total] environment"
-"$python" scripts/env.py --venv "$VENV" --tools test lint
+"$python" scripts/env.py --venv "$VENV" --tools test lint --lazy
 PATH=$VENV/bin:$PATH
 for step; do
   number=$((number + 1)) start=$(date +%s)

@@ -47,7 +47,7 @@ class FullChecks(check_model.Checks):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Its thread has one fork server for all engines."""
+    """One engine at a time, and one fork server for all."""
     with side_by_side(1) as pool:
         yield pool
 

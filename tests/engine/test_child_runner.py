@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -195,15 +197,19 @@ def test_a_parent_that_is_told_to_end_takes_its_children_along(tmp_path: Path):
     assert not (tmp_path / "log-2").exists()
 
 
-def test_a_forked_child_is_as_another(tmp_path: Path):
-    """With vLLM imported before, arguments and a log of its own; one that hangs is
-    ended with all it started, and the next is none the worse.
+def test_a_forked_child_is_as_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With vLLM imported before, arguments, variables and a log of its own; one that
+    hangs is ended with all it started, and the next is none the worse. One server does
+    for all, whichever thread asks.
     """
+    monkeypatch.setattr(child_runner, "idle_servers", defaultdict(list))
+    name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
     program, log = tmp_path / "program.py", tmp_path / "folder" / "log"
     program.write_text(
         "import faulthandler, os, sys, time\n"
         "assert 'vllm.v1.worker.cpu_worker' in sys.modules and __name__ == '__main__'\n"
-        "print(os.environ['OWN'], *sys.argv, os.getpgrp() == os.getpid())\n"
+        f"own = os.environ['OWN'], os.environ.get('{name}')\n"
+        "print(*own, *sys.argv, os.getpgrp() == os.getpid())\n"
         "open(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
         "if sys.argv[2] == 'hang':\n"
         "    os.fork() or faulthandler.disable()\n"
@@ -211,19 +217,22 @@ def test_a_forked_child_is_as_another(tmp_path: Path):
         "sys.exit(int(sys.argv[2]))\n"
     )
 
-    def run(word: str, time_limit: float = TIMEOUT_S) -> str | None:
+    def run(word: str, time_limit: float = TIMEOUT_S, **own: str) -> str | None:
         command = [sys.executable, program, tmp_path, word]
-        variables = engine_environment("v1") | {"OWN": "mine"}
+        variables = engine_environment("v1") | {"OWN": "mine"} | own
         return run_child(command, log, variables, time_limit, is_forked=True)
 
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, "0", **{name: "7"}).result() is None
+    assert log.read_text() == f"mine 7 {program} {tmp_path} 0 True\n"
     assert run("0") is None
-    assert log.read_text() == f"mine {program} {tmp_path} 0 True\n"
+    assert log.read_text() == f"mine None {program} {tmp_path} 0 True\n"
     assert run("3") == "status 3"
     assert run("hang", 5) == "no end after 5 s"
-    assert f'File "{program}", line 7 in <module>' in log.read_text()
+    assert f'File "{program}", line 8 in <module>' in log.read_text()
     wait_for(tmp_path, 0)
     assert run("0") is None
-    (server,) = child_runner.servers.by_variables.values()  # of them all
+    ((server,),) = child_runner.idle_servers.values()  # of them all
     server.process.kill()
     server.process.wait()
     assert run("3") == "status 3"

@@ -110,7 +110,7 @@ def run_halves(pool: ThreadPoolExecutor, folder: Path, pair: Pair) -> dict[str, 
     """Returns what the consumer's job does.
 
     Args:
-        pool: Of two threads at least: a thread's first process takes long to start.
+        pool: Of two threads at least: one half waits for the other.
         folder: For both jobs.
         pair: The engines.
 

@@ -147,5 +147,18 @@ def test_stale_bytecode(checkout: Checkout) -> None:
     assert status == 0, said
 
 
+def test_stale_bytecode_of_another_entry(checkout: Checkout) -> None:
+    """Nor what those change between an entry and where its tree was before."""
+    checkout.add("[A] Be there before", PACKAGE)
+    trees.git(checkout.root, "update-ref", "refs/turbo-series/turbo", "HEAD")
+    checkout.add("[A] Test", {PATH: TEST}, f"{PATH}::test_bits")
+    checkout.add("[A] Change", {"vllm/turbo/format.py": "BITS = 5\n"})
+    stale = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    path = checkout.root / "vllm/turbo/format.py"
+    py_compile.compile(str(path), invalidation_mode=stale)
+    status, said = checkout.check()
+    assert status == 0, said
+
+
 def test_no_series(checkout: Checkout) -> None:
     assert checkout.check()[0] == 1

@@ -151,6 +151,17 @@ def test_what_is_installed_stays(
     assert pin.endswith(f"sha256:{'0' * 64}")
 
 
+def test_byte_code_is_left_to_its_first_use(
+    project: Path, calls: Callable[..., list[str]]
+) -> None:
+    """And no later run compiles it, before anything else is installed."""
+    args = ("--device", "cpu", "--tools", "lint")
+    assert not any(call.startswith("-c") for call in calls(*args, "--lazy"))
+    assert calls(*args) == []
+    (project / "requirements/lint.txt").write_text("new==1\n")
+    assert calls(*args)[-1].startswith("-c")
+
+
 def test_failure_is_told_and_tried_again(
     project: Path,
     calls: Callable[..., list[str]],
