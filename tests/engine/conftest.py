@@ -14,7 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import WRITE_MODEL, Jobs  # noqa: E402
 
 # Whoever begins one of these last goes on alone.
-LONGEST = ("test_quality.py", "test_engine.py", "test_equality.py", "test_serve.py")
+LONGEST = (
+    "test_quality.py",
+    "test_engine.py",
+    "test_check_model.py",
+    "test_disaggregated.py",
+    "test_recent_window.py",
+    "test_drafts.py",
+    "test_quickstart.py",
+    "test_serve.py",
+)
 NUM_LEFT_OUT = pytest.StashKey[int]()
 LEFT_OUT = "tests of the matrix left out"
 
