@@ -119,7 +119,7 @@ def test_every_step(steps: Run, tmp_path: Path) -> None:
     """Cheap to dear, each on the environment that is made first."""
     status, calls, said = steps()
     assert status == 0, said
-    assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint"
+    assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint --lazy"
     assert calls[1] == "pre-commit run --all-files"
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
     assert tested[-5:] == [
