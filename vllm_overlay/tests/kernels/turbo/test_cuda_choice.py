@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -42,6 +43,7 @@ LOADERS = (
     (cuda_store, "load"),
     (cuda_decode, "load_instance"),
     (cuda_extend, "load_instance"),
+    (extend_rows, "load"),
     (cuda_merge, "load"),
 )
 
@@ -167,8 +169,8 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
     built = [text.split()[5:8] for _, text in log if "Building" in text]
     assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
         "decode turbo4_128_4;",
-        "extend turbo4_128_c32;",
-        "extend turbo4_128_c64;",
+        "extend_rows turbo4_128_r128;",
+        "extend_rows turbo4_128_r64;",
         "merge 128;",
         "store turbo4_128;",
     ]
@@ -184,7 +186,8 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
     expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
-    expected += [(LAYOUT, variant, device, False, False) for variant in (4, 32, 64)]
+    plans = [extend_rows.plan_for(LAYOUT, queries) for queries in (64, 65)]
+    expected += [(LAYOUT, variant, device, False, False) for variant in (4, *plans)]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be loaded", "cuda": "turbo_kernel is cuda"}
