@@ -66,7 +66,7 @@ struct Cuts {
   template <typename F>
   static __device__ __forceinline__ void for_each_pass(
       const AttentionParams& p, const Ranges& ranges, int index, int seq,
-      int passes, int seq_first, int pass_steps, F attend) {
+      int passes, int seq_first, int pass_steps, const F& attend) {
     const int first = index * ranges.size;
     const int last = first + ranges.size;
     int pass = max(first - seq_first, 0) / pass_steps;
@@ -96,7 +96,8 @@ struct Cuts {
   // Call attend with a range's segments, of any few passes.
   template <typename F>
   static __device__ __forceinline__ void for_each_segment(
-      const AttentionParams& p, const Ranges& ranges, int index, F attend) {
+      const AttentionParams& p, const Ranges& ranges, int index,
+      const F& attend) {
     const int lane = threadIdx.x % 32;
     const int first = index * ranges.size;
     const int last = first + ranges.size;
