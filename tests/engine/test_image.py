@@ -33,9 +33,11 @@ from vllm.v1.attention.ops.turbo.cuda.build import module_name
 from vllm.v1.attention.ops.turbo.cuda.built import find_built
 from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, serving_modules
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+layout = TurboFormat.from_cache_dtype("turbo4", 128)
+most, device = (4, 5, 48), torch.device("cuda")
 for capability in (80, 90):
-    layout = TurboFormat.from_cache_dtype("turbo4", 128)
-    for module in serving_modules(layout, 4, 5, 48, torch.device("cuda"), True, True):
+    options = {"has_key_offset": True, "with_window": True, "capability": capability}
+    for module in serving_modules(layout, *most, device, **options):
         name = module_name(module.make(ARCHITECTURES[capability]), str(capability))
         print(module.name, find_built(name))
 """
