@@ -53,4 +53,6 @@ def install() -> None:
     count = PROPERTIES.multi_processor_count
     type(current_platform).num_compute_units = classmethod(lambda *_: count)
     capability = DeviceCapability(*CAPABILITY)
-    type(current_platform).get_device_capability = classmethod(lambda *_: capability)
+    type(current_platform).get_device_capability = classmethod(
+        lambda *_, **__: capability
+    )
