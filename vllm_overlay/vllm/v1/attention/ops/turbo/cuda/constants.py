@@ -129,7 +129,7 @@ def _of_latent_pages(layout: LatentFormat) -> _Constants:
 
 
 def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
-    """Tables of bytes ``level + 128``, as table_coordinates of decode_columns/keys.cuh
+    """Tables of bytes ``level + 128``, as table_coordinates of common/key_tables.cuh
     looks them up.
 
     A place is a code rotated left by a bit in the first table, and in the second the
@@ -144,7 +144,9 @@ def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _of_decoding(layout: TurboFormat) -> _Constants:
-    """Levels as attention computes them: see common/format.cuh, extend/keys.cuh."""
+    """Levels as attention computes them: see format.cuh and key_tables.cuh of common/,
+    and extend/keys.cuh.
+    """
     unit = fmt.KEY_LEVEL_UNIT
     integers = [round(m * unit) for m in layout.key_codebook.magnitudes]
     negative = [-m for m in reversed(integers)]
