@@ -152,10 +152,8 @@ class Kind:
         on_cpu: Whether vLLM has a kernel of such weights for a CPU, or a stand-in.
         kl_bound: How far from its unquantised cache `turbo4` may be in answers that are
             certain, in nats a token.
-        kl_growth: In texts, how many times as far as the same model with plain weights.
         rounds_activations: Whether these are rounded to 8 or 4 bits. What differs a
-            little is then rounded to other codes, by a whole step, whatever caused it:
-            the fp8 cache shows how far off that is.
+            little is then rounded to other codes, by a whole step, whatever caused it.
 
     """
 
@@ -165,7 +163,6 @@ class Kind:
     scale_per_head: bool = False
     on_cpu: bool = True
     kl_bound: float = 0.01
-    kl_growth: float = 4.0
     rounds_activations: bool = False
 
 
@@ -202,7 +199,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
 INT4 |= {"strategy": "group", "group_size": GROUP}
 # Its activations have 4 bits: noise of a hundredth in attention's output alone makes
 # 0.025 nats in answers, where plain weights make a millionth.
-NVFP4_INPUTS = {"kl_bound": 0.1, "kl_growth": 50.0, "rounds_activations": True}
+NVFP4_INPUTS = {"kl_bound": 0.1, "rounds_activations": True}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 OF_LAYER = ("k_scale", "v_scale")
 OF_PROJECTIONS = ("k_proj.k_scale", "v_proj.v_scale")
