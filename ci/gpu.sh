@@ -247,6 +247,7 @@ dcp() (
     VLLM_ALLREDUCE_USE_SYMM_MEM=0
   wrong=0 arm=0
   ranks='"tensor_parallel_size":2' shared='"decode_context_parallel_size":2'
+  ranks="$ranks,\"compilation_config\":{\"pass_config\":{\"fuse_allreduce_rms\":false}}"
   for options in "{$ranks}" "{$ranks,$shared}" \
     "{$ranks,$shared,\"dcp_comm_backend\":\"a2a\"}"; do
     "$python" benchmarks/turbo_models.py --model benchmarks/configs/one-kv-head \

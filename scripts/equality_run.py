@@ -32,7 +32,11 @@ MAX_BLOCK = 128
 WINDOW_BLOCK = 64
 # One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
 # alone. The others also want NVLink multicast, which not every host has.
-SEVERAL_GPUS_ARGS = {"disable_custom_all_reduce": True}
+SEVERAL_GPUS_ARGS = {
+    "disable_custom_all_reduce": True,
+    # It is FlashInfer's all-reduce, whatever the variables below say.
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 SEVERAL_GPUS_VARIABLES = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
