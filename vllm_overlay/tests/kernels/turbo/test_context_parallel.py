@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops import dcp
 from vllm.v1.attention.ops.turbo import reference, warm_up
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.interface import KernelSet
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
@@ -428,6 +429,16 @@ def test_first_run(folder, monkeypatch):
     monkeypatch.setattr(warm_up, "_warm", Forgetful())
     monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 32)
     monkeypatch.setattr(warm_up, "_PREFILL_LENS", (2, 20))
+    check, sizes = ContextParallel.check, set()
+
+    def check_a_few(
+        self: ContextParallel, num_tokens: int, num_slots: int, *others: Any
+    ) -> None:
+        sizes.add((num_tokens, num_slots))
+        check(self, 2, 3, *others)
+
+    # The interpreter takes a minute for as much as a profile run.
+    monkeypatch.setattr(ContextParallel, "check", check_a_few)
     scene = Scene(folder, monkeypatch, [(1, 31)])
     counts = []
     run_kernels = warm_up._run_kernels
@@ -442,5 +453,24 @@ def test_first_run(folder, monkeypatch):
     runners = [rank.impl.runner for rank in scene.ranks]
     scene.others.run(lambda index: warm_up.warm_up(runners[index], DEVICE))
     assert counts == [0, 0]
+    runner, _ = runners
+    assert sizes == {(runner.max_num_tokens, runner._max_shared_slots)}
     # Queries; LSE and output of prefills, and of decodes.
     assert [rank.group.num_collectives for rank in scene.ranks] == [5, 5]
+
+
+@pytest.mark.parametrize("does_nothing", ["all_gather", "reduce_scatter"])
+def test_collectives_that_do_nothing(folder, monkeypatch, does_nothing):
+    """As without a library of NCCL: what ranks get is what its memory held."""
+    scene = Scene(folder, monkeypatch, [(1, 31)])
+    runners = [rank.impl.runner for rank in scene.ranks]
+    shared = [runner.context_parallel for runner in runners]
+
+    def leave_it(_: RankGroup, x: torch.Tensor, dim: int) -> torch.Tensor:
+        size = list(x.shape)
+        size[dim] = size[dim] * 2 if does_nothing == "all_gather" else size[dim] // 2
+        return x.new_zeros(size)
+
+    monkeypatch.setattr(RankGroup, does_nothing, leave_it)
+    with pytest.raises(RuntimeError, match="VLLM_NCCL_SO_PATH"):
+        scene.others.run(lambda i: shared[i].check(2, 3, runners[i].shape, DEVICE))

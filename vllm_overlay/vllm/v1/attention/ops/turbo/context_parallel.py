@@ -8,6 +8,7 @@ space, of which a rank gets those of its own query heads. It then attends to the
 tokens, which every rank has as they were computed, and to sinks, once.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -137,3 +139,45 @@ class ContextParallel:
             is_lse_base_on_e=is_lse_base_on_e,
         )
         return output.contiguous(), lse.contiguous()
+
+    def check(
+        self, num_tokens: int, num_slots: int, shape: LayerShape, device: torch.device
+    ) -> None:
+        """Exchange as a prefill and a decode do, and look at what comes back.
+
+        vLLM's NCCL communicator, where it cannot load the library, does nothing when it
+        is called, and a collective's result is what its memory held.
+
+        Args:
+            num_tokens: Query tokens of the prefill.
+            num_slots: Those of the decode.
+            shape: The layer's, with this rank's query heads.
+            device: Where.
+
+        Raises:
+            RuntimeError: If it is not what was sent.
+
+        """
+        numbers = torch.arange(1, self.size + 1, device=device).float()
+        own = numbers[self.rank].item()
+        size = num_tokens, shape.num_heads, shape.head_size
+        gathered = self.gather(torch.full(size, own, dtype=shape.dtype, device=device))
+        senders = numbers.repeat_interleave(shape.num_heads)[:, None]
+        is_right = (gathered == senders).all()
+        part = torch.empty(
+            num_slots, self.size * shape.num_heads, shape.head_size, device=device
+        )
+        for output, is_natural in ((gathered, True), (part, False)):
+            lse = torch.zeros(output.shape[:2], device=device)
+            joined, joined_lse = self.reduce(output.fill_(own), lse, is_natural)
+            log = math.log if is_natural else math.log2
+            wanted = torch.full_like(joined_lse, log(self.size))
+            is_right &= torch.isclose(joined.float(), numbers.mean(), rtol=0.01).all()
+            is_right &= torch.isclose(joined_lse, wanted, rtol=0.01).all()
+        if not is_right:
+            raise RuntimeError(
+                "ranks that share sequences (--decode-context-parallel-size) do not "
+                "receive what others send: is NCCL as new as vLLM needs it? A library "
+                "that is can be named by VLLM_NCCL_SO_PATH; "
+                "--dcp-comm-backend a2a exchanges by PyTorch's instead"
+            )

@@ -465,20 +465,17 @@ class TurboRunner:
     def run_collectives(self, device: torch.device) -> None:
         """Exchange with other ranks what the largest step does: the memory that takes
         is in the account then, and kernels are compiled.
+
+        Raises:
+            RuntimeError: If what comes back is not what was sent.
+
         """
         if self.context_parallel is None:
             return
-        heads, size = self.context_shape.num_heads, self.context_shape.head_size
         num_tokens = min(self.prefill_limits.slice_tokens, self.max_num_tokens)
-        num_slots = self._max_shared_slots
-        own = (num_tokens, self.shape.num_heads, size)
-        query = torch.zeros(own, dtype=self.shape.dtype, device=device)
-        gathered = self.context_parallel.gather(query)
-        lse = torch.zeros(max(num_tokens, num_slots), heads, device=device)
-        reduce = self.context_parallel.reduce
-        reduce(gathered, lse[:num_tokens], is_lse_base_on_e=True)
-        part = torch.zeros(num_slots, heads, size, device=device)
-        reduce(part, lse[:num_slots], is_lse_base_on_e=False)
+        self.context_parallel.check(
+            num_tokens, self._max_shared_slots, self.shape, device
+        )
 
     @property
     def _largest_batch(self) -> tuple[int, int]:
