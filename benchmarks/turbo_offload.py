@@ -171,11 +171,11 @@ def copy_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 } | row
 
 
-def parse_arm(arm: str) -> tuple[str, str, int]:
+def parse_arm(arm: str, block_size: int = 16) -> tuple[str, str, int]:
     """Returns an engine's cache dtype, layout and block size."""
     dtype, *rest = arm.split("@")
-    layout, block_size = (*rest, *("LBHNC", "16")[len(rest) :])
-    return dtype, layout, int(block_size)
+    layout, block = (*rest, *("LBHNC", block_size)[len(rest) :])
+    return dtype, layout, int(block)
 
 
 class OffloadingEngine:

@@ -11,29 +11,36 @@ GPU that both need is shared. One JSON object a line:
 * `gap`, of a model with dummy weights and one GPU each: milliseconds from the
   producer's last token to the consumer's first (`gap_ms`), NIXL's own count of the
   bytes of a request, and the milliseconds that it says they took.
-* `ratio`: bytes and gap of a dtype over those of bf16 (`auto`), with what they may be.
+* `ratio`: bytes and gap of an arm over those of bf16 (`auto`), with what they may be.
+
+An arm of the gaps is DTYPE[@LAYOUT[@BLOCK]], as of turbo_offload.py; UCX_TLS says over
+what UCX moves pages. With --together FOLDER all arms' engines start side by side, which
+needs memory for all; each then measures alone, when FOLDER has no file named hold.
 
 The exit status says whether all answers were right, and all ratios within their bounds.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from subprocess import Popen
-from threading import Thread
+from threading import Barrier, Lock, Thread
 from typing import Any
 
 from common import CONFIGS, ROOT, Report
 from turbo_engine import random_prompt
+from turbo_offload import parse_arm
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -43,6 +50,8 @@ from equality_run import SEVERAL_GPUS_VARIABLES  # noqa: E402
 from quickstart import free_port  # noqa: E402
 from seeded_model import build_parser as model_parser  # noqa: E402
 from seeded_model import write_model  # noqa: E402
+
+Row = dict[str, Any]
 
 CHILD = Path(__file__).with_name("transfer_child.py")
 PAIRS = ("1-1", "1-2", "2-1")
@@ -116,10 +125,16 @@ def options_of(role: str, size: int, args: argparse.Namespace) -> dict[str, Any]
 
 @contextmanager
 def half(
-    role: str, size: int, options: dict[str, Any], args: argparse.Namespace, log: Path
+    role: str,
+    size: int,
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    log: Path,
+    layout: str = "LBHNC",
 ) -> Iterator[tuple[Half, dict[str, Any]]]:
     """Yields an engine, and what it says of itself."""
     variables = engine_variables(on_cpu=args.on_cpu)
+    variables |= {"VLLM_KV_CACHE_LAYOUT": layout}
     variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     variables |= SEVERAL_GPUS_VARIABLES
     if args.on_cpu:
@@ -149,7 +164,11 @@ def half(
 
 @contextmanager
 def pair(
-    sizes: tuple[int, int], options: dict[str, Any], args: argparse.Namespace, name: str
+    sizes: tuple[int, int],
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    name: str,
+    **more: Any,
 ) -> Iterator[tuple[Half, Half, dict[str, Any]]]:
     """Yields a producer and a consumer, and what the latter says of itself.
 
@@ -159,7 +178,7 @@ def pair(
         halves = []
         for role, size in zip(("producer", "consumer"), sizes):
             log = args.logs / f"{name}-{role}.log"
-            started = stack.enter_context(half(role, size, options, args, log))
+            started = stack.enter_context(half(role, size, options, args, log, **more))
             halves.append(started)
         (producer, _), (consumer, said) = halves
         yield producer, consumer, said
@@ -218,9 +237,7 @@ def compared(own: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, int]:
     return right, total
 
 
-def answers_row(
-    name: str, dtype: str, model: Path, args: argparse.Namespace
-) -> dict[str, Any]:
+def answers_row(name: str, dtype: str, model: Path, args: argparse.Namespace) -> Row:
     """Returns the row of a pair of tensor-parallel sizes."""
     first, second = map(int, name.split("-"))
     options = {
@@ -251,41 +268,78 @@ def answers_row(
     }
 
 
-def gap_row(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the row of a dtype's bytes and times."""
+def gap_row(arm: str, args: argparse.Namespace, start: Barrier, turn: Lock) -> Row:
+    """Returns the row of an arm's bytes and times.
+
+    Args:
+        arm: DTYPE[@LAYOUT[@BLOCK]].
+        args: As parsed.
+        start: Where arms whose engines start side by side wait for each other.
+        turn: Held while one measures.
+
+    """
+    dtype, layout, block_size = parse_arm(arm, args.block_size)
     options = {
         "model": str(args.model),
         "load_format": "dummy",
         "kv_cache_dtype": dtype,
+        "block_size": block_size,
         "max_model_len": args.context + 8,
     }
-    with pair((1, 1), options, args, f"{dtype}-gap") as (producer, consumer, said):
-        make = partial(random_prompt, length=args.context)
-        vocab_size = said["vocab_size"]
-        warm_up(producer, consumer, make(seed=0, vocab_size=vocab_size))
-        settle = partial(consumer.ask, prompts=[[1, 2, 3]], max_tokens=2)
-        before, gaps = settle()["counters"], []
-        for seed in range(1, 1 + args.rounds):
-            prompt = make(seed=seed, vocab_size=vocab_size)
-            made, taken = hand_over(producer, consumer, [prompt], 1)
-            gaps.append((taken["end"] - made["end"]) * 1e3)
-        after = settle()["counters"]
+    log = f"{arm}-gap"
+    with pair((1, 1), options, args, log, layout=layout) as (producer, consumer, said):
+        start.wait(args.start_timeout)
+        while args.together and (args.together / "hold").exists():
+            time.sleep(0.1)
+        with turn:
+            found = gaps(producer, consumer, said["vocab_size"], args)
+    facts = {"dtype": dtype, "layout": layout, "block_size": block_size}
+    return {"part": "gap", "arm": arm, "context": args.context} | facts | found
+
+
+def gaps(
+    producer: Half, consumer: Half, vocab_size: int, args: argparse.Namespace
+) -> Row:
+    """Returns the bytes and times of requests that one engine hands to another."""
+    make = partial(random_prompt, length=args.context)
+    warm_up(producer, consumer, make(seed=0, vocab_size=vocab_size))
+    settle = partial(consumer.ask, prompts=[[1, 2, 3]], max_tokens=2)
+    before, times = settle()["counters"], []
+    for seed in range(1, 1 + args.rounds):
+        prompt = make(seed=seed, vocab_size=vocab_size)
+        made, taken = hand_over(producer, consumer, [prompt], 1)
+        times.append((taken["end"] - made["end"]) * 1e3)
+    after = settle()["counters"]
     counted = {name: (after[name] - before[name]) / args.rounds for name in after}
     return {
-        "part": "gap",
-        "dtype": dtype,
-        "context": args.context,
-        "gap_ms": statistics.median(gaps),
-        "all_gap_ms": gaps,
+        "gap_ms": statistics.median(times),
+        "all_gap_ms": times,
         "bytes": counted["bytes"],
         "descriptors": counted["descriptors"],
         "nixl_ms": counted["seconds"] * 1e3,
     }
 
 
-def ratio_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def gap_rows(args: argparse.Namespace) -> list[Row]:
+    """Returns the rows of all arms."""
+    side_by_side = len(args.arms) if args.together else 1
+    start, turn = Barrier(side_by_side), Lock()
+
+    def row(arm: str) -> Row:
+        try:
+            return gap_row(arm, args, start, turn)
+        except Exception:
+            # The others are not to wait for it.
+            start.abort()
+            raise
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        return list(pool.map(row, args.arms))
+
+
+def ratio_rows(rows: list[Row]) -> Iterator[Row]:
     """Yields how the rows of gaps compare with bf16's."""
-    base = next((row for row in rows if row["dtype"] == "auto"), None)
+    base = next((row for row in rows if row["arm"] == "auto"), None)
     for row in rows:
         if base is None or row is base:
             continue
@@ -294,7 +348,7 @@ def ratio_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {
                 "part": "ratio",
                 "of": name,
-                "dtype": row["dtype"],
+                "arm": row["arm"],
                 "times_bf16": ratio,
                 "bound": bound,
                 "is_met": ratio <= bound,
@@ -306,7 +360,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
     parser.add_argument("--parts", nargs="+", default=["answers", "gap"])
     parser.add_argument("--pairs", nargs="*", choices=PAIRS, default=PAIRS)
-    parser.add_argument("--dtypes", nargs="+", default=["auto", "turbo4"])
+    parser.add_argument("--dtype", default="turbo4", help="that answers are of")
+    parser.add_argument("--arms", nargs="+", default=["auto", "turbo4"])
+    parser.add_argument("--together", type=Path, help="folder, as turbo_engine.py's")
     parser.add_argument("--connector", default="NixlConnector")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=10)
@@ -325,22 +381,20 @@ def main() -> int:
     exit_when_told()
     report = Report(args.output)
     report.facts |= {"block_size": args.block_size, "connector": args.connector}
+    report.facts |= {"ucx_tls": os.environ.get("UCX_TLS", "all")}
     is_right = True
-    packed = [dtype for dtype in args.dtypes if dtype != "auto"]
     if "answers" in args.parts:
         with tempfile.TemporaryDirectory() as name:
             model = Path(name) / "seeded"
             write_model(model, model_parser().parse_args([name, *SEEDED]))
-            for dtype in packed:
-                for sizes in args.pairs:
-                    row = answers_row(sizes, dtype, model, args)
-                    report.row(**row)
-                    is_right &= row["right"] == row["compared"] > 0
+            for sizes in args.pairs:
+                row = answers_row(sizes, args.dtype, model, args)
+                report.row(**row)
+                is_right &= row["right"] == row["compared"] > 0
     if "gap" in args.parts:
-        rows = []
-        for dtype in args.dtypes:
-            rows.append(gap_row(dtype, args))
-            report.row(model=args.model.name, **rows[-1])
+        rows = gap_rows(args)
+        for row in rows:
+            report.row(model=args.model.name, **row)
         for ratio in ratio_rows(rows):
             report.row(model=args.model.name, **ratio)
             is_right &= ratio["is_met"]
