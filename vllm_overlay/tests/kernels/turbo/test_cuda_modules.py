@@ -154,6 +154,34 @@ def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
     assert decode_columns.module(LAYOUT).is_specific
 
 
+@pytest.mark.parametrize("num_queries", [1, 16, 17, 32, 33])
+@pytest.mark.parametrize(
+    "capability, head_size, variant",
+    [
+        (90, 64, (False, False)),
+        (90, 128, (False, False)),
+        (90, 256, (False, False)),
+        (90, 128, (True, False)),
+        (90, 128, (False, True)),
+        (89, 128, (False, False)),
+        (100, 128, (False, False)),
+        (None, 128, (False, False)),
+    ],
+)
+def test_what_is_loaded_is_what_rounds_queries_or_does_not(
+    asked, monkeypatch, capability, head_size, variant, num_queries
+):
+    monkeypatch.setattr(cuda_decode, "capability_of", lambda device: capability)
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    args = layout, num_queries, DEVICE, *variant
+    cuda_decode.load(*args)
+    ((module, _),) = asked
+    is_own = capability == 90 and head_size <= 128 and variant == (False, False)
+    is_own = is_own and 17 <= num_queries <= 32
+    assert module.kernel == ("decode_columns" if is_own else "decode")
+    assert cuda_decode.rounds_queries(*args) == (module.kernel == "decode")
+
+
 def test_no_extends(asked):
     names = [loader.name for loader in serving_modules(LAYOUT, 8, 1, 0, DEVICE)]
     assert names == ["store turbo4_128", "merge 128", "decode turbo4_128_8"]

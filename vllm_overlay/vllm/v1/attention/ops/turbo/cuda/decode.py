@@ -137,6 +137,22 @@ def module(
     )
 
 
+def rounds_queries(
+    layout: TurboFormat,
+    num_queries: int,
+    device: torch.device,
+    has_key_offset: bool = False,
+    has_soft_cap: bool = False,
+) -> bool:
+    """Whether queries are used as ``reference.round_query`` has them, in int8; those of
+    ``decode_columns`` are used as they are, in fp16. The arguments are ``load``'s.
+    """
+    variant = has_key_offset, has_soft_cap
+    return not decode_columns.serves(
+        layout, num_queries, capability_of(device), *variant
+    )
+
+
 def load(
     layout: TurboFormat,
     num_queries: int,
@@ -158,7 +174,7 @@ def load(
 
     """
     variant = has_key_offset, has_soft_cap
-    if decode_columns.serves(layout, num_queries, capability_of(device), *variant):
+    if not rounds_queries(layout, num_queries, device, *variant):
         return decode_columns.load(layout, device, *variant)
     queries = num_queries_at_once(layout.head_size, num_queries)
     return load_instance(layout, queries, device, *variant)
