@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,13 @@ DEFECTS = {
         HIDDEN,
         "extend",
     ),
+    "columns-hidden": Defect(
+        "decode_columns/decode_columns.cuh",
+        "seen.last - (p.with_newest ? 0 : query_len - 1 - token);",
+        "seen.last;",
+        HIDDEN,
+        "columns",
+    ),
     # Results so far are compared to scores that lack another offset.
     "decode-offset": Defect(
         "decode/segment.cuh",
@@ -83,6 +91,13 @@ DEFECTS = {
         OFFSETS,
         "extend",
     ),
+    "columns-offset": Defect(
+        "decode_columns/segment.cuh",
+        "reference += missing - score;",
+        ";",
+        OFFSETS,
+        "columns",
+    ),
     # A query token sees one token too few, or too many.
     "decode-window": Defect(
         "decode/values.cuh",
@@ -90,6 +105,13 @@ DEFECTS = {
         "token > limits[i % 2].first",
         f"{WINDOWS}decodes",
         "turbo4",
+    ),
+    "columns-window": Defect(
+        "decode_columns/weigh.cuh",
+        "n >= (i % 2 ? firsts.y : firsts.x)",
+        "n > (i % 2 ? firsts.y : firsts.x)",
+        f"{WINDOWS}decodes",
+        "turbo4 and columns",
     ),
     "extend-window": Defect(
         "extend/segment.cuh",
@@ -126,6 +148,13 @@ DEFECTS = {
         ";",
         f"{WINDOWS}offsets",
         "turbo4 and extend",
+    ),
+    "columns-unseen": Defect(
+        "decode_columns/segment.cuh",
+        "!KEY_OFFSET || own_tile >= segment.first_seen_tile,",
+        "true,",
+        f"{WINDOWS}offsets",
+        "turbo4 and columns",
     ),
     # Sinks have no weight.
     "merge-sinks": Defect(
@@ -179,6 +208,9 @@ DEFECTS = {
     # What the kernel before has not written yet is read.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
+    "columns-wait": Defect(
+        "decode_columns/decode_columns.cuh", WAIT, "", ATTENTION_WAITS, "columns"
+    ),
     "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
@@ -197,6 +229,12 @@ SANITIZER_DEFECTS = {
     "racecheck-team": Defect(
         "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
     ),
+    # Warps that join warpgroups' results before their shares of these are known.
+    "racecheck-columns": Defect(
+        "decode_columns/partial.cuh",
+        BARRIER + "  const auto* results",
+        "  const auto* results",
+    ),
     # Blocks that note whose the next columns are while some write the last results.
     "racecheck-segment": Defect(
         SEGMENT,
@@ -211,6 +249,22 @@ SANITIZER_DEFECTS = {
         "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);\n",
     ),
 }
+
+
+def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
+    """Names of those in kernels that the GPU has."""
+    import torch
+
+    from vllm.v1.attention.ops.turbo.cuda import decode_columns
+    from vllm.v1.attention.ops.turbo.cuda.build import capability_of
+
+    capability = capability_of(torch.device("cuda", 0))
+    has_columns = capability == decode_columns.CAPABILITY
+    return [
+        name
+        for name, defect in defects.items()
+        if has_columns or defect is None or "decode_columns" not in defect.source
+    ]
 
 
 def plant(defect: Defect) -> None:
@@ -260,7 +314,7 @@ def main() -> int:
     if args.without:
         return run_test(DEFECTS[args.without])
     wrong = []
-    names = args.names or list(DEFECTS)
+    names = args.names or of_this_gpu(DEFECTS)
     # Most of the time is the compiler's.
     with ThreadPoolExecutor(len(names)) as pool:
         found = dict(zip(names, pool.map(look_for, names)))

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from cuda_defects import SANITIZER_DEFECTS, plant
+from cuda_defects import SANITIZER_DEFECTS, of_this_gpu, plant
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
@@ -45,6 +45,8 @@ from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4), ("turbo4", 512, 8)]
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
+# Of a decode.
+MOST_QUERY_TOKENS = 8
 DEVICE = torch.device("cuda", 0)
 NUM_SMS = num_compute_units(0)
 
@@ -116,6 +118,8 @@ def batches(case: Case) -> dict[str, Batch]:
     # Of four query heads a KV head these are up to 32 queries, and more than 64.
     few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
     many = [(20, 20), (1, 17), (0, 0), (33, 161), (16, 700)]
+    # More queries than CUDA's decode kernel of all GPUs attends from at once.
+    more = [(MOST_QUERY_TOKENS, n) for n in (MOST_QUERY_TOKENS, 17, 2, 33, 700)]
     one = [(1, length) for length in (1, 17, 0, 33, 700, 2048)]
     if case.has_offset:
         for lens, query_len in ((one, 1), (ragged, 3), (few, 8), (many, 20)):
@@ -124,6 +128,8 @@ def batches(case: Case) -> dict[str, Batch]:
         "one token": Batch(decode, one, (1, 3, served_splits(6))),
         "drafts": Batch(decode, [(3, n) for n in (3, 17, 2, 33, 700)], (1, 3)),
         "ragged drafts": Batch(decode, ragged, (1, served_splits(7))),
+        "more drafts": Batch(decode, more, (1, 3)),
+        "more ragged drafts": Batch(decode, few, (1, served_splits(6))),
         "many sequences": Batch(decode, short_sequences(1), (1, 3)),
         "few queries": Batch(extend, few, (1, 3)),
         "many queries": Batch(extend, many, (1, 5)),
@@ -140,6 +146,7 @@ WATCHED = {
     "initcheck-pages": ["one token", "few queries"],
     "racecheck-merge": ["one token"],
     "racecheck-team": ["many sequences"],
+    "racecheck-columns": ["more drafts"],
     "racecheck-segment": ["many extends"],
     "racecheck-weights": ["few queries"],
 }
@@ -155,7 +162,9 @@ def build(cases: list[Case]) -> None:
     jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
         for layout, group, *options in cases:
-            for loader in serving_modules(layout, group, 4, 33, DEVICE, *options):
+            for loader in serving_modules(
+                layout, group, MOST_QUERY_TOKENS, 33, DEVICE, *options
+            ):
                 jobs.append(pool.submit(loader.load))
     for job in jobs:
         job.result()
@@ -348,7 +357,7 @@ def main() -> None:
     parser.add_argument("--defects", action="store_true", help="print their names")
     args = parser.parse_args()
     if args.defects:
-        print(*SANITIZER_DEFECTS)
+        print(*of_this_gpu(SANITIZER_DEFECTS))
         return
     torch.manual_seed(0)
     defect = SANITIZER_DEFECTS.get(args.defect)

@@ -79,6 +79,7 @@ def _of_columns(columns: int) -> dict[str, str]:
     return {
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 5}, 0; "
         f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, 0; }}": f"wgmma_registers<{n}>",
+        f"{product}, {{{a}}}, %{n + 4}, 1, 1, 1, 1;": f"wgmma_by_columns<{n}>",
         f"{product}, %{n}, %{n + 1}, 1, 1, 1, 1, 1;": f"wgmma_shared<{n}>",
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
         f"{product}, %{n}, %{n + 1}, p, 1, 1, 0, 0; }}": f"wgmma_deep<{n}>",

@@ -27,11 +27,12 @@ models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone a
 full; their gate attends without. ``_BLHNC`` and ``_BHLNC`` arms have pages with those
 of other layers between them, or between their heads. In ``_serial`` arms no kernel of
 turbo's begins before the one before it has ended, as without programmatic dependent
-launch. bf16 and fp8 are FlashAttention 3, with heads of more than 256 FlashAttention 4;
-their ``_triton`` arms are vLLM's Triton backend; ``_flashinfer`` is XQA, which vLLM's
-FlashInfer backend takes on Hopper if it can reach NVIDIA's server, and
-``_flashinfer_fa2`` what it takes otherwise. An arm that cannot run here ends as a row
-with its error.
+launch. ``_passes`` arms have the decode kernel that all GPUs have, where Hopper's own
+would serve more than 16 queries of a KV head. bf16 and fp8 are FlashAttention 3, with
+heads of more than 256 FlashAttention 4; their ``_triton`` arms are vLLM's Triton
+backend; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend takes on Hopper if it
+can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes otherwise. An arm that
+cannot run here ends as a row with its error.
 """
 
 import argparse
@@ -96,6 +97,12 @@ ARMS: dict[str, Callable[..., Arm]] = {
         f"{dtype}_{layout}": partial(TurboArm, cache_dtype=dtype, cache_layout=layout)
         for dtype in TURBO_DTYPES
         for layout in CACHE_LAYOUTS
+    },
+    **{
+        f"{dtype}_passes": partial(
+            TurboArm, cache_dtype=dtype, kernels="cuda", in_passes=True
+        )
+        for dtype in TURBO_DTYPES
     },
     **{
         f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_window=True)
@@ -425,8 +432,10 @@ def build_parser() -> argparse.ArgumentParser:
         const=[Shape.parse(text) for text in SWEEP_SHAPES],
         help="the shapes of the pictures: batch 1 and 32, 1024 to 131072 tokens",
     )
-    # Those of other layouts take as much memory as so many layers.
-    default_arms = [name for name in ARMS if not name.endswith(CACHE_LAYOUTS)]
+    # Those of other layouts take as much memory as so many layers, and passes are for
+    # more queries of a KV head than the default shapes have.
+    others = *CACHE_LAYOUTS, "_passes"
+    default_arms = [name for name in ARMS if not name.endswith(others)]
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=default_arms)
     parser.add_argument(
         "--variants",

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -166,6 +167,14 @@ class Arm(ABC):
         )[0]
 
 
+def decode_in_passes(*args: Any, **options: Any) -> None:
+    """``cuda.decode.decode_attention`` by the kernel that all GPUs have."""
+    from vllm.v1.attention.ops.turbo.cuda import decode, decode_columns
+
+    with mock.patch.object(decode_columns, "SERVED", range(0)):
+        decode.decode_attention(*args, **options)
+
+
 class TurboArm(Arm):
     """The turbo presets.
 
@@ -183,6 +192,8 @@ class TurboArm(Arm):
         cache_layout: vLLM's name of how the layers' pages lie: those of other layers
             than this one are between its pages, or between their heads.
         enable_pdl: Whether CUDA's kernels may begin before the one before has ended.
+        in_passes: Whether more queries of a KV head than CUDA's decode kernel attends
+            from at once do so in several passes, also where another kernel serves them.
 
     """
 
@@ -198,6 +209,7 @@ class TurboArm(Arm):
         sliding_window: int | None = None,
         enable_pdl: bool = True,
         cache_layout: str = "LBHNC",
+        in_passes: bool = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -245,7 +257,8 @@ class TurboArm(Arm):
                 batch.seq_lens,
                 batch.query_start_loc(),
             )
-        self.attend = self.kernels.decode_attention
+        self.attend = decode_in_passes if in_passes else self.kernels.decode_attention
+        self.in_passes = in_passes
         self.query_len = 1
         self.options: dict[str, Any] = {}
         self.store_options: dict[str, Any] = {}
@@ -402,16 +415,30 @@ class TurboArm(Arm):
         held_key[-1], held_value[-1] = key[-1].cpu(), value[-1].cpu()
         return held_key, held_value
 
+    def rounds_queries(self) -> bool:
+        from vllm.v1.attention.ops.turbo.cuda import decode
+        from vllm.v1.attention.ops.turbo.interface import CUDA
+
+        group = self.batch.shape.num_heads // self.batch.shape.num_kv_heads
+        return self.kernels.name == CUDA and (
+            self.in_passes
+            or decode.rounds_queries(
+                self.layout,
+                group,
+                torch.device(self.batch.device),
+                self.offsets is not None,
+            )
+        )
+
     def exact(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attend from q in int8 where the kernel does that, but not to the newest."""
         from vllm.v1.attention.ops.turbo import reference
-        from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
 
         query = query.float()
         rounded = query
-        if self.kernels.decode_attention is not triton_kernels().decode_attention:
+        if self.rounds_queries():
             rounded = reference.round_query(reference.rotate(query))
             rounded = reference.inverse_rotate(rounded)
         # The two have coordinates of their own.

@@ -40,6 +40,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     cuda_kernels,
     share_kernels,
@@ -47,6 +48,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 )
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
+from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 from .utils import (
     BF16,
@@ -231,6 +233,19 @@ def add_layer(
     layer.is_draft_layer = is_draft
 
 
+def rounds_queries(runner: TurboRunner, query_lens: list[int]) -> bool:
+    """Whether decodes of so many query tokens, in one batch, attend from q in int8."""
+    if runner.kernels is None or runner.kernels.name != "CUDA":
+        return False
+    return cuda_decode.rounds_queries(
+        runner.layout,
+        runner.context_shape.num_queries_per_kv * max(query_lens, default=0),
+        DEVICE,
+        runner.key_offset is not None,
+        runner.logits_soft_cap is not None,
+    )
+
+
 # Of requests, the first and last positions of tokens that see each other.
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]
 
@@ -342,17 +357,18 @@ class Batch:
         """Compare each request to attention over what it is to see, later tokens of the
         ranges included.
 
-        CUDA's decode attention takes q in int8 by design, so its target is attention
-        from q rounded so. The offset of the first segment is taken off all keys: a
-        softmax does not see it, and what is compared to has no large scores. Sinks do.
+        CUDA's decode attention takes q in int8 by design, where it says so: the target
+        is attention from q rounded so. The offset of the first segment is taken off all
+        keys: a softmax does not see it, and what is compared to has no large scores.
+        Sinks do.
         """
         offset = impl.runner.key_offset
         without = torch.zeros(1) if offset is None else offset[0]
-        chosen = impl.runner.kernels
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
         num_decodes = next(longer, len(lens))
-        num_rounded = num_decodes if chosen and chosen.name == "CUDA" else 0
+        is_rounded = rounds_queries(impl.runner, lens[:num_decodes])
+        num_rounded = num_decodes if is_rounded else 0
         begin = 0
         options: dict[str, Any] = {
             "sliding_window": impl.runner.sliding_window,

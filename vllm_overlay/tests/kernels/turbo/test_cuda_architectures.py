@@ -38,6 +38,7 @@ SUBSET = [
     ("decode turbo3_64_16", 120),
     ("decode k4v3_256_8", 89),
     ("decode turbo4_128_16_offset", 90),
+    ("decode_columns turbo4_128_c32", 90),
     ("extend_rows turbo4_128_r128", 90),
     ("extend turbo3_256_c64", 120),
     ("extend turbo4_128_c64_offset", 86),

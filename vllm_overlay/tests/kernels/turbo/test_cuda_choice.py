@@ -19,8 +19,8 @@ from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -42,6 +42,7 @@ LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 LOADERS = (
     (cuda_store, "load"),
     (cuda_decode, "load_instance"),
+    (decode_columns, "load"),
     (cuda_extend, "load_instance"),
     (extend_rows, "load"),
     (cuda_merge, "load"),

@@ -53,6 +53,12 @@ NUM_KV_HEADS = 2
 SEQ_LENS = [1, 15, 16, 17, 31, 32, 33, 0, 63, 64, 65, 1000, 2049, 4097, 5000]
 
 
+@pytest.fixture(autouse=True)
+def its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all numbers of queries: test_cuda_multi.py has those of decode_columns."""
+    monkeypatch.setattr(cuda_decode, "capability_of", lambda device: None)
+
+
 def rounded(query: torch.Tensor) -> torch.Tensor:
     """Queries as the kernel sees them, rotated back."""
     rotated = reference.rotate(query.float())

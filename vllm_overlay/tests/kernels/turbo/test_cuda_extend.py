@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA extend kernels: a few dozen query tokens after long contexts in pages."""
+"""The CUDA extend kernels: a few dozen query tokens after long contexts in pages.
+
+The decode kernel that takes queries in fp16 is held to the same.
+"""
 
 import math
 
@@ -21,8 +24,8 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
-    extend_layouts,
-    extends,
+    extends_or_columns,
+    fp16_layouts,
     newest_or_stored,
 )
 from .utils import (
@@ -56,7 +59,7 @@ def check(
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 @pytest.mark.parametrize("query_len", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
@@ -67,7 +70,7 @@ def test_against_reference(kernel, layout, query_len, group, with_newest):
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
 def test_queries_of_different_lengths(kernel, layout, group, with_newest):
@@ -78,7 +81,7 @@ def test_queries_of_different_lengths(kernel, layout, group, with_newest):
 
 
 @requires_cuda
-@extends
+@extends_or_columns
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_splits(kernel, with_newest, num_splits, seq_lens):
 
 
 @requires_cuda
-@extends
+@extends_or_columns
 @pytest.mark.parametrize("query_len", [3, 16, 33])
 def test_one_split_does_not_depend_on_the_batch(kernel, query_len):
     seq_lens = [40, 0, 1700, 300]
@@ -108,7 +111,7 @@ def test_one_split_does_not_depend_on_the_batch(kernel, query_len):
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 def test_recycled_bytes_do_not_leak(kernel, layout):
     """What lies past a sequence's end in its last page changes no bit."""
     seq_lens = [3, 17, 33, STEP + 5]
@@ -124,7 +127,7 @@ def test_recycled_bytes_do_not_leak(kernel, layout):
 
 
 @requires_cuda
-@extends
+@extends_or_columns
 @newest_or_stored
 def test_later_tokens_change_no_bit(kernel, with_newest):
     seq_lens, query_len = [24, STEP + 3, 66], 16
@@ -173,7 +176,7 @@ def extend_pages(
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 def test_one_key_gives_its_score_and_value(kernel, layout):
     """Of random bytes with scales from the least to the largest: the LSE is the score,
     exact but for fp32 sums, and the output the value.
@@ -196,7 +199,7 @@ def test_one_key_gives_its_score_and_value(kernel, layout):
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 @pytest.mark.parametrize("score", [1e4, -1e4])
 def test_large_scores(kernel, layout, score):
     """The weights of equal keys are equal, whatever their scores."""
@@ -222,7 +225,7 @@ def test_large_scores(kernel, layout, score):
 
 
 @requires_cuda
-@extend_layouts
+@fp16_layouts
 def test_keys_of_very_different_lengths(kernel, layout):
     """In one tile, by powers of two: short ones' scores are as right as long ones'."""
     length = 16

@@ -32,6 +32,8 @@ from .cuda_steps import (
     random_sequences,
     step_of,
 )
+from .test_cuda_multi import ATTENTION as KERNELS
+from .test_cuda_multi import COLUMNS
 from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
 
 pytestmark = requires_nvidia
@@ -40,7 +42,9 @@ LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 ATTENTION = {
     "decode": cuda_decode.decode_attention,
     "extend": cuda_extend.extend_attention,
+    "columns": KERNELS["columns"],
 }
+attention = pytest.mark.parametrize("kernel", ["decode", "extend", COLUMNS])
 # So long no launch by the host takes.
 DELAY_NS = 30_000_000
 
@@ -82,7 +86,7 @@ def attend(
 
 
 @requires_overlap
-@pytest.mark.parametrize("kernel", ATTENTION)
+@attention
 @pytest.mark.parametrize("late", ["rotated_query", "query_scale", "cache"])
 def test_attention_waits_for_the_kernel_before_it(kernel, late):
     """It may begin while that runs, but not read what it writes: queries and pages."""
@@ -212,7 +216,7 @@ def test_layers_of_a_graph_take_turns_with_what_they_share(window):
 @pytest.mark.skipif(
     not ON_NVIDIA or torch.accelerator.device_count() < 2, reason="needs two GPUs"
 )
-@pytest.mark.parametrize("kernel", ATTENTION)
+@attention
 def test_kernels_run_where_their_tensors_are(kernel):
     """Another device may be the current one, and stays so."""
     assert torch.accelerator.current_device_index() == 0

@@ -10,8 +10,8 @@ import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
@@ -34,6 +34,7 @@ def clear_caches() -> None:
     for load in (
         cuda_store.load,
         cuda_decode.load_instance,
+        decode_columns.load,
         cuda_extend.load_instance,
         extend_rows.load,
         cuda_merge.load,
@@ -45,7 +46,8 @@ def clear_caches() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What is built, in order, where nothing has been loaded."""
     modules: Asked = []
-    for kernel in (cuda_store, cuda_decode, cuda_extend, extend_rows, cuda_merge):
+    attention = (cuda_decode, decode_columns, cuda_extend, extend_rows)
+    for kernel in (cuda_store, *attention, cuda_merge):
         monkeypatch.setattr(
             kernel, "build_and_load", lambda *args: modules.append(args)
         )
@@ -132,6 +134,54 @@ def test_warpgroups_extend_where_gpus_have_them(asked):
     assert names[3:] == ["extend_rows turbo4_256_r64"]
 
 
+def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
+    """And no other kernel those that they do."""
+    names = [x.name for x in serving_modules(LAYOUT, 16, 2, 0, DEVICE, capability=90)]
+    assert names[2:] == ["decode turbo4_128_16", "decode_columns turbo4_128_c32"]
+    for group, own in ((16, False), (17, True), (32, True), (33, False)):
+        found = serving_modules(LAYOUT, group, 1, 0, DEVICE, capability=90)
+        names = [x.name for x in found[2:]]
+        assert names == [
+            "decode_columns turbo4_128_c32" if own else "decode turbo4_128_16"
+        ]
+    for capability, size in ((89, 128), (100, 128), (90, 256)):
+        layout = TurboFormat.from_cache_dtype("turbo4", size)
+        found = serving_modules(layout, 16, 2, 0, DEVICE, capability=capability)
+        assert not any("columns" in x.name for x in found)
+    for variant in ({"has_key_offset": True}, {"has_soft_cap": True}):
+        found = serving_modules(LAYOUT, 16, 2, 0, DEVICE, capability=90, **variant)
+        assert not any("columns" in x.name for x in found)
+    assert decode_columns.module(LAYOUT).is_specific
+
+
+@pytest.mark.parametrize("num_queries", [1, 16, 17, 32, 33])
+@pytest.mark.parametrize(
+    "capability, head_size, variant",
+    [
+        (90, 64, (False, False)),
+        (90, 128, (False, False)),
+        (90, 256, (False, False)),
+        (90, 128, (True, False)),
+        (90, 128, (False, True)),
+        (89, 128, (False, False)),
+        (100, 128, (False, False)),
+        (None, 128, (False, False)),
+    ],
+)
+def test_what_is_loaded_is_what_rounds_queries_or_does_not(
+    asked, monkeypatch, capability, head_size, variant, num_queries
+):
+    monkeypatch.setattr(cuda_decode, "capability_of", lambda device: capability)
+    layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+    args = layout, num_queries, DEVICE, *variant
+    cuda_decode.load(*args)
+    ((module, _),) = asked
+    is_own = capability == 90 and head_size <= 128 and variant == (False, False)
+    is_own = is_own and 17 <= num_queries <= 32
+    assert module.kernel == ("decode_columns" if is_own else "decode")
+    assert cuda_decode.rounds_queries(*args) == (module.kernel == "decode")
+
+
 def test_no_extends(asked):
     names = [loader.name for loader in serving_modules(LAYOUT, 8, 1, 0, DEVICE)]
     assert names == ["store turbo4_128", "merge 128", "decode turbo4_128_8"]
@@ -150,8 +200,8 @@ def test_heads_that_prefill_extends(asked):
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
     """No more, and no less, whatever heads and drafts it has."""
-    monkeypatch.setattr(cuda_extend, "capability_of", lambda device: capability)
     for kernel in (cuda_decode, cuda_extend):
+        monkeypatch.setattr(kernel, "capability_of", lambda device: capability)
         monkeypatch.setattr(
             kernel, "shared_memory", lambda device: ARCHITECTURES[capability]
         )

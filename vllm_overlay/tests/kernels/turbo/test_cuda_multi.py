@@ -5,8 +5,9 @@ CUDA's kernels and Triton's, against causal attention over the stored K and V.
 """
 
 import math
+import sys
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,8 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -50,6 +51,27 @@ from .utils import (
 )
 
 
+def decode_on(
+    capability: int | None,
+    query: RotatedQuery,
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Decode by the kernel of GPUs of a compute capability, whatever it serves."""
+    reason = decode_columns.unsupported_reason(layout, capability)
+    if capability is not None and reason is not None:
+        pytest.skip(reason)
+    variants = frozenset(product((False, True), repeat=2))
+    with (
+        mock.patch.object(cuda_decode, "capability_of", lambda device: capability),
+        mock.patch.object(decode_columns, "SERVED", range(1, sys.maxsize)),
+        mock.patch.object(decode_columns, "SERVED_VARIANTS", variants),
+    ):
+        cuda_decode.decode_attention(query, kv_cache, layout, *args, **options)
+
+
 def extend_on(
     capability: int | None,
     query: RotatedQuery,
@@ -68,20 +90,26 @@ def extend_on(
 
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
 ATTENTION = {
-    "cuda": cuda_decode.decode_attention,
+    "cuda": partial(decode_on, None),
+    "columns": partial(decode_on, decode_columns.CAPABILITY),
     "triton": triton_decode.decode_attention,
     "extend": partial(extend_on, None),
     "rows": partial(extend_on, extend_rows.CAPABILITY),
 }
+COLUMNS = pytest.param("columns", marks=requires_hopper)
 ROWS = pytest.param("rows", marks=requires_hopper)
+# Those that take queries in fp16.
+extends_or_columns = pytest.mark.parametrize("kernel", ["extend", ROWS, COLUMNS])
+decodes = pytest.mark.parametrize("kernel", ["cuda", COLUMNS])
 extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query}
-ROUNDING |= dict.fromkeys(("extend", "rows"), lambda q: q.to(FP16).float())
+ROUNDING |= dict.fromkeys(("columns", "extend", "rows"), lambda q: q.to(FP16).float())
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
         pytest.param("cuda", marks=requires_cuda),
+        COLUMNS,
         pytest.param(
             "triton",
             marks=pytest.mark.skipif(
@@ -103,26 +131,25 @@ TRITON_LAYOUTS = [
 all_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
 )
-ROWS_LAYOUTS = [
-    layout
+# Those of Hopper's own kernels.
+HOPPER_LAYOUTS = [
+    pytest.param(
+        kernel,
+        layout,
+        marks=requires_hopper,
+        id=f"{kernel}-{layout.name}-{layout.head_size}",
+    )
+    for kernel, module in (("rows", extend_rows), ("columns", decode_columns))
     for layout in EXTEND_LAYOUTS
-    if not extend_rows.unsupported_reason(layout, extend_rows.CAPABILITY)
+    if not module.unsupported_reason(layout, module.CAPABILITY)
 ]
-extend_layouts = pytest.mark.parametrize(
+fp16_layouts = pytest.mark.parametrize(
     "kernel, layout",
     [
         pytest.param("extend", layout, id=f"{layout.name}-{layout.head_size}")
         for layout in EXTEND_LAYOUTS
     ]
-    + [
-        pytest.param(
-            "rows",
-            layout,
-            marks=requires_hopper,
-            id=f"rows-{layout.name}-{layout.head_size}",
-        )
-        for layout in ROWS_LAYOUTS
-    ],
+    + HOPPER_LAYOUTS,
 )
 all_query_lens = pytest.mark.parametrize("query_len", [1, 2, 3, 4, 8])
 newest_or_stored = pytest.mark.parametrize(
@@ -321,7 +348,7 @@ def test_against_reference(kernel, layout, query_len, group, with_newest):
     batch = Batch(layout, lengths(query_len), query_len, group)
     output = batch.decode(kernel, with_newest)
     batch.check(kernel, with_newest, output)
-    if kernel == "cuda":
+    if kernel != "triton":
         again = batch.decode(kernel, with_newest)
         assert torch.equal(output, again)
 
@@ -386,7 +413,7 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 
 
 @requires_cuda
-@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @pytest.mark.parametrize("group", [1, 4])
 def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
     """A sequence's last tokens, which some of its queries do not see, may fill the
@@ -420,6 +447,10 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
     [
         pytest.param("cuda", 3, id="uniform"),
         pytest.param("cuda", [3, 1, 2, 3], id="ragged"),
+        pytest.param("columns", 6, id="uniform columns", marks=requires_hopper),
+        pytest.param(
+            "columns", [9, 1, 2, 6], id="ragged columns", marks=requires_hopper
+        ),
         pytest.param("extend", 16, id="uniform extends"),
         pytest.param("extend", [16, 1, 2, 9], id="ragged extends"),
         pytest.param("rows", 16, id="uniform rows", marks=requires_hopper),

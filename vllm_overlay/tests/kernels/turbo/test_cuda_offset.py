@@ -18,11 +18,13 @@ from vllm.v1.attention.ops.turbo.interface import KeyOffset, OffsetScores
 
 from .store_checks import random_slots
 from .test_cuda_multi import (
+    COLUMNS,
     LAYOUT,
     NUM_KV_HEADS,
     ROUNDING,
     ROWS,
     Batch,
+    decodes,
     extends,
     newest_or_stored,
 )
@@ -54,7 +56,9 @@ SEQ_LENS += [0, 2, 130]
 # By how much the offsets of segments differ, of a norm of 400, and what queries have in
 # common with them: all segments have a say, or one, or scores are in the thousands.
 KINDS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
-kernels = pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+kernels = pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+# Those of long queries.
+EXTENDS = ("extend", "rows")
 
 
 def directions(*shape: int, seed: int) -> torch.Tensor:
@@ -170,21 +174,25 @@ def check(
     assert torch.equal(output[:end], again[:end])
 
 
+@decodes
 @some_layouts
 @model_dtypes
 @newest_or_stored
-@pytest.mark.parametrize("query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4)])
-def test_decodes(layout, dtype, with_newest, query_len, group):
+@pytest.mark.parametrize(
+    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (2, 16)]
+)
+def test_decodes(layout, dtype, with_newest, query_len, group, kernel):
     batch = OffsetBatch(SEQ_LENS, query_len, group, layout, dtype)
-    check(batch, "cuda", with_newest)
+    check(batch, kernel, with_newest)
 
 
+@decodes
 @some_layouts
 @newest_or_stored
 @pytest.mark.parametrize("group", [1, 4])
-def test_ragged_drafts(layout, with_newest, group):
+def test_ragged_drafts(layout, with_newest, group, kernel):
     query_lens = [1, 3, 2, 4, 1, 0, 2, 3]
-    check(OffsetBatch(SEQ_LENS, query_lens, group, layout), "cuda", with_newest)
+    check(OffsetBatch(SEQ_LENS, query_lens, group, layout), kernel, with_newest)
 
 
 @extends
@@ -210,7 +218,7 @@ def test_ragged_extends(layout, with_newest, kernel):
 @newest_or_stored
 @pytest.mark.parametrize("kind", KINDS)
 def test_offsets(kernel, with_newest, kind):
-    query_len = 2 if kernel == "cuda" else 8
+    query_len = 8 if kernel in EXTENDS else 2
     check(OffsetBatch(SEQ_LENS, query_len, 4, kind=kind), kernel, with_newest)
 
 
@@ -218,7 +226,7 @@ def test_offsets(kernel, with_newest, kind):
 @newest_or_stored
 @pytest.mark.parametrize("num_offsets", [1, 2, 4, 7])
 def test_the_last_offset_is_that_of_all_that_follow(kernel, with_newest, num_offsets):
-    query_len = 1 if kernel == "cuda" else 8
+    query_len = 8 if kernel in EXTENDS else 1
     batch = OffsetBatch(
         [SEGMENT + 52, 4 * SEGMENT + 808], query_len, 4, num_offsets=num_offsets
     )

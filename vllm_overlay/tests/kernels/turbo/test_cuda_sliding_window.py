@@ -15,10 +15,11 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
+    decodes,
     extends,
     newest_or_stored,
 )
-from .test_cuda_offset import OffsetBatch, directions, kernels, some_layouts
+from .test_cuda_offset import EXTENDS, OffsetBatch, directions, kernels, some_layouts
 from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda, slots_of
 
 pytestmark = requires_cuda
@@ -58,27 +59,29 @@ def sinks_of(batch: Batch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return sinks.repeat(-(-batch.num_heads // len(SINKS)))[: batch.num_heads]
 
 
+@decodes
 @some_layouts
 @newest_or_stored
 @all_windows
 @pytest.mark.parametrize(
-    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)]
+    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1), (2, 16)]
 )
-def test_decodes(layout, with_newest, window, query_len, group):
+def test_decodes(layout, with_newest, window, query_len, group, kernel):
     """Of several query tokens each sees a window of its own."""
     batch = Batch(layout, SEQ_LENS, query_len, group)
     batch.slide(window)
-    check(batch, "cuda", with_newest)
+    check(batch, kernel, with_newest)
 
 
+@decodes
 @some_layouts
 @newest_or_stored
 @all_windows
 @pytest.mark.parametrize("group", [1, 4])
-def test_ragged_drafts(layout, with_newest, window, group):
+def test_ragged_drafts(layout, with_newest, window, group, kernel):
     batch = Batch(layout, SEQ_LENS, [1, 3, 2, 4, 1, 0, 2, 3, 3], group, BF16)
     batch.slide(window)
-    check(batch, "cuda", with_newest)
+    check(batch, kernel, with_newest)
 
 
 @extends
@@ -120,7 +123,7 @@ def test_splits(kernel, with_newest, num_splits, window):
 @pytest.mark.parametrize("window", SEGMENT_WINDOWS)
 def test_offsets(layout, kernel, with_newest, window):
     """A step has one offset, and so may begin with tiles that nobody sees."""
-    query_len = 3 if kernel == "cuda" else 33
+    query_len = 33 if kernel in EXTENDS else 3
     batch = OffsetBatch(LONG, query_len, 4, layout)
     batch.slide(window)
     check_offset(batch, kernel, with_newest)
@@ -129,7 +132,7 @@ def test_offsets(layout, kernel, with_newest, window):
 @kernels
 def test_scores_far_below_zero(kernel):
     """Of queries that see none of a first step's tokens, but later ones."""
-    query_len = 3 if kernel == "cuda" else 33
+    query_len = 33 if kernel in EXTENDS else 3
     length = SEGMENT + 20
     batch = OffsetBatch([length], query_len, 4)
     direction = directions(NUM_KV_HEADS, LAYOUT.head_size, seed=3)
@@ -167,7 +170,7 @@ def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_newest):
 @pytest.mark.parametrize("window", [None, 17])
 def test_sinks(layout, kernel, with_newest, num_splits, window):
     """Where nothing is seen they give nothing."""
-    query_len = 2 if kernel == "cuda" else 16
+    query_len = 16 if kernel in EXTENDS else 2
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     if window is not None:
         batch.slide(window)
@@ -186,7 +189,7 @@ def test_sinks(layout, kernel, with_newest, num_splits, window):
 @pytest.mark.parametrize("window", [None, 17])
 def test_sinks_beside_offsets(kernel, with_newest, window):
     """They count against whole scores, not against those that lack an offset."""
-    query_len = 2 if kernel == "cuda" else 16
+    query_len = 16 if kernel in EXTENDS else 2
     batch = OffsetBatch(LONG, query_len, 4)
     if window is not None:
         batch.slide(window)

@@ -15,8 +15,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
 )
 
-from .test_cuda_multi import LAYOUT, Batch, extends, newest_or_stored
-from .test_cuda_offset import kernels, some_layouts
+from .test_cuda_multi import LAYOUT, Batch, decodes, extends, newest_or_stored
+from .test_cuda_offset import EXTENDS, kernels, some_layouts
 from .test_cuda_sliding_window import SEQ_LENS, check, sinks_of
 from .utils import BF16, DEVICE, requires_cuda
 
@@ -42,23 +42,25 @@ def check_cap(batch: Batch, kernel: str, with_newest: bool, num_splits: int = 8)
         batch.check(kernel, with_newest, output)
 
 
+@decodes
 @some_layouts
 @newest_or_stored
 @caps
 @pytest.mark.parametrize(
-    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1)]
+    "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1), (2, 16)]
 )
-def test_decodes(layout, with_newest, cap, query_len, group):
+def test_decodes(layout, with_newest, cap, query_len, group, kernel):
     batch = Batch(layout, SEQ_LENS, query_len, group)
-    check_cap(capped(batch, cap), "cuda", with_newest)
+    check_cap(capped(batch, cap), kernel, with_newest)
 
 
+@decodes
 @some_layouts
 @newest_or_stored
 @pytest.mark.parametrize("group", [1, 4])
-def test_ragged_drafts(layout, with_newest, group):
+def test_ragged_drafts(layout, with_newest, group, kernel):
     batch = Batch(layout, SEQ_LENS, [1, 3, 2, 4, 1, 0, 2, 3, 3], group, BF16)
-    check_cap(capped(batch, 2.0), "cuda", with_newest)
+    check_cap(capped(batch, 2.0), kernel, with_newest)
 
 
 @extends
@@ -86,7 +88,7 @@ def test_splits(kernel, with_newest, num_splits):
 @pytest.mark.parametrize("window", [1, 17, 128])
 def test_windows_and_sinks(layout, kernel, with_newest, window):
     """What is not seen has no score, not one of minus the cap; sinks have no cap."""
-    batch = Batch(layout, SEQ_LENS, 2 if kernel == "cuda" else 16, 4)
+    batch = Batch(layout, SEQ_LENS, 16 if kernel in EXTENDS else 2, 4)
     batch.slide(window)
     batch.sinks = sinks_of(batch)
     check_cap(capped(batch, 2.0), kernel, with_newest)

@@ -33,8 +33,8 @@ from vllm.v1.attention.ops.turbo.reference.window import (
 )
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
-from .test_cuda_multi import ATTENTION, LAYOUT, ROUNDING, ROWS
-from .test_cuda_offset import some_layouts
+from .test_cuda_multi import ATTENTION, COLUMNS, LAYOUT, ROUNDING, ROWS
+from .test_cuda_offset import EXTENDS, some_layouts
 from .utils import (
     BF16,
     DEVICE,
@@ -339,7 +339,7 @@ def test_no_row_counts_beside_tokens_that_another_stores():
     assert (own, other) == (length, length - (scene.format.num_rows - 1))
 
 
-@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
 @all_layouts
@@ -384,7 +384,7 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
     assert ((rounded - output).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @pytest.mark.parametrize("num_splits", [1, 8])
 @all_layouts
 def test_soft_cap(layout, kernel, num_splits):
@@ -407,7 +407,7 @@ def test_soft_cap(layout, kernel, num_splits):
 
 # Windows that some queries see nothing of but the recent one, and longer ones.
 @pytest.mark.parametrize("sliding_window", [16, 20, 100])
-@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
 @some_layouts
@@ -420,7 +420,7 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
         "sinks": torch.linspace(-10, 5, heads, device=DEVICE),
     }
     tolerance = 2**-8 if with_offset else 2**-10
-    longest = 3 if kernel == "cuda" else 33
+    longest = 33 if kernel in EXTENDS else 3
     for query_lens in (
         [1] * len(CONTEXTS),
         [2, 1, longest, 1, 2, 1, longest, 1, 1],
@@ -437,7 +437,7 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
             assert error.norm() <= tolerance * expected.norm(), row
 
 
-@pytest.mark.parametrize("kernel", ["cuda", "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @some_layouts
 def test_soft_cap_of_a_sliding_window(layout, kernel):
     scene = Scene(layout, sliding_window=70)

@@ -27,7 +27,7 @@ struct GroupProduct {
   float* d[kMaxNumbers];
   int num_numbers;
   bool a_in_registers;
-  bool is_deep;  // whether both operands have their depth contiguous
+  bool is_deep;  // whether those in memory have their depth contiguous
   bool adds;
   uint32_t a[4];
   uint64_t a_descriptor, b_descriptor;
@@ -100,18 +100,32 @@ inline void wgmma_wait(const Site& site, int pending) {
 }
 
 // First the numbers of D, then those of A and the rest.
-template <int kNumbers, typename... Operands>
-void wgmma_registers(const Site& site, Operands&&... operands) {
-  const void* all[] = {&operands...};
-  GroupProduct own = {
-      .num_numbers = kNumbers, .a_in_registers = true, .is_deep = true};
+template <int kNumbers>
+void wgmma_of_registers(const Site& site, const void* const* all, bool is_deep,
+                        bool adds) {
+  GroupProduct own = {.num_numbers = kNumbers,
+                      .a_in_registers = true,
+                      .is_deep = is_deep,
+                      .adds = adds};
   for (int i = 0; i < kNumbers; ++i)
     own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
   for (int i = 0; i < 4; ++i)
     own.a[i] = *static_cast<const uint32_t*>(all[kNumbers + i]);
   own.b_descriptor = *static_cast<const uint64_t*>(all[kNumbers + 4]);
-  own.adds = *static_cast<const int*>(all[kNumbers + 5]) != 0;
   multiply_group(site, own);
+}
+
+template <int kNumbers, typename... Operands>
+void wgmma_registers(const Site& site, Operands&&... operands) {
+  const void* all[] = {&operands...};
+  const bool adds = *static_cast<const int*>(all[kNumbers + 5]) != 0;
+  wgmma_of_registers<kNumbers>(site, all, true, adds);
+}
+
+template <int kNumbers, typename... Operands>
+void wgmma_by_columns(const Site& site, Operands&&... operands) {
+  const void* all[] = {&operands...};
+  wgmma_of_registers<kNumbers>(site, all, false, true);
 }
 
 // Of operands in shared memory.

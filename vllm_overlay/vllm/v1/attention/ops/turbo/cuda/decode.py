@@ -3,7 +3,9 @@
 """Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
 
 As ``triton.decode``, but one persistent grid cuts the batch's tiles evenly among
-its warps, whatever the lengths. ``cuda.merge`` joins the partial results.
+its warps, whatever the lengths. ``cuda.merge`` joins the partial results. Of more
+queries than attend at once those of some numbers are served, on Hopper, by the kernel
+of ``decode_columns``.
 """
 
 from collections.abc import Callable
@@ -11,9 +13,11 @@ from functools import cache
 
 import torch
 
+from vllm.v1.attention.ops.turbo.cuda import decode_columns
 from vllm.v1.attention.ops.turbo.cuda.build import (
     CudaModule,
     build_and_load,
+    capability_of,
     shared_memory,
 )
 from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
@@ -133,6 +137,22 @@ def module(
     )
 
 
+def rounds_queries(
+    layout: TurboFormat,
+    num_queries: int,
+    device: torch.device,
+    has_key_offset: bool = False,
+    has_soft_cap: bool = False,
+) -> bool:
+    """Whether queries are used as ``reference.round_query`` has them, in int8; those of
+    ``decode_columns`` are used as they are, in fp16. The arguments are ``load``'s.
+    """
+    variant = has_key_offset, has_soft_cap
+    return not decode_columns.serves(
+        layout, num_queries, capability_of(device), *variant
+    )
+
+
 def load(
     layout: TurboFormat,
     num_queries: int,
@@ -153,8 +173,11 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
+    variant = has_key_offset, has_soft_cap
+    if not rounds_queries(layout, num_queries, device, *variant):
+        return decode_columns.load(layout, device, *variant)
     queries = num_queries_at_once(layout.head_size, num_queries)
-    return load_instance(layout, queries, device, has_key_offset, has_soft_cap)
+    return load_instance(layout, queries, device, *variant)
 
 
 @cache

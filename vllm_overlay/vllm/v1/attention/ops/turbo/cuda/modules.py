@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, capability_of
@@ -108,6 +108,13 @@ def serving_modules(
     )
     for query_len in range(1, max_query_len + 1):
         num_queries = num_queries_per_kv * query_len
+        if decode_columns.serves(layout, num_queries, capability, *variant):
+            add(
+                f"decode_columns {decode_columns.instance(layout, *variant)}",
+                partial(decode_columns.load, layout, device, *variant),
+                lambda _: decode_columns.module(layout, *variant),
+            )
+            continue
         queries = cuda_decode.num_queries_at_once(head_size, num_queries)
         add(
             f"decode {cuda_decode.instance(layout, queries, *variant)}",

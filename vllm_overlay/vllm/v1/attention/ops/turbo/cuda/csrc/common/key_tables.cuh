@@ -19,6 +19,7 @@ struct StoredKeyScales {
 
   uint32_t bases, deltas;
 
+  __device__ __forceinline__ StoredKeyScales() {}
   // are_large: whether some of the tokens' have one above kLargest.
   __device__ __forceinline__ StoredKeyScales(const uint8_t* row, int group_half,
                                              bool are_large) {
@@ -62,6 +63,11 @@ struct StoredKeyScales {
   }
 };
 
+// Halves of the tables.
+struct KeyTables {
+  uint32_t first = KEY_FIRST_LOW, second = KEY_SECOND_LOW;
+};
+
 // A unit's eight coordinates: pair i has those of codes 2 * i and 2 * i + 1.
 //
 // A code is rotated by a bit, so that prmt's sign mode is that of bit 2: a code
@@ -70,16 +76,16 @@ struct StoredKeyScales {
 // bit 2 clear, the second the others', which the sign bytes of the first
 // invert.
 __device__ __forceinline__ void table_coordinates(uint32_t (&pairs)[4],
-                                                  uint32_t word,
-                                                  __half2 scale) {
+                                                  uint32_t word, __half2 scale,
+                                                  KeyTables tables = {}) {
   const uint32_t codes = select(0xEEEEEEEEu, word << 1, word >> 3);
   const uint32_t others = ~codes;
   const __half2 offset = __hmul2(scale, as_half2(KEY_BYTE_OFFSET));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t bytes =
-        permute(KEY_FIRST_LOW, KEY_FIRST_HIGH, codes >> (16 * i)) ^
-        permute(KEY_SECOND_LOW, KEY_SECOND_HIGH, others >> (16 * i));
+        permute(tables.first, KEY_FIRST_HIGH, codes >> (16 * i)) ^
+        permute(tables.second, KEY_SECOND_HIGH, others >> (16 * i));
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       // The bytes as last ones of numbers from 8 to 16.

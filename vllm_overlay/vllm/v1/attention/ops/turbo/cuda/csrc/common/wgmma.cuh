@@ -177,6 +177,20 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[16], uint64_t a,
       : "l"(a), "l"(b));
 }
 
+// D += A B. A is in registers, and B has its columns contiguous.
+__device__ __forceinline__ void wgmma_by_columns(float (&d)[16], uint32_t a0,
+                                                 uint32_t a1, uint32_t a2,
+                                                 uint32_t a3, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, 1, 1, 1, 1;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
+
 // D = A B, or D += A B. A is in registers, and B has its depth contiguous.
 __device__ __forceinline__ void wgmma_registers(float (&d)[20], uint32_t a0,
                                                 uint32_t a1, uint32_t a2,

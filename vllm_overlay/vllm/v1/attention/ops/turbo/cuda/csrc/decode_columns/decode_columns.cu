@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The entry point of decode attention by columns. A module has one instance:
+// decode_columns.py defines COLUMNS, COLUMNS_SETS and COLUMNS_STAGES, and has
+// turbo_constants.h of the layout included.
+#include <tvm/ffi/function.h>
+
+#include "common/attention_entry.cuh"
+#include "decode_columns/decode_columns.cuh"
+
+namespace {
+
+struct DecodeColumns {
+  using Plan = turbo::ColumnsPlan<COLUMNS, COLUMNS_SETS, COLUMNS_STAGES>;
+  static constexpr int kThreads = Plan::kThreads;
+  static constexpr size_t kSharedBytes = sizeof(turbo::ColumnsShared<Plan>);
+  static constexpr auto kKernel = turbo::decode_columns_kernel<Plan>;
+
+  // One a multiprocessor.
+  static int num_blocks(int device) {
+    static turbo::NumberByDevice known;
+    return known.get(device, [device] {
+      turbo::allow_shared_bytes(kKernel, kSharedBytes);
+      return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
+    });
+  }
+};
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_columns,
+                              turbo::attend_to_pages<DecodeColumns>);
