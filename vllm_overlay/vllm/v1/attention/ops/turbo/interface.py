@@ -96,6 +96,19 @@ class Partials(NamedTuple):
     lse: torch.Tensor
 
 
+class AttendedTokens(NamedTuple):
+    """The result of attention to newest tokens alone.
+
+    Attributes:
+        output: (T, Hq, D) of the model's dtype; last axis contiguous.
+        lse: (Hq, T) fp32, base e; last axis contiguous.
+
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
 class NewestTokens(NamedTuple):
     """The sequences' query tokens, attended to as they are: not quantised.
 
@@ -106,6 +119,8 @@ class NewestTokens(NamedTuple):
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
+        attended: What attention to them gave, where that has been done, for CUDA's
+            merge; None where the merge is to do it, one token after the other.
 
     """
 
@@ -113,6 +128,7 @@ class NewestTokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
+    attended: AttendedTokens | None = None
 
 
 class KeyOffset(NamedTuple):

@@ -173,7 +173,7 @@ def merge_splits(
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
     assert window is None or with_newest, "a window without the newest tokens"
-    query, key, value, scale = newest
+    query, key, value, scale, attended = newest
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
@@ -205,5 +205,6 @@ def merge_splits(
         sinks,
         (logits_soft_cap or 0.0) * LOG2_E,
         lse,
+        *(attended or (None, None)),
         enable_pdl,
     )

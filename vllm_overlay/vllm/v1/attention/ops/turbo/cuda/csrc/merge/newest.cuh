@@ -91,9 +91,31 @@ struct Newest {
     }
   }
 
+  // Add what attention to the tokens has given.
+  template <typename T>
+  __device__ __forceinline__ void add_result(const MergeParams& p,
+                                             const Row& row, int lane) {
+    const float lse =
+        LOG2_E * p.newest_lse[row.head * p.stride_newest_lse + row.token];
+    const T* output = static_cast<const T*>(p.newest_output) +
+                      row.token * p.stride_newest_token +
+                      row.head * p.stride_newest_head + lane % kLanes * kVector;
+    float4 v[kChunks];
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) v[j] = load_vector(output + 128 * j);
+    add(lse, v);
+  }
+
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int lane) {
+    // Padding has no tokens; what is there may be NaN.
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    const int places = min(row.place + 1 - missing, p.sliding_window);
+    if (p.newest_lse != nullptr) {
+      if (places > 0) add_result<T>(p, row, lane);
+      return;
+    }
     const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
@@ -106,9 +128,6 @@ struct Newest {
     float4 q[kChunks], v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
-    // Padding has no tokens; what is there may be NaN.
-    const int missing = max(row.query_len - p.seq_lens[seq], 0);
-    const int places = min(row.place + 1 - missing, p.sliding_window);
 #pragma unroll 1
     for (int i = places - 1; i >= 0; --i) {
       const int64_t token = row.token - i;
