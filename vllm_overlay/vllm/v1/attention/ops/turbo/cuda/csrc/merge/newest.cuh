@@ -91,10 +91,18 @@ struct Newest {
     }
   }
 
+  // How many tokens a row sees. Padding has none; what is there may be NaN.
+  static __device__ __forceinline__ int places_of(const MergeParams& p, int seq,
+                                                  const Row& row) {
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    return min(row.place + 1 - missing, p.sliding_window);
+  }
+
   // Add what attention to the tokens has given.
   template <typename T>
-  __device__ __forceinline__ void add_result(const MergeParams& p,
-                                             const Row& row, int lane) {
+  __device__ __forceinline__ void take_result(const MergeParams& p, int seq,
+                                              const Row& row, int lane) {
+    if (places_of(p, seq, row) <= 0) return;
     const float lse =
         LOG2_E * p.newest_lse[row.head * p.stride_newest_lse + row.token];
     const T* output = static_cast<const T*>(p.newest_output) +
@@ -109,13 +117,7 @@ struct Newest {
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int lane) {
-    // Padding has no tokens; what is there may be NaN.
-    const int missing = max(row.query_len - p.seq_lens[seq], 0);
-    const int places = min(row.place + 1 - missing, p.sliding_window);
-    if (p.newest_lse != nullptr) {
-      if (places > 0) add_result<T>(p, row, lane);
-      return;
-    }
+    const int places = places_of(p, seq, row);
     const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
