@@ -374,6 +374,13 @@ class KernelSet(Protocol):
         """
 
     @property
+    def max_merged_tokens(self) -> int | None:
+        """Query tokens of a sequence up to which the merge of ``extend_attention``
+        attends to them itself. Of more it is to be given what attention to them gave
+        (``NewestTokens.attended``); None if it takes none of that.
+        """
+
+    @property
     def merge_splits(self) -> MergeFn:
         """Merges what ranks have of sequences."""
 
