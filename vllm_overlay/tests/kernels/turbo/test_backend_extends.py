@@ -93,6 +93,10 @@ def test_plan():
     assert find_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
     assert find_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
     assert find_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+    # Those that are longer than half a call are alone in one.
+    alone = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert find_extends([600] * 4, [9] * 4, 700) == alone[:3]
+    assert find_extends([600] * 4, [9] * 4, 700, 4096) == alone
 
 
 def test_longest_extends():
