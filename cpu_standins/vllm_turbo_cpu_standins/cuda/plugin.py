@@ -29,12 +29,16 @@ _SELECTED = re.compile(
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128-extend\]
     |offset\.py::test_extends\[33-stored-bf16-turbo4-128-rows\]
     |extend\.py::test_keys_of_very.*\[(rows|columns)-turbo4-128\]
+    |extend\.py::test_hundreds.*\[\[200,.*-2-newest-(extend|rows)\]
+    |own_tokens\.py::test_(batches\[(beside|hundreds)|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]
     |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
     |window\.py::test_(tokens_that|a_prefix|no_row)
     |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
     |window\.py::test_sliding_window\[turbo4-128-offset-8-cuda-20\]
+    |window\.py::test_newest.*\[offset-20-rows\]
+    |merge\.py::test_what_attention.*\[1\.5-bf16-128\]
     |merge_parts\.py::test_parts\[8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]
     |sliding_window\.py::test_decodes\[(3-4|1-5)-17-newest-turbo4-128-cuda\]

@@ -7,12 +7,16 @@ turn. One JSON object a line, for each shape (the last tokens are part of a cont
 number of query tokens and way:
 
 * ``bf16``: FlashAttention 3, which reads pages in bf16.
-* ``extend``: the CUDA kernel that reads packed pages, merge included.
+* ``extend``: the CUDA kernel that reads packed pages, in the calls that a step has;
+  rotation of queries and merge included, and attention to the query tokens by
+  FlashAttention where there are more than ``MAX_MERGED_TOKENS``.
+* ``one_by_one``: the same, but the merge attends to all query tokens; up to 128.
 * ``prefill``: packed pages are dequantised in pieces, and FlashAttention attends to
   these; rotations of queries and outputs included.
 
-The query tokens are stored before, and attended to as computed. ``extend`` and
-``prefill`` have to agree.
+The query tokens are stored before, and attended to as computed. The ways over packed
+pages have to agree. Numbers of query tokens that make more than ``--max-tokens`` of a
+shape, or have no context, are left out.
 """
 
 import argparse
@@ -27,34 +31,116 @@ from turbo_decode_peers import FlashAttentionArm
 from turbo_decode_timing import capture, measure, measure_device, spread
 
 DEFAULT_SHAPES = ("64x4096x32x8x128", "16x32768x32x8x128", "1x65536x32x8x128")
-DEFAULT_QUERY_LENS = (2, 8, 16, 32, 64, 128)
+DEFAULT_QUERY_LENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048)
+# Query tokens up to which those that are attended to one by one are timed.
+MOST_ONE_BY_ONE = 128
 # Between ways that round queries, keys and weights differently.
 AGREEMENT = 0.02
 
 
+def allocate(
+    specs: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors of shapes and dtypes."""
+    return [torch.empty(size, dtype=dtype, device=device) for size, dtype in specs]
+
+
 class ExtendArm(TurboArm):
-    """Packed pages, read by the extend kernel."""
+    """Packed pages, read by the extend kernel, in as many calls as a step has.
+
+    Args:
+        batch: The step.
+        cache_dtype: The preset.
+        cache: Of another arm, to be shared.
+        max_merged_tokens: Query tokens of a sequence up to which the merge attends to
+            them; None for any number.
+
+    """
 
     def __init__(
-        self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        cache_dtype: str,
+        cache: torch.Tensor | None = None,
+        max_merged_tokens: int | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.interface import Partials
+        from vllm.v1.attention.ops.turbo.planning import decode as planning
+        from vllm.v1.attention.ops.turbo.planning.scratch import (
+            DecodeScratch,
+            LayerShape,
+            OwnScratch,
+        )
+        from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
-        num_seqs, tokens = len(batch.seq_lens), batch.query.shape[0]
-        splits = self.kernels.num_extend_splits(
-            num_seqs, batch.shape.num_kv_heads, num_compute_units(), batch.query_len
+        shape, device = batch.shape, torch.device(batch.device)
+        layer = LayerShape(
+            shape.num_heads, shape.num_kv_heads, shape.head_size, batch.query.dtype
         )
-        heads = batch.shape.num_heads
-        size = (tokens * splits, heads)
-        self.num_splits = splits
-        self.partials = Partials(
-            torch.empty(*size, batch.shape.head_size, device=batch.device),
-            torch.empty(size, device=batch.device),
+        starts = batch.query_start_loc().cpu()
+        lens = starts.diff().tolist()
+        longest, num_tokens = max(lens), int(starts[-1])
+        spans = [
+            planning.RequestSpan.of_extends(first, starts[first : last + 1], device)
+            for first, last in planning.find_extends(lens, lens, longest, num_tokens)
+        ]
+        planner = planning.DecodePlanner(
+            layer,
+            num_compute_units(),
+            self.kernels.num_decode_splits,
+            self.kernels.num_extend_splits,
+            max_merged_tokens,
         )
-        self.attend = self.kernels.extend_attention
-        self.query_len = batch.query_len
+        none = planning.RequestSpan(0, 0, 0, 0, 1, None)
+        self.plan = planner.plan(none, spans, batch.block_table, batch.seq_lens)
+        specs = DecodeScratch.specs(layer, num_tokens, self.plan.num_partials)
+        _, *partials = allocate(specs, device)
+        self.partials = Partials(*partials)
+        self.own = None
+        if self.plan.num_own_tokens > 0:
+            specs = OwnScratch.specs(layer, self.plan.num_own_tokens)
+            self.own = OwnScratch(*allocate(specs, device))
+        self.flash_attn = get_flash_attn(shape.head_size)
+
+    def attention(self) -> None:
+        from vllm.v1.attention.ops.turbo.interface import (
+            NewestTokens,
+            Partials,
+            RotatedQuery,
+        )
+        from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
+
+        batch = self.batch
+        self.kernels.store(
+            self.cache,
+            batch.slot_mapping[:0],
+            batch.key[:0],
+            batch.value[:0],
+            self.layout,
+            batch.query,
+            self.rotated_query,
+            self.scale,
+        )
+        for call in self.plan.calls:
+            own, count = call.tokens, call.num_partials
+            newest = NewestTokens(
+                batch.query[own], batch.key[own], batch.value[own], self.scale
+            )
+            if call.attends_before:
+                newest = attend_to_own_tokens(
+                    newest, call.batch, self.own, self.flash_attn
+                )
+            self.kernels.extend_attention(
+                RotatedQuery(*(x[own] for x in self.rotated_query)),
+                self.cache,
+                self.layout,
+                call.batch,
+                Partials(*(x[:count] for x in self.partials)),
+                batch.output[own],
+                newest,
+            )
 
 
 class PrefillArm(TurboArm):
@@ -85,12 +171,7 @@ class PrefillArm(TurboArm):
         specs = PrefillScratch.specs(
             layer, self.plan.max_buffered_tokens(), limits.piece_tokens
         )
-        self.scratch = PrefillScratch(
-            *(
-                torch.empty(size, dtype=each, device=batch.device)
-                for size, each in specs
-            )
-        )
+        self.scratch = PrefillScratch(*allocate(specs, torch.device(batch.device)))
         self.flash_attn = prefill.get_flash_attn(shape.head_size)
 
     def attention(self) -> None:
@@ -112,20 +193,22 @@ class PrefillArm(TurboArm):
 
 
 def check(arms: dict[str, Arm]) -> None:
-    """Compare the two ways over packed pages.
+    """Compare the ways over packed pages.
 
     Raises:
         AssertionError: If they do not agree; their times would mean nothing.
 
     """
     outputs = {}
-    for name in ("extend", "prefill"):
+    for name in arms.keys() - {"bf16"}:
         arms[name].batch.output.fill_(float("nan"))
         arms[name].attention()
         outputs[name] = arms[name].batch.output.float()
-    error = (outputs["extend"] - outputs["prefill"]).norm() / outputs["prefill"].norm()
-    # Written so that NaN fails.
-    assert error <= AGREEMENT, f"extend and prefill differ by {error:.3g}"
+    expected = outputs.pop("prefill")
+    for name, output in outputs.items():
+        error = (output - expected).norm() / expected.norm()
+        # Written so that NaN fails.
+        assert error <= AGREEMENT, f"{name} and prefill differ by {error:.3g}"
 
 
 def time_queries(
@@ -137,12 +220,18 @@ def time_queries(
     report: Report,
 ) -> None:
     """Time the ways with so many query tokens a sequence; a row for each."""
+    from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
+
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device, query_len)
+    most = args.max_merged_tokens
+    most = MAX_MERGED_TOKENS if most is None else most
     arms: dict[str, Arm] = {
         "bf16": FlashAttentionArm(batch, False, False, cache=caches.get("bf16")),
-        "extend": ExtendArm(batch, args.cache_dtype, cache=caches.get("turbo")),
+        "extend": ExtendArm(batch, args.cache_dtype, caches.get("turbo"), most),
     }
     cache = arms["extend"].cache
+    if most < query_len <= MOST_ONE_BY_ONE:
+        arms["one_by_one"] = ExtendArm(batch, args.cache_dtype, cache)
     arms["prefill"] = PrefillArm(batch, args.cache_dtype, cache=cache)
     if not caches:
         fill(arms["bf16"])
@@ -177,6 +266,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--query-lens", nargs="+", type=int, default=list(DEFAULT_QUERY_LENS)
     )
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="query tokens of a step"
+    )
+    parser.add_argument(
+        "--max-merged-tokens",
+        type=int,
+        help="query tokens of a sequence up to which the merge attends to them, in "
+        "place of MAX_MERGED_TOKENS",
+    )
     parser.add_argument("--cache-dtype", default="turbo4")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=50)
@@ -203,6 +301,9 @@ def main() -> int:
     for shape in args.shapes:
         caches: dict[str, torch.Tensor] = {}
         for query_len in args.query_lens:
+            lens = shape.seq_lens
+            if len(lens) * query_len > args.max_tokens or query_len >= min(lens):
+                continue
             try:
                 time_queries(shape, query_len, caches, device_facts, args, report)
             except Exception:

@@ -13,9 +13,10 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
-from vllm.v1.attention.ops.turbo.planning.decode import (
+from vllm.v1.attention.ops.turbo.planning import extend_limits
+from vllm.v1.attention.ops.turbo.planning.decode import find_extends
+from vllm.v1.attention.ops.turbo.planning.extend_limits import (
     MAX_EXTEND_LEN,
-    find_extends,
     max_extend_len,
 )
 from vllm.v1.worker.workspace import lock_workspace
@@ -92,12 +93,27 @@ def test_plan():
     assert find_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
     assert find_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
     assert find_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+    # Those that are longer than half a call are alone in one.
+    alone = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert find_extends([600] * 4, [9] * 4, 700) == alone[:3]
+    assert find_extends([600] * 4, [9] * 4, 700, 4096) == alone
 
 
 def test_longest_extends():
     """By queries of a KV head, and by tokens where heads are few."""
-    found = [max_extend_len(group) for group in (1, 4, 8, 64, 1000)]
+    found = [max_extend_len(64, group) for group in (1, 4, 8, 64, 1000)]
     assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 3, 1]
+
+
+def test_measured_extends(monkeypatch):
+    """Of a GPU's kind, by heads; in between as of more heads, and beyond by queries."""
+    measured = {90: {128: {4: 300, 8: 100}}}
+    monkeypatch.setattr(extend_limits, "_MEASURED", measured)
+    groups = (1, 4, 5, 8, 16, 2000)
+    found = [max_extend_len(128, group, 90) for group in groups]
+    assert found == [300, 300, 100, 100, 50, 1]
+    for others in ((64, 4, 90), (128, 4, 80), (128, 4, None)):
+        assert max_extend_len(*others) == MAX_EXTEND_LEN
 
 
 @requires_triton
@@ -150,7 +166,7 @@ def test_builder_asks_for_the_heads_of_its_layers(folder):
         TurboMetadataBuilder(spec, names, config, DEVICE).max_extend_len
         for names in (["target"], ["draft"], ["target", "draft"])
     ]
-    few = max_extend_len(16 * NUM_HEADS // NUM_KV_HEADS)
+    few = max_extend_len(HEAD_SIZE, 16 * NUM_HEADS // NUM_KV_HEADS)
     assert found == [MAX_EXTEND_LEN, few, few] and few < MAX_EXTEND_LEN
     layer.impl.runner.kernels = kernels.triton_kernels()
     assert TurboMetadataBuilder(spec, ["draft"], config, DEVICE).max_extend_len == 0

@@ -12,8 +12,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo import reference, runtime
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -51,7 +50,7 @@ class Layer(NamedTuple):
         """Each request's output."""
         builder = make_builder(self.config, self.impl)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode_plan, "MAX_EXTEND_LEN", EXTEND_LEN)
+            patch.setattr(runtime, "longest_extend", lambda *_: EXTEND_LEN)
             metadata = builder.build(0, batch.common)
         assert metadata.num_decodes == 2 and metadata.prefill is not None
         assert sum(each.num_requests for each in metadata.extends) == 2

@@ -83,6 +83,18 @@ def test_queries_of_different_lengths(kernel, layout, group, with_newest):
 @requires_cuda
 @extends_or_columns
 @newest_or_stored
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("query_lens", [[200, 200], [130, 1, 700]], ids=str)
+def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
+    """Passes of a sequence are more than blocks have steps of its context."""
+    contexts = [40, 0, 7]
+    seq_lens = [sum(lens) for lens in zip(query_lens, contexts)]
+    check(kernel, Batch(LAYOUT, seq_lens, query_lens, 4), with_newest, num_splits)
+
+
+@requires_cuda
+@extends
+@newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
     "seq_lens",

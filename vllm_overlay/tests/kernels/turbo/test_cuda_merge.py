@@ -9,7 +9,11 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
+from vllm.v1.attention.ops.turbo.interface import (
+    AttendedTokens,
+    DecodeBatch,
+    Partials,
+)
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import (
     MAX_KV_SPLITS,
@@ -456,3 +460,57 @@ def test_warps_a_row_with_window(head_size, group):
                 assert 2 * warps * num_rows > most * 132
     assert cuda_merge.warps_a_row_with_window(32, 64, 4, 128, 132) == 8
     assert cuda_merge.warps_a_row_with_window(512, 51, 4, 128, 132) == 2
+
+
+@requires_cuda
+@all_sizes
+@output_dtypes
+@pytest.mark.parametrize("sinks", [None, 1.5])
+def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
+    """As where the merge attends to them, up to the rounding of what it is given; of
+    tokens that a sequence does not have that is NaN.
+    """
+    query_len, group, seq_lens = 5, 2, [900, 3, 0, 40]
+    num_heads, num_tokens = group * NUM_KV_HEADS, query_len * len(seq_lens)
+    counts = [4, 0, 0, 1]
+    partial, lse = partial_results(counts, 4, query_len * num_heads, head_size)
+    partial = partial.view(-1, num_heads, head_size)
+    newest = newest_tokens(num_tokens, group, head_size, dtype)
+    batch = DecodeBatch(
+        len(seq_lens),
+        torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
+        torch.tensor(seq_lens, device=DEVICE).int(),
+        query_len,
+    )
+    output = torch.full((num_tokens, num_heads, head_size), math.nan, device=DEVICE)
+    own_lse = torch.full((num_heads, num_tokens), math.nan, device=DEVICE)
+    key, value = (
+        x.float().repeat_interleave(group, 1) for x in (newest.key, newest.value)
+    )
+    for row, length in enumerate(seq_lens):
+        end = (row + 1) * query_len
+        begin = end - min(length, query_len)
+        for token in range(begin, end):
+            scores = torch.einsum(
+                "hd,thd->ht", newest.query[token].float(), key[begin : token + 1]
+            )
+            scores *= newest.scale
+            own_lse[:, token] = scores.logsumexp(1)
+            output[token] = torch.einsum(
+                "ht,thd->hd", scores.softmax(1), value[begin : token + 1]
+            )
+    attended = AttendedTokens(output.to(dtype), own_lse)
+    if sinks is not None:
+        sinks = torch.full((num_heads,), sinks, device=DEVICE)
+    results = []
+    for tokens in (newest, newest._replace(attended=attended)):
+        result = torch.full_like(attended.output, math.nan)
+        partials = Partials(partial, lse.view(-1, num_heads))
+        cuda_merge.merge_splits(
+            partials, batch, result, NUM_KV_HEADS, tokens, sinks=sinks
+        )
+        results.append(result.float())
+    # Both results are rounded, and what attention gave was.
+    sizes = 2 * results[0].abs() + output.abs().nan_to_num()
+    bound = TOLERANCES[dtype] * sizes + 2.0**-16 * value.abs().max()
+    assert ((results[0] - results[1]).abs() <= bound).all()

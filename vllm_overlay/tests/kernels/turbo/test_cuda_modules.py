@@ -21,7 +21,8 @@ from vllm.v1.attention.ops.turbo.cuda.modules import (
     serving_modules,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels, max_extend_len
+from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels
+from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 
 DEVICE = torch.device("cuda", 0)
@@ -90,7 +91,7 @@ def served(
 def test_all_that_is_asked_for_is_listed(
     asked, group, max_query_len, has_key_offset, with_window, has_soft_cap
 ):
-    longest = max_extend_len(group)
+    longest = max_extend_len(128, group)
     variant = has_key_offset, with_window, has_soft_cap
     loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE, *variant)
     for loader in loaders:
@@ -105,7 +106,7 @@ def test_all_that_is_asked_for_is_listed(
 
 
 def test_all_widths_of_both_kernels_where_batches_have_them(asked):
-    loaders = serving_modules(LAYOUT, 4, 3, max_extend_len(4), DEVICE)
+    loaders = serving_modules(LAYOUT, 4, 3, max_extend_len(128, 4), DEVICE)
     assert [loader.name for loader in loaders] == [
         "store turbo4_128",
         "merge 128",
@@ -118,7 +119,9 @@ def test_all_widths_of_both_kernels_where_batches_have_them(asked):
 
 
 def test_warpgroups_extend_where_gpus_have_them(asked):
-    loaders = serving_modules(LAYOUT, 4, 1, max_extend_len(4), DEVICE, capability=90)
+    loaders = serving_modules(
+        LAYOUT, 4, 1, max_extend_len(128, 4), DEVICE, capability=90
+    )
     assert [loader.name for loader in loaders[3:]] == [
         "extend_rows turbo4_128_r64",
         "extend_rows turbo4_128_r128",
@@ -190,7 +193,7 @@ def test_no_extends(asked):
 def test_heads_that_prefill_extends(asked):
     """Of them no more is built than the kernels in ``cuda_kernels`` ask for."""
     layout = TurboFormat.from_cache_dtype("turbo4", 512)
-    loaders = serving_modules(layout, 8, 3, max_extend_len(8), DEVICE)
+    loaders = serving_modules(layout, 8, 3, max_extend_len(512, 8), DEVICE)
     names = ["store turbo4_512", "merge 512", "decode turbo4_512_8"]
     assert [loader.name for loader in loaders] == names
     assert cuda_kernels(layout).extend_attention is None
@@ -212,7 +215,9 @@ def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capa
             if has_cap and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
                 continue
             kernels = cuda_kernels(layout)
-            longest = max_extend_len(group) if kernels.extend_attention else 0
+            longest = (
+                max_extend_len(head_size, group) if kernels.extend_attention else 0
+            )
             lens = range(1, 9), range(1, longest + 1)
             served(layout, group, *lens, has_offset, True, has_cap)
     assert set(all_modules(capability).values()) == {module for module, _ in asked}

@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    AttendedTokens,
     DecodeBatch,
     KeyOffset,
     NewestTokens,
@@ -162,9 +163,12 @@ class Scene:
         kernel: str,
         num_splits: int,
         dtype: torch.dtype = torch.float32,
+        attends_before: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """The options are an ``AttentionFn``'s."""
+        """The options are an ``AttentionFn``'s. With ``attends_before`` the newest
+        tokens have been attended to.
+        """
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
         query = self.query[:total]
@@ -182,6 +186,8 @@ class Scene:
         newest = NewestTokens(
             *(x[:total].to(dtype) for x in (self.query, self.key, self.value)), scale
         )
+        if attends_before:
+            newest = newest._replace(attended=self.attended(newest, **options))
         ATTENTION[kernel](
             RotatedQuery(rotated, torch.full(rotated.shape[:2], factor, device=DEVICE)),
             self.caches[0],
@@ -201,6 +207,19 @@ class Scene:
             **options,
         )
         return output
+
+    def attended(
+        self, newest: NewestTokens, sinks: object = None, **options: Any
+    ) -> AttendedTokens:
+        """What attention of each sequence to its newest tokens gives."""
+        output = torch.empty_like(newest.query)
+        lse = output.new_empty(output.shape[1::-1], dtype=torch.float32)
+        for part in map(slice, self.starts, self.starts[1:]):
+            result, own_lse = reference.attention(
+                *(x[part].float() for x in newest[:3]), newest.scale, **options
+            )
+            output[part], lse[:, part] = result.to(output.dtype), own_lse.T
+        return AttendedTokens(output, lse)
 
     def visible_blocks(self) -> torch.Tensor:
         """The table, with blocks that there are not before a sliding window."""
@@ -435,6 +454,24 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
             part = slice(*scene.starts[row : row + 2])
             error = output[part] - expected
             assert error.norm() <= tolerance * expected.norm(), row
+
+
+@pytest.mark.parametrize("kernel", ["extend", ROWS])
+@pytest.mark.parametrize("sliding_window", [None, 20])
+@with_offset
+def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
+    """They are added to the window's, once."""
+    scene = Scene(LAYOUT, with_offset=with_offset, sliding_window=sliding_window)
+    query_lens = [2, 1, 33, 1, 2, 1, 33, 1, 1]
+    scene.step(query_lens)
+    assert max(scene.check()) > 0
+    heads = GROUP * scene.num_kv_heads
+    options = {"sinks": torch.linspace(-10, 5, heads, device=DEVICE)}
+    if sliding_window is not None:
+        options["sliding_window"] = sliding_window
+    one_by_one = scene.attend(kernel, 8, **options)
+    output = scene.attend(kernel, 8, attends_before=True, **options)
+    assert (output - one_by_one).norm() <= 2**-14 * one_by_one.norm()
 
 
 @pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])

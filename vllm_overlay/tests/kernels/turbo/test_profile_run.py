@@ -22,8 +22,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
-from vllm.v1.attention.ops.turbo.planning.decode import MAX_EXTEND_LEN, max_extend_len
+from vllm.v1.attention.ops.turbo.planning.extend_limits import (
+    MAX_EXTEND_LEN,
+    max_extend_len,
+)
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.triton import isolate
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
@@ -192,7 +194,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
     ]
     for impl in impls:
         impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(decode_plan, "MAX_EXTEND_LEN", 4)
+    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 4)
     builder = make_shared_builder(config, impls)
     profile(*impls)
     for requests in (
@@ -233,7 +235,7 @@ def test_longest_extend_of_unlike_layers(folder):
         impl.runner.kernels = TritonKernels(extend_attention=check_scratch)
     common = Batch.make(impls[0], [(24, 40), (25, 40)]).common
     built = make_shared_builder(config, impls).build(0, common)
-    assert max_extend_len(MANY // NUM_KV_HEADS) == 24
+    assert max_extend_len(HEAD_SIZE, MANY // NUM_KV_HEADS) == 24
     assert [each.num_tokens for each in built.extends] == [24]
     assert built.prefill is not None
 

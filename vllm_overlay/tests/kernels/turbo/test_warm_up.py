@@ -11,7 +11,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import warm_up as module
 from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
-from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
+from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 from vllm.v1.attention.ops.turbo.warm_up import small_step
 
@@ -122,7 +122,7 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     ]
     for batch in first:
         assert batch.num_decodes == 1 and len(batch.prefill.slices[0].cached) == 2
-    longest = max_extend_len(NUM_HEADS // NUM_KV_HEADS)
+    longest = max_extend_len(HEAD_SIZE, NUM_HEADS // NUM_KV_HEADS)
     extends = [each.query_len for batch in first for each in batch.extends]
     assert extends == ([1, longest] if has_extends else [])
     other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))

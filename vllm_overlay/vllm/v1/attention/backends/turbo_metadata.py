@@ -9,7 +9,6 @@ import torch
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -323,13 +322,8 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         context_lens = (seq_lens - query_lens).tolist()
         calls = find_extends(query_lens.tolist(), context_lens, self.max_extend_len)
         return [
-            RequestSpan(
-                num_decodes + first,
-                last - first,
-                int(starts[first]),
-                int(starts[last] - starts[first]),
-                int(query_lens[first:last].max()),
-                async_tensor_h2d(starts[first : last + 1] - starts[first], self.device),
+            RequestSpan.of_extends(
+                num_decodes + first, starts[first : last + 1], self.device
             )
             for first, last in calls
         ]

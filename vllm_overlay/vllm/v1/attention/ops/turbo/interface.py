@@ -96,6 +96,19 @@ class Partials(NamedTuple):
     lse: torch.Tensor
 
 
+class AttendedTokens(NamedTuple):
+    """The result of attention to newest tokens alone.
+
+    Attributes:
+        output: (T, Hq, D) of the model's dtype; last axis contiguous.
+        lse: (Hq, T) fp32, base e; last axis contiguous.
+
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
 class NewestTokens(NamedTuple):
     """The sequences' query tokens, attended to as they are: not quantised.
 
@@ -106,6 +119,8 @@ class NewestTokens(NamedTuple):
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
+        attended: What attention to them gave, where that has been done, for CUDA's
+            merge; None where the merge is to do it, one token after the other.
 
     """
 
@@ -113,6 +128,7 @@ class NewestTokens(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
+    attended: AttendedTokens | None = None
 
 
 class KeyOffset(NamedTuple):
@@ -355,6 +371,13 @@ class KernelSet(Protocol):
     def extend_attention(self) -> AttentionFn | None:
         """As ``decode_attention``, of up to ``max_extend_len`` query tokens a sequence;
         None if prefill has to serve those.
+        """
+
+    @property
+    def max_merged_tokens(self) -> int | None:
+        """Query tokens of a sequence up to which the merge of ``extend_attention``
+        attends to them itself. Of more it is to be given what attention to them gave
+        (``NewestTokens.attended``); None if it takes none of that.
         """
 
     @property

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA, KernelSet
-from vllm.v1.attention.ops.turbo.planning.decode import max_extend_len
+from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
@@ -79,6 +79,13 @@ def cuda_kernels(layout: TurboFormat, reason: str = "") -> KernelSet:
     return kernels
 
 
+def longest_extend(layout: TurboFormat, num_queries_per_kv: int) -> int:
+    """Query tokens of a request that CUDA's kernels extend on this GPU, at most."""
+    capability = current_platform.get_device_capability()
+    known = None if capability is None else capability.to_int()
+    return max_extend_len(layout.head_size, num_queries_per_kv, known)
+
+
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
     """Why there are no CUDA kernels for this device and layout, if so."""
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
@@ -124,7 +131,7 @@ def cuda_build_error(
             layout,
             num_queries_per_kv,
             query_len,
-            max_extend_len(num_queries_per_kv),
+            longest_extend(layout, num_queries_per_kv),
             has_key_offset=has_key_offset,
             with_window=with_window,
             has_soft_cap=has_soft_cap,

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A layer's kernels at work: what a forward pass launches, and in which scratch."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -23,13 +25,18 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels, share_kernels
+from vllm.v1.attention.ops.turbo.kernel_choice import (
+    ChosenKernels,
+    longest_extend,
+    share_kernels,
+)
+from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,
     DecodePlanner,
+    LargestBatch,
     largest_batch,
-    max_extend_len,
 )
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
@@ -40,6 +47,7 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
+    OwnScratch,
     PrefillScratch,
     SharedScratch,
     TensorSpecs,
@@ -90,6 +98,7 @@ class TurboRunner:
         scale: Softmax scale.
         layout: The cache's format.
         stored: Whether query tokens, too, are read from the cache.
+        all_stored: Whether that is so of all layers, also those that store.
         kernel_choice: ``attention_config.turbo_kernel``.
         states_per_token: Tokens of the layer a token of its request.
         max_num_tokens: Query tokens of a step, at most.
@@ -140,6 +149,7 @@ class TurboRunner:
         self.scale = scale
         self.layout = layout
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
+        self.all_stored = self.stored
         self.kernel_choice = vllm_config.attention_config.turbo_kernel
         scheduler_config = vllm_config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
@@ -226,7 +236,16 @@ class TurboRunner:
         """Query tokens up to which prompts are extends; 0 if there are none."""
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
-        return max_extend_len(self.context_shape.num_queries_per_kv)
+        return longest_extend(self.layout, self.context_shape.num_queries_per_kv)
+
+    @property
+    def max_merged_tokens(self) -> int | None:
+        """Query tokens of an extend up to which its merge attends to them; None:
+        whatever there are. Layers that share a plan agree, if they store or not.
+        """
+        if self.kernels is None or self.all_stored:
+            return None
+        return self.kernels.max_merged_tokens
 
     @property
     def planner(self) -> DecodePlanner | None:
@@ -238,7 +257,16 @@ class TurboRunner:
             self.num_sms,
             self.kernels.num_decode_splits,
             self.kernels.num_extend_splits,
+            self.max_merged_tokens,
         )
+
+    @property
+    def capped_flash_attn(self) -> Callable[..., Any]:
+        """FlashAttention's varlen function, the soft cap of logits bound."""
+        assert self.flash_attn is not None
+        if self.logits_soft_cap is None:
+            return self.flash_attn
+        return partial(self.flash_attn, softcap=self.logits_soft_cap)
 
     def forward(
         self,
@@ -292,7 +320,6 @@ class TurboRunner:
         output: torch.Tensor,
     ) -> None:
         """Attend from the tokens of a plan, which are stored."""
-        assert self.flash_attn is not None
         specs = PrefillScratch.specs(
             self.context_shape,
             plan.max_buffered_tokens(self.sliding_window),
@@ -300,17 +327,15 @@ class TurboRunner:
             self.context_parallel is not None,
         )
         scratch = take_scratch(specs, query.device)
-        flash_attn = self.flash_attn
         if self.logits_soft_cap is not None:
             assert self.key_offset is None, "capped scores with an offset"
-            flash_attn = partial(flash_attn, softcap=self.logits_soft_cap)
         tokens = query, key, value, kv_cache
         others = (
             self.scale,
             self.layout,
             PrefillScratch(*scratch) if scratch else None,
             output,
-            flash_attn,
+            self.capped_flash_attn,
             self.key_offset,
             self.sinks,
         )
@@ -374,6 +399,15 @@ class TurboRunner:
             newest = offset = None
             if key is not None and value is not None and not self.stored:
                 newest = NewestTokens(query[own], key[own], value[own], self.scale)
+                if call.attends_before:
+                    assert scratch.own is not None
+                    newest = attend_to_own_tokens(
+                        newest,
+                        call.batch,
+                        scratch.own,
+                        self.capped_flash_attn,
+                        self.sliding_window,
+                    )
             if self.key_offset is not None:
                 offset = OffsetScores(query[own], self.key_offset, self.scale)
             attention = kernels.decode_attention
@@ -409,9 +443,15 @@ class TurboRunner:
             specs = DecodeScratch.specs(shape, plan.num_tokens, plan.num_partials)
             if self.context_parallel is not None:
                 specs += SharedScratch.specs(shape, plan.num_tokens, plan.num_slots)
-            query_scale, output, lse, *others = take_scratch(specs, device)
-            shared = SharedScratch(*others) if others else None
-            scratch = DecodeScratch(query_scale, output, lse, shared)
+            own_specs = OwnScratch.specs(self.shape, plan.num_own_tokens)
+            query_scale, output, lse, *others = take_scratch(specs + own_specs, device)
+            shared = own = None
+            if own_specs:
+                *others, own_output, key, value = others
+                own = OwnScratch(own_output, key, value)
+            if others:
+                shared = SharedScratch(*others)
+            scratch = DecodeScratch(query_scale, output, lse, shared, own)
             step.decode_scratch[shape] = scratch
         return scratch
 
@@ -478,30 +518,33 @@ class TurboRunner:
         )
 
     @property
-    def _largest_batch(self) -> tuple[int, int]:
-        """Query tokens of decodes and extends, and partial results, of any step."""
+    def _largest_batch(self) -> LargestBatch:
+        """What bounds the scratch of decodes and extends, of any step."""
         return largest_batch(
             self.context_shape,
             self.max_num_seqs,
             self.max_num_tokens,
             self.max_query_len,
-            self.max_extend_len > 0,
+            self.max_extend_len,
+            self.max_merged_tokens,
         )
 
     @property
     def _max_shared_slots(self) -> int:
         """Query tokens that any call has room for: see ``DecodePlan.num_slots``."""
-        return max(self._largest_batch[0], MAX_CALL_TOKENS)
+        most = max(MAX_CALL_TOKENS, self.max_extend_len)
+        return max(self._largest_batch.num_tokens, most)
 
     def _largest_scratch(self) -> list[TensorSpecs]:
         """Of all steps, the most that each request to the workspace asks for."""
         shape, is_shared = self.context_shape, self.context_parallel is not None
-        num_tokens, num_partials = self._largest_batch
+        num_tokens, num_partials, num_own_tokens = self._largest_batch
         limits = self.prefill_limits
         slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
         decode = DecodeScratch.specs(shape, num_tokens, num_partials)
         if is_shared:
             decode += SharedScratch.specs(shape, num_tokens, self._max_shared_slots)
+        decode += OwnScratch.specs(self.shape, num_own_tokens)
         return [
             decode,
             PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),

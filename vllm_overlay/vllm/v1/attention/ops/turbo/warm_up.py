@@ -69,7 +69,8 @@ def small_step(
     extends = []
     query_lens, contexts = [query_len], [_CONTEXT]
     if extend_len:
-        extends.append(RequestSpan(1, 1, query_len, extend_len, extend_len, None))
+        bounds = torch.tensor([query_len, query_len + extend_len], dtype=torch.int32)
+        extends.append(RequestSpan.of_extends(1, bounds, device))
         query_lens.append(extend_len)
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)

@@ -207,7 +207,8 @@ def extend_attention(
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
     The layout is one without an ``unsupported_reason``. With ``newest`` the cache is
-    read up to the query tokens, and the merge attends to these, one after the other.
+    read up to the query tokens, and the merge attends to these, one after the other, or
+    adds what attention to them gave.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its

@@ -28,6 +28,7 @@ class CudaKernels(NamedTuple):
     decode_attention: AttentionFn = decode.decode_attention
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = extend.extend_attention
+    max_merged_tokens: int | None = merge.MAX_MERGED_TOKENS
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = extend.num_kv_splits
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     DecodeBatch,
@@ -19,12 +20,6 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
-# Query tokens of a request up to which its cached context is read as it is packed, and
-# queries of a KV head: of more, so many passes would decode it that dequantising it
-# once is faster. Measured on an H200, with four query heads a KV head
-# (benchmark_turbo_extend.py).
-MAX_EXTEND_LEN = 48
-_MAX_EXTEND_QUERIES = 192
 # Query tokens of a step that extends take, and of one call if each of its requests had
 # as many as the longest: for more, scratch would be large.
 MAX_EXTEND_TOKENS = 2048
@@ -32,11 +27,6 @@ MAX_CALL_TOKENS = 1024
 # Splits of a sequence that a call has room for, if the kernels want so many: else
 # sequences of unlike lengths could not keep the GPU busy, and more calls are better.
 _LEAST_SPLITS = 4
-
-
-def max_extend_len(num_queries_per_kv: int) -> int:
-    """Query tokens that ``extend_attention`` serves, with so many heads a KV head."""
-    return min(MAX_EXTEND_LEN, max(1, _MAX_EXTEND_QUERIES // num_queries_per_kv))
 
 
 class RequestSpan(NamedTuple):
@@ -50,6 +40,8 @@ class RequestSpan(NamedTuple):
         query_len: Query tokens of a request, at most.
         query_start_loc: (R + 1,) int32 on the device, from zero; None if each has
             ``query_len``.
+        query_start_loc_cpu: The same on the host, of extends; None of decodes, of which
+            the host's may not be exact.
 
     """
 
@@ -59,6 +51,70 @@ class RequestSpan(NamedTuple):
     num_tokens: int
     query_len: int
     query_start_loc: torch.Tensor | None
+    query_start_loc_cpu: torch.Tensor | None = None
+
+    @staticmethod
+    def of_extends(
+        first_request: int, starts: torch.Tensor, device: torch.device
+    ) -> "RequestSpan":
+        """Extends, by where their tokens begin in the batch.
+
+        Args:
+            first_request: The first one's place in the batch.
+            starts: (R + 1,) int32 on the host.
+            device: Where the kernels run.
+
+        """
+        first_token = int(starts[0])
+        starts = starts - first_token
+        return RequestSpan(
+            first_request,
+            len(starts) - 1,
+            first_token,
+            int(starts[-1]),
+            int(starts.diff().max()),
+            async_tensor_h2d(starts, device),
+            starts,
+        )
+
+    def cut(
+        self, bounds: list[tuple[int, int]], device: torch.device
+    ) -> list["RequestSpan"]:
+        """The requests from one to another (exclusive), for each such pair.
+
+        Where lengths are not known on the host, parts have all tokens and count from
+        the first of these.
+
+        Args:
+            bounds: Places among the R requests.
+            device: Where the kernels run.
+
+        """
+        if bounds == [(0, self.num_requests)]:
+            return [self]
+        first_request, begin = self.first_request, self.first_token
+        starts, starts_cpu = self.query_start_loc, self.query_start_loc_cpu
+        if starts_cpu is not None:
+            return [
+                RequestSpan.of_extends(
+                    first_request + first, begin + starts_cpu[first : last + 1], device
+                )
+                for first, last in bounds
+            ]
+        parts = []
+        for first, last in bounds:
+            part = self._replace(
+                first_request=first_request + first, num_requests=last - first
+            )
+            if starts is not None:
+                part = part._replace(query_start_loc=starts[first : last + 1])
+            else:
+                tokens = (last - first) * self.query_len
+                part = part._replace(
+                    first_token=begin + first * self.query_len, num_tokens=tokens
+                )
+            parts.append(part)
+        return parts
 
 
 class PlannedCall(NamedTuple):
@@ -71,6 +127,8 @@ class PlannedCall(NamedTuple):
         batch: The call's sequences.
         num_partials: Partial results, for which it has scratch.
         is_extend: Whether it is of ``extend_attention``.
+        attends_before: Whether attention to the query tokens, as they are, comes before
+            the call: the merge does not have to attend to so many.
 
     """
 
@@ -79,6 +137,12 @@ class PlannedCall(NamedTuple):
     batch: DecodeBatch
     num_partials: int
     is_extend: bool
+    attends_before: bool = False
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Query tokens that have attention of their own before the call."""
+        return self.tokens.stop - self.tokens.start if self.attends_before else 0
 
 
 class DecodePlan(NamedTuple):
@@ -96,6 +160,11 @@ class DecodePlan(NamedTuple):
     num_partials: int
 
     @property
+    def num_own_tokens(self) -> int:
+        """Query tokens of a call that have attention of their own, at most."""
+        return max((call.num_own_tokens for call in self.calls), default=0)
+
+    @property
     def num_slots(self) -> int:
         """Query tokens that the largest call has room for."""
         return max((call.batch.num_query_slots for call in self.calls), default=0)
@@ -109,7 +178,10 @@ class DecodePlan(NamedTuple):
 
 
 def find_extends(
-    query_lens: list[int], context_lens: list[int], max_len: int
+    query_lens: list[int],
+    context_lens: list[int],
+    max_len: int,
+    max_tokens: int = MAX_EXTEND_TOKENS,
 ) -> list[tuple[int, int]]:
     """Which of a batch's first prefill requests attend to packed context.
 
@@ -117,6 +189,7 @@ def find_extends(
         query_lens: Query tokens of each request that is no decode.
         context_lens: Tokens before them.
         max_len: Query tokens of an extend, at most; 0: there are none.
+        max_tokens: Query tokens of all extends, at most.
 
     Returns:
         First and last (exclusive) request of each call, from zero on. None if no
@@ -127,7 +200,7 @@ def find_extends(
     first = longest = total = 0
     for i, length in enumerate(query_lens):
         total += length
-        if length > max_len or total > MAX_EXTEND_TOKENS:
+        if length > max_len or total > max_tokens:
             break
         if max(longest, length) * (i + 1 - first) > MAX_CALL_TOKENS:
             first, longest = i, 0
@@ -170,6 +243,8 @@ class DecodePlanner(NamedTuple):
         num_sms: Multiprocessors of the GPU.
         num_decode_splits: Splits of a sequence that decode attention wants.
         num_extend_splits: Splits that extend attention wants.
+        max_merged_tokens: Query tokens of an extend up to which its merge attends to
+            them; None: whatever there are.
 
     """
 
@@ -177,6 +252,7 @@ class DecodePlanner(NamedTuple):
     num_sms: int
     num_decode_splits: SplitsFn
     num_extend_splits: SplitsFn
+    max_merged_tokens: int | None = None
 
     def plan(
         self,
@@ -210,26 +286,28 @@ class DecodePlanner(NamedTuple):
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> Iterator[PlannedCall]:
-        query_len, start_loc = span.query_len, span.query_start_loc
-        wanted = self._num_splits(span.num_requests, query_len, is_extend)
-        for first, last in cut_evenly(
-            span.num_requests, query_len, wanted, self.shape.max_partials
-        ):
-            if start_loc is None:
-                begin = span.first_token + first * query_len
-                tokens = slice(begin, span.first_token + last * query_len)
-            else:
-                tokens = slice(span.first_token, span.first_token + span.num_tokens)
-            request = span.first_request + first
+        wanted = self._num_splits(span.num_requests, span.query_len, is_extend)
+        cuts = cut_evenly(
+            span.num_requests, span.query_len, wanted, self.shape.max_partials
+        )
+        most = self.max_merged_tokens
+        for part in span.cut(cuts, block_table.device):
+            request = part.first_request
             batch = DecodeBatch(
-                last - first,
+                part.num_requests,
                 block_table[request:],
                 seq_lens[request:],
-                query_len,
-                None if start_loc is None else start_loc[first : last + 1],
+                part.query_len,
+                part.query_start_loc,
             )
-            num_partials = self._num_partials(batch, is_extend)
-            yield PlannedCall(tokens, request, batch, num_partials, is_extend)
+            yield PlannedCall(
+                slice(part.first_token, part.first_token + part.num_tokens),
+                request,
+                batch,
+                self._num_partials(batch, is_extend),
+                is_extend,
+                is_extend and most is not None and part.query_len > most,
+            )
 
     def _num_splits(self, num_seqs: int, query_len: int, is_extend: bool) -> int:
         count = self.num_extend_splits if is_extend else self.num_decode_splits
@@ -242,15 +320,30 @@ class DecodePlanner(NamedTuple):
         return queries * min(wanted, room)
 
 
+class LargestBatch(NamedTuple):
+    """What any step has of each, at most.
+
+    Attributes:
+        num_tokens: Query tokens of decodes and extends.
+        num_partials: Partial results of a call.
+        num_own_tokens: Query tokens of a call that have attention of their own.
+
+    """
+
+    num_tokens: int
+    num_partials: int
+    num_own_tokens: int
+
+
 def largest_batch(
     shape: LayerShape,
     max_num_seqs: int,
     max_num_tokens: int,
     max_query_len: int,
-    has_extends: bool,
-) -> tuple[int, int]:
-    """Of all steps, the most query tokens of decodes and extends, and the most partial
-    results of a call.
+    extend_len: int,
+    max_merged_tokens: int | None,
+) -> LargestBatch:
+    """Bounds of all steps.
 
     A call has as many partial results as ``LayerShape.max_partials``, more if one
     request alone has, and at most ``MAX_KV_SPLITS`` a query token.
@@ -260,17 +353,25 @@ def largest_batch(
         max_num_seqs: Requests of a step.
         max_num_tokens: Query tokens of a step.
         max_query_len: Query tokens of a decode request.
-        has_extends: Whether the kernels have an ``extend_attention``.
+        extend_len: Those of an extend; 0: there are none.
+        max_merged_tokens: See ``DecodePlanner``.
 
     """
     num_tokens = num_call_tokens = max_num_seqs * max_query_len
-    if has_extends:
-        extend_len = max_extend_len(shape.num_queries_per_kv)
+    num_own_tokens = 0
+    if extend_len > 0:
         max_query_len = max(max_query_len, extend_len)
-        extended = max_num_seqs * extend_len
-        num_call_tokens = max(num_call_tokens, min(extended, MAX_CALL_TOKENS))
-        num_tokens += min(extended, max_num_tokens, MAX_EXTEND_TOKENS)
+        # If each had as many as the longest. One that is longer than calls of several
+        # may be has a call of its own.
+        num_slots = max_num_seqs * extend_len
+        num_call_slots = min(num_slots, max(MAX_CALL_TOKENS, extend_len))
+        num_call_tokens = max(num_call_tokens, num_call_slots)
+        extended = min(num_slots, max_num_tokens, MAX_EXTEND_TOKENS)
+        num_tokens += extended
+        if max_merged_tokens is not None and extend_len > max_merged_tokens:
+            most = max(shape.max_partials, extend_len)
+            num_own_tokens = min(extended, num_call_slots, most)
     num_partials = min(
         max(shape.max_partials, max_query_len), num_call_tokens * MAX_KV_SPLITS
     )
-    return num_tokens, num_partials
+    return LargestBatch(num_tokens, num_partials, num_own_tokens)

@@ -68,6 +68,30 @@ class SharedScratch(NamedTuple):
         ]
 
 
+class OwnScratch(NamedTuple):
+    """Scratch of attention to an extend's own tokens; C query tokens of a call, Hq
+    heads of this rank.
+
+    Attributes:
+        output: (C, Hq, D), what it gives.
+        key: (C, H, D), keys that keep what is broken from other requests.
+        value: (C, H, D), values, likewise.
+
+    """
+
+    output: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @staticmethod
+    def specs(shape: LayerShape, num_tokens: int) -> TensorSpecs:
+        """Of the fields, in order; of none of them without tokens."""
+        if num_tokens == 0:
+            return []
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        return [((num_tokens, n, shape.head_size), shape.dtype) for n in heads]
+
+
 class DecodeScratch(NamedTuple):
     """Scratch of a step's decodes and extends; T query tokens, P partial results.
 
@@ -78,6 +102,7 @@ class DecodeScratch(NamedTuple):
         partial: (P, Hq, D) fp32, outputs of the splits of one call.
         partial_lse: (P, Hq) fp32, their LSE.
         shared: Where ranks share the context; None where they do not.
+        own: Where extends attend to their own tokens before; None where none do.
 
     """
 
@@ -85,10 +110,11 @@ class DecodeScratch(NamedTuple):
     partial: torch.Tensor
     partial_lse: torch.Tensor
     shared: SharedScratch | None = None
+    own: OwnScratch | None = None
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
-        """Of the fields, in order, without those of ``shared``."""
+        """Of the fields, in order, without those of ``shared`` and ``own``."""
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads), torch.float32),

@@ -28,6 +28,7 @@ class TritonKernels(NamedTuple):
     decode_attention: AttentionFn = decode.decode_attention
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = None
+    max_merged_tokens: int | None = None
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = decode.num_kv_splits
 

@@ -366,7 +366,8 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale = newest
+    query, key, value, scale, attended = newest
+    assert attended is None, "attended tokens are for CUDA's merge"
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     if sinks is not None:
         assert sinks.shape == (num_heads,) and sinks.is_contiguous(), sinks.shape

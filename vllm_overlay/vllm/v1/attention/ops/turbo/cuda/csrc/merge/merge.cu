@@ -59,7 +59,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
            int64_t value_scales, Optional<TensorView> key_offset,
            int64_t sliding_window, Optional<TensorView> sinks, double soft_cap,
-           Optional<TensorView> lse, bool enable_pdl) {
+           Optional<TensorView> lse, Optional<TensorView> newest_output,
+           Optional<TensorView> newest_lse, bool enable_pdl) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
@@ -101,6 +102,25 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
       << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
   p.row_shift = static_cast<int>(row_shift);
   p.with_newest = with_newest;
+  if (newest_lse.has_value()) {
+    TVM_FFI_CHECK(with_newest && newest_output.has_value(), ValueError)
+        << "newest_lse: given without the newest tokens or their output";
+    const TensorView& x = newest_output.value();
+    const TensorView& y = newest_lse.value();
+    check_tokens("newest_output", x, dtype, num_heads);
+    turbo::check_size("newest_output", x, 0, output.size(0));
+    turbo::check_dtype("newest_lse", y, turbo::kFloat32);
+    turbo::check_axes("newest_lse", y, 2);
+    turbo::check_size("newest_lse", y, 0, num_heads);
+    turbo::check_size("newest_lse", y, 1, output.size(0));
+    turbo::check_last_axis("newest_lse", y);
+    turbo::check_device(device, x, y);
+    p.newest_output = x.data_ptr();
+    p.newest_lse = static_cast<const float*>(y.data_ptr());
+    p.stride_newest_token = x.stride(0);
+    p.stride_newest_head = x.stride(1);
+    p.stride_newest_lse = y.stride(0);
+  }
   p.sliding_window = turbo::sliding_window_of(sliding_window);
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
   TVM_FFI_CHECK(!(SOFT_CAP && key_offset.has_value()), ValueError)

@@ -229,16 +229,21 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   Recent<kWithWindow> recent(p, seq, row, first_row, index, warp);
   recent.template attend<T>(p, seq, row, r, lane);
   Newest newest;
+  const bool joins = (warp & (warps - 1)) == 0 && row.place < row.query_len;
   if constexpr (kWithNewest) {
-    if ((warp & (warps - 1)) == 0 && row.place < row.query_len) {
-      if (p.sinks != nullptr) newest.begin_with(load_sink(p, row.head));
-      if (p.with_newest) newest.attend<T>(p, seq, row, lane);
-    }
+    if (joins && p.sinks != nullptr) newest.begin_with(load_sink(p, row.head));
+    if (joins && p.with_newest && p.newest_lse == nullptr)
+      newest.attend<T>(p, seq, row, lane);
   }
   recent.join(p, newest, r, lane);
   wait_for_previous_kernel();
   start_next_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
+  if constexpr (kWithNewest) {
+    // It may be as new as the partial results.
+    if (joins && p.newest_lse != nullptr)
+      newest.take_result<T>(p, seq, row, lane);
+  }
   __syncthreads();
 
   const float* lse = shared.lse[r];

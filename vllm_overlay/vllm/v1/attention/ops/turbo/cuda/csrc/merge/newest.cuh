@@ -91,9 +91,33 @@ struct Newest {
     }
   }
 
+  // How many tokens a row sees. Padding has none; what is there may be NaN.
+  static __device__ __forceinline__ int places_of(const MergeParams& p, int seq,
+                                                  const Row& row) {
+    const int missing = max(row.query_len - p.seq_lens[seq], 0);
+    return min(row.place + 1 - missing, p.sliding_window);
+  }
+
+  // Add what attention to the tokens has given.
+  template <typename T>
+  __device__ __forceinline__ void take_result(const MergeParams& p, int seq,
+                                              const Row& row, int lane) {
+    if (places_of(p, seq, row) <= 0) return;
+    const float lse =
+        LOG2_E * p.newest_lse[row.head * p.stride_newest_lse + row.token];
+    const T* output = static_cast<const T*>(p.newest_output) +
+                      row.token * p.stride_newest_token +
+                      row.head * p.stride_newest_head + lane % kLanes * kVector;
+    float4 v[kChunks];
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) v[j] = load_vector(output + 128 * j);
+    add(lse, v);
+  }
+
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int lane) {
+    const int places = places_of(p, seq, row);
     const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
@@ -106,9 +130,6 @@ struct Newest {
     float4 q[kChunks], v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
-    // Padding has no tokens; what is there may be NaN.
-    const int missing = max(row.query_len - p.seq_lens[seq], 0);
-    const int places = min(row.place + 1 - missing, p.sliding_window);
 #pragma unroll 1
     for (int i = places - 1; i >= 0; --i) {
       const int64_t token = row.token - i;

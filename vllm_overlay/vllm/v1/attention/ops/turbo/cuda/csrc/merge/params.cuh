@@ -42,8 +42,14 @@ struct MergeParams {
   int query_len;       // Q, most query tokens of a sequence
   int num_queries;     // Q * Hq
   int num_splits;
-  int row_shift;       // a row has 1 << row_shift warps, up to kMergeWarps
-  int with_newest;     // whether there are newest tokens
+  int row_shift;    // a row has 1 << row_shift warps, up to kMergeWarps
+  int with_newest;  // whether there are newest tokens
+  // What attention to these alone gave; or null: that is done here.
+  const void* newest_output;  // [T, Hq, D]
+  const float* newest_lse;    // [Hq, T], base e
+  int64_t stride_newest_token;
+  int64_t stride_newest_head;
+  int64_t stride_newest_lse;  // of a head
   int sliding_window;  // of these, those that a query token sees, at most
   // Of each query head a logit without a value; or null: none.
   const void* sinks;  // [Hq]

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Extends whose own tokens FlashAttention attends to, and the merge only adds."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl, TurboMetadata
+from vllm.v1.attention.ops.turbo import interface, runtime
+from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
+from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
+from vllm.v1.worker.workspace import lock_workspace
+
+from .backend_utils import (
+    HEAD_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_path,
+    set_scratch,
+    with_drafts,
+)
+from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda
+
+pytestmark = requires_cuda
+
+FEW = MAX_MERGED_TOKENS
+# As long as any that is to be measured.
+LONGEST = 700
+# Query tokens and context of requests, decodes first, and the most tokens of a request
+# in each call of FlashAttention.
+BATCHES = {
+    "few": ([(1, 31), (FEW, 64), (3, 33)], []),
+    "more": ([(FEW + 1, 64), (2, 33)], [FEW + 1]),
+    "beside decodes": ([(1, 31), (1, 64), (33, 40), (2, 33), (64, 5)], [64]),
+    "alone": ([(64, 100)], [64]),
+    "without context": ([(20, 0), (18, 40)], [20]),
+    "before a prefill": ([(1, 9), (17, 64), (LONGEST + 1, 0)], [17]),
+    "hundreds": ([(1, 40), (200, 40)], [200]),
+    "several calls": ([(200, 40), (20, 40), (630, 9), (17, 200)], [200, 630, 17]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(autouse=True)
+def long_extends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "longest_extend", lambda *_: LONGEST)
+
+
+class Layer:
+    """A layer that CUDA's kernels serve, and what FlashAttention is asked by it.
+
+    Attributes:
+        calls: The arguments of FlashAttention's calls before those of a prefill.
+
+    """
+
+    def __init__(self, config: VllmConfig, **options: Any) -> None:
+        self.config = config
+        self.impl: TurboAttentionImpl = make_impl(config, **options)
+        set_path(self.impl, "cuda")
+        self.calls: list[dict[str, Any]] = []
+        flash_attn = self.impl.runner.flash_attn
+
+        def record(**arguments: Any) -> object:
+            self.calls.append(arguments)
+            return flash_attn(**arguments)
+
+        self.impl.runner.flash_attn = record
+
+    def plan(self, batch: Batch) -> TurboMetadata:
+        return make_builder(self.config, self.impl).build(0, batch.common)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The output; leaves the calls."""
+        self.calls.clear()
+        metadata = self.plan(batch)
+        output = batch.run(self.impl, metadata, "cuda")
+        if metadata.prefill is not None:
+            del self.calls[-len(metadata.prefill.slices) :]
+        return output
+
+    def attend_one_by_one(self) -> None:
+        kernels = self.impl.runner.kernels
+        self.impl.runner.kernels = kernels._replace(max_merged_tokens=None)
+
+    @property
+    def lens(self) -> list[int]:
+        return [call["max_seqlen_q"] for call in self.calls]
+
+
+def make_layer(
+    folder: Path, mode: str = "raw", dtype: torch.dtype = FP16, **options: Any
+) -> Layer:
+    config = make_vllm_config(
+        folder, "turbo4", dtype, mode, max_num_batched_tokens=2048
+    )
+    return Layer(config, **options)
+
+
+@pytest.mark.parametrize("requests, lens", BATCHES.values(), ids=BATCHES)
+def test_batches(folder, requests, lens):
+    layer = make_layer(folder)
+    batch = Batch.make(layer.impl, requests)
+    batch.check(layer.impl, layer.run(batch))
+    assert layer.lens == lens
+    assert all(call["causal"] for call in layer.calls)
+
+
+def test_in_bf16(folder):
+    """Of which the result of attention to own tokens is rounded, too."""
+    layer = make_layer(folder, dtype=BF16)
+    batch = Batch.make(layer.impl, [(33, 40), (2, 33)])
+    batch.check(layer.impl, layer.run(batch))
+    assert layer.lens == [33]
+
+
+@pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
+def test_what_scores_are_under(folder, name):
+    """Windows shorter than the own tokens, and longer; soft caps; and sinks, which
+    count once.
+    """
+    sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
+    options: dict[str, Any] = {
+        "window": {"sliding_window": 10},
+        "cap": {"logits_soft_cap": 2.0},
+        "sinks": {"sinks": sinks},
+        "all": {"sliding_window": 30, "logits_soft_cap": 2.0, "sinks": sinks},
+    }[name]
+    layer = make_layer(folder, **options)
+    batch = Batch.make(layer.impl, [(1, 31), (33, 40), (2, 33), (17, 5)])
+    batch.check(layer.impl, layer.run(batch))
+    (call,) = layer.calls
+    window = options.get("sliding_window")
+    assert call.get("window_size") == (window and [window - 1, 0])
+    assert call.get("softcap") == options.get("logits_soft_cap")
+
+
+def test_offset_of_keys(folder, monkeypatch):
+    """Own keys are attended to as they are, cached ones have their offset back."""
+    monkeypatch.setattr(interface, "OFFSET_SEGMENT", 2048)
+    config = make_vllm_config(folder, "turbo4", FP16)
+    layer = Layer(config)
+    offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
+    layer.impl.runner.key_offset = offset
+    set_path(layer.impl, "cuda")
+    batch = Batch.make(layer.impl, [(1, 31), (33, 40), (2, 33)])
+    batch.check(layer.impl, layer.run(batch))
+
+
+@pytest.mark.parametrize("num_drafts", [2, FEW + 3])
+def test_beside_drafts(folder, num_drafts):
+    """Those are decodes, however many: their lengths are the device's."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
+    layer = Layer(config)
+    lens = (num_drafts + 1, 1, num_drafts)
+    requests = [(length, 40) for length in lens] + [(num_drafts + 20, 40)]
+    batch = Batch.make(layer.impl, requests)
+    batch.check(layer.impl, layer.run(batch))
+    assert layer.lens == [num_drafts + 20]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_broken_neighbours(folder, broken):
+    """Tiles of FlashAttention's have the next request's tokens, too."""
+    layer = make_layer(folder)
+    requests = [(20, 40), (18, 40)]
+    outputs = []
+    for is_broken in (False, True):
+        batch = Batch.make(layer.impl, requests)
+        if is_broken:
+            tokens = slice(0, 20) if broken == 0 else slice(20, 38)
+            for x in (batch.query, batch.key, batch.value):
+                x[tokens][0::2] = math.nan
+                x[tokens][1::2] = math.inf
+        outputs.append(layer.run(batch).split([20, 18]))
+        assert layer.lens == [20]
+    sound, found = outputs
+    assert torch.equal(found[1 - broken], sound[1 - broken])
+    assert found[broken].isnan().all() and sound[0].isfinite().all()
+
+
+def test_what_reads_own_tokens_from_the_cache(folder):
+    """They are attended to with all others there."""
+    requests = [(1, 31), (33, 40), (2, 33)]
+    for layer in (
+        make_layer(folder, "stored"),
+        make_layer(folder, kv_sharing_target_layer_name="layers.0.attn"),
+    ):
+        batch = Batch.make(layer.impl, requests)
+        if layer.impl.runner.shares_cache:
+            own = make_layer(folder, "stored")
+            own.run(batch)
+        batch.check(layer.impl, layer.run(batch))
+        assert layer.calls == []
+
+
+def requests_of_a_step(generator: torch.Generator) -> Iterator[tuple[int, int]]:
+    """Query tokens and contexts of extends, 2048 tokens at most."""
+    left = 2048
+    for _ in range(8):
+        longest = (LONGEST, 40)[int(torch.randint(2, (), generator=generator))]
+        length = int(torch.randint(2, longest + 1, (), generator=generator))
+        left -= length
+        if left < 0:
+            return
+        yield length, 40
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("partials", [None, 64, 600])
+def test_scratch_is_reserved(folder, partials, monkeypatch):
+    """Of calls that are cut, too, which have as many partial results as there is room
+    for.
+    """
+    set_scratch(monkeypatch, partials=partials)
+    layer = make_layer(folder)
+    runner = layer.impl.runner
+
+    def attend(query, kv_cache, layout, batch, partials, output, newest, *_) -> None:
+        num_tokens = query.vectors.shape[0]
+        assert num_tokens == newest.query.shape[0] == output.shape[0]
+        assert int(batch.query_start_loc[0]) == 0
+        assert int(batch.query_start_loc[-1]) == num_tokens
+        assert batch.num_query_slots <= max(MAX_CALL_TOKENS, num_tokens)
+        assert int(batch.query_start_loc.diff().max()) == batch.query_len
+        assert (newest.attended is None) == (batch.query_len <= FEW)
+        if newest.attended is not None:
+            result, lse = newest.attended
+            assert result.shape == output.shape and lse.shape == (NUM_HEADS, num_tokens)
+        partials.lse.fill_(0.0)
+        calls.append(num_tokens)
+
+    calls: list[int] = []
+    runner.kernels = runner.kernels._replace(
+        store=lambda *_: None, extend_attention=attend
+    )
+    monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
+    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, dtype=FP16, device=DEVICE)
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
+    )
+    layer.impl.forward(None, x, x, x, None, None, x)
+    lock_workspace()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        requests = list(requests_of_a_step(generator))
+        batch = Batch.make(layer.impl, requests)
+        calls.clear()
+        batch.run(layer.impl, layer.plan(batch), "cuda")
+        assert sum(calls) == sum(length for length, _ in requests)
+
+
+@prefill_modes
+def test_warm_up_attends_to_own_tokens(folder, mode, monkeypatch):
+    from vllm.v1.attention.ops.turbo import warm_up
+
+    layer = make_layer(folder, mode)
+    planned = [
+        plan.num_own_tokens
+        for step in warm_up.steps(layer.impl.runner, 32, torch.device(DEVICE))
+        for plan in step.decode_plans.values()
+    ]
+    assert max(planned) == (LONGEST if mode == "raw" else 0)

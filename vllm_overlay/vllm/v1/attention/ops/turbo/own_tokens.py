@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention of extends to their own query tokens, before that to packed pages.
+
+The merge of an extend's splits attends to the query tokens by itself, one after the
+other: of dozens that takes longer than the pages do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm.v1.attention.ops.turbo.interface import (
+    AttendedTokens,
+    DecodeBatch,
+    NewestTokens,
+)
+from vllm.v1.attention.ops.turbo.planning.scratch import OwnScratch
+from vllm.v1.attention.ops.turbo.varlen_attention import attend
+
+
+def attend_to_own_tokens(
+    newest: NewestTokens,
+    batch: DecodeBatch,
+    scratch: OwnScratch,
+    flash_attn: Callable[..., torch.Tensor],
+    sliding_window: int | None = None,
+) -> NewestTokens:
+    """Have causal attention of each sequence to its query tokens alone.
+
+    Keys lack no offset, and sinks have no part in it: the merge counts these.
+
+    Args:
+        newest: The query tokens of the batch's sequences, end to end, T of them.
+        batch: The sequences, with a ``query_start_loc``, one of ``query_len`` tokens.
+        scratch: Room for T tokens or more. It is written, and read by the merge.
+        flash_attn: FlashAttention's varlen function, version and soft cap bound.
+        sliding_window: Tokens that a query token sees, at most; None for no limit.
+
+    Returns:
+        The tokens, with what attention gave.
+
+    """
+    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
+
+    assert batch.query_start_loc is not None
+    key, value, num_tokens = newest.key, newest.value, newest.query.shape[0]
+    if batch.num_seqs > 1:
+        key, value = scratch.key[:num_tokens], scratch.value[:num_tokens]
+        isolate_broken_values(newest.key, newest.value, key, value)
+    options: dict[str, Any] = {}
+    if sliding_window is not None:
+        options["window_size"] = [sliding_window - 1, 0]
+    output = scratch.output[:num_tokens]
+    lse = attend(
+        flash_attn,
+        newest.query,
+        key,
+        value,
+        output,
+        batch.query_start_loc,
+        batch.query_len,
+        batch.query_start_loc,
+        batch.query_len,
+        newest.scale,
+        **options,
+    )
+    return newest._replace(attended=AttendedTokens(output, lse))

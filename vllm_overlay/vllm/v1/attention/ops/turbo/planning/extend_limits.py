@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Up to how many query tokens a request is an extend, by what was measured.
+
+Of more, so many passes would decode its cached context that dequantising it once for
+FlashAttention is faster: where the ways meet depends on the kernel, which is one of the
+GPU's kind, and on the heads.
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+# By head size and query heads a KV head, the most query tokens of an extend.
+ExtendLimits: TypeAlias = Mapping[int, Mapping[int, int]]
+
+# Query tokens of a request, and queries of a KV head, where nothing was measured.
+MAX_EXTEND_LEN = 48
+_MAX_EXTEND_QUERIES = 192
+
+# By compute capability. Measured on an H200, November 2026, as `ci/gpu.sh extend`
+# prints it: where "extend" begins to take longer than "prefill".
+_MEASURED: dict[int, ExtendLimits] = {90: {128: {4: 48}}}
+
+
+def max_extend_len(
+    head_size: int, num_queries_per_kv: int, capability: int | None = None
+) -> int:
+    """Query tokens of a request that ``extend_attention`` is to serve, at most.
+
+    Of numbers of query heads between two that were measured it is what the larger one
+    has, and of still larger ones what has as many queries of a KV head.
+
+    Args:
+        head_size: D.
+        num_queries_per_kv: Query heads a KV head.
+        capability: Compute capability of the GPU, such as 90; None for none.
+
+    """
+    limits = _MEASURED.get(capability or 0, {}).get(head_size)
+    if not limits:
+        few = _MAX_EXTEND_QUERIES // num_queries_per_kv
+        return min(MAX_EXTEND_LEN, max(1, few))
+    covering = [group for group in limits if group >= num_queries_per_kv]
+    if covering:
+        return limits[min(covering)]
+    largest = max(limits)
+    return max(1, limits[largest] * largest // num_queries_per_kv)
