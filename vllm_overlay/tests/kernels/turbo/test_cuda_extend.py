@@ -93,7 +93,7 @@ def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
 
 
 @requires_cuda
-@extends
+@extends_or_columns
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
