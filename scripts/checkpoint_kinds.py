@@ -8,7 +8,7 @@ a kind has them, are 0.01: who applies them to K and V answers something else.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,12 @@ KINDS = {
         **NVFP4_INPUTS,
     ),
 }
+
+
+def without_cache(kind: Kind) -> Kind:
+    """Returns a kind of compressed-tensors without its scales of a cache."""
+    config = {k: v for k, v in kind.config.items() if k != "kv_cache_scheme"}
+    return replace(kind, config=config, cache_scales=(), scale_per_head=False)
 
 
 def write_checkpoint(model: Path, folder: Path, kind: Kind) -> str:

@@ -20,11 +20,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from checkpoint_kinds import KINDS, write_checkpoint
+from checkpoint_kinds import KINDS, without_cache, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -40,6 +41,8 @@ PLAIN = "plain"
 DTYPE = "turbo4"
 FINER = "int8_per_token_head"
 BESIDE = ("fp8", FINER)
+# Ends the name of a checkpoint without scales of a cache.
+WITHOUT = "-without-cache"
 # How far off a checkpoint may be, times plain weights.
 GROWTH = 4.0
 # The same where activations are rounded, times what plain weights and rounding make.
@@ -62,14 +65,29 @@ def write(model: str, kind: str, scratch: Path) -> Path:
         return source
     folder = scratch / f"{model}-{kind}"
     write_checkpoint(source, folder, KINDS[kind])
+    if serves_finer_without_scales(kind):
+        other = without_cache(KINDS[kind])
+        write_checkpoint(source, folder.with_name(folder.name + WITHOUT), other)
     return folder
 
 
-def check(kind: str, folder: Path, output: Path, engine_args: str) -> dict[str, Any]:
-    """Returns what check_model.py says of a checkpoint: `error`, or its figures."""
+def serves_finer_without_scales(kind: str) -> bool:
+    """Whether vLLM refuses FINER because of the checkpoint's scales of a cache: of each
+    head, which only FlashAttention has.
+    """
+    return KINDS[kind].rounds_activations and KINDS[kind].scale_per_head
+
+
+def run_check(
+    folder: Path, dtypes: Sequence[str], output: Path, engine_args: str
+) -> dict[str, dict[str, Any]]:
+    """Returns what check_model.py says of a checkpoint, by the cache's dtype.
+
+    Raises:
+        RuntimeError: If it, or a dtype, did not run.
+
+    """
     command = [sys.executable, str(ROOT / "scripts" / "check_model.py"), str(folder)]
-    beside = BESIDE if kind == PLAIN or KINDS[kind].rounds_activations else ()
-    dtypes = [DTYPE, *beside]
     command += ["--kv-cache-dtype", *dtypes, "--engine-args", engine_args]
     done = subprocess.run(
         [*command, *OPTIONS, "--output", str(output)],
@@ -78,12 +96,28 @@ def check(kind: str, folder: Path, output: Path, engine_args: str) -> dict[str, 
         text=True,
     )
     if done.returncode:
-        return {"error": done.stdout[-2000:]}
-    report = json.loads((output / "check.json").read_text())
-    arms = {row["cache_dtype"]: row for row in report["arms"]}
+        raise RuntimeError(done.stdout[-2000:])
+    arms = json.loads((output / "check.json").read_text())["arms"]
+    found = {arm["cache_dtype"]: arm for arm in arms}
+    if any("error" in found[dtype] for dtype in dtypes):
+        raise RuntimeError(json.dumps(arms)[-2000:])
+    return found
+
+
+def check(kind: str, folder: Path, output: Path, engine_args: str) -> dict[str, Any]:
+    """Returns what check_model.py says of a checkpoint: `error`, or its figures."""
+    beside = BESIDE if kind == PLAIN or KINDS[kind].rounds_activations else ()
+    runs = {folder: [DTYPE, *beside]}
+    if kind != PLAIN and serves_finer_without_scales(kind):
+        runs[folder].remove(FINER)
+        runs[folder.with_name(folder.name + WITHOUT)] = [FINER]
+    arms = {}
+    try:
+        for place, dtypes in runs.items():
+            arms |= run_check(place, dtypes, output / dtypes[0], engine_args)
+    except RuntimeError as error:
+        return {"error": str(error)}
     packed = arms[DTYPE]
-    if any("error" in arms[dtype] for dtype in dtypes):
-        return {"error": json.dumps(report["arms"])[-2000:]}
     return {
         "kl_mean": packed["kl_mean"],
         "top1": packed["top1"],

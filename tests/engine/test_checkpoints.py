@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trained
 from harness import SCRIPTS, Call, Engine, Jobs
+from safetensors.torch import load_file
 from scenarios import PROMPTS
 from trained import MAX_TOKENS, TRAINED
 
@@ -155,6 +156,32 @@ def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("trained", [], wrong),
         ("experts", [], ""),
         ("experts", routers, ""),
+    ]
+
+
+def test_scales_that_a_cache_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A finer cache has the same weights without them."""
+    asked = []
+
+    def run_check(
+        folder: Path, dtypes: list[str], output: Path, _engine_args: str
+    ) -> dict[str, dict[str, Any]]:
+        config = json.loads((folder / "config.json").read_text())
+        scheme = config["quantization_config"].get("kv_cache_scheme", {})
+        asked.append((dtypes, scheme.get("strategy"), output.parent))
+        weights = load_file(folder / "model.safetensors")
+        assert any(name.endswith("k_scale") for name in weights) == bool(scheme)
+        figures = {"needles": {"lost": 0, "found": 1}, "capacity": 3.76, "top1": 1.0}
+        return {dtype: figures | {"kl_mean": 0.1, "backends": []} for dtype in dtypes}
+
+    monkeypatch.setattr(checkpoints, "run_check", run_check)
+    kind, output = "w8a8-cache-per-head", tmp_path / "check"
+    folder = checkpoints.write("trained", kind, tmp_path)
+    row = checkpoints.check(kind, folder, output, "{}")
+    assert row["int8_per_token_head_kl_mean"] == 0.1
+    assert asked == [
+        (["turbo4", "fp8"], "attn_head", output),
+        (["int8_per_token_head"], None, output),
     ]
 
 
