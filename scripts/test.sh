@@ -74,7 +74,7 @@ kernels() {
   apply
   set --
   if without_gpu; then
-    set -- -p vllm_turbo_cpu_standins.interpreter
+    set -- -p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.left_out
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
   # The interpreter takes one core.
