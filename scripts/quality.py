@@ -307,6 +307,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rivals", type=int, help="texts a length that give one name eight codes"
     )
+    parser.add_argument(
+        "--continuation-steps", type=int, help="greedy tokens after a text's first half"
+    )
+    parser.add_argument(
+        "--only-needles", action="store_true", help="of the tasks; no other kinds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="of the model (bfloat16; on a CPU float16)")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
@@ -329,7 +335,13 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.on_cpu = not has_gpu()
     plan = QUICK if args.quick else FULL
-    args.plan = plan.changed(cases=args.cases, texts=args.texts, rivals=args.rivals)
+    args.plan = plan.changed(
+        cases=args.cases,
+        texts=args.texts,
+        rivals=args.rivals,
+        continuation_steps=args.continuation_steps,
+        kinds=("needle",) if args.only_needles else None,
+    )
     args.dtype = args.dtype or ("float16" if args.on_cpu else "bfloat16")
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = (64 << 20) if args.on_cpu else (4 << 30)

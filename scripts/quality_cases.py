@@ -31,6 +31,7 @@ MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = HELD_OUT_TEXT
 # In bf16 logits are up to 1/16 apart: that hides small divergences, and makes ties.
 HEAD = {"head_dtype": "float32"}
+KINDS = ("needle", "multi_needle", "key_value")
 # Facts in a multi-needle case, and how many of them are asked for at once.
 NEEDLES = 8
 ASKED = 3
@@ -53,6 +54,7 @@ class Plan:
         depths: Where the needle is, from 0 (first line) to 1 (last line).
         cases: Tasks of each kind a length (needles: a length and depth).
         rivals: Texts a length that give one name several codes.
+        kinds: Of the tasks.
 
     """
 
@@ -64,10 +66,11 @@ class Plan:
     depths: tuple[float, ...]
     cases: int
     rivals: int = 0
+    kinds: tuple[str, ...] = KINDS
 
-    def changed(self, **numbers: int | None) -> "Plan":
-        """Returns it with other numbers, where they are not None."""
-        given = {name: n for name, n in numbers.items() if n is not None}
+    def changed(self, **values: Any) -> "Plan":
+        """Returns it with other values, where they are not None."""
+        given = {name: x for name, x in values.items() if x is not None}
         return replace(self, **given)
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,6 +131,8 @@ def build_tasks(
     def add(
         kind: str, length: int, depth: float | None, make: Callable[[int], Case]
     ) -> None:
+        if kind not in plan.kinds:
+            return
         case = vocabulary.fitting(make, length)
         task = {"kind": kind, "length": length, "depth": depth}
         task["prompt"] = case.prompt_tokens(vocabulary.encode)

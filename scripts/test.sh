@@ -45,12 +45,21 @@ lint() {
 series() {
   "$python" scripts/series.py index --check
   "$python" scripts/series.py sdist --git "$scratch/vllm"
+  # As long as all of these, on a core that they leave idle.
+  python ci/step.py "$scratch/vllm" >"$scratch/step" 2>&1 &
+  beside=$!
+  trap 'kill "$beside" 2>/dev/null && wait "$beside" || :' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM HUP
   python scripts/recipes.py --sdist "$scratch/vllm"
   "$python" scripts/series.py lint --base "$scratch/vllm"
   "$python" scripts/series.py import "$scratch/vllm"
   "$python" scripts/series.py export --check "$scratch/vllm"
   python ci/vllm_hooks.py "$scratch/vllm"
-  python ci/step.py "$scratch/vllm"
+  wait "$beside" && stepped=0 || stepped=$?
+  trap - EXIT
+  cat "$scratch/step"
+  [ "$stepped" = 0 ] || exit "$stepped"
   python ci/entries.py "$scratch/vllm" --preload \
     torch._dynamo torch._inductor.compile_fx torchvision transformers triton \
     aiohttp fastapi openai.types.chat openai.types.responses
@@ -74,7 +83,7 @@ kernels() {
   apply
   set --
   if without_gpu; then
-    set -- -p vllm_turbo_cpu_standins.interpreter
+    set -- -p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.left_out
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
   # The interpreter takes one core.

@@ -33,6 +33,9 @@ from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
 
 CHILD = Path(__file__).with_name("engine_child.py")
 WRITE_MODEL = SCRIPTS / "seeded_model.py"
+# Logs are looked at. It is no variable of the children's own: those of the tests and
+# those of the scripts that run in this process share fork servers.
+os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
 # Longer than anything takes on a busy machine: only what hangs is to meet it.
 TIMEOUT_S = 1800
 
@@ -127,7 +130,6 @@ def child_variables(runner: Runner) -> dict[str, str]:
         **engine_environment(runner),
         # Jobs run side by side, one a core.
         "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -23,6 +23,7 @@ sys.path.insert(0, str(SCRIPTS))
 import quality  # noqa: E402
 from quality_cases import (  # noqa: E402
     HELD_OUT,
+    KINDS,
     MODEL,
     Vocabulary,
     build_cases,
@@ -181,6 +182,15 @@ def test_engines_have_room_for_all_cases(name: str):
     assert all(Vocabulary(model).decode(x[-1:]).isdigit() for x in cases.rivals)
 
 
+def test_tasks_of_each_kind_and_of_some():
+    plan = replace(quality.QUICK, rivals=0)
+    tasks = build_cases(HELD_OUT, plan, 0, MODEL).tasks
+    needles = build_cases(HELD_OUT, plan.changed(kinds=("needle",)), 0, MODEL).tasks
+    assert sorted({task["kind"] for task in tasks}) == sorted(KINDS)
+    assert needles == [task for task in tasks if task["kind"] == "needle"]
+    assert len(needles) == len(plan.depths)
+
+
 def test_arms_are_named_on_the_command_line():
     assert quality.Arm.parse("turbo4:stored", 64).stored
     assert quality.Arm.parse("auto:48", 64).chunk == 48
@@ -249,9 +259,14 @@ def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run's output; `fp8` is there because a CPU refuses it."""
+    """A small run's output; `fp8` is there because a CPU refuses it.
+
+    Of what an engine generates, needles are found: the rest would take a third of the
+    time.
+    """
     folder = tmp_path_factory.mktemp("quality")
-    run = run_quality(folder, "--arms", *quality.CPU_ARMS, "fp8")
+    options = ["--only-needles", "--continuation-steps", 1]
+    run = run_quality(folder, *options, "--arms", *quality.CPU_ARMS, "fp8")
     # One arm has no figures.
     assert run.returncode == 1, run.stdout
     assert (folder / "quality.md").read_text() in run.stdout

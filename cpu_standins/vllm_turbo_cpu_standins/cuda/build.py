@@ -24,6 +24,7 @@ from vllm_turbo_cpu_standins.cuda.translate import translate
 
 _HERE = Path(__file__).parent
 _INCLUDE_DIR, _RUNTIME_DIR = _HERE / "include", _HERE / "src"
+_PREFIX = _INCLUDE_DIR / "emulator" / "prefix.h"
 # The bytes are exact: no multiply-add may be fused but by name. Sources cast pointers.
 _FLAGS = (
     "-std=c++20",
@@ -122,6 +123,24 @@ def runtime() -> Path:
     return library
 
 
+@cache
+def _prefix() -> Path:
+    """A copy of the header that modules begin with, beside what is compiled of it.
+
+    A compiler that did not compile it takes the header itself.
+    """
+    parts = [*_FLAGS, *_MODULE_FLAGS, tvm_ffi.__version__, _own_text()]
+    folder = cache_dir() / f"prefix-{_digest(parts)}"
+    header, compiled = folder / "prefix.h", folder / "prefix.h.gch"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not compiled.exists():
+            shutil.copyfile(_PREFIX, header)
+            flags = [*_FLAGS, *_MODULE_FLAGS, *_include_flags(), "-x", "c++-header"]
+            _compile([*flags, header], compiled)
+    return header
+
+
 def _with_included(source: Path, source_dir: Path) -> list[Path]:
     """A source, what it includes of a folder, and what that does."""
     found, unread = {source}, [source]
@@ -184,7 +203,8 @@ def build(
     sources = translated(source, source_dir)
     headers = headers or {}
     macros = [flag for flag in flags if flag.startswith("-D")]
-    parts = [*_FLAGS, *_MODULE_FLAGS, *macros, _own_text(), str(sources), source.name]
+    parts = [*_FLAGS, *_MODULE_FLAGS, *macros, tvm_ffi.__version__]
+    parts += [_own_text(), str(sources), source.name]
     digest = _digest([*parts, *headers, *headers.values()])
     folder = cache_dir() / f"{name}-{digest}"
     library = folder / f"{name}.so"
@@ -199,7 +219,8 @@ def build(
             (folder / header).write_text(text)
         place = sources / source.relative_to(source_dir)
         flags = [*_FLAGS, *_MODULE_FLAGS, *macros, *_include_flags(sources, folder)]
-        module = _compile([*flags, "-x", "c++", "-c", place], folder / f"{name}.o")
+        flags += ["-include", _prefix(), "-x", "c++", "-c", place]
+        module = _compile(flags, folder / f"{name}.o")
         # Linked without the sanitizers' own libraries.
         linking = [*_LINKING, f"-Wl,-rpath,{runtime().parent}"]
         ffi = tvm_ffi.libinfo.find_libtvm_ffi()

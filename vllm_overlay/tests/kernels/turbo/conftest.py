@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Triton's interpreter: it rounds to bf16 as GPUs do, and warms up by less."""
+"""Triton's interpreter: it rounds to bf16 as GPUs do, and warms up by less.
+
+vLLM is imported where it is needed: a process that only shares the tests out among
+others has no use for it, and they begin after it.
+"""
 
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
-
-from vllm.triton_utils import tl
-
-from .utils import CAN_RUN_KERNELS, DEVICE, ON_GPU
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest: Triton compiles a store of three bits for a minute
     or more.
     """
+    from .utils import ON_GPU
+
     if ON_GPU:
         longest_first = ("turbo3", "k4v3")
         items.sort(key=lambda item: [name not in item.name for name in longest_first])
@@ -28,10 +28,16 @@ def round_to_nearest_bf16() -> Iterator[None]:
     """The interpreter cuts off what bf16 has no bits for: up to twice the error, and
     all of it toward zero. With GPUs' rounding, one tolerance serves both.
     """
+    from .utils import CAN_RUN_KERNELS, ON_GPU
+
     if ON_GPU or not CAN_RUN_KERNELS:
         yield
         return
+    import numpy as np
+    import torch
     from triton.runtime import interpreter
+
+    from vllm.triton_utils import tl
 
     convert = interpreter._convert_float
 
@@ -49,7 +55,11 @@ def round_to_nearest_bf16() -> Iterator[None]:
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """VLLM's workspace, as in the profile run: not locked."""
+    import torch
+
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    from .utils import DEVICE, ON_GPU
 
     if not ON_GPU:
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
@@ -61,6 +71,8 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes seconds for as many tokens as FlashAttention splits."""
+    from .utils import ON_GPU
+
     # Whoever runs the backend has loaded it.
     warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.warm_up")
     if warm_up is not None and not ON_GPU:

@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which kernels serve when CUDA's, though they were built, cannot be launched."""
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from .backend_utils import (
     make_impl,
     make_vllm_config,
 )
+from .build_utils import TIMEOUT_S
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 # What the driver says of a launch that it refuses, and of a kernel that failed.
@@ -113,32 +113,36 @@ def test_others_raise(
     assert impl.runner.kernels.name == "CUDA"
 
 
-# One rank of three, of which the last runs Triton's kernels.
-RANK = """
-import sys
-import torch
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-
-rank = int(sys.argv[1])
-store = torch.distributed.FileStore(sys.argv[2], 3)
-torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
-own = kernels.triton_kernels("it has no nvcc")
-if rank < 2:
-    own = own._replace(name="CUDA", reason="they could be loaded")
-print(kernels.refusal_of_other_ranks(own, torch.distributed.group.WORLD))
-"""
+def serve_rank(rank: int, store: Path, reasons: multiprocessing.Queue) -> None:
+    """One rank of three, of which the last runs Triton's kernels."""
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(str(store), 3),
+        rank=rank,
+        world_size=3,
+    )
+    own = kernels.triton_kernels("it has no nvcc")
+    if rank < 2:
+        own = own._replace(name="CUDA", reason="they could be loaded")
+    group = torch.distributed.group.WORLD
+    reasons.put((rank, kernels.refusal_of_other_ranks(own, group)))
+    torch.distributed.destroy_process_group()
 
 
 @requires_triton
+@pytest.mark.skipif(ON_GPU, reason="what has looked at a GPU cannot be forked")
 def test_ranks_run_the_same_kernels(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        context.Process(target=serve_rank, args=(rank, tmp_path / "store", found))
         for rank in range(3)
     ]
-    reasons = [rank.communicate()[0].splitlines()[-1] for rank in ranks]
+    for rank in ranks:
+        rank.start()
+    reasons = dict(found.get(timeout=TIMEOUT_S) for _ in ranks)
+    for rank in ranks:
+        rank.join(TIMEOUT_S)
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
     expected = "rank 2 runs Triton kernels, because it has no nvcc"
-    assert reasons == [expected, expected, "None"]
+    assert reasons == {0: expected, 1: expected, 2: None}
