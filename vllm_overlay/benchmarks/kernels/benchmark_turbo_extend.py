@@ -79,13 +79,13 @@ class ExtendArm(TurboArm):
         layer = LayerShape(
             shape.num_heads, shape.num_kv_heads, shape.head_size, batch.query.dtype
         )
-        starts = batch.query_start_loc().cpu()
-        lens = starts.diff().tolist()
-        longest, num_tokens = max(lens), int(starts[-1])
-        spans = [
-            planning.RequestSpan.of_extends(first, starts[first : last + 1], device)
-            for first, last in planning.find_extends(lens, lens, longest, num_tokens)
-        ]
+        starts = batch.query_start_loc().tolist()
+        lens = [end - begin for begin, end in zip(starts, starts[1:])]
+        longest, num_tokens = max(lens), starts[-1]
+        calls = planning.find_extends(lens, lens, longest, num_tokens)
+        spans = planning.RequestSpan.of_extends(
+            [(first, starts[first : last + 1]) for first, last in calls], device
+        )
         planner = planning.DecodePlanner(
             layer,
             num_compute_units(),

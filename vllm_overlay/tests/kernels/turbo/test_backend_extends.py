@@ -84,18 +84,19 @@ def test_batches(folder, requests, calls, path, mode, monkeypatch):
 
 
 def test_plan():
-    assert find_extends([3, 4, 33, 2], [9, 0, 9, 9], 32) == [(0, 2)]
-    assert find_extends([3, 4], [0, 0], 32) == []
-    assert find_extends([3, 4, 50], [0, 0, 9], 32) == []
-    assert find_extends([33], [9], 32) == find_extends([], [], 32) == []
-    assert find_extends([3], [9], 0) == []
-    # 1024 tokens a call, if each request had as many as its longest; 2048 in all.
-    assert find_extends([16] * 100, [9] * 100, 32) == [(0, 64), (64, 100)]
-    assert find_extends([8] * 100 + [32], [9] * 101, 32) == [(0, 100), (100, 101)]
-    assert find_extends([32] * 100, [9] * 100, 32) == [(0, 32), (32, 64)]
+    assert find_extends([3, 4, 33, 2], [9, 0, 9, 9], 32, 99) == [(0, 2)]
+    assert find_extends([3, 4], [0, 0], 32, 99) == []
+    assert find_extends([3, 4, 50], [0, 0, 9], 32, 99) == []
+    assert find_extends([33], [9], 32, 99) == find_extends([], [], 32, 99) == []
+    assert find_extends([3], [9], 0, 99) == []
+    # 1024 tokens a call, if each request had as many as its longest; so many in all.
+    assert find_extends([16] * 100, [9] * 100, 32, 2048) == [(0, 64), (64, 100)]
+    last = [(0, 100), (100, 101)]
+    assert find_extends([8] * 100 + [32], [9] * 101, 32, 2048) == last
+    assert find_extends([32] * 100, [9] * 100, 32, 2048) == [(0, 32), (32, 64)]
     # Those that are longer than half a call are alone in one.
     alone = [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert find_extends([600] * 4, [9] * 4, 700) == alone[:3]
+    assert find_extends([600] * 4, [9] * 4, 700, 2048) == alone[:3]
     assert find_extends([600] * 4, [9] * 4, 700, 4096) == alone
 
 

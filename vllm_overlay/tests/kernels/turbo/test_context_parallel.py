@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops import dcp
-from vllm.v1.attention.ops.turbo import reference, warm_up
+from vllm.v1.attention.ops.turbo import reference, runtime, warm_up
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.interface import KernelSet
@@ -424,6 +424,21 @@ def test_what_cuda_launches(folder, monkeypatch, launches):  # noqa: F811
     scene.check(scene.run("triton", CudaKernels()._replace(name="Triton")))
     calls = ["decode", "merge", "merge", "extend", "merge", "merge"]
     assert sorted(launches) == sorted(2 * ["store", *calls])
+
+
+def test_extends_have_room_for_all_ranks(folder, monkeypatch):
+    """A step has fewer than of a context that one rank has: gathered, their queries
+    would take too much.
+    """
+    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 400)
+    scene = Scene(folder, monkeypatch, [(400, 1)] * 7)
+    runner = scene.ranks[0].impl.runner
+    runner.kernels, runner.max_num_tokens = CudaKernels(), 4096
+    built = scene.ranks[0].build()
+    assert sum(span.num_tokens for span in built.extends) == 5 * 400
+    assert built.prefill is not None
+    of_decodes = runner.max_num_seqs * runner.max_query_len
+    assert runner._largest_batch.num_tokens == of_decodes + 2048
 
 
 def test_first_run(folder, monkeypatch):

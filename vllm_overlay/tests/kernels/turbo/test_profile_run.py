@@ -171,6 +171,33 @@ def test_every_batch_of_decodes_and_extends(
             batch.run(impl, built, "kernels")
 
 
+@pytest.mark.parametrize("num_seqs", [16, 24, 128])
+def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
+    """A step of them takes no more than was reserved: as many of 128 tokens each as
+    there may be, with all partial results that a call may have.
+    """
+    num_tokens = num_seqs * 128
+    set_scratch(monkeypatch, partials=1024)
+    config = make_vllm_config(folder, "turbo4", FP16, "stored", num_seqs, num_tokens)
+    impl = without_kernels(make_impl(config), "most", True, monkeypatch)
+    impl.runner.flash_attn = no_flash_attn
+    monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
+    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 128)
+    monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
+    profile(impl)
+    batch = Batch.make(impl, [(128, 8)] * num_seqs)
+    built = make_builder(config, impl).build(0, batch.common)
+    assert built.prefill is None and built.num_packed_tokens == num_tokens
+    batch.run(impl, built, "kernels")
+    (plan,) = built.decode_plans.values()
+    assert len(plan.calls) == num_seqs // 2 and plan.num_partials == 1024
+    for call in plan.calls:
+        first, tokens = call.first_request, call.tokens
+        assert (tokens.start, tokens.stop) == (128 * first, 128 * first + 256)
+        assert call.batch.query_start_loc.tolist() == [0, 128, 256]
+        assert torch.equal(call.batch.block_table[:2], batch.table[first : first + 2])
+
+
 def make_shared_builder(
     config: VllmConfig, impls: list[TurboAttentionImpl]
 ) -> TurboMetadataBuilder:

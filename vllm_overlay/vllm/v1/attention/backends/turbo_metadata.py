@@ -319,11 +319,14 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         starts = common.query_start_loc_cpu[num_decodes : end + 1]
         query_lens = starts.diff()
         seq_lens = self._seq_lens_cpu(common)[num_decodes:end]
-        context_lens = (seq_lens - query_lens).tolist()
-        calls = find_extends(query_lens.tolist(), context_lens, self.max_extend_len)
-        return [
-            RequestSpan.of_extends(
-                num_decodes + first, starts[first : last + 1], self.device
-            )
-            for first, last in calls
-        ]
+        calls = find_extends(
+            query_lens.tolist(),
+            (seq_lens - query_lens).tolist(),
+            self.max_extend_len,
+            self.runners[0].max_extend_tokens,
+        )
+        places = starts.tolist()
+        return RequestSpan.of_extends(
+            [(num_decodes + first, places[first : last + 1]) for first, last in calls],
+            self.device,
+        )

@@ -33,6 +33,8 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
+    MAX_EXTEND_TOKENS,
+    MAX_SHARED_EXTEND_TOKENS,
     DecodePlan,
     DecodePlanner,
     LargestBatch,
@@ -237,6 +239,12 @@ class TurboRunner:
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
         return longest_extend(self.layout, self.context_shape.num_queries_per_kv)
+
+    @property
+    def max_extend_tokens(self) -> int:
+        """Query tokens that extends of a step take, at most."""
+        is_shared = self.context_parallel is not None
+        return MAX_SHARED_EXTEND_TOKENS if is_shared else MAX_EXTEND_TOKENS
 
     @property
     def max_merged_tokens(self) -> int | None:
@@ -526,6 +534,7 @@ class TurboRunner:
             self.max_num_tokens,
             self.max_query_len,
             self.max_extend_len,
+            self.max_extend_tokens,
             self.max_merged_tokens,
         )
 

@@ -66,11 +66,11 @@ def small_step(
         prefill_len: Those of the first prefill.
 
     """
-    extends = []
+    extends: list[RequestSpan] = []
     query_lens, contexts = [query_len], [_CONTEXT]
     if extend_len:
-        bounds = torch.tensor([query_len, query_len + extend_len], dtype=torch.int32)
-        extends.append(RequestSpan.of_extends(1, bounds, device))
+        bounds = [query_len, query_len + extend_len]
+        extends = RequestSpan.of_extends([(1, bounds)], device)
         query_lens.append(extend_len)
         contexts.append(_CONTEXT)
     first_prefill = len(query_lens)

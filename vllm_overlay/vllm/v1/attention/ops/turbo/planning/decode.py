@@ -6,7 +6,7 @@ A decode request has one query token and the drafts that it is to verify. An ext
 the short end of a prompt, mostly behind a prefix hit: it reads packed context, too.
 """
 
-from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,12 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
-# Query tokens of a step that extends take, and of one call if each of its requests had
-# as many as the longest: for more, scratch would be large.
-MAX_EXTEND_TOKENS = 2048
+# Query tokens of a step that extends take: as many as their lengths were measured with.
+MAX_EXTEND_TOKENS = 16384
+# The same where ranks share the context: all have room for the queries of all.
+MAX_SHARED_EXTEND_TOKENS = 2048
+# Query tokens of a call if each of its requests had as many as the longest: for more,
+# scratch would be large.
 MAX_CALL_TOKENS = 1024
 # Splits of a sequence that a call has room for, if the kernels want so many: else
 # sequences of unlike lengths could not keep the GPU busy, and more calls are better.
@@ -40,8 +43,8 @@ class RequestSpan(NamedTuple):
         query_len: Query tokens of a request, at most.
         query_start_loc: (R + 1,) int32 on the device, from zero; None if each has
             ``query_len``.
-        query_start_loc_cpu: The same on the host, of extends; None of decodes, of which
-            the host's may not be exact.
+        query_starts: The same numbers on the host, of extends; None of decodes, of
+            which the host's may not be exact.
 
     """
 
@@ -51,56 +54,79 @@ class RequestSpan(NamedTuple):
     num_tokens: int
     query_len: int
     query_start_loc: torch.Tensor | None
-    query_start_loc_cpu: torch.Tensor | None = None
+    query_starts: list[int] | None = None
 
     @staticmethod
     def of_extends(
-        first_request: int, starts: torch.Tensor, device: torch.device
-    ) -> "RequestSpan":
-        """Extends, by where their tokens begin in the batch.
+        requests: list[tuple[int, list[int]]], device: torch.device
+    ) -> list["RequestSpan"]:
+        """Spans of extends, all copied to the device at once: a step may have dozens.
 
         Args:
-            first_request: The first one's place in the batch.
-            starts: (R + 1,) int32 on the host.
+            requests: Of each span, the first request's place in the batch, and where
+                tokens begin in the batch: R + 1 numbers.
             device: Where the kernels run.
 
         """
-        first_token = int(starts[0])
-        starts = starts - first_token
-        return RequestSpan(
-            first_request,
-            len(starts) - 1,
-            first_token,
-            int(starts[-1]),
-            int(starts.diff().max()),
-            async_tensor_h2d(starts, device),
-            starts,
-        )
+        if not requests:
+            return []
+        own_starts = [[x - starts[0] for x in starts] for _, starts in requests]
+        numbers = async_tensor_h2d([*chain(*own_starts)], device, torch.int32)
+        parts = numbers.split([*map(len, own_starts)])
+        return [
+            RequestSpan(
+                first_request,
+                len(own) - 1,
+                starts[0],
+                own[-1],
+                max(end - begin for begin, end in pairwise(own)),
+                part,
+                own,
+            )
+            for (first_request, starts), own, part in zip(requests, own_starts, parts)
+        ]
 
-    def cut(
-        self, bounds: list[tuple[int, int]], device: torch.device
+    @staticmethod
+    def cut_all(
+        spans: list["RequestSpan"],
+        bounds: list[list[tuple[int, int]]],
+        device: torch.device,
     ) -> list["RequestSpan"]:
+        """Cut each of some spans, as ``of_extends`` does where lengths are known.
+
+        Args:
+            spans: Of extends, or none of them with ``query_starts``.
+            bounds: Of each span, places among its R requests: see ``cut``.
+            device: Where the kernels run.
+
+        """
+        # Each has a part at least.
+        if sum(map(len, bounds)) == len(spans):
+            return spans
+        parts = []
+        for span, own_bounds in zip(spans, bounds):
+            if span.query_starts is None:
+                return [part for x, own in zip(spans, bounds) for part in x.cut(own)]
+            starts = [span.first_token + x for x in span.query_starts]
+            parts += [
+                (span.first_request + first, starts[first : last + 1])
+                for first, last in own_bounds
+            ]
+        return RequestSpan.of_extends(parts, device)
+
+    def cut(self, bounds: list[tuple[int, int]]) -> list["RequestSpan"]:
         """The requests from one to another (exclusive), for each such pair.
 
-        Where lengths are not known on the host, parts have all tokens and count from
-        the first of these.
+        Of several lengths, parts have all tokens and count from the first of these.
 
         Args:
             bounds: Places among the R requests.
-            device: Where the kernels run.
 
         """
         if bounds == [(0, self.num_requests)]:
             return [self]
         first_request, begin = self.first_request, self.first_token
-        starts, starts_cpu = self.query_start_loc, self.query_start_loc_cpu
-        if starts_cpu is not None:
-            return [
-                RequestSpan.of_extends(
-                    first_request + first, begin + starts_cpu[first : last + 1], device
-                )
-                for first, last in bounds
-            ]
+        starts = self.query_start_loc
         parts = []
         for first, last in bounds:
             part = self._replace(
@@ -181,7 +207,7 @@ def find_extends(
     query_lens: list[int],
     context_lens: list[int],
     max_len: int,
-    max_tokens: int = MAX_EXTEND_TOKENS,
+    max_tokens: int,
 ) -> list[tuple[int, int]]:
     """Which of a batch's first prefill requests attend to packed context.
 
@@ -270,44 +296,59 @@ class DecodePlanner(NamedTuple):
             seq_lens: (R,) int32 on the device, query tokens included.
 
         """
-        calls = list(self._calls(decodes, False, block_table, seq_lens))
-        for span in extends:
-            calls += self._calls(span, True, block_table, seq_lens)
+        parts = decodes.cut(self._cuts(decodes, False))
+        num_decode_calls = len(parts)
+        parts += RequestSpan.cut_all(
+            extends, [self._cuts(span, True) for span in extends], block_table.device
+        )
+        # A step may have dozens of calls: to slice for each takes three times as long.
+        end = min(block_table.shape[0], seq_lens.shape[0])
+        places = [0, *(part.first_request for part in parts), end]
+        sizes = [last - first for first, last in pairwise(places)]
+        _, *tables = block_table[:end].split(sizes)
+        _, *lens = seq_lens[:end].split(sizes)
+        calls = [
+            self._call(part, i >= num_decode_calls, tables[i], lens[i])
+            for i, part in enumerate(parts)
+        ]
         return DecodePlan(
             calls,
             decodes.num_tokens + sum(span.num_tokens for span in extends),
             max((call.num_partials for call in calls), default=0),
         )
 
-    def _calls(
+    def _cuts(self, span: RequestSpan, is_extend: bool) -> list[tuple[int, int]]:
+        return cut_evenly(
+            span.num_requests,
+            span.query_len,
+            self._num_splits(span.num_requests, span.query_len, is_extend),
+            self.shape.max_partials,
+        )
+
+    def _call(
         self,
         span: RequestSpan,
         is_extend: bool,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
-    ) -> Iterator[PlannedCall]:
-        wanted = self._num_splits(span.num_requests, span.query_len, is_extend)
-        cuts = cut_evenly(
-            span.num_requests, span.query_len, wanted, self.shape.max_partials
-        )
+    ) -> PlannedCall:
+        """One of a span of requests, whose rows are the first of the tensors."""
         most = self.max_merged_tokens
-        for part in span.cut(cuts, block_table.device):
-            request = part.first_request
-            batch = DecodeBatch(
-                part.num_requests,
-                block_table[request:],
-                seq_lens[request:],
-                part.query_len,
-                part.query_start_loc,
-            )
-            yield PlannedCall(
-                slice(part.first_token, part.first_token + part.num_tokens),
-                request,
-                batch,
-                self._num_partials(batch, is_extend),
-                is_extend,
-                is_extend and most is not None and part.query_len > most,
-            )
+        batch = DecodeBatch(
+            span.num_requests,
+            block_table,
+            seq_lens,
+            span.query_len,
+            span.query_start_loc,
+        )
+        return PlannedCall(
+            slice(span.first_token, span.first_token + span.num_tokens),
+            span.first_request,
+            batch,
+            self._num_partials(batch, is_extend),
+            is_extend,
+            is_extend and most is not None and span.query_len > most,
+        )
 
     def _num_splits(self, num_seqs: int, query_len: int, is_extend: bool) -> int:
         count = self.num_extend_splits if is_extend else self.num_decode_splits
@@ -341,6 +382,7 @@ def largest_batch(
     max_num_tokens: int,
     max_query_len: int,
     extend_len: int,
+    max_extend_tokens: int,
     max_merged_tokens: int | None,
 ) -> LargestBatch:
     """Bounds of all steps.
@@ -354,6 +396,7 @@ def largest_batch(
         max_num_tokens: Query tokens of a step.
         max_query_len: Query tokens of a decode request.
         extend_len: Those of an extend; 0: there are none.
+        max_extend_tokens: Those of all extends of a step.
         max_merged_tokens: See ``DecodePlanner``.
 
     """
@@ -366,7 +409,7 @@ def largest_batch(
         num_slots = max_num_seqs * extend_len
         num_call_slots = min(num_slots, max(MAX_CALL_TOKENS, extend_len))
         num_call_tokens = max(num_call_tokens, num_call_slots)
-        extended = min(num_slots, max_num_tokens, MAX_EXTEND_TOKENS)
+        extended = min(num_slots, max_num_tokens, max_extend_tokens)
         num_tokens += extended
         if max_merged_tokens is not None and extend_len > max_merged_tokens:
             most = max(shape.max_partials, extend_len)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention to a context that ranks share, in plain PyTorch, for CPU tensors."""
+"""Attention to a context that ranks share, in plain PyTorch."""
 
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,14 @@ def _attend_to_own_context(
     logits_soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to what this rank has of sequences: output and natural LSE, fp32."""
-    block_size = kv_cache.shape[2]
-    output = torch.zeros(query.shape, dtype=torch.float32)
-    lse = torch.full(query.shape[:2], -torch.inf)
+    block_size, device = kv_cache.shape[2], query.device
+    output = torch.zeros(query.shape, dtype=torch.float32, device=device)
+    lse = torch.full(query.shape[:2], -torch.inf, device=device)
     bounds = zip(query_start_loc, query_start_loc[1:], local_lens)
     for row, (begin, end, length) in enumerate(bounds):
         if begin == end or length == 0:
             continue
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=device)
         blocks = block_table[row, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
         keys, values = load(kv_cache, slots, layout)
@@ -95,7 +95,8 @@ def shared_attention(
     )
     parts, lses = context_parallel.gather_parts(part, part_lse)
     outputs, all_lses = [*parts.unbind()], [*lses.unbind()]
-    own, own_lse = torch.zeros(query.shape), torch.full(query.shape[:2], -torch.inf)
+    own = torch.zeros(query.shape, device=query.device)
+    own_lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
     for begin, end in zip(query_start_loc, query_start_loc[1:]):
         tokens = slice(begin, end)
         own[tokens], own_lse[tokens] = attention(
