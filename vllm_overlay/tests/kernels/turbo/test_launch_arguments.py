@@ -147,8 +147,8 @@ def merge(
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     assert window_pages is None
-    *_, sliding_window, sinks, soft_cap, lse, enable_pdl = others
-    assert enable_pdl
+    *_, sliding_window, sinks, soft_cap, lse, result, result_lse, enable_pdl = others
+    assert enable_pdl and result is result_lse is None
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     merge_splits(
