@@ -35,8 +35,9 @@ class Verdict(NamedTuple):
 
 BY_NIXL = Verdict(
     State.RUN,
-    "prefill and decode on two engines, on a CPU, by the host's memory; also from "
-    "blocks of 16 tokens to ones of 64",
+    "prefill and decode on two engines, on a CPU, by the host's memory, also from "
+    "blocks of 16 tokens to ones of 64; and on two H200s, also from one GPU to two and "
+    "from two to one",
 )
 OF_TOKENS = Verdict(
     State.REFUSED, "it moves tokens of partial blocks: use LMCacheMPConnector"
