@@ -37,8 +37,8 @@ def test_gpus() -> None:
 
 
 def test_ratios_have_bounds() -> None:
-    base = {"dtype": "auto", "bytes": 4.0, "gap_ms": 10.0}
-    own = {"dtype": "turbo4", "bytes": 1.0, "gap_ms": 6.0}
+    base = {"arm": "auto", "bytes": 4.0, "gap_ms": 10.0}
+    own = {"arm": "turbo4@BLHNC", "bytes": 1.0, "gap_ms": 6.0}
     found = {row["of"]: row for row in ratio_rows([base, own])}
     assert found["bytes"]["times_bf16"] == pytest.approx(0.25)
     assert found["bytes"]["is_met"] and not found["gap_ms"]["is_met"]
