@@ -302,7 +302,7 @@ def test_forward_plans_nothing(folder, mode, path, monkeypatch):
     metadata = make_builder(config, impl).build(0, batch.common)
     assert list(metadata.decode_plans) == [impl.runner.shape]
     assert metadata.decode_scratch == {}
-    for name in ("plan", "_calls"):
+    for name in ("plan", "_call", "_cuts"):
         monkeypatch.delattr(DecodePlanner, name)
     monkeypatch.setattr(prefill_plan, "plan_prefill", None)
     batch.check(impl, batch.run(impl, metadata, path))
