@@ -67,6 +67,7 @@ class ExtendArm(TurboArm):
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.interface import Partials
         from vllm.v1.attention.ops.turbo.planning import decode as planning
+        from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
         from vllm.v1.attention.ops.turbo.planning.scratch import (
             DecodeScratch,
             LayerShape,
@@ -83,7 +84,7 @@ class ExtendArm(TurboArm):
         lens = [end - begin for begin, end in zip(starts, starts[1:])]
         longest, num_tokens = max(lens), starts[-1]
         calls = planning.find_extends(lens, lens, longest, num_tokens)
-        spans = planning.RequestSpan.of_extends(
+        spans = RequestSpan.of_extends(
             [(first, starts[first : last + 1]) for first, last in calls], device
         )
         planner = planning.DecodePlanner(
@@ -93,7 +94,7 @@ class ExtendArm(TurboArm):
             self.kernels.num_extend_splits,
             max_merged_tokens,
         )
-        none = planning.RequestSpan(0, 0, 0, 0, 1, None)
+        none = RequestSpan(0, 0, 0, 0, 1, None)
         self.plan = planner.plan(none, spans, batch.block_table, batch.seq_lens)
         specs = DecodeScratch.specs(layer, num_tokens, self.plan.num_partials)
         _, *partials = allocate(specs, device)

@@ -159,11 +159,13 @@ class ContextParallel:
 
         """
         numbers = torch.arange(1, self.size + 1, device=device).float()
-        own = numbers[self.rank].item()
+        own = float(self.rank + 1)
         size = num_tokens, shape.num_heads, shape.head_size
         gathered = self.gather(torch.full(size, own, dtype=shape.dtype, device=device))
         senders = numbers.repeat_interleave(shape.num_heads)[:, None]
-        is_right = (gathered == senders).all()
+        # Of all tokens, comparing would take more memory than any step does.
+        ends = [0, -1]
+        is_right = (gathered[ends] == senders).all()
         part = torch.empty(
             num_slots, self.size * shape.num_heads, shape.head_size, device=device
         )
@@ -171,9 +173,12 @@ class ContextParallel:
             lse = torch.zeros(output.shape[:2], device=device)
             joined, joined_lse = self.reduce(output.fill_(own), lse, is_natural)
             log = math.log if is_natural else math.log2
-            wanted = torch.full_like(joined_lse, log(self.size))
-            is_right &= torch.isclose(joined.float(), numbers.mean(), rtol=0.01).all()
-            is_right &= torch.isclose(joined_lse, wanted, rtol=0.01).all()
+            for found, wanted in (
+                (joined, (self.size + 1) / 2),
+                (joined_lse, log(self.size)),
+            ):
+                error = (found[ends].float() - wanted).abs()
+                is_right &= (error <= 0.01 * wanted).all()
         if not is_right:
             raise RuntimeError(
                 "ranks that share sequences (--decode-context-parallel-size) do not "

@@ -20,8 +20,8 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,
     DecodePlanner,
-    RequestSpan,
 )
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     LayerShape,
     TensorSpecs,

@@ -21,8 +21,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
-from vllm.v1.attention.ops.turbo.planning.decode import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner

@@ -24,8 +24,8 @@ CAPABILITY = 90
 COLUMNS = 32
 # How many queries of a sequence and KV head it serves: fewer are served in one pass by
 # ``cuda.decode``, too, and more in several. On an H200, 16 sequences of 32768 tokens
-# and 2 KV heads of 128 (us): 95 for 32 queries, which take that one 150, but 82 for 16,
-# which take it 86.
+# and 2 KV heads of 128 take 99 us for 17 queries and 101 for 32, which take that one
+# 151 and 154: benchmark_turbo_decode.py, turbo4_passes.
 SERVED = range(17, COLUMNS + 1)
 # Whether cached keys lack an offset, and scores have a soft cap: ``cuda.decode`` serves
 # the other variants, of which more registers are spilled.

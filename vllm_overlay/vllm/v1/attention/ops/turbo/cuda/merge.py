@@ -26,8 +26,9 @@ SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
 _WINDOW_HEADS = 4
 # Newest tokens of an extend that a row attends to by itself, one after the other. On an
-# H200 that takes 130 us of 445 with 32 tokens, and 410 of 1004 with 64, of 64 sequences
-# of 4096 with 32 query heads and 8 KV heads of 128 (benchmark_turbo_extend.py).
+# H200 an extend of 64 sequences of 4096 tokens, with 32 query heads and 8 KV heads of
+# 128, takes 472 us so with 32 tokens and 448 if FlashAttention does it before; with 64
+# 1086 and 874, with 128 2772 and 1719 (benchmark_turbo_extend.py).
 MAX_MERGED_TOKENS = 16
 # Blocks of a multiprocessor that rows are spread over.
 _BLOCKS_PER_SM = 4

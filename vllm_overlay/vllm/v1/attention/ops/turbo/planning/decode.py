@@ -6,18 +6,18 @@ A decode request has one query token and the drafts that it is to verify. An ext
 the short end of a prompt, mostly behind a prefix hit: it reads packed context, too.
 """
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from vllm.utils.math_utils import cdiv
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     DecodeBatch,
     SplitsFn,
 )
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 # Query tokens of a step that extends take: as many as their lengths were measured with.
@@ -30,117 +30,6 @@ MAX_CALL_TOKENS = 1024
 # Splits of a sequence that a call has room for, if the kernels want so many: else
 # sequences of unlike lengths could not keep the GPU busy, and more calls are better.
 _LEAST_SPLITS = 4
-
-
-class RequestSpan(NamedTuple):
-    """Requests that follow one another in a batch, and attend to packed context.
-
-    Attributes:
-        first_request: The first one's place in the batch.
-        num_requests: R.
-        first_token: The place of its first query token in the batch.
-        num_tokens: Query tokens of all R.
-        query_len: Query tokens of a request, at most.
-        query_start_loc: (R + 1,) int32 on the device, from zero; None if each has
-            ``query_len``.
-        query_starts: The same numbers on the host, of extends; None of decodes, of
-            which the host's may not be exact.
-
-    """
-
-    first_request: int
-    num_requests: int
-    first_token: int
-    num_tokens: int
-    query_len: int
-    query_start_loc: torch.Tensor | None
-    query_starts: list[int] | None = None
-
-    @staticmethod
-    def of_extends(
-        requests: list[tuple[int, list[int]]], device: torch.device
-    ) -> list["RequestSpan"]:
-        """Spans of extends, all copied to the device at once: a step may have dozens.
-
-        Args:
-            requests: Of each span, the first request's place in the batch, and where
-                tokens begin in the batch: R + 1 numbers.
-            device: Where the kernels run.
-
-        """
-        if not requests:
-            return []
-        own_starts = [[x - starts[0] for x in starts] for _, starts in requests]
-        numbers = async_tensor_h2d([*chain(*own_starts)], device, torch.int32)
-        parts = numbers.split([*map(len, own_starts)])
-        return [
-            RequestSpan(
-                first_request,
-                len(own) - 1,
-                starts[0],
-                own[-1],
-                max(end - begin for begin, end in pairwise(own)),
-                part,
-                own,
-            )
-            for (first_request, starts), own, part in zip(requests, own_starts, parts)
-        ]
-
-    @staticmethod
-    def cut_all(
-        spans: list["RequestSpan"],
-        bounds: list[list[tuple[int, int]]],
-        device: torch.device,
-    ) -> list["RequestSpan"]:
-        """Cut each of some spans, as ``of_extends`` does where lengths are known.
-
-        Args:
-            spans: Of extends, or none of them with ``query_starts``.
-            bounds: Of each span, places among its R requests: see ``cut``.
-            device: Where the kernels run.
-
-        """
-        # Each has a part at least.
-        if sum(map(len, bounds)) == len(spans):
-            return spans
-        parts = []
-        for span, own_bounds in zip(spans, bounds):
-            if span.query_starts is None:
-                return [part for x, own in zip(spans, bounds) for part in x.cut(own)]
-            starts = [span.first_token + x for x in span.query_starts]
-            parts += [
-                (span.first_request + first, starts[first : last + 1])
-                for first, last in own_bounds
-            ]
-        return RequestSpan.of_extends(parts, device)
-
-    def cut(self, bounds: list[tuple[int, int]]) -> list["RequestSpan"]:
-        """The requests from one to another (exclusive), for each such pair.
-
-        Of several lengths, parts have all tokens and count from the first of these.
-
-        Args:
-            bounds: Places among the R requests.
-
-        """
-        if bounds == [(0, self.num_requests)]:
-            return [self]
-        first_request, begin = self.first_request, self.first_token
-        starts = self.query_start_loc
-        parts = []
-        for first, last in bounds:
-            part = self._replace(
-                first_request=first_request + first, num_requests=last - first
-            )
-            if starts is not None:
-                part = part._replace(query_start_loc=starts[first : last + 1])
-            else:
-                tokens = (last - first) * self.query_len
-                part = part._replace(
-                    first_token=begin + first * self.query_len, num_tokens=tokens
-                )
-            parts.append(part)
-        return parts
 
 
 class PlannedCall(NamedTuple):

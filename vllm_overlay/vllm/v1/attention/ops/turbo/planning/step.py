@@ -15,9 +15,9 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,
-    RequestSpan,
 )
 from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import DecodeScratch, LayerShape
 
 
