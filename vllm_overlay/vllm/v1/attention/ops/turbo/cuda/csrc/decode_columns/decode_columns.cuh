@@ -4,12 +4,10 @@
 // Decode attention by columns: which blocks attend to what.
 #pragma once
 
+#include "common/step_partition.cuh"
 #include "decode_columns/segment.cuh"
 
 namespace turbo {
-
-// What it takes to begin and to end a segment, in steps.
-constexpr int kSegmentSteps = 4;
 
 // Of a sequence: steps have one offset of K.
 using ColumnsTiles = SeenTiles<KEY_OFFSET != 0 ? kStepTiles : 1>;
@@ -19,50 +17,7 @@ __device__ __forceinline__ int steps_of(const AttentionParams& p, int seq) {
   return (tiles + kStepTiles - 1) / kStepTiles;
 }
 
-// The steps of all sequences and passes over them, in that order, are cut into
-// ranges of one size, one a block at a time. With one split, a result does not
-// depend on what else is in the batch.
-//
-// aligned: whether ranges begin where passes do.
-struct ColumnsPartition {
-  int range;
-  int num_ranges;
-  bool aligned;
-
-  // The steps that a pass counts as.
-  __device__ __forceinline__ int counted(int steps) const {
-    return aligned ? (steps + range - 1) / range * range : steps;
-  }
-
-  __device__ __forceinline__ ColumnsPartition(const AttentionParams& p,
-                                              int num_passes, int num_blocks,
-                                              int lane) {
-    int total = 0, longest = 0;
-#pragma unroll 1
-    for (int seq = lane; seq < p.num_seqs; seq += 32) {
-      const int steps = steps_of(p, seq);
-      total += steps, longest = max(longest, steps);
-    }
-    total = __reduce_add_sync(~0u, total) * num_passes;
-    longest = max(__reduce_max_sync(~0u, longest), 1);
-    range = max((total + num_blocks - 1) / num_blocks, 1);
-    // A range may begin inside a pass, so a pass may need one more split.
-    range = p.num_splits == 1
-                ? longest
-                : max(range, (longest + p.num_splits - 2) / (p.num_splits - 1));
-    const int splits = min(max(longest / range, 1), p.num_splits);
-    const int even = (longest + splits - 1) / splits;
-    int ranges = 0;
-#pragma unroll 1
-    for (int seq = lane; seq < p.num_seqs; seq += 32)
-      ranges += (steps_of(p, seq) + even - 1) / even;
-    ranges = __reduce_add_sync(~0u, ranges) * num_passes;
-    aligned = p.num_splits == 1 ||
-              (ranges <= num_blocks && even <= range + kSegmentSteps);
-    if (aligned) range = even;
-    num_ranges = aligned ? ranges : (total + range - 1) / range;
-  }
-};
+using ColumnsPartition = StepPartition<1>;
 
 // Attend to what a range has of a sequence, whose passes begin at step
 // seq_first.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/cap_scores.cuh"
+#include "common/references.cuh"
 #include "decode_columns/layout.cuh"
 
 namespace turbo {
@@ -32,21 +33,6 @@ __device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
     const uint32_t* x = packed + 2 * first;
     store_matrices(row + first * kBlockBytes, x[0], x[1], x[2], x[3]);
   }
-}
-
-// References of a pair of columns, raised to the largest scores of four warps.
-template <typename Plan>
-__device__ __forceinline__ float2 raised(const ColumnsShared<Plan>& shared,
-                                         int set, int pair,
-                                         const float4& scaling) {
-  float2 reference = {scaling.z, scaling.w};
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const float2 x = shared.across[set][w][pair];
-    reference.x = fmaxf(reference.x, x.x);
-    reference.y = fmaxf(reference.y, x.y);
-  }
-  return reference;
 }
 
 // A score for base-2 softmax.

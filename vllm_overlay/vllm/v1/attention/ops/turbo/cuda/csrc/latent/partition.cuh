@@ -1,67 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// How a batch's steps of 64 tokens are divided among blocks.
+// The steps of 64 tokens that a sequence has.
 #pragma once
 
-#include "common/warp.cuh"
+#include "common/step_partition.cuh"
 #include "latent/params.cuh"
 
 namespace turbo {
 
 // Tokens that a warpgroup multiplies at once: its 64 rows.
 constexpr int kStepTokens = 64;
-// What it takes to begin and to end a segment, in steps.
-constexpr int kSegmentSteps = 4;
 
 __device__ __forceinline__ int steps_of(const LatentParams& p, int seq) {
   if (seq >= p.num_seqs) return 0;
   return (p.seq_lens[seq] + kStepTokens - 1) / kStepTokens;
 }
 
-// The steps of all sequences and passes over them, in that order, are cut into
-// ranges of one size, one a block at a time.
-//
-// aligned: whether ranges begin where passes do.
-struct LatentPartition {
-  int range;
-  int num_ranges;
-  bool aligned;
-
-  // The steps that a pass counts as.
-  __device__ __forceinline__ int counted(int steps) const {
-    return aligned ? (steps + range - 1) / range * range : steps;
-  }
-
-  __device__ __forceinline__ LatentPartition(const LatentParams& p,
-                                             int num_passes, int num_blocks,
-                                             int lane) {
-    int total = 0, longest = 0;
-    for (int seq = lane; seq < p.num_seqs; seq += 32) {
-      const int steps = steps_of(p, seq);
-      total += steps, longest = max(longest, steps);
-    }
-    total = __reduce_add_sync(~0u, total) * num_passes;
-    longest = max(__reduce_max_sync(~0u, longest), 1);
-    range = max((total + num_blocks - 1) / num_blocks, 1);
-    // A range may begin inside a pass, so a pass may need one more split.
-    if (p.num_splits == 1) {
-      range = longest;
-    } else {
-      range = max(range, (longest + p.num_splits - 2) / (p.num_splits - 1));
-    }
-    const int splits = min(max(longest / range, 1), p.num_splits);
-    const int even = (longest + splits - 1) / splits;
-    int ranges = 0;
-    for (int seq = lane; seq < p.num_seqs; seq += 32) {
-      ranges += (steps_of(p, seq) + even - 1) / even;
-    }
-    ranges = __reduce_add_sync(~0u, ranges) * num_passes;
-    aligned = p.num_splits == 1 ||
-              (ranges <= num_blocks && even <= range + kSegmentSteps);
-    if (aligned) range = even;
-    num_ranges = aligned ? ranges : (total + range - 1) / range;
-  }
-};
+using LatentPartition = StepPartition<4>;
 
 }  // namespace turbo

@@ -4,6 +4,7 @@
 // Softmax, and the sum of a step's values: O^T = V^T P^T.
 #pragma once
 
+#include "common/references.cuh"
 #include "latent/layout.cuh"
 
 namespace turbo {
@@ -24,21 +25,6 @@ __device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
           __floats2half2_rn(w[0], w[1]);
     }
   }
-}
-
-// References of a pair of columns, raised to the largest scores of four warps.
-template <typename Plan>
-__device__ __forceinline__ float2 raised(const LatentShared<Plan>& shared,
-                                         int set, int pair,
-                                         const float4& scaling) {
-  float2 reference = {scaling.z, scaling.w};
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const float2 x = shared.across[set][w][pair];
-    reference.x = fmaxf(reference.x, x.x);
-    reference.y = fmaxf(reference.y, x.y);
-  }
-  return reference;
 }
 
 // Raise the references of those that have the same tokens to the largest scores
