@@ -23,6 +23,9 @@ LONGEST = (
     "test_drafts.py",
     "test_quickstart.py",
     "test_serve.py",
+    "test_families.py",
+    "test_plan.py",
+    "test_model_benchmark.py",
 )
 NUM_LEFT_OUT = pytest.StashKey[int]()
 LEFT_OUT = "tests of the matrix left out"
