@@ -249,7 +249,7 @@ def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
     if args.on_cpu:
         options["kv-cache-memory-bytes"] = "64M"
     else:
-        options["gpu-memory-utilization"] = 0.5
+        options["gpu-memory-utilization"] = args.gpu_memory_utilization
     vllm = Path(sys.executable).with_name("vllm")
     words = [str(word) for name, value in options.items() for word in (name, value)]
     words[::2] = [f"--{name}" for name in words[::2]]
@@ -325,6 +325,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=48, help="generated a request")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--output", type=Path, help="file that the row is added to")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-soak-server"))
     return parser
