@@ -261,6 +261,7 @@ def answers_row(name: str, dtype: str, model: Path, args: argparse.Namespace) ->
     return {
         "part": "answers",
         "dtype": dtype,
+        "block_size": args.block_size,
         "tensor_parallel_sizes": name,
         "right": right,
         "compared": total,
@@ -349,6 +350,7 @@ def ratio_rows(rows: list[Row]) -> Iterator[Row]:
                 "part": "ratio",
                 "of": name,
                 "arm": row["arm"],
+                "block_size": row["block_size"],
                 "times_bf16": ratio,
                 "bound": bound,
                 "is_met": ratio <= bound,
@@ -380,8 +382,8 @@ def main() -> int:
     args = parse_args()
     exit_when_told()
     report = Report(args.output)
-    report.facts |= {"block_size": args.block_size, "connector": args.connector}
-    report.facts |= {"ucx_tls": os.environ.get("UCX_TLS", "all")}
+    ucx_tls = os.environ.get("UCX_TLS", "all")
+    report.facts |= {"connector": args.connector, "ucx_tls": ucx_tls}
     is_right = True
     if "answers" in args.parts:
         with tempfile.TemporaryDirectory() as name:

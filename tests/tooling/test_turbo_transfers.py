@@ -37,9 +37,10 @@ def test_gpus() -> None:
 
 
 def test_ratios_have_bounds() -> None:
-    base = {"arm": "auto", "bytes": 4.0, "gap_ms": 10.0}
-    own = {"arm": "turbo4@BLHNC", "bytes": 1.0, "gap_ms": 6.0}
+    base = {"arm": "auto", "block_size": 16, "bytes": 4.0, "gap_ms": 10.0}
+    own = {"arm": "turbo4@BLHNC@64", "block_size": 64, "bytes": 1.0, "gap_ms": 6.0}
     found = {row["of"]: row for row in ratio_rows([base, own])}
     assert found["bytes"]["times_bf16"] == pytest.approx(0.25)
     assert found["bytes"]["is_met"] and not found["gap_ms"]["is_met"]
+    assert all(row["block_size"] == 64 for row in found.values())
     assert list(ratio_rows([own])) == []
