@@ -25,6 +25,8 @@ from pathlib import Path
 # What an engine imports when it starts.
 MODULES = (
     "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.attention.backends.cpu_attn",

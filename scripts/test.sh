@@ -83,16 +83,18 @@ kernels() {
   apply
   set --
   if without_gpu; then
-    set -- -p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.left_out
+    set -- -p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.left_out \
+      -p vllm_turbo_cpu_standins.inspection
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
   fi
   # The interpreter takes one core.
   OMP_NUM_THREADS=1 python -m pytest -q "$@" -n logical --dist worksteal \
-    vllm_overlay/tests/kernels/turbo
+    --durations=5 vllm_overlay/tests/kernels/turbo
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
-      -n logical --dist loadfile vllm_overlay/tests/kernels/turbo/test_cuda_*.py
+      -n logical --dist loadfile --durations=5 \
+      vllm_overlay/tests/kernels/turbo/test_cuda_*.py
   fi
 }
 

@@ -8,7 +8,8 @@ import os
 def register() -> list[str]:
     """Registers the missing ops, if vLLM runs on its CPU platform.
 
-    Where Triton's interpreter runs the kernels, it is made quicker.
+    Where Triton's interpreter runs the kernels, it is made quicker, and models' classes
+    are inspected without another process.
 
     vLLM calls this once in every process; a second call finds nothing missing.
 
@@ -20,8 +21,10 @@ def register() -> list[str]:
 
     if not current_platform.is_cpu():
         return []
+    from vllm_turbo_cpu_standins.inspection import inspect_here
     from vllm_turbo_cpu_standins.registry import register_missing
 
+    inspect_here()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from vllm_turbo_cpu_standins.interpreter import quicken
 

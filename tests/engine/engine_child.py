@@ -235,7 +235,8 @@ def wait_for(path: Path, meanwhile: Callable[[], object] = lambda: None) -> None
     """Waits for the other engine's file; the harness ends what waits for nothing."""
     while not path.exists():
         meanwhile()
-        time.sleep(0.1)
+        # Both engines share the cores, and a step of none is not free.
+        time.sleep(0.5)
 
 
 def taken(path: str) -> Path:

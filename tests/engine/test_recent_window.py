@@ -37,36 +37,28 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(lengths)]
 
 
-def calls() -> dict[str, Call]:
-    return {
-        "batched": Call(prompts(), MAX_TOKENS),
-        "alike": Call(prompts(ALIKE), MAX_TOKENS),
-    }
-
-
 def engine(window: int | str, dtype: str = "turbo4", **args: Any) -> Engine:
     settings = {"kv_cache_dtype": dtype, "block_size": BLOCK, "dtype": "bfloat16"}
     if dtype != "auto":
         settings["attention_config"] = {"turbo_window": window}
-    made = args.pop("calls", None) or calls()
+    made = args.pop("calls", None) or {"batched": Call(prompts(), MAX_TOKENS)}
     model = args.pop("model", MODEL)
     return Engine(settings | args, made, model=str(model))
 
 
 @pytest.fixture(scope="module")
 def result(jobs: Jobs) -> dict[str, Any]:
-    again = {
-        "cold": Call(prompts(ALIKE), MAX_TOKENS),
-        "warm": Call(prompts(ALIKE)[::-1], MAX_TOKENS),
-    }
+    alike = Call(prompts(ALIKE), MAX_TOKENS)
+    both = {"batched": Call(prompts(), MAX_TOKENS), "alike": alike}
+    again = {"cold": alike, "warm": Call(prompts(ALIKE)[::-1], MAX_TOKENS)}
     hits = {
         "calls": again,
         "enable_prefix_caching": True,
         "num_gpu_blocks_override": NUM_HIT_BLOCKS,
     }
     engines = {
-        "exact": engine(0, "auto"),
-        "none": engine(0),
+        "exact": engine(0, "auto", calls=both),
+        "none": engine(0, calls=both),
         "window": engine("auto"),
         "short": engine(4),
         "hits": engine("auto", **hits),

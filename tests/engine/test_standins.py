@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stand-ins against plain definitions of what the native ops do."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from vllm_turbo_cpu_standins import registry
 from vllm_turbo_cpu_standins.attention import serve_any_cpu
+from vllm_turbo_cpu_standins.inspection import inspect_here
 
+from vllm.model_executor.models import registry as models
 from vllm.v1.attention.backends import cpu_attn
 
 NAMESPACE = "turbo_standins_test"
@@ -49,6 +52,12 @@ def test_attention_begins_on_any_cpu(monkeypatch, has_avx512: bool):
         assert isa in ("vec", "neon")
     with pytest.raises(NotImplementedError, match="divisible by 32"):
         cpu_attn._get_attn_isa(torch.bfloat16, 32, 80, "fp8")
+
+
+def test_models_are_inspected_in_this_process(monkeypatch):
+    monkeypatch.setattr(models, "_run_in_subprocess", models._run_in_subprocess)
+    inspect_here()
+    assert models._run_in_subprocess(os.getpid) == os.getpid()
 
 
 def test_slot_mapping_follows_each_sequences_blocks(ops):

@@ -196,6 +196,7 @@ def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
     assert "-p vllm_turbo_cpu_standins.cuda" in emulated
     assert "TRITON_INTERPRET=1" in kernels and "VLLM_TARGET_DEVICE=cpu" in kernels
     assert "-p vllm_turbo_cpu_standins.interpreter" in kernels
+    assert "-p vllm_turbo_cpu_standins.inspection" in kernels
     assert "TRITON_INTERPRET" not in quality
     _, calls, said = steps("kernels", "engine", FAIL="import vllm_turbo_cpu_standins")
     (kernels,) = (call for call in calls if "-m pytest" in call)
