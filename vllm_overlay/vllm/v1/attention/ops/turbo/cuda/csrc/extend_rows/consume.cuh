@@ -4,6 +4,8 @@
 // Consumers: warpgroups that attend with 64 queries each to what is decoded.
 #pragma once
 
+#include <type_traits>
+
 #include "common/offset.cuh"
 #include "extend_rows/decode_tile.cuh"
 #include "extend_rows/weigh.cuh"
@@ -39,43 +41,102 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
   return first < query_len * p.heads_per_kv;
 }
 
-// Copy a warpgroup's queries to shared memory, coordinates in the order of K's.
+// A warpgroup's queries in shared memory, coordinates in the order of K's.
 template <typename Plan>
-__device__ __forceinline__ void load_rows(RowsShared<Plan>& shared,
-                                          const __half* p_queries, int group) {
-  constexpr uint32_t kPanelBytes = kGroupRows * kRowBytes;
-  constexpr int kPairs = HEAD_SIZE / 16;  // of chunks
-  const int thread = threadIdx.x % kGroupThreads;
-  uint8_t* target = shared.queries[group][0][0];
+struct SharedQueries {
+  uint32_t operand;
+
+  __device__ __forceinline__ SharedQueries(RowsShared<Plan>& shared,
+                                           const __half* p_queries, int group,
+                                           int) {
+    constexpr uint32_t kPanelBytes = kGroupRows * kRowBytes;
+    constexpr int kPairs = HEAD_SIZE / 16;  // of chunks
+    const int thread = threadIdx.x % kGroupThreads;
+    uint8_t* target = shared.queries[group][0][0];
 #pragma unroll 2
-  for (int index = thread; index < kGroupRows * kPairs;
-       index += kGroupThreads) {
-    const int row = index / kPairs, i = index % 4, j = index % kPairs / 4 * 2;
-    const int query = shared.rows[kGroupRows * group + row];
-    uint32_t chunks[2][4] = {};
-    if (query >= 0) {
-      const __half* p_query =
-          p_queries + int64_t(query) * HEAD_SIZE + 2 * i * NUM_UNITS + j;
+    for (int index = thread; index < kGroupRows * kPairs;
+         index += kGroupThreads) {
+      const int row = index / kPairs, i = index % 4, j = index % kPairs / 4 * 2;
+      const int query = shared.rows[kGroupRows * group + row];
+      uint32_t chunks[2][4] = {};
+      if (query >= 0) {
+        const __half* p_query =
+            p_queries + int64_t(query) * HEAD_SIZE + 2 * i * NUM_UNITS + j;
 #pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const __half* own = p_query + kLaneUnits * key_place(t);
-        const uint32_t x = *reinterpret_cast<const uint32_t*>(own);
-        const uint32_t y = *reinterpret_cast<const uint32_t*>(own + NUM_UNITS);
-        chunks[0][t] = __byte_perm(x, y, 0x5410);
-        chunks[1][t] = __byte_perm(x, y, 0x7632);
+        for (int t = 0; t < 4; ++t) {
+          const __half* own = p_query + kLaneUnits * key_place(t);
+          const uint32_t x = *reinterpret_cast<const uint32_t*>(own);
+          const uint32_t y =
+              *reinterpret_cast<const uint32_t*>(own + NUM_UNITS);
+          chunks[0][t] = __byte_perm(x, y, 0x5410);
+          chunks[1][t] = __byte_perm(x, y, 0x7632);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int chunk = 4 * (j + k) + i;
+        *reinterpret_cast<uint4*>(target + chunk / 8 * kPanelBytes +
+                                  swizzled(row, chunk % 8)) = {
+            chunks[k][0], chunks[k][1], chunks[k][2], chunks[k][3]};
       }
     }
+    fence_async_proxy();
+    sync_group(group);
+    operand = wgmma_operand(shared_address(shared.queries[group]), 16);
+  }
+
+  // Add to the scores what 16 coordinates have of them.
+  __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
+                                           int k, uint64_t keys) const {
+    constexpr uint32_t kQueryPanel = kGroupRows * kRowBytes / 16;
+    wgmma_deep(scores,
+               wgmma_descriptor(operand + k / 4 * kQueryPanel + k % 4 * 2,
+                                kOperandLayout),
+               keys, k > 0);
+  }
+};
+
+// The same as A fragments.
+template <typename Plan>
+struct HeldQueries {
+  uint32_t words[HEAD_SIZE / 4];
+
+  __device__ __forceinline__ HeldQueries(const RowsShared<Plan>& shared,
+                                         const __half* p_queries, int,
+                                         int first_row) {
+    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int chunk = 4 * (j + k) + i;
-      *reinterpret_cast<uint4*>(target + chunk / 8 * kPanelBytes +
-                                swizzled(row, chunk % 8)) = {
-          chunks[k][0], chunks[k][1], chunks[k][2], chunks[k][3]};
+    for (int r = 0; r < 2; ++r) {
+      const int query = shared.rows[first_row + 8 * r];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const __half* own = p_queries + int64_t(query) * HEAD_SIZE +
+                            2 * i * NUM_UNITS + kLaneUnits * key_place(t);
+        uint32_t x[kLaneUnits / 2] = {}, y[kLaneUnits / 2] = {};
+        if (query >= 0) {
+          load_words(x, reinterpret_cast<const uint8_t*>(own));
+          load_words(y, reinterpret_cast<const uint8_t*>(own + NUM_UNITS));
+        }
+#pragma unroll
+        for (int j = 0; j < kLaneUnits; ++j) {
+          const int chunk = 4 * j + i;
+          words[chunk / 2 * 4 + chunk % 2 * 2 + r] =
+              __byte_perm(x[j / 2], y[j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
+        }
+      }
     }
   }
-  fence_async_proxy();
-  sync_group(group);
-}
+
+  __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
+                                           int k, uint64_t keys) const {
+    wgmma_registers(scores, words[4 * k], words[4 * k + 1], words[4 * k + 2],
+                    words[4 * k + 3], keys, k > 0);
+  }
+};
+
+template <typename Plan>
+using RowsQueries = std::conditional_t<Plan::kHoldsQueries, HeldQueries<Plan>,
+                                       SharedQueries<Plan>>;
 
 // Write a warpgroup's results.
 template <typename Plan>
@@ -148,18 +209,16 @@ __device__ __forceinline__ void pass_steps(RowsShared<Plan>& shared,
 // Ask for a step's scores.
 template <typename Plan>
 __device__ __forceinline__ void multiply_keys(
-    float (&scores)[Plan::kTokens / 2], uint32_t queries, uint32_t keys) {
-  constexpr uint32_t kQueryPanel = kGroupRows * kRowBytes / 16;
+    float (&scores)[Plan::kTokens / 2], const RowsQueries<Plan>& queries,
+    uint32_t keys) {
   constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < HEAD_SIZE / 16; ++k) {
     const uint32_t panel = k / 4, place = k % 4 * 2;
-    wgmma_deep(
-        scores,
-        wgmma_descriptor(queries + panel * kQueryPanel + place, kOperandLayout),
-        wgmma_descriptor(keys + panel * kKeyPanel + place, kOperandLayout),
-        k > 0);
+    queries.multiply(
+        scores, k,
+        wgmma_descriptor(keys + panel * kKeyPanel + place, kOperandLayout));
   }
   wgmma_commit();
 }
@@ -199,7 +258,6 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     return;
   }
   const int64_t first_query = p.first_query(segment.seq);
-  load_rows(shared, p.query + first_query * HEAD_SIZE, group);
   const int warp = threadIdx.x / 32 % 4;
   const int first_row = kGroupRows * group + 16 * warp + lane / 4;
   RowsAccumulator acc;
@@ -209,8 +267,8 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     const int row = shared.rows[first_row + 8 * r];
     acc.factor[r] = row >= 0 ? p.query_scale[first_query + row] : 0.0f;
   }
-  const uint32_t queries =
-      wgmma_operand(shared_address(shared.queries[group]), 16);
+  const RowsQueries<Plan> queries(shared, p.query + first_query * HEAD_SIZE,
+                                  group, first_row);
   const uint32_t all_keys = wgmma_operand(shared_address(shared.keys), 16);
   const uint32_t all_values = wgmma_operand(shared_address(shared.values), 16);
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;

@@ -13,9 +13,9 @@
 namespace {
 
 struct ExtendRows {
-  using Plan =
-      turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS, ROWS_TILES,
-                      ROWS_STAGES, ROWS_COPIES, ROWS_REGISTERS>;
+  using Plan = turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS,
+                               ROWS_TILES, ROWS_STAGES, ROWS_COPIES,
+                               ROWS_REGISTERS, ROWS_HOLDS_QUERIES>;
   static constexpr int kThreads = Plan::kThreads;
   static constexpr size_t kSharedBytes = sizeof(turbo::RowsShared<Plan>);
   static_assert(Plan::kBlocks * (kSharedBytes + 1024) <= 228 * 1024);

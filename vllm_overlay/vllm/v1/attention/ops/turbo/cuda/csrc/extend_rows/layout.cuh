@@ -29,13 +29,15 @@ constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 // turns. kBlocks: of a multiprocessor. kTiles: of a step. kStages: steps that
 // are decoded and not yet attended to. kCopies: a producer's steps whose pages
 // are being copied. kRegisters: of a consumer, of which producers have what is
-// left.
+// left. kHoldsQueries: a consumer has its queries in registers, not in shared
+// memory.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
-          int kStages_, int kCopies_, int kRegisters_>
+          int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_>
 struct RowsPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
   static constexpr int kStages = kStages_, kCopies = kCopies_;
+  static constexpr bool kHoldsQueries = kHoldsQueries_;
   static constexpr int kRows = kGroupRows * kConsumers;
   static constexpr int kThreads = kGroupThreads * (kConsumers + kProducers);
   static constexpr int kConsumerWarps = 4 * kConsumers;
@@ -60,7 +62,8 @@ template <typename Plan>
 struct alignas(1024) RowsShared {
   // [panel][row][16-byte chunk, swizzled]: queries by coordinates, tokens by
   // coordinates, and coordinates by tokens.
-  uint8_t queries[Plan::kConsumers][kKeyPanels][kGroupRows][kRowBytes];
+  uint8_t queries[Plan::kHoldsQueries ? 1 : Plan::kConsumers][kKeyPanels]
+                 [kGroupRows][kRowBytes];
   uint8_t keys[Plan::kStages][kKeyPanels][Plan::kTokens][kRowBytes];
   uint8_t values[Plan::kStages][Plan::kValuePanels][HEAD_SIZE][kRowBytes];
   alignas(128) uint8_t
