@@ -95,9 +95,8 @@ def test_outputs_that_the_kernel_does_not_take_are_told():
 
 
 @requires_nvcc
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_without_spills(capability):
+def test_compiles_without_spills():
     module = latent_gather.module(LatentFormat.from_cache_dtype("turbo3", 576))
-    found, ptx = compile_to_ptx(module, capability, NVCC)
+    found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.spills == 0
-    check_overlap(module.kernel, capability, ptx)
+    check_overlap(module.kernel, 90, ptx)

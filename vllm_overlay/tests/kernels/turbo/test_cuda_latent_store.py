@@ -243,8 +243,7 @@ def test_inputs_that_the_kernel_does_not_take_are_told():
 
 
 @requires_nvcc
-@pytest.mark.parametrize("capability", [80, 90])
-@latent_presets
+@pytest.mark.parametrize("name, capability", [("turbo3", 80), ("turbo4", 90)])
 def test_compiles_without_spills(name, capability):
     module = latent_store.module(LatentFormat.from_cache_dtype(name, 576))
     found, ptx = compile_to_ptx(module, capability, NVCC)
