@@ -160,7 +160,10 @@ def test_a_wrong_answer_of_the_small_model_is_a_failure(
     assert ("answer is wrong" in output.err) == (status != 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)],
+)
 def test_leaves_nothing_running_when_stopped(tmp_path: Path, number: signal.Signals):
     run = Run(tmp_path / "log", "--kv-cache-dtype", "auto")
     run.wait_for(lambda: "[4/5]" in run.log.read_text())
