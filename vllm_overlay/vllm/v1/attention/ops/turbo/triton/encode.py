@@ -312,8 +312,9 @@ def encode_vectors(
 ):
     """Rotate and quantise vectors of one side, or latents, into their tiles.
 
-    Of latents, coordinate r here is the rotated vector's ``r % G * 16 + r // G``: they
-    have a group's side by side. The rest is as of keys, but for the words.
+    Of latents, which have a group's coordinates side by side, coordinate r here is the
+    rotated vector's ``r % G * 16 + r // G``, and the matrix has its columns in this
+    order. The rest is as of keys, but for the words.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
@@ -328,8 +329,6 @@ def encode_vectors(
     for i in tl.static_range(8 // FOLD):
         coordinate = (i * FOLD + column // BLOCK_U) * NUM_UNITS + unit
         inside = unit < NUM_UNITS
-        if IS_LATENT:
-            coordinate = coordinate % NUM_GROUPS * 16 + coordinate // NUM_GROUPS
         rotated = rotate_integers(
             integers, matrix_ptr, coordinate, inside, HEAD_SIZE, BLOCK_D
         )

@@ -36,5 +36,5 @@ class TritonLatentKernels(NamedTuple):
         return latent_store.store_sizes(layout)
 
     def make_matrices(self, rank: int, device: torch.device) -> None:
-        for inverse in (False, True):
-            rotation_matrix(rank, device, inverse=inverse)
+        latent_store.encoder_matrix(rank, device)
+        rotation_matrix(rank, device, inverse=True)

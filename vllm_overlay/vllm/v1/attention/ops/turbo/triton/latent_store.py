@@ -5,6 +5,8 @@
 in one launch.
 """
 
+from functools import cache
+
 import torch
 
 from vllm.triton_utils import tl, triton
@@ -77,7 +79,7 @@ def _store_latent_kernel(
     k_pe_ptr,  # [T, R], or None
     kv_cache_ptr,  # [num_blocks, N, C] uint8
     slot_mapping_ptr,  # [T]
-    matrix_ptr,  # [L, L] fp16
+    matrix_ptr,  # [L, L] fp16, from ``encoder_matrix``
     scratch_ptr,  # [T, L] fp32, or None
     num_tokens,
     inverse_sqrt_l,
@@ -140,6 +142,25 @@ def _store_latent_kernel(
         )
 
 
+@cache
+def encoder_matrix(rank: int, device: torch.device) -> torch.Tensor:
+    """The rotation with its columns in the order that vectors are encoded in, so that
+    what a step loads is contiguous.
+
+    Args:
+        rank: L.
+        device: Where it is kept.
+
+    Returns:
+        (L, L) contiguous fp16, entries +-1: column e * L / 16 + g is coordinate
+        16 * g + e of a rotated latent.
+
+    """
+    matrix = rotation_matrix(rank, torch.device("cpu"))
+    by_group = matrix.view(rank, rank // fmt.SCALE_GROUP, fmt.SCALE_GROUP)
+    return by_group.transpose(1, 2).reshape(rank, rank).to(device)
+
+
 def default_tuning(rank: int) -> StoreTuning:
     """Launch parameters by what compiles to few spills: with half as many warps a
     latent of 512 has eight times as many.
@@ -183,7 +204,7 @@ def store(
         k_pe,
         kv_cache,
         slot_mapping,
-        rotation_matrix(rank, kv_cache.device),
+        encoder_matrix(rank, kv_cache.device),
         scratch,
         num_tokens,
         inverse_sqrt(rank),
