@@ -30,11 +30,17 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAMetadataBuilder
+from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
+# Whose requests may read each other's pages.
+BUILDERS = TurboMetadataBuilder, TurboMLAMetadataBuilder
 # To empty the prefix cache.
 ATTEMPTS = 100
 # Of vLLM's counters, by name in the result.
@@ -65,14 +71,24 @@ class Swap:
 
     @contextmanager
     def installed(self) -> Iterator["Swap"]:
-        build = TurboMetadataBuilder.build
+        builds = {builder: builder.build for builder in BUILDERS}
+        for builder, build in builds.items():
+            builder.build = self._swapped(build)  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            for builder, build in builds.items():
+                builder.build = build  # type: ignore[method-assign]
+
+    def _swapped(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """A builder's method that swaps the page, if two requests decode."""
 
         def swapped(
-            builder: TurboMetadataBuilder,
+            builder: AttentionMetadataBuilder,
             common_prefix_len: int,
             common_attn_metadata: CommonAttentionMetadata,
             fast_build: bool = False,
-        ) -> TurboMetadata:
+        ) -> Any:
             common = common_attn_metadata
             metadata = build(builder, common_prefix_len, common, fast_build)
             if self.page is None or metadata.num_decodes != 2:
@@ -83,11 +99,7 @@ class Swap:
             common = replace(common, block_table_tensor=table)
             return build(builder, common_prefix_len, common, fast_build)
 
-        TurboMetadataBuilder.build = swapped  # type: ignore[method-assign]
-        try:
-            yield self
-        finally:
-            TurboMetadataBuilder.build = build  # type: ignore[method-assign]
+        return swapped
 
 
 @contextmanager

@@ -4,8 +4,8 @@
 
 It hands on the target's hidden state and adds some of its own attention, so some of its
 drafts are right and many are not; the head is the target's. EAGLE's attention has heads
-of another size and number than the target's, MTP's has the target's. The same arguments
-always write the same bytes.
+of another size and number than the target's, MTP's has the target's, and latents where
+the target has them. The same arguments always write the same bytes.
 
 vLLM makes an MTP layer by the target's configuration, which has to say that it has one:
 `target_overrides` is what `--hf-overrides` needs.
@@ -29,6 +29,8 @@ ARCHITECTURES = {
     "eagle3": ("llama", "LlamaForCausalLMEagle3"),
     "mtp": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
 }
+# MTP's of a target with latents.
+LATENT_MTP = "deepseek_v3", "DeepseekV3ForCausalLM"
 # Hidden states of the target that EAGLE 3 takes: of its last layer's input, and two.
 NUM_AUX = 3
 
@@ -44,10 +46,9 @@ class Weights:
 
     def __init__(self, config: dict[str, Any], seed: int) -> None:
         self.generator = np.random.Generator(np.random.PCG64(seed))
+        self.config = config
         self.hidden = config["hidden_size"]
         self.inner = config["intermediate_size"]
-        self.q_size = config["num_attention_heads"] * config["head_dim"]
-        self.kv_size = config["num_key_value_heads"] * config["head_dim"]
 
     def normal(self, *shape: int, deviation: float = NOISE) -> torch.Tensor:
         values = self.generator.standard_normal(shape) * deviation
@@ -64,21 +65,53 @@ class Weights:
         )
         return weight
 
-    def layer(self, inputs: int = 1) -> dict[str, torch.Tensor]:
-        """A decoder layer, without the norm before its attention."""
-        hidden, inner = self.hidden, self.inner
+    def attention(self, inputs: int) -> dict[str, torch.Tensor]:
+        """Attention from so many hidden states' projections."""
+        hidden, head_dim = self.hidden, self.config["head_dim"]
+        q_size = self.config["num_attention_heads"] * head_dim
+        kv_size = self.config["num_key_value_heads"] * head_dim
         sharp = 4 * hidden**-0.5
         return {
             "self_attn.q_proj.weight": self.normal(
-                self.q_size, inputs * hidden, deviation=sharp
+                q_size, inputs * hidden, deviation=sharp
             ),
             "self_attn.k_proj.weight": self.normal(
-                self.kv_size, inputs * hidden, deviation=sharp
+                kv_size, inputs * hidden, deviation=sharp
             ),
             "self_attn.v_proj.weight": self.normal(
-                self.kv_size, inputs * hidden, deviation=hidden**-0.5
+                kv_size, inputs * hidden, deviation=hidden**-0.5
             ),
-            "self_attn.o_proj.weight": self.normal(hidden, self.q_size),
+            "self_attn.o_proj.weight": self.normal(hidden, q_size),
+        }
+
+    def latent_attention(self) -> dict[str, torch.Tensor]:
+        """Attention to latents, of queries that are not compressed."""
+        config, hidden = self.config, self.hidden
+        heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        value = config["v_head_dim"]
+        sharp = 4 * hidden**-0.5
+        return {
+            "self_attn.q_proj.weight": self.normal(
+                heads * (nope + rope), hidden, deviation=sharp
+            ),
+            "self_attn.kv_a_proj_with_mqa.weight": self.normal(
+                rank + rope, hidden, deviation=hidden**-0.5
+            ),
+            "self_attn.kv_a_layernorm.weight": torch.ones(rank, dtype=torch.bfloat16),
+            "self_attn.kv_b_proj.weight": self.normal(
+                heads * (nope + value), rank, deviation=rank**-0.5
+            ),
+            "self_attn.o_proj.weight": self.normal(hidden, heads * value),
+        }
+
+    def layer(self, inputs: int = 1) -> dict[str, torch.Tensor]:
+        """A decoder layer, without the norm before its attention."""
+        hidden, inner = self.hidden, self.inner
+        has_latents = "kv_lora_rank" in self.config
+        attention = self.latent_attention() if has_latents else self.attention(inputs)
+        return {
+            **attention,
             "mlp.gate_proj.weight": self.normal(inner, hidden),
             "mlp.up_proj.weight": self.normal(inner, hidden),
             "mlp.down_proj.weight": self.normal(hidden, inner),
@@ -116,6 +149,22 @@ def mtp_weights(weights: Weights, target: dict) -> dict[str, torch.Tensor]:
     }
 
 
+def latent_mtp_weights(
+    weights: Weights, target: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    own = {
+        "input_layernorm.weight": weights.norm(),
+        "enorm.weight": weights.norm(),
+        "hnorm.weight": weights.norm(),
+        "eh_proj.weight": weights.projection(2, 1),
+        "embed_tokens.weight": target[EMBEDDING].clone(),
+        "shared_head.norm.weight": weights.norm(),
+        "shared_head.head.weight": target["lm_head.weight"].clone(),
+    }
+    prefix = f"model.layers.{weights.config['num_hidden_layers']}."
+    return named(prefix, weights.layer() | own)
+
+
 EMBEDDING = "model.embed_tokens.weight"
 WEIGHTS = {"eagle": eagle_weights, "eagle3": eagle3_weights, "mtp": mtp_weights}
 
@@ -125,21 +174,26 @@ def target_overrides(method: str, target: Path) -> dict[str, Any]:
     if method != "mtp":
         return {}
     own = json.loads((target / "config.json").read_text())
+    if "kv_lora_rank" in own:
+        return {"num_nextn_predict_layers": 1}
     layers = ["full_attention"] * (own["num_hidden_layers"] + 1)
     return {"num_nextn_predict_layers": 1, "layer_types": layers}
 
 
-def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
-    """Writes config and weights of a drafter into `folder`, which it makes.
+def draft_config(method: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns a drafter's configuration.
 
     Args:
-        folder: Where to.
         method: Of vLLM's speculative methods, one of `WEIGHTS`.
-        target: The target model's folder.
-        seed: Of the weights.
+        own: The target's configuration.
 
     """
-    own = json.loads((target / "config.json").read_text())
+    if method == "mtp" and "kv_lora_rank" in own:
+        model_type, architecture = LATENT_MTP
+        # The layer that drafts is dense, too.
+        dense = {"first_k_dense_replace": own["num_hidden_layers"] + 1}
+        kind = {"architectures": [architecture], "model_type": model_type}
+        return own | kind | dense | {"num_nextn_predict_layers": 1}
     model_type, architecture = ARCHITECTURES[method]
     shared = (
         "hidden_size",
@@ -159,14 +213,26 @@ def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
         "torch_dtype": "bfloat16",
     }
     if method == "mtp":
-        config["num_nextn_predict_layers"] = 1
-    else:
-        config |= HEADS | {"num_hidden_layers": 1}
+        return config | {"num_nextn_predict_layers": 1}
+    return config | HEADS | {"num_hidden_layers": 1}
+
+
+def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
+    """Writes config and weights of a drafter into `folder`, which it makes.
+
+    Args:
+        folder: Where to.
+        method: Of vLLM's speculative methods, one of `WEIGHTS`.
+        target: The target model's folder.
+        seed: Of the weights.
+
+    """
+    own = json.loads((target / "config.json").read_text())
+    config = draft_config(method, own)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    tensors = WEIGHTS[method](
-        Weights(config, seed), load_file(target / "model.safetensors")
-    )
+    write = latent_mtp_weights if "kv_lora_rank" in config else WEIGHTS[method]
+    tensors = write(Weights(config, seed), load_file(target / "model.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -168,6 +168,28 @@ def test_drafters(
     assert drafters and all(page == [BLOCK * slot, False] for page in drafters)
 
 
+def test_a_drafter_of_latents(tmp_path: Path):
+    """It is one layer more of its target, and dense."""
+    target = Path(__file__).resolve().parents[2] / "models" / "needle-deepseek-v3"
+    write_draft(tmp_path, "mtp", target)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    assert config["first_k_dense_replace"] > layers
+    assert target_overrides("mtp", target) == {"num_nextn_predict_layers": 1}
+
+    def shapes(folder: Path, prefix: str) -> dict[str, torch.Size]:
+        weights = load_file(folder / "model.safetensors").items()
+        return {
+            name.removeprefix(prefix): weight.shape
+            for name, weight in weights
+            if name.startswith(prefix)
+        }
+
+    own = shapes(tmp_path, f"model.layers.{layers}.")
+    assert shapes(target, "model.layers.0.").items() <= own.items()
+    assert len(own) == len(shapes(tmp_path, ""))
+
+
 def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
     """By vLLM's kernels, which model runner V2 alone has without a GPU."""
     args = {

@@ -6,17 +6,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from equality_child import Swap  # noqa: E402
+from equality_child import BUILDERS, Swap  # noqa: E402
 
 
-def test_swapped_pages_are_planned(monkeypatch):
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_swapped_pages_are_planned(builder, monkeypatch):
     """The builder takes them, and whatever it plans from them."""
     lens = torch.tensor([9, 9], dtype=torch.int32)
     common = CommonAttentionMetadata(
@@ -36,10 +37,10 @@ def test_swapped_pages_are_planned(monkeypatch):
         table = common_attn_metadata.block_table_tensor.tolist()
         return SimpleNamespace(num_decodes=num_decodes, planned=table)
 
-    monkeypatch.setattr(TurboMetadataBuilder, "build", build)
+    monkeypatch.setattr(builder, "build", build)
 
     def planned() -> list[list[int]]:
-        return TurboMetadataBuilder.build(None, 0, common_attn_metadata=common).planned
+        return builder.build(None, 0, common_attn_metadata=common).planned
 
     with Swap().installed() as swap:
         assert planned() == [[0, 1, 2], [3, 4, 5]]
