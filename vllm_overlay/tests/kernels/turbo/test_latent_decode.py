@@ -4,6 +4,7 @@
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from vllm.v1.attention.ops.turbo import latent_interface, reference
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import LATENT_MAX_SPLITS
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 
 from .latent_utils import (
@@ -49,6 +51,7 @@ def attend(
     num_splits: int = 2,
     dtype: torch.dtype | None = None,
     scale: float = SCALE,
+    tuning: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and LSE of a batch, with scratch of NaN."""
     from vllm.v1.attention.ops.turbo.triton.latent_decode import decode_attention
@@ -68,7 +71,7 @@ def attend(
     lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
     batch = DecodeBatch(num_seqs, table, lens, query_len, start_loc)
     decode_attention(
-        query, query_rope, cache, layout, batch, partials, output, lse, scale
+        query, query_rope, cache, layout, batch, partials, output, lse, scale, tuning
     )
     return output, lse
 
@@ -118,13 +121,22 @@ def check_attention(
     num_heads: int = 4,
     block_size: int = 32,
     num_splits: int = 2,
+    tuning: Any = None,
 ) -> None:
     cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
     table = make_block_table(seq_lens, block_size)
     fill_latent_cache(cache, table, seq_lens, layout, dtype)
     query, query_rope = queries(layout, sum(query_lens), num_heads, dtype)
     output, lse = attend(
-        query, query_rope, cache, layout, table, seq_lens, query_lens, num_splits
+        query,
+        query_rope,
+        cache,
+        layout,
+        table,
+        seq_lens,
+        query_lens,
+        num_splits,
+        tuning=tuning,
     )
     first = 0
     for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens)):
@@ -166,13 +178,48 @@ def test_several_query_tokens(name, query_lens, num_splits):
     )
 
 
+@pytest.mark.parametrize("head_size", [576, 256])
+@pytest.mark.parametrize(
+    "name, tile",
+    [("turbo4", "SMALL_TILE"), ("turbo3", "SMALL_TILE"), ("turbo4", "LARGE_TILE")],
+)
+def test_tiles(name, head_size, tile):
+    """Of rows and tokens: whatever the GPU, each attends to any number of either."""
+    from vllm.v1.attention.ops.turbo.triton import latent_decode
+
+    layout = LatentFormat.from_cache_dtype(name, head_size)
+    lens = [70, 5, 64], [1, 4, 2]
+    check_attention(layout, *lens, BF16, 20, tuning=getattr(latent_decode, tile))
+
+
+def test_magnitudes_of_a_query():
+    """Rows far from what fp16 holds, and parts far from each other."""
+    layout = LatentFormat.from_cache_dtype("turbo4", 320)
+    cache = latent_cache(layout, num_blocks_for([40], 32), 32)
+    table = make_block_table([40], 32)
+    fill_latent_cache(cache, table, [40], layout)
+    latent, rope = latent_reference.load(cache, slots_of(table[0], 0, 40, 32), layout)
+    query, query_rope = queries(layout, 1, 6, BF16)
+    assert query_rope is not None
+    powers = torch.tensor([0, 100, -100, 0, 12, -100], device=DEVICE)
+    rope_powers = torch.tensor([0, 100, -100, 12, 0, 0], device=DEVICE)
+    query = query * 2.0 ** powers[:, None].to(BF16)
+    query_rope = query_rope * 2.0 ** rope_powers[:, None].to(BF16)
+    # Of the softmax's largest score nothing is lost where one token has all weight.
+    whole = torch.cat([query, query_rope], -1)[0].float()
+    scores = whole @ torch.cat([latent, rope], -1).T * SCALE
+    _, lse = attend(query, query_rope, cache, layout, table, [40])
+    expected = scores.logsumexp(-1)
+    torch.testing.assert_close(lse[0], expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("num_heads", [1, 16, 20])
 def test_numbers_of_heads(num_heads):
     layout = LatentFormat.from_cache_dtype("turbo4", 320)
     check_attention(layout, [40], [2], FP16, num_heads)
 
 
-@pytest.mark.parametrize("num_splits", [1, 64])
+@pytest.mark.parametrize("num_splits", [1, 64, LATENT_MAX_SPLITS])
 def test_splits(num_splits):
     layout = LatentFormat.from_cache_dtype("turbo4", 320)
     check_attention(layout, [1, 80], [1, 1], FP16, num_splits=num_splits)
@@ -281,13 +328,12 @@ def test_page_beyond_4_gib():
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_number_of_splits(query_len):
     """Enough programs for the GPU, fewer splits for larger batches."""
-    from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
     from vllm.v1.attention.ops.turbo.triton.latent_decode import num_decode_splits
 
     counts = [num_decode_splits(batch, 16, 132, query_len) for batch in range(1, 999)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 1
-    assert all(1 <= count <= MAX_KV_SPLITS for count in counts)
+    assert all(1 <= count <= LATENT_MAX_SPLITS for count in counts)
 
 
 def test_entry_points_are_the_interfaces():

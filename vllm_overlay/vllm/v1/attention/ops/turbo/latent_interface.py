@@ -11,12 +11,14 @@ from typing import Protocol
 import torch
 
 from vllm.v1.attention.ops.turbo.interface import (
-    MAX_KV_SPLITS,
     DecodeBatch,
     Partials,
     check_pages,
 )
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+
+# Splits of a sequence, at most.
+LATENT_MAX_SPLITS = 256
 
 
 class LatentStoreFn(Protocol):
@@ -194,7 +196,6 @@ def check_latent_query(
     partials: Partials,
     output: torch.Tensor,
     lse: torch.Tensor,
-    max_splits: int = MAX_KV_SPLITS,
 ) -> int:
     """Check what kernels take for granted of a call of ``decode_attention``.
 
@@ -206,7 +207,6 @@ def check_latent_query(
         partials: Scratch.
         output: (T, Hq, L).
         lse: (T, Hq) fp32.
-        max_splits: Splits of a sequence that the kernel merges, at most.
 
     Returns:
         Splits that the partial results have room for.
@@ -225,4 +225,4 @@ def check_latent_query(
     assert all(tensor.stride(-1) == 1 for tensor in tensors)
     assert all(tensor.is_contiguous() for tensor in partials)
     assert partials.output.shape[1:] == query.shape[1:], partials.output.shape
-    return batch.num_splits(partials.lse.shape[0], max_splits)
+    return batch.num_splits(partials.lse.shape[0], LATENT_MAX_SPLITS)

@@ -15,6 +15,7 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
 from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, half2_bits
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent_interface import LATENT_MAX_SPLITS
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
 from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 
@@ -27,8 +28,6 @@ _WORD_BITS = 32
 _KEY_BYTE_BIAS = 128
 
 _Constants = dict[str, int | str]
-# Splits of a sequence, at most, that the merge of MLA has room for.
-LATENT_MAX_SPLITS = 256
 
 
 def _float(value: float) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import LATENT_MAX_SPLITS, latent_header
+from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     FIRST_CAPABILITY,
     Plan,
@@ -22,7 +22,10 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
 )
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import check_latent_query
+from vllm.v1.attention.ops.turbo.latent_interface import (
+    LATENT_MAX_SPLITS,
+    check_latent_query,
+)
 
 # Splits of all query tokens of a batch that there is room for in any case.
 _MAX_PARTIALS = 1024
@@ -171,16 +174,7 @@ def decode_attention(
     """
     if batch.num_seqs == 0:
         return
-    check_latent_query(
-        query,
-        query_rope,
-        layout,
-        batch,
-        partials,
-        output,
-        lse,
-        LATENT_MAX_SPLITS,
-    )
+    check_latent_query(query, query_rope, layout, batch, partials, output, lse)
     if plans is None:
         plans = plans_on(kv_cache.device.index or 0)
     plan = plan_for(query.shape[1] * batch.query_len, plans)

@@ -4,7 +4,8 @@
 """Unpacking of latents and rotary keys, for Triton kernels (see ``latent_format``).
 
 Codes of three bits become words of those of four, so what follows is the same. A latent
-is decoded by chunks, each of the coordinates that share a word of scales.
+is decoded by chunks, each of the coordinates that share a word of scales. All tokens
+that are named are read: whoever has fewer names one of them again.
 """
 
 from functools import cache
@@ -23,6 +24,9 @@ _USE_PTX = tl.constexpr(
 _WORD_CODES = tl.constexpr(latent_fmt.WORD_CODES)
 _GROUP_WORDS = tl.constexpr(fmt.SCALE_GROUP // latent_fmt.WORD_CODES)
 _GROUP = tl.constexpr(fmt.SCALE_GROUP)
+# A power of two above the largest code.
+ROPE_UNIT = tl.constexpr(float(latent_fmt.ROPE_CODE_MAX + 1))
+_INVERSE_ROPE_UNIT = tl.constexpr(1 / (latent_fmt.ROPE_CODE_MAX + 1))
 
 
 @cache
@@ -87,7 +91,6 @@ def load_latent_words(
     tile_ptr,  # [N, 1] uint8 pointers to tiles
     token,  # [N, 1] place in the tile
     word,  # [1, W]
-    mask,  # [N, W]
     RANK: tl.constexpr,
     BITS: tl.constexpr,
     PATHS_OFFSET: tl.constexpr,
@@ -96,14 +99,14 @@ def load_latent_words(
     if BITS == 4:
         row_ptr = tile_ptr + token * (RANK // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + word
-        return tl.load(p_word, mask=mask, other=0)
+        return tl.load(p_word)
 
     row_ptr = tile_ptr + token * (RANK // 4)
     p_branch = row_ptr.to(tl.pointer_type(tl.int16)) + word
-    branch = tl.load(p_branch, mask=mask, other=0).to(tl.int32)
+    branch = tl.load(p_branch).to(tl.int32)
     row_ptr = tile_ptr + (PATHS_OFFSET + token * (RANK // 8))
     p_path = row_ptr.to(tl.pointer_type(tl.int16)) + word // _GROUP_WORDS
-    path = tl.load(p_path, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    path = tl.load(p_path).to(tl.int32) & 0xFFFF
     # Those of the word, and of the two codes before it.
     path = (path << 2) >> (word % _GROUP_WORDS * _WORD_CODES)
     differs = path >> 2 ^ path
@@ -160,7 +163,6 @@ def latent_coordinates(
 def load_latents(
     tile_ptr,  # [N] uint8 pointers to tiles
     token,  # [N] place in the tile
-    inside,  # [N], which tokens to load
     INDEX: tl.constexpr,
     RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -170,55 +172,41 @@ def load_latents(
     SCALE_WORDS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
 ):
-    """Load the rotated coordinates of a chunk, fp16 [N, CHUNK].
-
-    They are zeros where no token is inside.
-    """
+    """Load the rotated coordinates of a chunk, fp16 [N, CHUNK]."""
     CHUNK_WORDS: tl.constexpr = CHUNK // _WORD_CODES
     WORD_BYTES: tl.constexpr = SCALE_WORDS[1]
     own_word = tl.arange(0, CHUNK_WORDS)[None, :]
     word = own_word + INDEX * CHUNK_WORDS
     tile_ptr = tile_ptr[:, None]
     token = token[:, None]
-    inside = inside[:, None]
-    mask = inside & (word >= 0)
-    codes = load_latent_words(tile_ptr, token, word, mask, RANK, BITS, PATHS_OFFSET)
+    codes = load_latent_words(tile_ptr, token, word, RANK, BITS, PATHS_OFFSET)
     p_scale = tile_ptr + (SCALES_OFFSET + INDEX * WORD_BYTES)
     p_scale += token * (RANK // CHUNK * WORD_BYTES)
     group = own_word // _GROUP_WORDS
-    # Of any bytes the scale may be NaN, and zero times that is not zero.
     scale = load_scales(
-        p_scale,
-        token * 0,
-        group,
-        group,
-        inside,
-        mask,
-        CHUNK,
-        SCALE_WORDS,
+        p_scale, token * 0, group, group, None, None, CHUNK, SCALE_WORDS
     )
     return latent_coordinates(codes, scale, COEFFICIENTS)
 
 
 @triton.jit
-def load_rope_group(
+def load_ropes(
     tile_ptr,  # [N] uint8 pointers to tiles
     token,  # [N] place in the tile
-    inside,  # [N], which tokens to load
-    GROUP: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     ROPE_SCALES_OFFSET: tl.constexpr,
 ):
-    """Load the codes of a group of rotary coordinates, fp16 [N, 16], and their scale,
-    fp32 [N].
+    """Load rotary coordinates in units of ROPE_UNIT, fp16 [N, ROPE].
 
-    Their product may be more than fp16 holds.
+    None is rounded: a code has 7 bits and a scale 4, and there is an fp16 number for
+    the largest product, and for the last bit of the smallest.
     """
+    tl.static_assert(ROPE == _GROUP * 4)
+    r = tl.arange(0, ROPE)[None, :]
     row_ptr = tile_ptr + (ROPE_OFFSET + token * ROPE)
-    r = tl.arange(0, _GROUP)[None, :] + GROUP * _GROUP
-    p_code = row_ptr[:, None].to(tl.pointer_type(tl.int8)) + r
-    code = tl.load(p_code, mask=inside[:, None], other=0).to(tl.float16)
-    p_scale = tile_ptr + (ROPE_SCALES_OFFSET + token * (ROPE // _GROUP) + GROUP)
-    scale = tl.load(p_scale, mask=inside, other=0)
-    return code, scale_value(scale).to(tl.float32)
+    code = tl.load(row_ptr[:, None].to(tl.pointer_type(tl.int8)) + r).to(tl.float16)
+    row_ptr = tile_ptr + (ROPE_SCALES_OFFSET + token * (ROPE // _GROUP))
+    scale = tl.load(row_ptr[:, None].to(tl.pointer_type(tl.int32)))
+    scale = scale_value(scale >> (r // _GROUP * 8) & 0xFF)
+    return code * (scale * _INVERSE_ROPE_UNIT)

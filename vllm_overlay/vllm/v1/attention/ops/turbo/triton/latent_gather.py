@@ -6,7 +6,6 @@
 import torch
 
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
@@ -16,12 +15,11 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
     divide_by_block,
 )
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
+    ROPE_UNIT,
     latent_constants,
     load_latents,
-    load_rope_group,
+    load_ropes,
 )
-
-_GROUP = tl.constexpr(SCALE_GROUP)
 
 
 @triton.jit(
@@ -73,15 +71,16 @@ def _gather_latent_kernel(
     """Program i: tokens [i * BLOCK_T, ...)."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
-    seq = tl.load(token_to_seq_ptr + t, mask=inside, other=0).to(tl.int64)
-    position = t - tl.load(cu_seq_lens_ptr + seq, mask=inside, other=0)
+    t = tl.minimum(t, num_tokens - 1)
+    seq = tl.load(token_to_seq_ptr + t).to(tl.int64)
+    position = t - tl.load(cu_seq_lens_ptr + seq)
     if seq_starts_ptr is not None:
-        position += tl.load(seq_starts_ptr + seq, mask=inside, other=0)
+        position += tl.load(seq_starts_ptr + seq)
     place, tile = divide_by_block(
         position // TILE, tiles_per_block, block_shift, block_multiplier
     )
     p_block = block_table_ptr + seq * stride_block_table + place
-    block = tl.load(p_block, mask=inside, other=0).to(tl.int64)
+    block = tl.load(p_block).to(tl.int64)
     tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * TILE_BYTES
     token = position % TILE
     output_row = output_ptr + t.to(tl.int64) * stride_output_token
@@ -92,7 +91,6 @@ def _gather_latent_kernel(
         latent = load_latents(
             tile_ptr,
             token,
-            inside,
             i,
             RANK,
             CHUNK,
@@ -114,14 +112,11 @@ def _gather_latent_kernel(
         p_output = output_row[:, None] + c[None, :]
         rotated = (rotated * inverse_sqrt_l).to(dtype)
         tl.store(p_output, rotated, mask=inside[:, None])
-    r = tl.arange(0, _GROUP)[None, :]
-    for i in tl.static_range(ROPE // _GROUP):
-        code, scale = load_rope_group(
-            tile_ptr, token, inside, i, ROPE, ROPE_OFFSET, ROPE_SCALES_OFFSET
-        )
-        rope = (code.to(tl.float32) * scale[:, None]).to(dtype)
-        p_output = output_row[:, None] + (r + (RANK + i * _GROUP))
-        tl.store(p_output, rope, mask=inside[:, None])
+    if ROPE > 0:
+        rope = load_ropes(tile_ptr, token, ROPE, ROPE_OFFSET, ROPE_SCALES_OFFSET)
+        rope = (rope.to(tl.float32) * ROPE_UNIT).to(dtype)
+        r = tl.arange(0, ROPE)[None, :]
+        tl.store(output_row[:, None] + (r + RANK), rope, mask=inside[:, None])
 
 
 def gather(
