@@ -26,6 +26,7 @@ from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .backend_utils import one_rank
+from .latent_utils import latent_presets
 from .mla_utils import make_mla_config, make_mla_layer
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
@@ -71,22 +72,32 @@ def nothing_chosen(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, cache_dtype, words",
-    [
-        (None, "turbo4", "need an NVIDIA GPU"),
-        ((7, 5), "turbo4", "before compute capability 8.0"),
-        ((9, 0), "turbo3", "turbo3 has no CUDA decode kernel"),
-    ],
+    "capability, words",
+    [(None, "need an NVIDIA GPU"), ((7, 5), "before compute capability 8.0")],
 )
 def test_triton_serves_where_cuda_cannot(
-    nothing_chosen, monkeypatch, capability, cache_dtype, words
+    nothing_chosen, monkeypatch, capability, words
 ):
     monkeypatch.setattr(kernels, "current_platform", Platform(capability))
-    layout = LatentFormat.from_cache_dtype(cache_dtype, 576)
-    chosen = kernels.share_latent_kernels("auto", layout, 16, 1).kernels
+    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
     assert chosen.name == TRITON and words in chosen.reason
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{words}"):
-        kernels.share_latent_kernels("cuda", layout, 16, 1)
+        kernels.share_latent_kernels("cuda", LAYOUT, 16, 1)
+
+
+@requires_triton
+@pytest.mark.parametrize("choice", ["auto", "cuda"])
+def test_triton_decodes_what_cuda_stores(nothing_chosen, choice):
+    """Codes of three bits."""
+    layout = LatentFormat.from_cache_dtype("turbo3", 576)
+    chosen = kernels.share_latent_kernels(choice, layout, 16, 1).kernels
+    assert chosen.name == CUDA and "Triton's decode turbo3" in chosen.reason
+    assert chosen.store is latent_store.store and chosen.gather is latent_gather.gather
+    triton = TritonLatentKernels()
+    assert chosen.decode_attention is triton.decode_attention
+    assert chosen.num_decode_splits is triton.num_decode_splits
+    with pytest.raises(RuntimeError, match="turbo3 has no CUDA decode kernel"):
+        latent_decode.module(layout, plans_of(90)[0])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -115,7 +126,9 @@ def test_a_refused_launch_falls_back_for_all_layers(
     monkeypatch.setattr(
         kernels,
         "cuda_latent_kernels",
-        lambda reason: TritonLatentKernels(reason)._replace(store=store, name=CUDA),
+        lambda layout, reason: TritonLatentKernels(reason)._replace(
+            store=store, name=CUDA
+        ),
     )
     monkeypatch.setattr(latent_warm_up, "batches", lambda runner: [[1, 1]])
     runners = [make_mla_layer(config).impl.runner for _ in range(2)]
@@ -147,24 +160,26 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 64, 128])
 @pytest.mark.parametrize("max_query_len", [1, 4, 128])
 @pytest.mark.parametrize("capability", ARCHITECTURES)
+@latent_presets
 def test_whatever_a_step_asks_for_is_built(
-    monkeypatch, capability, num_heads, max_query_len
+    monkeypatch, name, capability, num_heads, max_query_len
 ):
     """And is among what is built before."""
+    layout = LatentFormat.from_cache_dtype(name, 576)
     asked = []
     monkeypatch.setattr(latent_decode, "plans_on", lambda _: plans_of(capability))
     for kernel in (latent_decode, latent_gather, latent_store):
         monkeypatch.setattr(kernel, "build_and_load", lambda *args: asked.append(args))
         kernel.load.cache_clear()
-    found = latent_modules(LAYOUT, num_heads, max_query_len, GPU)
+    found = latent_modules(layout, num_heads, max_query_len, GPU)
     for module in found:
         module.load()
     built = {module for module, _ in asked}
     assert built == {module.make(0) for module in found}
-    for query_len in range(1, max_query_len + 1):
+    for query_len in range(1, max_query_len + 1) if name == "turbo4" else ():
         plan = plan_for(num_heads * query_len, plans_of(capability))
-        assert latent_decode.module(LAYOUT, plan) in built
-    assert {latent_gather.module(LAYOUT), latent_store.module(LAYOUT)} <= built
+        assert latent_decode.module(layout, plan) in built
+    assert {latent_gather.module(layout), latent_store.module(layout)} <= built
     before = all_latent_modules(capability, TURBO_PRESETS, LATENT_SIZES)
     assert {m.name: m.make(0) for m in found}.items() <= before.items()
     for kernel in (latent_decode, latent_gather, latent_store):
@@ -173,6 +188,8 @@ def test_whatever_a_step_asks_for_is_built(
 
 def test_nothing_is_built_where_nothing_serves():
     assert all_latent_modules(75, TURBO_PRESETS, LATENT_SIZES) == {}
-    assert all_latent_modules(90, ["turbo3", "k4v3"], LATENT_SIZES) == {}
+    assert all_latent_modules(90, ["k4v3"], LATENT_SIZES) == {}
+    kernels = {name.split(" ")[0] for name in all_latent_modules(90, ["turbo3"], [576])}
+    assert kernels == {"latent_store", "latent_gather"}
     sizes = {name.split(" ")[1] for name in all_latent_modules(90, ["turbo4"], [320])}
     assert sizes and all(size.startswith("turbo4_256_64") for size in sizes)

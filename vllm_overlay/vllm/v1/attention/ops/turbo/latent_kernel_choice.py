@@ -22,15 +22,24 @@ def triton_latent_kernels(reason: str = "") -> LatentKernels:
     return TritonLatentKernels(reason)
 
 
-def cuda_latent_kernels(reason: str = "") -> LatentKernels:
-    """CUDA's, for layouts and GPUs without a ``cuda_unsupported_reason``."""
+def cuda_latent_kernels(layout: LatentFormat, reason: str = "") -> LatentKernels:
+    """CUDA's, for GPUs without a ``cuda_unsupported_reason``; Triton's decode a layout
+    that CUDA's do not.
+    """
+    from vllm.v1.attention.ops.turbo.cuda import latent_decode
     from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
 
-    return CudaLatentKernels(reason)
+    if latent_decode.serves(layout):
+        return CudaLatentKernels(reason)
+    triton = triton_latent_kernels()
+    return CudaLatentKernels(f"{reason}; Triton's decode {layout.name}")._replace(
+        decode_attention=triton.decode_attention,
+        num_decode_splits=triton.num_decode_splits,
+    )
 
 
-def cuda_unsupported_reason(layout: LatentFormat) -> str | None:
-    """Why there are no CUDA kernels for this device and layout, if so."""
+def cuda_unsupported_reason() -> str | None:
+    """Why there are no CUDA kernels for this device, if so."""
     capability = None
     if current_platform.is_cuda():
         capability = current_platform.get_device_capability()
@@ -38,7 +47,7 @@ def cuda_unsupported_reason(layout: LatentFormat) -> str | None:
         return "the CUDA kernels of MLA need an NVIDIA GPU"
     from vllm.v1.attention.ops.turbo.cuda import latent_decode
 
-    return latent_decode.unsupported_reason(layout, capability.to_int())
+    return latent_decode.unsupported_reason(capability.to_int())
 
 
 @cache
@@ -80,9 +89,9 @@ def share_latent_kernels(
     """
     kernels = choose_between(
         choice,
-        lambda: cuda_unsupported_reason(layout),
+        cuda_unsupported_reason,
         lambda: cuda_build_error(layout, num_heads, max_query_len),
-        cuda_latent_kernels,
+        lambda reason: cuda_latent_kernels(layout, reason),
         triton_latent_kernels,
     )
     return may_fall_back(kernels, triton_latent_kernels)

@@ -31,19 +31,21 @@ from vllm.v1.attention.ops.turbo.latent_interface import (
 _MAX_PARTIALS = 1024
 
 
-def unsupported_reason(layout: LatentFormat, capability: int) -> str | None:
-    """Why a layout has no such kernel on GPUs of a compute capability; None if it has.
+def unsupported_reason(capability: int) -> str | None:
+    """Why GPUs of a compute capability have no CUDA kernels of MLA; None if they have.
 
     Args:
-        layout: The cache's format.
         capability: Such as 90.
 
     """
     if capability < FIRST_CAPABILITY:
-        return "GPUs before compute capability 8.0 have no CUDA decode kernel of MLA"
-    if layout.bits != 4:
-        return f"{layout.name} has no CUDA decode kernel of MLA"
+        return "GPUs before compute capability 8.0 have no CUDA kernels of MLA"
     return None
+
+
+def serves(layout: LatentFormat) -> bool:
+    """Whether the kernel reads a layout's codes: those of four bits."""
+    return layout.bits == 4
 
 
 @cache
@@ -69,9 +71,8 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
         RuntimeError: If there is no instance for the layout.
 
     """
-    reason = unsupported_reason(layout, FIRST_CAPABILITY)
-    if reason is not None:
-        raise RuntimeError(reason)
+    if not serves(layout):
+        raise RuntimeError(f"{layout.name} has no CUDA decode kernel of MLA")
     return CudaModule(
         "latent_decode",
         instance(layout, plan),
@@ -148,9 +149,9 @@ def decode_attention(
 ) -> None:
     """See ``latent_interface.LatentAttentionFn``.
 
-    The layout and the GPU are such as have no ``unsupported_reason``. Queries' strides
-    are even. Coordinates are decoded to fp16: rotary keys are to be within 65504. S may
-    be more than ``MAX_KV_SPLITS``, up to ``LATENT_MAX_SPLITS``.
+    The layout is one that this ``serves``, and the GPU has no ``unsupported_reason``.
+    Queries' strides are even. Coordinates are decoded to fp16: rotary keys are to be
+    within 65504.
 
     Args:
         query: See there, as the next nine.

@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.latent_interface import (
 
 
 class CudaLatentKernels(NamedTuple):
-    """See ``LatentKernels``: for what has no ``latent_decode.unsupported_reason``."""
+    """See ``LatentKernels``: for layouts that ``latent_decode.serves``."""
 
     reason: str = ""
     name: str = CUDA

@@ -25,7 +25,7 @@ def latent_modules(
     """All modules that a layer's batches may ask for, each once.
 
     Args:
-        layout: The cache's format, without a ``latent_decode.unsupported_reason``.
+        layout: The cache's format; of some Triton's kernel decodes.
         num_heads: Query heads.
         max_query_len: Query tokens of a request that attends to packed pages, at most.
         device: The GPU; None for the current one.
@@ -51,6 +51,7 @@ def latent_modules(
     chosen = {
         plan_for(num_heads * query_len, plans)
         for query_len in range(1, max_query_len + 1)
+        if latent_decode.serves(layout)
     }
     for plan in sorted(chosen):
         found.append(
@@ -79,14 +80,14 @@ def all_latent_modules(
         The modules by name.
 
     """
+    if latent_decode.unsupported_reason(capability):
+        return {}
     device = torch.device("cuda", 0)  # not asked for anything
     found = {}
     for name, size in product(cache_dtypes, head_sizes):
         if name not in LATENT_PRESETS:
             continue
         layout = LatentFormat.from_cache_dtype(name, size)
-        if latent_decode.unsupported_reason(layout, capability):
-            continue
         # Of one head, so many query tokens that each plan serves some.
         plans = plans_of(capability)
         rows = max(plan.columns for plan in plans)
