@@ -22,7 +22,6 @@ from vllm.v1.attention.ops.turbo.cuda.build import compiler_flags, module_name
 from vllm.v1.attention.ops.turbo.cuda.compiler import nvcc_release
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     COPYING_SLICES,
-    RELAYS,
     SLICES,
     WARPGROUPS,
     Plan,
@@ -50,15 +49,13 @@ from .utils import (
     spread_pages,
 )
 
-PLANS = (*WARPGROUPS, *RELAYS, *SLICES, *COPYING_SLICES)
+PLANS = (*WARPGROUPS, *SLICES, *COPYING_SLICES)
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
 SCALE = 192**-0.5
 
 
 def name_of(plan: Plan) -> str:
     kind = "warpgroups"
-    if plan.producers:
-        kind = "relay"
     if plan.teams:
         kind = "slices" if plan.is_bulk else "copying-slices"
     return f"{plan.columns}-{kind}"

@@ -59,8 +59,6 @@ def plans_on(device_id: int) -> tuple[Plan, ...]:
 def instance(layout: LatentFormat, plan: Plan) -> str:
     """The name of a module's instance."""
     name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
-    if plan.producers:
-        name += "_relay"
     if plan.teams:
         name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
     return name
@@ -88,9 +86,6 @@ def module(layout: LatentFormat, plan: Plan) -> CudaModule:
             f"-DLATENT_TILES={plan.tiles}",
             f"-DLATENT_HELD={plan.held}",
             f"-DLATENT_BULK={int(plan.is_bulk)}",
-            f"-DLATENT_PRODUCERS={plan.producers}",
-            f"-DLATENT_VALUES={plan.values}",
-            f"-DLATENT_REGISTERS={plan.registers}",
         ),
         folder="latent",
         is_specific=not plan.teams,

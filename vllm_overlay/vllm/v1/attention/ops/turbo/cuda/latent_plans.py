@@ -35,10 +35,6 @@ class Plan(NamedTuple):
         tiles: That a team takes at once.
         held: Blocks of eight columns whose queries a team has in registers.
         is_bulk: Whether a team's copies are bulk copies.
-        producers: Warpgroups that decode for one that sums: see RelayPlan of
-            latent/relay_layout.cuh; 0: each sums what it decodes.
-        values: Of a relay, steps that are decoded and not yet summed.
-        registers: Of a relay, those of a lane that sums.
 
     """
 
@@ -51,9 +47,6 @@ class Plan(NamedTuple):
     tiles: int = 1
     held: int = 0
     is_bulk: bool = True
-    producers: int = 0
-    values: int = 0
-    registers: int = 0
 
     def runs_on(self, capability: int) -> bool:
         """Whether GPUs of a compute capability have its instructions."""
@@ -71,12 +64,6 @@ WARPGROUPS = (
     Plan(40, 2, 283, is_early=True, shares=True),
     Plan(48, 2, 295, is_early=True, shares=True),
     Plan(64, 2, 386, is_early=True, shares=True),
-)
-# Warpgroups, too. None of them serves: they have not been timed.
-RELAYS = (
-    Plan(16, 0, 0, producers=3, values=2, registers=104),
-    Plan(24, 0, 0, producers=2, values=2, registers=136),
-    Plan(32, 0, 0, producers=2, values=2, registers=168),
 )
 # Of as many teams as registers are for. The shared memory that they take all GPUs have:
 # kLeastSharedBytes of latent/slices_layout.cuh.

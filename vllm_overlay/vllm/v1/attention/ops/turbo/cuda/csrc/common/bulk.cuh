@@ -39,17 +39,6 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Arrive at a barrier after what the tensor core is to see, or has read. All
-// lanes of a warp call it.
-__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) expect_bytes(shared_address(&barrier), 0);
-}
-
-__device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
-  wait_barrier(shared_address(&barrier), parity);
-}
-
 // Copy a multiple of 16 bytes between addresses that are such multiples.
 __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source,
                                           int bytes, uint32_t barrier) {

@@ -96,4 +96,15 @@ struct Stage {
   }
 };
 
+// Arrive at a barrier after what the tensor core is to see, or has read. All
+// lanes of a warp call it.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) expect_bytes(shared_address(&barrier), 0);
+}
+
+__device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
+  wait_barrier(shared_address(&barrier), parity);
+}
+
 }  // namespace turbo

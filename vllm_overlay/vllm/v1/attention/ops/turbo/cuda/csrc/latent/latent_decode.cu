@@ -3,10 +3,9 @@
 //
 // The entry point of decode attention to latents, and of the merge of its
 // partial results. A module has one instance of the former: latent_decode.py
-// defines LATENT_COLUMNS, LATENT_STAGES, LATENT_TEAMS and LATENT_PRODUCERS;
-// with producers LATENT_VALUES and LATENT_REGISTERS, with teams LATENT_TILES,
-// LATENT_HELD and LATENT_BULK, else LATENT_EARLY and LATENT_SHARES; and has
-// turbo_constants.h of the layout included.
+// defines LATENT_COLUMNS, LATENT_STAGES and LATENT_TEAMS; with teams
+// LATENT_TILES, LATENT_HELD and LATENT_BULK, else LATENT_EARLY and
+// LATENT_SHARES; and has turbo_constants.h of the layout included.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -14,7 +13,6 @@
 #include "latent/decode.cuh"
 #include "latent/merge.cuh"
 #include "latent/pages.cuh"
-#include "latent/relay.cuh"
 #include "latent/segment.cuh"
 #include "latent/slices_segment.cuh"
 
@@ -25,12 +23,7 @@ using turbo::LatentParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-#if LATENT_PRODUCERS
-using Plan = turbo::RelayPlan<LATENT_COLUMNS, LATENT_PRODUCERS, LATENT_VALUES,
-                              LATENT_REGISTERS>;
-using Kernel = turbo::RelayKernel<Plan>;
-constexpr auto kDecode = turbo::relay_decode_kernel<Plan>;
-#elif LATENT_TEAMS
+#if LATENT_TEAMS
 using Kernel = turbo::SliceKernel<LATENT_COLUMNS, LATENT_TEAMS, LATENT_TILES,
                                   LATENT_STAGES, LATENT_HELD, LATENT_BULK>;
 #else
@@ -38,9 +31,7 @@ using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY,
                                LATENT_SHARES>;
 using Kernel = turbo::LatentKernel<Plan>;
 #endif
-#if !LATENT_PRODUCERS
 constexpr auto kDecode = turbo::latent_decode_kernel<Kernel>;
-#endif
 constexpr size_t kSharedBytes = sizeof(Kernel::Shared);
 
 // One a multiprocessor.
