@@ -29,7 +29,8 @@
 #
 # profile asks Nsight Compute what the kernels of a decode step are bound by. extend
 # times attention of several query tokens to cached context, by their number. mla times
-# the kernels of multi-head latent attention beside FlashAttention's and FlashMLA's.
+# the kernels of multi-head latent attention beside FlashAttention's and FlashMLA's, and
+# new tokens behind cached latents, absorbed and projected up.
 #
 # throughput is the engine's, with a cache of 8 GiB. models times the decode steps of a
 # model of another kind, which MODELS_ARGS="--model benchmarks/configs/... --layers 12"
@@ -166,7 +167,9 @@ mla() {
   "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_mla.py \
     --output "$out/mla.jsonl" "$@" &&
     "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_latent_store.py \
-      --output "$out/mla_store.jsonl"
+      --output "$out/mla_store.jsonl" &&
+    "$python" vllm_overlay/benchmarks/kernels/benchmark_turbo_mla_extend.py \
+      --output "$out/mla_extend.jsonl"
 }
 
 profile() {

@@ -270,6 +270,7 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
         if section == "mla":
             assert "benchmark_turbo_latent_store.py" in calls.pop(0)
+            assert "benchmark_turbo_mla_extend.py" in calls.pop(0)
         if section == "offload":
             assert "turbo4 turbo4_BLHNC turbo4_BHLNC" in calls.pop(0)
         if section == "sanitizer":

@@ -112,16 +112,19 @@ struct HeldQueries {
       for (int i = 0; i < 4; ++i) {
         const __half* own = p_queries + int64_t(query) * HEAD_SIZE +
                             2 * i * NUM_UNITS + kLaneUnits * key_place(t);
-        uint32_t x[kLaneUnits / 2] = {}, y[kLaneUnits / 2] = {};
-        if (query >= 0) {
-          load_words(x, reinterpret_cast<const uint8_t*>(own));
-          load_words(y, reinterpret_cast<const uint8_t*>(own + NUM_UNITS));
-        }
 #pragma unroll
-        for (int j = 0; j < kLaneUnits; ++j) {
-          const int chunk = 4 * j + i;
-          words[chunk / 2 * 4 + chunk % 2 * 2 + r] =
-              __byte_perm(x[j / 2], y[j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
+        for (int j = 0; j < kLaneUnits; j += 2) {
+          uint32_t x = 0, y = 0;
+          if (query >= 0) {
+            x = *reinterpret_cast<const uint32_t*>(own + j);
+            y = *reinterpret_cast<const uint32_t*>(own + NUM_UNITS + j);
+          }
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const int chunk = 4 * (j + k) + i;
+            words[chunk / 2 * 4 + chunk % 2 * 2 + r] =
+                __byte_perm(x, y, k == 0 ? 0x5410 : 0x7632);
+          }
         }
       }
     }
