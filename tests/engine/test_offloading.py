@@ -41,7 +41,9 @@ TEXTS = prompts(LENGTHS)
 
 
 def call(**options: bool) -> Call:
-    return Call(TEXTS, MAX_TOKENS, **options)
+    # One by one: how many of them decode together follows from how soon the pages of
+    # each are back, and a code between two levels from how many do.
+    return Call(TEXTS, MAX_TOKENS, one_by_one=True, **options)
 
 
 def engine(
@@ -54,7 +56,7 @@ def engine(
         "kv_cache_dtype": dtype,
         "block_size": BLOCK,
         "num_gpu_blocks_override": NUM_BLOCKS,
-        # In which it is all the same how many tokens are computed at once.
+        # In which it is nearly the same how many tokens are computed at once.
         "dtype": "float32",
         "max_model_len": 256,
         "enable_prefix_caching": True,
