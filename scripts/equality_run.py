@@ -77,6 +77,25 @@ def attention_config(
     return {"turbo_prefill": prefill, "turbo_window": "auto" if has_window else 0}
 
 
+def soaked_cache(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns vLLM's arguments of the cache that a soak asks for.
+
+    Args:
+        args: Of the command line. Tokens are read as they are stored, so that answers
+            do not depend on which were seen before; with `window` raw ones are, too,
+            without which there is no recent window.
+
+    """
+    prefill = "raw" if args.window else "stored"
+    return {
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "attention_config": attention_config(args.kv_cache_dtype, prefill, args.window),
+        "block_size": WINDOW_BLOCK
+        if args.window
+        else BLOCK["cpu" if args.on_cpu else "gpu"],
+    }
+
+
 def engine_args(
     mode: Mode, longest: int, prefill: str, args: argparse.Namespace
 ) -> dict[str, Any]:

@@ -14,8 +14,9 @@ each other's blocks all the time. At the end
   keeps requests running);
 * requests were preempted, and while some waited 99 % of the blocks were taken on
   average;
-* drafts were accepted, pages came back from the host's memory, and transfers between
-  engines went wrong, if `--drafts`, `--offload` and `--transfers` ask for these;
+* requests had a recent window, drafts were accepted, pages came back from the host's
+  memory, and transfers between engines went wrong, if `--window`, `--drafts`,
+  `--offload` and `--transfers` ask for these;
 * all blocks are free again, and the device's memory has not grown.
 
 It prints one JSON object and ends with status 1 if something is not so.
@@ -40,8 +41,8 @@ from child_runner import (  # noqa: E402
 from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
-from equality_modes import BLOCK, DRAFTING  # noqa: E402
-from equality_run import attention_config  # noqa: E402
+from equality_modes import DRAFTING  # noqa: E402
+from equality_run import soaked_cache, window_lengths  # noqa: E402
 from quality_cases import (  # noqa: E402
     HEAD,
     HELD_OUT,
@@ -85,8 +86,9 @@ class Soak:
         longest = max(map(len, self.prompts))
         self.max_model_len = longest + args.tokens
         # The longest just fits, and a few others with it.
-        block = BLOCK["cpu" if args.on_cpu else "gpu"]
-        blocks = args.longest_at_once * -(-self.max_model_len // block) + 1
+        cache = soaked_cache(args)
+        blocks = -(-self.max_model_len // cache["block_size"]) + args.window
+        blocks = args.longest_at_once * blocks + 1
         options: dict[str, Any] = dict(ENGINE_ARGS) if args.on_cpu else {}
         options["kv_transfer_config"] = transfer_config(
             args.transfers, args.offload, args.on_cpu
@@ -96,11 +98,7 @@ class Soak:
         self.llm = LLM(
             str(args.model),
             dtype="float32" if args.on_cpu else "bfloat16",
-            kv_cache_dtype=args.kv_cache_dtype,
-            attention_config=attention_config(
-                args.kv_cache_dtype, "stored", args.window
-            ),
-            block_size=block,
+            **cache,
             num_gpu_blocks_override=blocks,
             max_model_len=self.max_model_len,
             max_num_seqs=args.max_num_seqs,
@@ -308,6 +306,8 @@ def complaints(row: dict[str, Any]) -> list[str]:
         f"{row['mean_usage']:.3f} of the blocks were taken, not {LEAST_USAGE:g}": (
             row["mean_usage"] < LEAST_USAGE
         ),
+        "no request had a recent window": row["window"]
+        and not any(row["recent_window"]),
         "no draft was accepted": row["drafts"] and not row["accepted_drafts"],
         "no page came back from the host": row["offload"] and not row["loaded_bytes"],
         "no transfer went wrong, or none was aborted": row["transfers"]
@@ -380,6 +380,7 @@ def main() -> int:
         engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         START_S + 2 * args.time_limit,
     )
+    row["recent_window"] = sorted(window_lengths(args.log))
     if "wrong" not in row:
         row["wrong"] = complaints(row)
     report.row(**row)

@@ -10,7 +10,8 @@ all its processes at once, or its engine alone, or told to end. At the end
 * after each start there were answers again;
 * answers, and what there was of streams that broke off, equal those of the quiet run up
   to the first position where its two likeliest tokens are no more than equality.TIE
-  apart.
+  apart;
+* requests had a recent window, if `--window` asks for one.
 
 It prints one JSON object and ends with status 1 if something is not so.
 """
@@ -41,8 +42,8 @@ from child_runner import (  # noqa: E402
 from common import Report  # noqa: E402
 from env import has_gpu  # noqa: E402
 from equality import TIE  # noqa: E402
-from equality_modes import BLOCK, DRAFTING  # noqa: E402
-from equality_run import attention_config  # noqa: E402
+from equality_modes import DRAFTING  # noqa: E402
+from equality_run import soaked_cache, window_lengths  # noqa: E402
 from quality_cases import (  # noqa: E402
     HEAD,
     HELD_OUT,
@@ -228,15 +229,15 @@ def kill(server: subprocess.Popen, how: str) -> bool:
 
 
 def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
-    attention = attention_config(args.kv_cache_dtype, "stored", args.window)
+    cache = soaked_cache(args)
     options: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
         "served-model-name": NAME,
-        "kv-cache-dtype": args.kv_cache_dtype,
-        "attention-config": json.dumps(attention),
+        "kv-cache-dtype": cache["kv_cache_dtype"],
+        "attention-config": json.dumps(cache["attention_config"]),
         "dtype": "float32" if args.on_cpu else "bfloat16",
-        "block-size": BLOCK["cpu" if args.on_cpu else "gpu"],
+        "block-size": cache["block_size"],
         "max-model-len": longest,
         "max-num-seqs": args.max_num_seqs,
         "hf-overrides": json.dumps(HEAD),
@@ -287,6 +288,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         clients.stop()
     return clients.counts | {
         "kills": kills,
+        "recent_window": sorted(window_lengths(args.logs / "server-0.log")),
         "first_unequal": clients.unequal[:3],
         "seconds": time.perf_counter() - start,
     }
@@ -298,6 +300,8 @@ def complaints(row: dict[str, Any], least: int) -> list[str]:
     checks = {
         f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
         "no position was compared": row["positions"] == 0,
+        "no request had a recent window": row["window"]
+        and not any(row["recent_window"]),
         "no stream broke off": row["broken_streams"] == 0,
         "a server did not answer": any(each["answers"] < least for each in kills),
         "a kill was not felt": any(not each["errors"] for each in kills[:-1]),

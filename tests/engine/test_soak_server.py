@@ -141,7 +141,14 @@ def test_tokens_are_decided_up_to_a_tie():
 def row() -> dict[str, Any]:
     kill = {"how": "all", "answers": 20, "errors": 3, "is_gone": True}
     last = {"how": None, "answers": 20}
-    return {"unequal": 0, "positions": 9, "broken_streams": 2, "kills": [kill, last]}
+    return {
+        "unequal": 0,
+        "positions": 9,
+        "broken_streams": 2,
+        "window": True,
+        "recent_window": [16],
+        "kills": [kill, last],
+    }
 
 
 def test_nothing_is_wrong(row):
@@ -154,6 +161,7 @@ def test_nothing_is_wrong(row):
         ("unequal", 1, "1 answers are not"),
         ("positions", 0, "no position"),
         ("broken_streams", 0, "no stream broke off"),
+        ("recent_window", [], "no request had a recent window"),
     ],
 )
 def test_each_fault_is_named(row, field, value, said):
