@@ -62,6 +62,17 @@ def test_signs_and_matrix_are_pinned(head_size):
     assert (digest(signs), digest(matrix)) == GOLDEN[head_size]
 
 
+@pytest.mark.parametrize("head_size", [96, 128, 112])
+def test_a_default_device_changes_nothing(head_size):
+    """Models are built, and may ask for it first, where another device is default."""
+    expected = rotation_matrix(head_size, torch.device("cpu"))
+    for function in (rotation_matrix, rotation_signs, hadamard):
+        function.cache_clear()
+    with torch.device("meta"):
+        matrix = rotation_matrix(head_size, torch.device("cpu"))
+    assert torch.equal(matrix, expected)
+
+
 def test_kinds_of_layers_have_signs_of_their_own():
     assert not torch.equal(rotation_signs(128), rotation_signs(128, "mla"))
 

@@ -20,6 +20,8 @@ from vllm.v1.attention.ops.turbo.format import fp32
 _SEED = "turbo-kv-cache-1"
 # Order of the Paley factor of a head size that is no power of two.
 _PALEY_ORDERS = (12, 20, 28)
+# Where matrices are made, whichever device is the default.
+_CPU = torch.device("cpu")
 
 
 def _quadratic_character(prime: int) -> torch.Tensor:
@@ -70,8 +72,9 @@ def hadamard(order: int) -> torch.Tensor:
             break
     else:
         raise ValueError(f"no Hadamard matrix of order {order} is constructed here")
-    matrix = torch.ones(1, 1, dtype=torch.int64) if base == 1 else _paley(base)
-    step = torch.tensor([[1, 1], [1, -1]])
+    with _CPU:
+        matrix = torch.ones(1, 1, dtype=torch.int64) if base == 1 else _paley(base)
+        step = torch.tensor([[1, 1], [1, -1]])
     while matrix.shape[0] < order:
         matrix = torch.kron(matrix, step)
     return matrix
@@ -89,7 +92,7 @@ def rotation_signs(head_size: int, kind: str = "attention") -> torch.Tensor:
     label = f"{_SEED}/{kind}/{head_size}".encode()
     digest = hashlib.shake_256(label).digest((head_size + 7) // 8)
     bits = [digest[i // 8] >> (i % 8) & 1 for i in range(head_size)]
-    return 1 - 2 * torch.tensor(bits, dtype=torch.int64)
+    return 1 - 2 * torch.tensor(bits, dtype=torch.int64, device=_CPU)
 
 
 @cache
