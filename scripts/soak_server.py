@@ -247,9 +247,9 @@ def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
         options["speculative-config"] = json.dumps(drafts)
     if transfer := transfer_config(0.0, args.offload, args.on_cpu):
         options["kv-transfer-config"] = json.dumps(transfer)
-    if args.on_cpu:
-        options["kv-cache-memory-bytes"] = "64M"
-    else:
+    # What others on a GPU take or give back while a server starts is not counted then.
+    options["kv-cache-memory-bytes"] = "64M" if args.on_cpu else "1G"
+    if not args.on_cpu:
         options["gpu-memory-utilization"] = args.gpu_memory_utilization
     vllm = Path(sys.executable).with_name("vllm")
     words = [str(word) for name, value in options.items() for word in (name, value)]
