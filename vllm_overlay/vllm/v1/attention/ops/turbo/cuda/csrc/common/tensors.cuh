@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "common/sinks.cuh"
 #include "common/soft_cap.cuh"
 #include "turbo_constants.h"
 
@@ -199,6 +200,25 @@ inline const float* key_offset_of(const Optional<TensorView>& key_offset,
   TVM_FFI_CHECK(num_offsets > 0, ValueError)
       << "key_offset: " << num_offsets << " along axis 0, not 1 or more";
   return static_cast<const float*>(x.data_ptr());
+}
+
+inline Floats floats_of(const char* name, const TensorView& x) {
+  if (x.dtype() == kBFloat16) return Floats::kBFloat16;
+  if (x.dtype() == kFloat16) return Floats::kHalf;
+  check_dtype(name, x, kFloat32);
+  return Floats::kFloat;
+}
+
+inline Sinks sinks_of(const Optional<TensorView>& sinks, int64_t num_heads,
+                      DLDevice device) {
+  if (!sinks.has_value()) return {};
+  const TensorView& x = sinks.value();
+  const Floats type = floats_of("sinks", x);
+  check_axes("sinks", x, 1);
+  check_size("sinks", x, 0, num_heads);
+  check_last_axis("sinks", x);
+  check_device(device, x);
+  return {x.data_ptr(), type};
 }
 
 // Splits of each query that there is room for.

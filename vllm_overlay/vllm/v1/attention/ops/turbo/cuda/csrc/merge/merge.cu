@@ -33,13 +33,6 @@ Kernel kernel_of(const TensorView& output, bool with_newest, bool with_window) {
   return kernel_of<float>(with_newest, with_window);
 }
 
-turbo::Floats floats_of(const char* name, const TensorView& x) {
-  if (x.dtype() == turbo::kBFloat16) return turbo::Floats::kBFloat16;
-  if (x.dtype() == turbo::kFloat16) return turbo::Floats::kHalf;
-  turbo::check_dtype(name, x, turbo::kFloat32);
-  return turbo::Floats::kFloat;
-}
-
 // [T, heads, D] of the output's dtype.
 void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
                   int64_t num_heads) {
@@ -125,15 +118,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
   TVM_FFI_CHECK(!(SOFT_CAP && key_offset.has_value()), ValueError)
       << "key_offset: given with a soft_cap";
-  if (sinks.has_value()) {
-    const TensorView& x = sinks.value();
-    p.sinks_type = floats_of("sinks", x);
-    turbo::check_axes("sinks", x, 1);
-    turbo::check_size("sinks", x, 0, num_heads);
-    turbo::check_last_axis("sinks", x);
-    turbo::check_device(device, x);
-    p.sinks = x.data_ptr();
-  }
+  p.sinks = turbo::sinks_of(sinks, num_heads, device);
   const bool with_window = window_pages.has_value();
   if (lse.has_value()) {
     const TensorView& x = lse.value();

@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   Newest newest;
   const bool joins = (warp & (warps - 1)) == 0 && row.place < row.query_len;
   if constexpr (kWithNewest) {
-    if (joins && p.sinks != nullptr) newest.begin_with(load_sink(p, row.head));
+    if (joins && p.sinks.logits != nullptr)
+      newest.begin_with(p.sinks.load(row.head));
     if (joins && p.with_newest && p.newest_lse == nullptr)
       newest.attend<T>(p, seq, row, lane);
   }

@@ -10,20 +10,6 @@
 
 namespace turbo {
 
-// A query head's sink as a score.
-__device__ __forceinline__ float load_sink(const MergeParams& p, int head) {
-  float sink;
-  if (p.sinks_type == Floats::kFloat) {
-    sink = static_cast<const float*>(p.sinks)[head];
-  } else {
-    const auto bits = static_cast<const uint16_t*>(p.sinks)[head];
-    sink = p.sinks_type == Floats::kHalf
-               ? half_as_float(bits)
-               : __uint_as_float(uint32_t(bits) << 16);
-  }
-  return LOG2_E * sink;
-}
-
 // An LSE to take others relative to.
 __device__ __forceinline__ float or_zero(float lse) {
   return lse == -INFINITY ? 0.0f : lse;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/cap_scores.cuh"
+#include "common/sinks.cuh"
 #include "common/window.cuh"
 
 namespace turbo {
@@ -12,9 +13,6 @@ namespace turbo {
 // Warps a block: of long vectors registers and shared memory have room for
 // fewer.
 constexpr int kMergeWarps = HEAD_SIZE <= 256 ? 8 : 4;
-
-// What numbers are.
-enum class Floats { kBFloat16, kHalf, kFloat };
 
 struct MergeParams {
   const float* partial;        // [B, S, Q, Hq, D], rotated
@@ -51,9 +49,7 @@ struct MergeParams {
   int64_t stride_newest_head;
   int64_t stride_newest_lse;  // of a head
   int sliding_window;  // of these, those that a query token sees, at most
-  // Of each query head a logit without a value; or null: none.
-  const void* sinks;  // [Hq]
-  Floats sinks_type;
+  Sinks sinks;
   // With a recent window: its pages, and lengths without the tokens that are
   // taken from them.
   WindowPages window;
