@@ -23,6 +23,7 @@ TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
 OFFSETS = "test_cuda_offset.py::test_offsets"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
+LATER = "test_cuda_extend.py::test_later_tokens_change_no_bit"
 CAPS = "test_cuda_soft_cap.py::test_"
 WINDOWS = "test_cuda_sliding_window.py::test_"
 STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_it"
@@ -120,6 +121,28 @@ DEFECTS = {
         f"{WINDOWS}extends",
         "turbo4",
     ),
+    "outputs-window": Defect(
+        "extend_rows/consume.cuh",
+        "max(token + 1 - p.sliding_window, p.num_padding(segment.seq));",
+        "p.num_padding(segment.seq);",
+        f"{WINDOWS}extends",
+        "turbo4 and outputs and newest",
+    ),
+    # A query token sees what comes after it, or what is before the sequence.
+    "outputs-causal": Defect(
+        "extend_rows/consume.cuh",
+        "inside ? token + 1 : query_len;",
+        "query_len;",
+        LATER,
+        "outputs and newest",
+    ),
+    "outputs-padding": Defect(
+        "extend_rows/output_params.cuh",
+        "return max(num_query_tokens(seq) - known_lens[seq], 0);",
+        "return 0;",
+        f"{WINDOWS}sinks",
+        "turbo4 and outputs and newest",
+    ),
     "merge-window": Defect(
         "merge/newest.cuh",
         "1 - missing, p.sliding_window)",
@@ -160,6 +183,62 @@ DEFECTS = {
     "merge-sinks": Defect(
         "merge/newest.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
     ),
+    "outputs-sinks": Defect(
+        "extend_rows/write.cuh",
+        "exp2_approx(p.sinks.load(head) - acc.reference[r]);",
+        "0.0f;",
+        f"{WINDOWS}sinks",
+        "turbo4 and outputs",
+    ),
+    "join-sinks": Defect(
+        "extend_rows/join.cuh",
+        "sink = p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv));",
+        ";",
+        f"{WINDOWS}sinks",
+        "turbo4 and outputs",
+    ),
+    # Parts of a row are not joined, or those of another range.
+    "join-parts": Defect(
+        "extend_rows/join.cuh",
+        "const int count = (pass.last - 1) / ranges.size - range + 1;",
+        "const int count = (pass.last - 1) / ranges.size - range;",
+        "test_cuda_extend.py::test_splits",
+        "outputs and padded",
+    ),
+    "outputs-parts": Defect(
+        "extend_rows/write.cuh",
+        "int64_t(2 * segment.range + segment.begins) * Plan::kRows;",
+        "int64_t(2 * segment.range) * Plan::kRows;",
+        "test_cuda_extend.py::test_splits",
+        "outputs and padded",
+    ),
+    # What is not finite is added with a weight of zero.
+    "outputs-broken": Defect(
+        "extend_rows/own_tiles.cuh",
+        "__float2half_rn(is_finite ? value[j][i] : 0.0f);",
+        "__float2half_rn(value[j][i]);",
+        "test_cuda_outputs.py::test_a_broken_token",
+    ),
+    "outputs-broken-key": Defect(
+        "extend_rows/own_tiles.cuh",
+        "__float2half_rn(is_finite ? key[j][i] : NAN);",
+        "__float2half_rn(key[j][i]);",
+        "test_cuda_outputs.py::test_a_broken_token",
+    ),
+    "outputs-large": Defect(
+        "extend_rows/own_tiles.cuh",
+        "fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;",
+        "y;",
+        "test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
+    ),
+    # Sequences without tokens have no output.
+    "outputs-empty": Defect(
+        "extend_rows/write.cuh",
+        "reinterpret_cast<uint32_t*>(output)[i % kRowWords] = 0;",
+        ";",
+        "test_cuda_extend.py::test_against_reference",
+        "outputs and stored-4-7",
+    ),
     # Scores have no soft cap.
     "decode-cap": Defect(
         "decode/values.cuh",
@@ -174,6 +253,13 @@ DEFECTS = {
         "x[2] = x[2] * r.x - r.z",
         f"{CAPS}windows_and_sinks",
         "turbo4 and extend",
+    ),
+    "outputs-cap": Defect(
+        "extend_rows/weigh.cuh",
+        "if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);",
+        "",
+        f"{CAPS}windows_and_sinks",
+        "turbo4 and outputs",
     ),
     "merge-cap": Defect(
         "merge/params.cuh",
@@ -259,11 +345,13 @@ def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
     from vllm.v1.attention.ops.turbo.cuda.build import capability_of
 
     capability = capability_of(torch.device("cuda", 0))
-    has_columns = capability == decode_columns.CAPABILITY
+    if capability == decode_columns.CAPABILITY:
+        return list(defects)
     return [
         name
         for name, defect in defects.items()
-        if has_columns or defect is None or "decode_columns" not in defect.source
+        if defect is None
+        or not defect.source.startswith(("decode_columns/", "extend_rows/"))
     ]
 
 

@@ -29,6 +29,11 @@ _SELECTED = re.compile(
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128-extend\]
     |offset\.py::test_extends\[33-stored-bf16-turbo4-128-rows\]
     |extend\.py::test_keys_of_very.*\[rows-turbo4-128\]
+    |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
+    |outputs\.py::test_broken_neighbours\[1-both\]
+    |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few)
+    |sliding_window\.py::test_sinks\[17-8-newest-outputs-turbo4-128\]
+    |soft_cap\.py::test_windows_and_sinks\[17-newest-outputs-turbo4-128\]
     |own_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]
     |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.planning import extend_limits
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
 from vllm.v1.attention.ops.turbo.planning.extend_limits import (
@@ -71,7 +71,7 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
-    monkeypatch.setattr(decode_plan, "MAX_CALL_TOKENS", 8)
+    monkeypatch.setattr(runtime, "MAX_CALL_TOKENS", 8)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     give_extends(impl, path)
@@ -115,6 +115,9 @@ def test_measured_extends(monkeypatch):
     assert found == [300, 300, 100, 100, 50, 1]
     for others in ((64, 4, 90), (128, 4, 80), (128, 4, None)):
         assert max_extend_len(*others) == MAX_EXTEND_LEN
+    monkeypatch.setattr(extend_limits, "_MEASURED_OUTPUTS", {90: {128: {4: 500}}})
+    assert max_extend_len(128, 4, 90, to_outputs=True) == 500
+    assert max_extend_len(64, 4, 90, to_outputs=True) == MAX_EXTEND_LEN
 
 
 @requires_triton

@@ -38,6 +38,7 @@ SUBSET = [
     ("decode turbo3_64_16", 120),
     ("decode_columns turbo4_128_c32", 90),
     ("extend_rows turbo4_128_r128", 90),
+    ("extend_outputs turbo4_128_r128", 90),
     ("extend turbo3_256_c64", 120),
     ("extend turbo4_128_c64_offset", 86),
     ("store turbo4_128", 80),
@@ -55,18 +56,19 @@ def recorded() -> dict:
 
 
 def check_overlap(kernel: str, capability: int, ptx: str) -> None:
-    """Kernels wait for the one before them before they write anything. The merge alone
-    reads before, what the model gives it, and so the store lets none begin before it
-    has waited itself.
+    """Kernels wait for the one before them before they write anything. The merge, and
+    what joins parts of outputs, alone read before, what the model gives them, and so
+    the store lets none begin before it has waited itself.
     """
     if capability < OVERLAPPING:
         assert "griddepcontrol" not in ptx
         return
     entries = re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]
     assert entries
-    early = r"\b(st\.global|red\.|atom\."
-    early += ")" if kernel == "merge" else r"|ld\.global|cp\.async)"
     for entry in entries:
+        early = r"\b(st\.global|red\.|atom\."
+        reads_early = kernel == "merge" or "join_kernel" in entry.partition("(")[0]
+        early += ")" if reads_early else r"|ld\.global|cp\.async)"
         before, wait, _ = entry.partition(WAIT)
         assert wait and not re.search(early, before)
         if kernel in ("store", "merge"):

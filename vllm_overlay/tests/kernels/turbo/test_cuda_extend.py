@@ -26,6 +26,7 @@ from .test_cuda_multi import (
     Batch,
     extends_or_columns,
     fp16_layouts,
+    merged_layouts,
     newest_or_stored,
 )
 from .utils import (
@@ -188,7 +189,7 @@ def extend_pages(
 
 
 @requires_cuda
-@fp16_layouts
+@merged_layouts
 def test_one_key_gives_its_score_and_value(kernel, layout):
     """Of random bytes with scales from the least to the largest: the LSE is the score,
     exact but for fp32 sums, and the output the value.
@@ -211,7 +212,7 @@ def test_one_key_gives_its_score_and_value(kernel, layout):
 
 
 @requires_cuda
-@fp16_layouts
+@merged_layouts
 @pytest.mark.parametrize("score", [1e4, -1e4])
 def test_large_scores(kernel, layout, score):
     """The weights of equal keys are equal, whatever their scores."""
@@ -237,7 +238,7 @@ def test_large_scores(kernel, layout, score):
 
 
 @requires_cuda
-@fp16_layouts
+@merged_layouts
 def test_keys_of_very_different_lengths(kernel, layout):
     """In one tile, by powers of two: short ones' scores are as right as long ones'."""
     length = 16

@@ -80,6 +80,12 @@ def served(
         cuda_decode.load(layout, group * query_len, DEVICE, *variant)
     for query_len in extend_lens:
         cuda_extend.load(layout, group * query_len, DEVICE, *variant)
+    capability = cuda_extend.capability_of(DEVICE)
+    reason = extend_rows.outputs_unsupported_reason(layout, capability)
+    if reason is None and not has_key_offset:
+        for query_len in extend_lens:
+            plan = extend_rows.plan_for(layout, group * query_len, with_outputs=True)
+            extend_rows.load(layout, plan, DEVICE, *variant, True)
 
 
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
@@ -120,15 +126,18 @@ def test_all_widths_of_both_kernels_where_batches_have_them(asked):
 
 def test_warpgroups_extend_where_gpus_have_them(asked):
     loaders = serving_modules(
-        LAYOUT, 4, 1, max_extend_len(128, 4), DEVICE, capability=90
+        LAYOUT, 4, 1, max_extend_len(128, 4, 90), DEVICE, capability=90
     )
     assert [loader.name for loader in loaders[3:]] == [
         "extend_rows turbo4_128_r64",
+        "extend_outputs turbo4_128_r64",
         "extend_rows turbo4_128_r128",
+        "extend_outputs turbo4_128_r128",
+        "extend_outputs turbo4_128_r256",
     ]
     for loader in loaders[3:]:
         loader.load()
-    assert [module.is_specific for module, _ in asked] == [True, True]
+    assert all(module.is_specific for module, _ in asked)
     assert [loader.make(SHARED_BYTES) for loader in loaders[3:]] == [
         module for module, _ in asked
     ]
@@ -215,9 +224,9 @@ def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capa
             if has_cap and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
                 continue
             kernels = cuda_kernels(layout)
-            longest = (
-                max_extend_len(head_size, group) if kernels.extend_attention else 0
-            )
+            longest = 0
+            if kernels.extend_attention:
+                longest = max_extend_len(head_size, group, capability)
             lens = range(1, 9), range(1, longest + 1)
             served(layout, group, *lens, has_offset, True, has_cap)
     assert set(all_modules(capability).values()) == {module for module, _ in asked}

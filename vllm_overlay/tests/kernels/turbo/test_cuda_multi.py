@@ -23,9 +23,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     OffsetScores,
+    OutputScratch,
     Partials,
     RotatedQuery,
 )
+from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
 from .utils import (
@@ -88,6 +90,40 @@ def extend_on(
         cuda_extend.extend_attention(query, kv_cache, layout, *args, **options)
 
 
+def extend_to_outputs(
+    query: RotatedQuery,
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    batch: DecodeBatch,
+    partials: Partials,
+    output: torch.Tensor,
+    newest: NewestTokens | None = None,
+    offset: None = None,
+    window: None = None,
+    **options: Any,
+) -> None:
+    """Extend by the kernel that needs no merge. With one split blocks have whole
+    passes; scratch and output are NaN before.
+    """
+    reason = extend_rows.outputs_unsupported_reason(layout, extend_rows.CAPABILITY)
+    if reason is not None:
+        pytest.skip(reason)
+    num_tokens, num_sms = query.vectors.shape[0], 4 if not ON_GPU else 132
+    specs = extend_rows.output_scratch(
+        layout, kv_cache.shape[1], num_sms, num_tokens, batch.num_seqs
+    )
+    scratch = OutputScratch(
+        *(torch.full(size, math.nan, dtype=x, device=DEVICE) for size, x in specs)
+    )
+    if batch.num_splits(partials.lse.shape[0]) == 1:
+        scratch = scratch._replace(
+            partial=scratch.partial[:0], partial_lse=scratch.partial_lse[:0]
+        )
+    extend_rows.extend_outputs(
+        query, kv_cache, layout, batch, scratch, output, newest, **options
+    )
+
+
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
 ATTENTION = {
     "cuda": partial(decode_on, None),
@@ -95,16 +131,24 @@ ATTENTION = {
     "triton": triton_decode.decode_attention,
     "extend": partial(extend_on, None),
     "rows": partial(extend_on, extend_rows.CAPABILITY),
+    "outputs": extend_to_outputs,
 }
 COLUMNS = pytest.param("columns", marks=requires_hopper)
 ROWS = pytest.param("rows", marks=requires_hopper)
+OUTPUTS = pytest.param("outputs", marks=requires_hopper)
 # Those that take queries in fp16.
-extends_or_columns = pytest.mark.parametrize("kernel", ["extend", ROWS, COLUMNS])
+extends_or_columns = pytest.mark.parametrize(
+    "kernel", ["extend", ROWS, OUTPUTS, COLUMNS]
+)
 decodes = pytest.mark.parametrize("kernel", ["cuda", COLUMNS])
-extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
+extends = pytest.mark.parametrize("kernel", ["extend", ROWS, OUTPUTS])
+# Those whose results the merge joins.
+merged_extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query}
-ROUNDING |= dict.fromkeys(("columns", "extend", "rows"), lambda q: q.to(FP16).float())
+ROUNDING |= dict.fromkeys(
+    ("columns", "extend", "outputs", "rows"), lambda q: q.to(FP16).float()
+)
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [
@@ -139,17 +183,21 @@ HOPPER_LAYOUTS = [
         marks=requires_hopper,
         id=f"{kernel}-{layout.name}-{layout.head_size}",
     )
-    for kernel, module in (("rows", extend_rows), ("columns", decode_columns))
+    for kernel, module, unsupported_reason in (
+        ("rows", extend_rows, extend_rows.unsupported_reason),
+        ("outputs", extend_rows, extend_rows.outputs_unsupported_reason),
+        ("columns", decode_columns, decode_columns.unsupported_reason),
+    )
     for layout in EXTEND_LAYOUTS
-    if not module.unsupported_reason(layout, module.CAPABILITY)
+    if not unsupported_reason(layout, module.CAPABILITY)
 ]
-fp16_layouts = pytest.mark.parametrize(
-    "kernel, layout",
-    [
-        pytest.param("extend", layout, id=f"{layout.name}-{layout.head_size}")
-        for layout in EXTEND_LAYOUTS
-    ]
-    + HOPPER_LAYOUTS,
+FP16_LAYOUTS = [
+    pytest.param("extend", layout, id=f"{layout.name}-{layout.head_size}")
+    for layout in EXTEND_LAYOUTS
+] + HOPPER_LAYOUTS
+fp16_layouts = pytest.mark.parametrize("kernel, layout", FP16_LAYOUTS)
+merged_layouts = pytest.mark.parametrize(
+    "kernel, layout", [x for x in FP16_LAYOUTS if x.values[0] != "outputs"]
 )
 all_query_lens = pytest.mark.parametrize("query_len", [1, 2, 3, 4, 8])
 newest_or_stored = pytest.mark.parametrize(
@@ -160,6 +208,16 @@ NUM_KV_HEADS = 2
 BLOCK_SIZE = 48
 # Tokens past the last sequence's.
 PADDING = 2
+
+
+def rounded_keys(key: torch.Tensor) -> torch.Tensor:
+    """Newest tokens' keys, fp32, as the kernel that ends in outputs has them: in fp16,
+    rotated.
+    """
+    size = key.shape[-1]
+    matrix = rotation_matrix(size, key.device, torch.float32)
+    rotated = key @ matrix * inverse_sqrt(size)
+    return reference.inverse_rotate(rotated.to(FP16))
 
 
 def lengths(query_len: int) -> list[int]:
@@ -304,7 +362,11 @@ class Batch:
             if with_newest:
                 key[-seen:], value[-seen:] = self.key[part], self.value[part]
             target = None
-            if kernel in ROUNDING:
+            if kernel == "outputs" and with_newest:
+                # They are attended to with all others.
+                rounded = torch.cat([key[:-seen], rounded_keys(key[-seen:])])
+                target = self.target(kernel, query, rounded, value, 0)
+            elif kernel in ROUNDING:
                 num_newest = seen if with_newest else 0
                 target = self.target(kernel, query, key, value, num_newest)
             assert_by_2x_rule(
@@ -413,7 +475,7 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 
 
 @requires_cuda
-@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS, OUTPUTS])
 @pytest.mark.parametrize("group", [1, 4])
 def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
     """A sequence's last tokens, which some of its queries do not see, may fill the
@@ -455,6 +517,10 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
         pytest.param("extend", [16, 1, 2, 9], id="ragged extends"),
         pytest.param("rows", 16, id="uniform rows", marks=requires_hopper),
         pytest.param("rows", [33, 1, 2, 9], id="ragged rows", marks=requires_hopper),
+        pytest.param("outputs", 16, id="uniform outputs", marks=requires_hopper),
+        pytest.param(
+            "outputs", [70, 1, 2, 9], id="ragged outputs", marks=requires_hopper
+        ),
     ],
 )
 def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):

@@ -21,11 +21,12 @@ from .test_cuda_multi import (
     COLUMNS,
     LAYOUT,
     NUM_KV_HEADS,
+    OUTPUTS,
     ROUNDING,
     ROWS,
     Batch,
     decodes,
-    extends,
+    merged_extends,
     newest_or_stored,
 )
 from .utils import (
@@ -56,9 +57,12 @@ SEQ_LENS += [0, 2, 130]
 # By how much the offsets of segments differ, of a norm of 400, and what queries have in
 # common with them: all segments have a say, or one, or scores are in the thousands.
 KINDS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
-kernels = pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+KERNELS = ["cuda", COLUMNS, "extend", ROWS]
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+# Where there is no offset.
+any_kernel = pytest.mark.parametrize("kernel", [*KERNELS, OUTPUTS])
 # Those of long queries.
-EXTENDS = ("extend", "rows")
+EXTENDS = ("extend", "outputs", "rows")
 
 
 def directions(*shape: int, seed: int) -> torch.Tensor:
@@ -195,7 +199,7 @@ def test_ragged_drafts(layout, with_newest, group, kernel):
     check(OffsetBatch(SEQ_LENS, query_lens, group, layout), kernel, with_newest)
 
 
-@extends
+@merged_extends
 @some_layouts
 @model_dtypes
 @newest_or_stored
@@ -206,7 +210,7 @@ def test_extends(layout, dtype, with_newest, query_len, kernel):
     check(batch, kernel, with_newest)
 
 
-@extends
+@merged_extends
 @some_layouts
 @newest_or_stored
 def test_ragged_extends(layout, with_newest, kernel):

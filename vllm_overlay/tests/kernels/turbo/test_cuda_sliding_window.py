@@ -19,7 +19,14 @@ from .test_cuda_multi import (
     extends,
     newest_or_stored,
 )
-from .test_cuda_offset import EXTENDS, OffsetBatch, directions, kernels, some_layouts
+from .test_cuda_offset import (
+    EXTENDS,
+    OffsetBatch,
+    any_kernel,
+    directions,
+    kernels,
+    some_layouts,
+)
 from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda, slots_of
 
 pytestmark = requires_cuda
@@ -106,7 +113,7 @@ def test_ragged_extends(layout, with_newest, window, kernel):
     check(batch, kernel, with_newest)
 
 
-@kernels
+@any_kernel
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
 @pytest.mark.parametrize("window", [40, 300])
@@ -154,7 +161,7 @@ def test_splits_with_offsets(kernel, with_newest, num_splits):
     check_offset(batch, kernel, with_newest, num_splits)
 
 
-@kernels
+@any_kernel
 @newest_or_stored
 def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_newest):
     batch = Batch(LAYOUT, SEQ_LENS, 3, 4)
@@ -164,7 +171,7 @@ def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_newest):
 
 
 @some_layouts
-@kernels
+@any_kernel
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("window", [None, 17])
@@ -197,7 +204,7 @@ def test_sinks_beside_offsets(kernel, with_newest, window):
     check_offset(batch, kernel, with_newest)
 
 
-@kernels
+@any_kernel
 def test_windows_that_are_not_taken(kernel):
     batch = Batch(LAYOUT, [40], 1, 4)
     batch.sliding_window = 0

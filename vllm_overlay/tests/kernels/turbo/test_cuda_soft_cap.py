@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 from .test_cuda_multi import LAYOUT, Batch, decodes, extends, newest_or_stored
-from .test_cuda_offset import EXTENDS, kernels, some_layouts
+from .test_cuda_offset import EXTENDS, any_kernel, kernels, some_layouts
 from .test_cuda_sliding_window import SEQ_LENS, check, sinks_of
 from .utils import BF16, DEVICE, requires_cuda
 
@@ -74,7 +74,7 @@ def test_extends(layout, with_newest, cap, query_len, kernel):
     check_cap(capped(batch, cap), kernel, with_newest)
 
 
-@kernels
+@any_kernel
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
 def test_splits(kernel, with_newest, num_splits):
@@ -83,7 +83,7 @@ def test_splits(kernel, with_newest, num_splits):
 
 
 @some_layouts
-@kernels
+@any_kernel
 @newest_or_stored
 @pytest.mark.parametrize("window", [1, 17, 128])
 def test_windows_and_sinks(layout, kernel, with_newest, window):
@@ -94,7 +94,7 @@ def test_windows_and_sinks(layout, kernel, with_newest, window):
     check_cap(capped(batch, 2.0), kernel, with_newest)
 
 
-@kernels
+@any_kernel
 @newest_or_stored
 def test_a_cap_far_above_all_scores(kernel, with_newest):
     """Its error is of the cap's size: small scores stay as they are."""

@@ -89,6 +89,10 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             self.reorder_batch_threshold += num_draft_slots(vllm_config)
         share_caches(vllm_config)
         runners = [layer.impl.runner for layer in layers]
+        # Layers of a shape share a plan.
+        with_offset = {x.context_shape for x in runners if x.key_offset is not None}
+        for runner in runners:
+            runner.is_beside_offset = runner.context_shape in with_offset
         # One of each shape: layers alike have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
         self.context_parallel = runners[0].context_parallel
@@ -325,6 +329,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             (seq_lens - query_lens).tolist(),
             self.max_extend_len,
             self.runners[0].max_extend_tokens,
+            min(runner.max_call_tokens for runner in self.runners),
         )
         places = starts.tolist()
         return RequestSpan.of_extends(

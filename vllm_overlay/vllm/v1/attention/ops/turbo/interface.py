@@ -3,7 +3,7 @@
 """What the sets of kernels, CUDA's and Triton's, have in common."""
 
 import struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -18,6 +18,10 @@ LOG2_E = 1.4426950408889634
 MAX_KV_SPLITS = 64
 # Tokens of a sequence that share an offset of K: see ``key_offset``.
 OFFSET_SEGMENT = 2048
+
+
+# Shapes and dtypes of tensors that are there at the same time.
+TensorSpecs: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class DecodeBatch(NamedTuple):
@@ -94,6 +98,22 @@ class Partials(NamedTuple):
 
     output: torch.Tensor
     lse: torch.Tensor
+
+
+class OutputScratch(NamedTuple):
+    """Scratch of attention that ends in outputs; see ``KernelSet.output_scratch``.
+
+    Attributes:
+        own_tiles: (N, H, 2 * 16 * D) fp16, keys and values of the query tokens.
+        partial: (P, D) fp32, results of parts. With too few rows for that each block
+            has all parts of its queries, and a result does not depend on the batch.
+        partial_lse: (P,) fp32, their LSE.
+
+    """
+
+    own_tiles: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
 
 
 class AttendedTokens(NamedTuple):
@@ -299,6 +319,43 @@ class AttentionFn(Protocol):
         """
 
 
+class OutputsFn(Protocol):
+    """As ``AttentionFn``, of a context that no rank shares, and of keys that lack no
+    offset. There is no recent window: its tokens' codes are read.
+    """
+
+    def __call__(
+        self,
+        query: RotatedQuery,
+        kv_cache: torch.Tensor,
+        layout: TurboFormat,
+        batch: DecodeBatch,
+        scratch: OutputScratch,
+        output: torch.Tensor,
+        newest: NewestTokens | None = None,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        """Attend to cached tokens and to the query tokens at once.
+
+        Args:
+            query: As ``AttentionFn``'s; its vectors may lie where the output comes to
+                be, each in the place of its own.
+            kv_cache: As ``AttentionFn``'s, as all others but these.
+            layout: See there.
+            batch: See there.
+            scratch: Written; its sizes are ``KernelSet.output_scratch``'s.
+            output: (T, Hq, D) bf16 or fp16, written; last axis contiguous.
+            newest: The query tokens; None to read them from the cache. What attention
+                to them gave is not looked at.
+            sliding_window: See there.
+            sinks: See there.
+            logits_soft_cap: See there.
+
+        """
+
+
 class MergeFn(Protocol):
     """Merges what ranks have of sequences, and the query tokens."""
 
@@ -381,6 +438,12 @@ class KernelSet(Protocol):
         """
 
     @property
+    def extend_outputs(self) -> OutputsFn | None:
+        """As ``extend_attention``, but its results need no merge; None if there is no
+        such kernel.
+        """
+
+    @property
     def merge_splits(self) -> MergeFn:
         """Merges what ranks have of sequences."""
 
@@ -400,6 +463,33 @@ class KernelSet(Protocol):
     def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
         """Numbers of tokens, ascending, of which each makes ``store`` launch another
         kernel.
+        """
+
+    def output_lens(
+        self, layout: TurboFormat, num_queries_per_kv: int, most: int
+    ) -> list[int]:
+        """Query tokens of extends, of up to ``most`` each, that together launch every
+        instance of ``extend_outputs``.
+        """
+
+    def output_scratch(
+        self,
+        layout: TurboFormat,
+        num_kv_heads: int,
+        num_sms: int,
+        num_tokens: int,
+        num_seqs: int,
+    ) -> TensorSpecs:
+        """Of the fields of ``OutputScratch``, for a call of ``extend_outputs`` or for
+        any smaller one.
+
+        Args:
+            layout: The cache's format.
+            num_kv_heads: KV heads.
+            num_sms: Multiprocessors of the GPU.
+            num_tokens: Query tokens of all sequences.
+            num_seqs: Sequences.
+
         """
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:

@@ -71,19 +71,32 @@ def triton_kernels(reason: str = "") -> KernelSet:
 def cuda_kernels(layout: TurboFormat, reason: str = "") -> KernelSet:
     """CUDA's, for layouts without a ``cuda_unsupported_reason``."""
     from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+    from vllm.v1.attention.ops.turbo.cuda import extend_rows
     from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 
     kernels = CudaKernels(reason)
     if cuda_extend.unsupported_reason(layout):
         return kernels._replace(extend_attention=None)
+    if extend_rows.outputs_unsupported_reason(layout, _capability()) is None:
+        return kernels._replace(extend_outputs=extend_rows.extend_outputs)
     return kernels
 
 
-def longest_extend(layout: TurboFormat, num_queries_per_kv: int) -> int:
-    """Query tokens of a request that CUDA's kernels extend on this GPU, at most."""
+def _capability() -> int | None:
+    """Compute capability of the current GPU, such as 90; None if it has none."""
     capability = current_platform.get_device_capability()
-    known = None if capability is None else capability.to_int()
-    return max_extend_len(layout.head_size, num_queries_per_kv, known)
+    return None if capability is None else capability.to_int()
+
+
+def longest_extend(
+    layout: TurboFormat, num_queries_per_kv: int, to_outputs: bool = False
+) -> int:
+    """Query tokens of a request that CUDA's kernels extend on this GPU, at most, with
+    partial results or to outputs.
+    """
+    return max_extend_len(
+        layout.head_size, num_queries_per_kv, _capability(), to_outputs
+    )
 
 
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:

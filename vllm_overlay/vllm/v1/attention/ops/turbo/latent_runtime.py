@@ -11,7 +11,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, Partials
+from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
+    Partials,
+    TensorSpecs,
+)
 from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
@@ -22,11 +26,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlanner,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.scratch import (
-    LayerShape,
-    TensorSpecs,
-    num_bytes,
-)
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
 from vllm.v1.attention.ops.turbo.runtime import num_draft_slots, take_scratch
 
 # Query tokens up to which a request attends to packed pages, absorbed. Of more, it pays

@@ -21,9 +21,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     NewestTokens,
     OffsetScores,
+    OutputScratch,
     Partials,
     RecentWindow,
     RotatedQuery,
+    TensorSpecs,
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     ChosenKernels,
@@ -34,6 +36,7 @@ from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_EXTEND_TOKENS,
+    MAX_OUTPUT_CALL_TOKENS,
     MAX_SHARED_EXTEND_TOKENS,
     DecodePlan,
     DecodePlanner,
@@ -52,7 +55,6 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
     OwnScratch,
     PrefillScratch,
     SharedScratch,
-    TensorSpecs,
     num_bytes,
 )
 from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
@@ -121,6 +123,7 @@ class TurboRunner:
             sequence; None for nothing, as with a soft cap, under which scores cannot
             get back what they lack. It is set when weights have been loaded, once.
         key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
+        is_beside_offset: Whether a layer that shares its plan has an offset.
         shares_cache: Whether another layer stores, whose cache all is read from.
         context_parallel: The ranks that share the context; None for this one alone.
         context_shape: The shape of attention to the context: with query heads of all
@@ -174,6 +177,7 @@ class TurboRunner:
         self.logits_soft_cap = logits_soft_cap
         self.key_offset: torch.Tensor | None = None
         self.key_offset_replicas = 1
+        self.is_beside_offset = False
         self.window_wanted = window_wanted
         self.shares_cache = False
         self.num_sms = 1
@@ -238,13 +242,29 @@ class TurboRunner:
         """Query tokens up to which prompts are extends; 0 if there are none."""
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
-        return longest_extend(self.layout, self.context_shape.num_queries_per_kv)
+        group = self.context_shape.num_queries_per_kv
+        return longest_extend(self.layout, group, self.extends_to_outputs)
 
     @property
     def max_extend_tokens(self) -> int:
         """Query tokens that extends of a step take, at most."""
         is_shared = self.context_parallel is not None
         return MAX_SHARED_EXTEND_TOKENS if is_shared else MAX_EXTEND_TOKENS
+
+    @property
+    def extends_to_outputs(self) -> bool:
+        """Whether extends need no merge, but for a few. Layers that share a plan agree.
+        Where there is a recent window they read codes, as prefills do.
+        """
+        if self.kernels is None or self.kernels.extend_outputs is None:
+            return False
+        has_offset = self.key_offset is not None or self.is_beside_offset
+        return self.context_parallel is None and not has_offset
+
+    @property
+    def max_call_tokens(self) -> int:
+        """Query tokens of a call of extends, at most: see ``find_extends``."""
+        return MAX_OUTPUT_CALL_TOKENS if self.extends_to_outputs else MAX_CALL_TOKENS
 
     @property
     def max_merged_tokens(self) -> int | None:
@@ -266,6 +286,7 @@ class TurboRunner:
             self.kernels.num_decode_splits,
             self.kernels.num_extend_splits,
             self.max_merged_tokens,
+            self.extends_to_outputs,
         )
 
     @property
@@ -418,11 +439,26 @@ class TurboRunner:
                     )
             if self.key_offset is not None:
                 offset = OffsetScores(query[own], self.key_offset, self.scale)
+            own_query = RotatedQuery(rotated[own], scratch.query_scale[own])
+            if call.ends_in_outputs:
+                assert kernels.extend_outputs and scratch.outputs
+                kernels.extend_outputs(
+                    own_query,
+                    kv_cache,
+                    self.layout,
+                    call.batch,
+                    scratch.outputs,
+                    output[own],
+                    newest,
+                    self.sliding_window,
+                    self.sinks,
+                    self.logits_soft_cap,
+                )
+                continue
             attention = kernels.decode_attention
             if call.is_extend:
                 assert kernels.extend_attention is not None
                 attention = kernels.extend_attention
-            own_query = RotatedQuery(rotated[own], scratch.query_scale[own])
             partials = Partials(scratch.partial[:count], scratch.partial_lse[:count])
             batch = own_query, kv_cache, self.layout, call.batch, partials
             if scratch.shared is not None:
@@ -452,16 +488,32 @@ class TurboRunner:
             if self.context_parallel is not None:
                 specs += SharedScratch.specs(shape, plan.num_tokens, plan.num_slots)
             own_specs = OwnScratch.specs(self.shape, plan.num_own_tokens)
-            query_scale, output, lse, *others = take_scratch(specs + own_specs, device)
-            shared = own = None
+            output_specs = self._output_specs(*plan.output_sizes)
+            query_scale, output, lse, *others = take_scratch(
+                specs + own_specs + output_specs, device
+            )
+            shared = own = outputs = None
+            if output_specs:
+                *others, tiles, partial, partial_lse = others
+                outputs = OutputScratch(tiles, partial, partial_lse)
             if own_specs:
                 *others, own_output, key, value = others
                 own = OwnScratch(own_output, key, value)
             if others:
                 shared = SharedScratch(*others)
-            scratch = DecodeScratch(query_scale, output, lse, shared, own)
+            scratch = DecodeScratch(query_scale, output, lse, shared, own, outputs)
             step.decode_scratch[shape] = scratch
         return scratch
+
+    def _output_specs(self, num_tokens: int, num_seqs: int) -> TensorSpecs:
+        """Of ``OutputScratch``; of none of it without tokens."""
+        if num_tokens == 0:
+            return []
+        assert self.kernels is not None
+        num_kv_heads = self.shape.num_kv_heads
+        return self.kernels.output_scratch(
+            self.layout, num_kv_heads, self.num_sms, num_tokens, num_seqs
+        )
 
     def _attend_with_others(
         self,
@@ -536,6 +588,7 @@ class TurboRunner:
             self.max_extend_len,
             self.max_extend_tokens,
             self.max_merged_tokens,
+            self.extends_to_outputs,
         )
 
     @property
@@ -547,13 +600,17 @@ class TurboRunner:
     def _largest_scratch(self) -> list[TensorSpecs]:
         """Of all steps, the most that each request to the workspace asks for."""
         shape, is_shared = self.context_shape, self.context_parallel is not None
-        num_tokens, num_partials, num_own_tokens = self._largest_batch
+        num_tokens, num_partials, num_own_tokens, num_output_tokens = (
+            self._largest_batch
+        )
         limits = self.prefill_limits
         slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
         decode = DecodeScratch.specs(shape, num_tokens, num_partials)
         if is_shared:
             decode += SharedScratch.specs(shape, num_tokens, self._max_shared_slots)
         decode += OwnScratch.specs(self.shape, num_own_tokens)
+        num_seqs = min(self.max_num_seqs, num_output_tokens)
+        decode += self._output_specs(num_output_tokens, num_seqs)
         return [
             decode,
             PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),

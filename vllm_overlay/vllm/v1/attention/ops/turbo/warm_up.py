@@ -52,6 +52,7 @@ def small_step(
     is_uniform: bool = True,
     extend_len: int = 0,
     prefill_len: int = _QUERY_LEN,
+    to_outputs: bool = False,
 ) -> StepPlan:
     """Requests of each kind: a decode, an extend, and prefills: with cached tokens that
     are dequantised in several pieces, with a few, and with none.
@@ -64,6 +65,7 @@ def small_step(
         is_uniform: Whether no request could have fewer.
         extend_len: Query tokens of the extend; 0: there is none.
         prefill_len: Those of the first prefill.
+        to_outputs: Whether the extend's results need no merge, as of many requests.
 
     """
     extends: list[RequestSpan] = []
@@ -130,8 +132,13 @@ def small_step(
         prefill=prefill,
         mm_prefix_range=ranges or None,
     )
-    if runner.planner is not None:
-        step.plan_decodes([runner.planner])
+    planner = runner.planner
+    if planner is not None:
+        planner = planner._replace(extends_to_outputs=to_outputs)
+        if to_outputs:
+            # One request is enough for so small a GPU.
+            planner = planner._replace(num_sms=1)
+        step.plan_decodes([planner])
     return step
 
 
@@ -151,6 +158,11 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     if runner.max_extend_len > 0:
         # CUDA's have an instance for few queries, and one for many.
         found += [make(1, extend_len=n) for n in sorted({1, runner.max_extend_len})]
+    if runner.extends_to_outputs:
+        assert runner.kernels is not None
+        group = runner.context_shape.num_queries_per_kv
+        lens = runner.kernels.output_lens(runner.layout, group, runner.max_extend_len)
+        found += [make(1, extend_len=n, to_outputs=True) for n in lens]
     return found
 
 

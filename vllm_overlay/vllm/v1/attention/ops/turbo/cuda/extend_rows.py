@@ -6,6 +6,11 @@ As ``cuda.extend``, with the same partial results, but queries are the rows of p
 of warpgroups: some warps of a block decode each tile once to shared memory, and others
 attend to that, with 64 queries a warpgroup. Of a tile's keys the scales are taken
 relative to a power of two of its largest, which scores are multiplied by in fp32.
+
+Its results are partial ones for the merge, or outputs (``extend_outputs``): then the
+query tokens' keys and values are a sequence's last tiles, rotated in fp16, and a block
+that has all tiles of its queries rotates the result back by itself. Only what several
+blocks have parts of is joined by another kernel.
 """
 
 from collections.abc import Callable
@@ -14,21 +19,33 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    DecodeBatch,
+    NewestTokens,
+    OutputScratch,
+    RotatedQuery,
+    TensorSpecs,
+)
 
 # Whose instructions it is made of.
 CAPABILITY = 90
-# Queries of a warpgroup.
-_GROUP_ROWS = 64
+# Queries of a product.
+_TILE_ROWS = 64
+# Partial results of a row that a block may have: of the pass that it goes on with, and
+# of the one that it does not end.
+_RANGE_PARTS = 2
 
 
 class RowsPlan(NamedTuple):
     """How a block's warps share the work: RowsPlan of extend_rows/layout.cuh.
 
     Attributes:
-        consumers: Warpgroups that attend, with 64 queries each.
+        consumers: Warpgroups that attend.
         producers: Warpgroups that decode, step by step in turns.
         blocks: Blocks of a multiprocessor.
         tiles: Tiles of a step.
@@ -36,6 +53,7 @@ class RowsPlan(NamedTuple):
         copies: A producer's steps whose pages are being copied.
         registers: Those of a lane that attends; producers have what is left.
         holds_queries: Whether it has its queries in registers, not in shared memory.
+        row_tiles: Its products, of 64 queries each.
 
     """
 
@@ -47,11 +65,12 @@ class RowsPlan(NamedTuple):
     copies: int
     registers: int
     holds_queries: bool = False
+    row_tiles: int = 1
 
     @property
     def rows(self) -> int:
         """Queries of a KV head that attend at once; more do in further passes."""
-        return _GROUP_ROWS * self.consumers
+        return _TILE_ROWS * self.row_tiles * self.consumers
 
 
 # By head size, and by their rows. On an H200, merge included, 16 sequences of 32768
@@ -64,6 +83,14 @@ _PLANS = {
         RowsPlan(2, 2, 1, 4, 4, 2, 184, holds_queries=True),
     ),
     256: (RowsPlan(1, 1, 1, 4, 2, 3, 240),),
+}
+# The same of kernels that end in outputs, by dtype and head size: of what was measured.
+_OUTPUT_PLANS = {
+    ("turbo4", 128): (
+        RowsPlan(1, 2, 1, 4, 4, 3, 200, holds_queries=True),
+        RowsPlan(2, 2, 1, 4, 4, 3, 192, holds_queries=True),
+        RowsPlan(2, 1, 1, 4, 4, 3, 224, row_tiles=2),
+    ),
 }
 
 
@@ -82,9 +109,27 @@ def unsupported_reason(layout: TurboFormat, capability: int | None) -> str | Non
     return None
 
 
-def plan_for(layout: TurboFormat, num_queries: int) -> RowsPlan:
+def outputs_unsupported_reason(
+    layout: TurboFormat, capability: int | None
+) -> str | None:
+    """The same of the kernel that ends in outputs, for keys without an offset."""
+    reason = unsupported_reason(layout, capability)
+    if reason is None and (layout.name, layout.head_size) not in _OUTPUT_PLANS:
+        layout_name = f"{layout.name} with head size {layout.head_size}"
+        return f"{layout_name} has no extend kernel that ends in outputs"
+    return reason
+
+
+def plan_for(
+    layout: TurboFormat, num_queries: int, with_outputs: bool = False
+) -> RowsPlan:
     """How so many queries of a sequence and KV head attend."""
     plans = _PLANS[layout.head_size]
+    if with_outputs:
+        *plans, largest = _OUTPUT_PLANS[layout.name, layout.head_size]
+        # With more products of no queries than a smaller one has it takes longer.
+        if -num_queries % largest.rows < _TILE_ROWS:
+            return largest
     return next((plan for plan in plans if num_queries <= plan.rows), plans[-1])
 
 
@@ -99,14 +144,20 @@ def instance(
     return f"{layout.name}_{layout.head_size}_r{plan.rows}{suffix}"
 
 
+def kernel_name(with_outputs: bool) -> str:
+    """What makes outputs, or partial results."""
+    return "extend_outputs" if with_outputs else "extend_rows"
+
+
 def module(
     layout: TurboFormat,
     plan: RowsPlan,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
+    with_outputs: bool = False,
 ) -> CudaModule:
-    """What is built, for cached keys with an offset or without, and for scores with a
-    soft cap or without.
+    """What is built, for cached keys with an offset or without, for scores with a soft
+    cap or without, and for outputs or for partial results.
 
     Raises:
         RuntimeError: If there is no instance for the layout.
@@ -116,10 +167,11 @@ def module(
     if reason is not None:
         raise RuntimeError(reason)
     return CudaModule(
-        "extend_rows",
+        kernel_name(with_outputs),
         instance(layout, plan, has_key_offset, has_soft_cap),
         layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
         tuple(f"-DROWS_{name.upper()}={int(n)}" for name, n in plan._asdict().items()),
+        folder="extend_rows",
         is_specific=True,
     )
 
@@ -131,6 +183,7 @@ def load(
     device: torch.device,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
+    with_outputs: bool = False,
 ) -> Callable[..., None]:
     """Build, if need be, and load an instance.
 
@@ -138,4 +191,82 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
-    return build_and_load(module(layout, plan, has_key_offset, has_soft_cap), device)
+    built = module(layout, plan, has_key_offset, has_soft_cap, with_outputs)
+    return build_and_load(built, device)
+
+
+def output_scratch(
+    layout: TurboFormat,
+    num_kv_heads: int,
+    num_sms: int,
+    num_tokens: int,
+    num_seqs: int,
+) -> TensorSpecs:
+    """See ``KernelSet.output_scratch``."""
+    num_tiles = num_tokens // fmt.TILE_TOKENS + num_seqs
+    tile_numbers = 2 * fmt.TILE_TOKENS * layout.head_size
+    plans = _OUTPUT_PLANS[layout.name, layout.head_size]
+    rows = max(plan.blocks * plan.rows for plan in plans)
+    num_partials = _RANGE_PARTS * num_sms * rows
+    return [
+        ((num_tiles, num_kv_heads, tile_numbers), torch.float16),
+        ((num_partials, layout.head_size), torch.float32),
+        ((num_partials,), torch.float32),
+    ]
+
+
+def extend_outputs(
+    query: RotatedQuery,
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    batch: DecodeBatch,
+    scratch: OutputScratch,
+    output: torch.Tensor,
+    newest: NewestTokens | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    enable_pdl: bool = True,
+) -> None:
+    """Attend from each sequence's last tokens to all that it has: ``OutputsFn``.
+
+    Raises:
+        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
+            function raises.
+
+    """
+    num_tokens, num_heads, _ = query.vectors.shape
+    num_kv_heads = kv_cache.shape[1]
+    batch.check(num_tokens)
+    if batch.num_seqs == 0:
+        return
+    assert sliding_window is None or sliding_window > 0, sliding_window
+    key = value = own_tiles = None
+    if newest is not None:
+        key, value, own_tiles = newest.key, newest.value, scratch.own_tiles
+    kernel = load(
+        layout,
+        plan_for(layout, num_heads // num_kv_heads * batch.query_len, True),
+        kv_cache.device,
+        has_soft_cap=logits_soft_cap is not None,
+        with_outputs=True,
+    )
+    kernel(
+        *query,
+        kv_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.num_seqs,
+        batch.query_len,
+        output,
+        scratch.partial,
+        scratch.partial_lse,
+        key,
+        value,
+        own_tiles,
+        sliding_window or 0,
+        sinks,
+        (logits_soft_cap or 0.0) * LOG2_E,
+        enable_pdl,
+    )

@@ -6,15 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import decode, extend, merge
+from vllm.v1.attention.ops.turbo.cuda import decode, extend, extend_rows, merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     CUDA,
     AttentionFn,
     MergeFn,
+    OutputsFn,
     SplitsFn,
     StoreFn,
+    TensorSpecs,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
@@ -29,6 +31,7 @@ class CudaKernels(NamedTuple):
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = extend.extend_attention
     max_merged_tokens: int | None = merge.MAX_MERGED_TOKENS
+    extend_outputs: OutputsFn | None = None
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = extend.num_kv_splits
 
@@ -37,6 +40,27 @@ class CudaKernels(NamedTuple):
 
     def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
         return cuda_store.store_sizes(layout, num_kv_heads)
+
+    def output_lens(
+        self, layout: TurboFormat, num_queries_per_kv: int, most: int
+    ) -> list[int]:
+        lens = {
+            extend_rows.plan_for(layout, num_queries_per_kv * n, True): n
+            for n in range(1, most + 1)
+        }
+        return list(lens.values())
+
+    def output_scratch(
+        self,
+        layout: TurboFormat,
+        num_kv_heads: int,
+        num_sms: int,
+        num_tokens: int,
+        num_seqs: int,
+    ) -> TensorSpecs:
+        return extend_rows.output_scratch(
+            layout, num_kv_heads, num_sms, num_tokens, num_seqs
+        )
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:
         cuda_store.make_matrices(head_size, device)

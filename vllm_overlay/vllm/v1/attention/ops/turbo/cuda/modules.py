@@ -124,15 +124,21 @@ def serving_modules(
     if cuda_extend.unsupported_reason(layout):
         max_extend_len = 0
     has_rows = extend_rows.unsupported_reason(layout, capability) is None
+    reason = extend_rows.outputs_unsupported_reason(layout, capability)
+    has_outputs = reason is None and not has_key_offset
     for query_len in range(1, max_extend_len + 1):
         num_queries = num_queries_per_kv * query_len
         if has_rows:
-            plan = extend_rows.plan_for(layout, num_queries)
-            add(
-                f"extend_rows {extend_rows.instance(layout, plan, *variant)}",
-                partial(extend_rows.load, layout, plan, device, *variant),
-                lambda _, plan=plan: extend_rows.module(layout, plan, *variant),
-            )
+            # Partial results are for ranks that share the context.
+            for with_outputs in (False, True) if has_outputs else (False,):
+                plan = extend_rows.plan_for(layout, num_queries, with_outputs)
+                instance = extend_rows.instance(layout, plan, *variant)
+                rows = layout, plan, *variant, *[True] * with_outputs
+                add(
+                    f"{extend_rows.kernel_name(with_outputs)} {instance}",
+                    partial(extend_rows.load, *rows[:2], device, *rows[2:]),
+                    lambda _, rows=rows: extend_rows.module(*rows),
+                )
             continue
         columns = cuda_extend.num_columns(num_queries)
         add(

@@ -27,6 +27,11 @@ MAX_SHARED_EXTEND_TOKENS = 2048
 # Query tokens of a call if each of its requests had as many as the longest: for more,
 # scratch would be large.
 MAX_CALL_TOKENS = 1024
+# The same of calls that end in outputs, whose scratch is for the query tokens that
+# there are, and for as many partial results as the GPU has blocks.
+MAX_OUTPUT_CALL_TOKENS = 8192
+# Queries of a KV head that attend at once then, in a pass.
+_PASS_QUERIES = 128
 # Splits of a sequence that a call has room for, if the kernels want so many: else
 # sequences of unlike lengths could not keep the GPU busy, and more calls are better.
 _LEAST_SPLITS = 4
@@ -44,6 +49,7 @@ class PlannedCall(NamedTuple):
         is_extend: Whether it is of ``extend_attention``.
         attends_before: Whether attention to the query tokens, as they are, comes before
             the call: the merge does not have to attend to so many.
+        ends_in_outputs: Whether it is of ``extend_outputs``.
 
     """
 
@@ -53,11 +59,17 @@ class PlannedCall(NamedTuple):
     num_partials: int
     is_extend: bool
     attends_before: bool = False
+    ends_in_outputs: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, with those before a cut span's."""
+        return self.tokens.stop - self.tokens.start
 
     @property
     def num_own_tokens(self) -> int:
         """Query tokens that have attention of their own before the call."""
-        return self.tokens.stop - self.tokens.start if self.attends_before else 0
+        return self.num_tokens if self.attends_before else 0
 
 
 class DecodePlan(NamedTuple):
@@ -80,6 +92,13 @@ class DecodePlan(NamedTuple):
         return max((call.num_own_tokens for call in self.calls), default=0)
 
     @property
+    def output_sizes(self) -> tuple[int, int]:
+        """Query tokens, and sequences, of a call that ends in outputs, at most."""
+        calls = [call for call in self.calls if call.ends_in_outputs]
+        num_tokens = max((call.num_tokens for call in calls), default=0)
+        return num_tokens, max((call.batch.num_seqs for call in calls), default=0)
+
+    @property
     def num_slots(self) -> int:
         """Query tokens that the largest call has room for."""
         return max((call.batch.num_query_slots for call in self.calls), default=0)
@@ -97,6 +116,7 @@ def find_extends(
     context_lens: list[int],
     max_len: int,
     max_tokens: int,
+    max_call_tokens: int = MAX_CALL_TOKENS,
 ) -> list[tuple[int, int]]:
     """Which of a batch's first prefill requests attend to packed context.
 
@@ -105,6 +125,8 @@ def find_extends(
         context_lens: Tokens before them.
         max_len: Query tokens of an extend, at most; 0: there are none.
         max_tokens: Query tokens of all extends, at most.
+        max_call_tokens: Those of a call if each of its requests had as many as the
+            longest, at most.
 
     Returns:
         First and last (exclusive) request of each call, from zero on. None if no
@@ -117,7 +139,7 @@ def find_extends(
         total += length
         if length > max_len or total > max_tokens:
             break
-        if max(longest, length) * (i + 1 - first) > MAX_CALL_TOKENS:
+        if max(longest, length) * (i + 1 - first) > max_call_tokens:
             first, longest = i, 0
         longest = max(longest, length)
         if calls and calls[-1][0] == first:
@@ -160,6 +182,7 @@ class DecodePlanner(NamedTuple):
         num_extend_splits: Splits that extend attention wants.
         max_merged_tokens: Query tokens of an extend up to which its merge attends to
             them; None: whatever there are.
+        extends_to_outputs: Whether ``extend_outputs`` serves extends, but for a few.
 
     """
 
@@ -168,6 +191,7 @@ class DecodePlanner(NamedTuple):
     num_decode_splits: SplitsFn
     num_extend_splits: SplitsFn
     max_merged_tokens: int | None = None
+    extends_to_outputs: bool = False
 
     def plan(
         self,
@@ -207,12 +231,26 @@ class DecodePlanner(NamedTuple):
         )
 
     def _cuts(self, span: RequestSpan, is_extend: bool) -> list[tuple[int, int]]:
+        if is_extend and self._ends_in_outputs(span):
+            return [(0, span.num_requests)]
         return cut_evenly(
             span.num_requests,
             span.query_len,
             self._num_splits(span.num_requests, span.query_len, is_extend),
             self.shape.max_partials,
         )
+
+    def _ends_in_outputs(self, span: RequestSpan) -> bool:
+        """Whether extends need no merge. Of so few that most blocks have a part of a
+        pass, it joins these in less time: on an H200 those of 32 and 128 query tokens
+        behind 65536 in 105 and 294 us, of 112 and 316.
+        """
+        if not self.extends_to_outputs:
+            return False
+        queries = span.query_len * self.shape.num_queries_per_kv
+        passes = self.shape.num_kv_heads * cdiv(queries, _PASS_QUERIES)
+        is_small = span.num_requests * span.query_len <= MAX_CALL_TOKENS
+        return 2 * span.num_requests * passes >= self.num_sms or not is_small
 
     def _call(
         self,
@@ -223,6 +261,7 @@ class DecodePlanner(NamedTuple):
     ) -> PlannedCall:
         """One of a span of requests, whose rows are the first of the tensors."""
         most = self.max_merged_tokens
+        ends_in_outputs = is_extend and self._ends_in_outputs(span)
         batch = DecodeBatch(
             span.num_requests,
             block_table,
@@ -234,9 +273,13 @@ class DecodePlanner(NamedTuple):
             slice(span.first_token, span.first_token + span.num_tokens),
             span.first_request,
             batch,
-            self._num_partials(batch, is_extend),
+            0 if ends_in_outputs else self._num_partials(batch, is_extend),
             is_extend,
-            is_extend and most is not None and span.query_len > most,
+            is_extend
+            and not ends_in_outputs
+            and most is not None
+            and span.query_len > most,
+            ends_in_outputs,
         )
 
     def _num_splits(self, num_seqs: int, query_len: int, is_extend: bool) -> int:
@@ -257,12 +300,14 @@ class LargestBatch(NamedTuple):
         num_tokens: Query tokens of decodes and extends.
         num_partials: Partial results of a call.
         num_own_tokens: Query tokens of a call that have attention of their own.
+        num_output_tokens: Query tokens of a call that ends in outputs.
 
     """
 
     num_tokens: int
     num_partials: int
     num_own_tokens: int
+    num_output_tokens: int = 0
 
 
 def largest_batch(
@@ -273,6 +318,7 @@ def largest_batch(
     extend_len: int,
     max_extend_tokens: int,
     max_merged_tokens: int | None,
+    extends_to_outputs: bool = False,
 ) -> LargestBatch:
     """Bounds of all steps.
 
@@ -287,10 +333,11 @@ def largest_batch(
         extend_len: Those of an extend; 0: there are none.
         max_extend_tokens: Those of all extends of a step.
         max_merged_tokens: See ``DecodePlanner``.
+        extends_to_outputs: See there.
 
     """
     num_tokens = num_call_tokens = max_num_seqs * max_query_len
-    num_own_tokens = 0
+    num_own_tokens = num_output_tokens = 0
     if extend_len > 0:
         max_query_len = max(max_query_len, extend_len)
         # If each had as many as the longest. One that is longer than calls of several
@@ -303,7 +350,9 @@ def largest_batch(
         if max_merged_tokens is not None and extend_len > max_merged_tokens:
             most = max(shape.max_partials, extend_len)
             num_own_tokens = min(extended, num_call_slots, most)
+        if extends_to_outputs:
+            num_output_tokens = min(extended, max(MAX_OUTPUT_CALL_TOKENS, extend_len))
     num_partials = min(
         max(shape.max_partials, max_query_len), num_call_tokens * MAX_KV_SPLITS
     )
-    return LargestBatch(num_tokens, num_partials, num_own_tokens)
+    return LargestBatch(num_tokens, num_partials, num_own_tokens, num_output_tokens)

@@ -3,15 +3,14 @@
 """Scratch memory of a layer's kernels: what there is of it, and how large it may be."""
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
+from vllm.v1.attention.ops.turbo.interface import OutputScratch, TensorSpecs
+
 # Partial outputs of one call of decode or extend attention.
 PARTIAL_BYTES = 64 * 2**20
-
-# Shapes and dtypes of tensors that are there at the same time.
-TensorSpecs: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class LayerShape(NamedTuple):
@@ -103,6 +102,7 @@ class DecodeScratch(NamedTuple):
         partial_lse: (P, Hq) fp32, their LSE.
         shared: Where ranks share the context; None where they do not.
         own: Where extends attend to their own tokens before; None where none do.
+        outputs: Of extends that end in outputs; None where none do.
 
     """
 
@@ -111,10 +111,11 @@ class DecodeScratch(NamedTuple):
     partial_lse: torch.Tensor
     shared: SharedScratch | None = None
     own: OwnScratch | None = None
+    outputs: OutputScratch | None = None
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
-        """Of the fields, in order, without those of ``shared`` and ``own``."""
+        """Of the first three fields, in order."""
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads), torch.float32),

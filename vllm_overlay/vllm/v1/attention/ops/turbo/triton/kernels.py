@@ -11,8 +11,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     TRITON,
     AttentionFn,
     MergeFn,
+    OutputsFn,
     SplitsFn,
     StoreFn,
+    TensorSpecs,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode, merge
@@ -29,6 +31,7 @@ class TritonKernels(NamedTuple):
     num_decode_splits: SplitsFn = decode.num_kv_splits
     extend_attention: AttentionFn | None = None
     max_merged_tokens: int | None = None
+    extend_outputs: OutputsFn | None = None
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = decode.num_kv_splits
 
@@ -39,6 +42,21 @@ class TritonKernels(NamedTuple):
 
     def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
         return triton_store.store_sizes(layout, num_kv_heads)
+
+    def output_lens(
+        self, layout: TurboFormat, num_queries_per_kv: int, most: int
+    ) -> list[int]:
+        raise NotImplementedError("of extend_outputs, which Triton has none of")
+
+    def output_scratch(
+        self,
+        layout: TurboFormat,
+        num_kv_heads: int,
+        num_sms: int,
+        num_tokens: int,
+        num_seqs: int,
+    ) -> TensorSpecs:
+        raise NotImplementedError("of extend_outputs, which Triton has none of")
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:
         for inverse in (False, True):

@@ -12,16 +12,19 @@
 
 namespace turbo {
 
+// All but partial results. See AttentionParams and decode.py for shapes and
+// types.
+//
 // packed_lens: without the tokens that the recent window has, as the kernel
 //   before this one writes them.
-//
-// See AttentionParams and decode.py for shapes and types.
-inline AttentionParams params_of(
-    TensorView query, TensorView query_scale, TensorView kv_cache,
-    TensorView block_table, TensorView seq_lens, TensorView partial,
-    TensorView partial_lse, const Optional<TensorView>& query_start_loc,
-    int64_t num_seqs, int64_t query_len, bool with_newest,
-    const Optional<TensorView>& packed_lens, int64_t sliding_window) {
+inline AttentionParams params_of(TensorView query, TensorView query_scale,
+                                 TensorView kv_cache, TensorView block_table,
+                                 TensorView seq_lens,
+                                 const Optional<TensorView>& query_start_loc,
+                                 int64_t num_seqs, int64_t query_len,
+                                 bool with_newest,
+                                 const Optional<TensorView>& packed_lens,
+                                 int64_t sliding_window) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   check_dtype("query", query, kFloat16);
   check_axes("query", query, 3);
@@ -39,8 +42,7 @@ inline AttentionParams params_of(
   TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
       << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
   const DLDevice device = kv_cache.device();
-  check_device(device, query, query_scale, block_table, seq_lens, partial,
-               partial_lse);
+  check_device(device, query, query_scale, block_table, seq_lens);
   AttentionParams p = {};
   p.query = static_cast<const __half*>(query.data_ptr());
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
@@ -54,8 +56,6 @@ inline AttentionParams params_of(
     check_device(device, x);
     p.seq_lens = ints_of("packed_lens", x, num_seqs);
   }
-  p.partial = static_cast<float*>(partial.data_ptr());
-  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   p.stride_cache_block = kv_cache.stride(0);
   p.stride_cache_head = kv_cache.stride(1);
   p.stride_block_table = to_int("block_table", block_table.stride(0));
@@ -68,9 +68,17 @@ inline AttentionParams params_of(
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
   p.heads_per_kv = static_cast<int>(num_heads / num_kv_heads);
   p.tiles_per_block = static_cast<int>(kv_cache.size(2)) / TILE_TOKENS;
-  p.num_splits = check_partials(partial, partial_lse, num_heads, HEAD_SIZE,
-                                num_seqs, query_len);
   return p;
+}
+
+inline void add_partials(AttentionParams& p, const TensorView& query,
+                         const TensorView& partial,
+                         const TensorView& partial_lse) {
+  check_device(query.device(), partial, partial_lse);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  p.num_splits = check_partials(partial, partial_lse, query.size(1), HEAD_SIZE,
+                                p.num_seqs, p.query_len);
 }
 
 // original_query: as the model has it, [T, Hq, D].
@@ -115,10 +123,10 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      int64_t sliding_window, double soft_cap, bool enable_pdl) {
   static_assert(!(KEY_OFFSET && SOFT_CAP),
                 "a capped score cannot get back what it lacks");
-  AttentionParams p =
-      params_of(query, query_scale, kv_cache, block_table, seq_lens, partial,
-                partial_lse, query_start_loc, num_seqs, query_len, with_newest,
-                packed_lens, sliding_window);
+  AttentionParams p = params_of(query, query_scale, kv_cache, block_table,
+                                seq_lens, query_start_loc, num_seqs, query_len,
+                                with_newest, packed_lens, sliding_window);
+  add_partials(p, query, partial, partial_lse);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   p.soft_cap = soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();

@@ -64,6 +64,10 @@ struct AttentionParams {
     return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
                            : query_len;
   }
+  // Tiles of a sequence's query tokens as they are: see OutputParams.
+  __device__ __forceinline__ int num_own_tiles(int) const { return 0; }
+  // Ranges of all work, at most.
+  __device__ __forceinline__ int max_ranges() const { return gridDim.x; }
   // Of its first token, head 0.
   __device__ __forceinline__ int64_t first_query(int seq) const {
     return int64_t(first_token(seq)) * num_kv_heads * heads_per_kv;

@@ -23,25 +23,45 @@ struct Work {
   int steps, passes;
 };
 
+// What a range has of a pass. Behind the sequence's tiles, from a step's first
+// on, come those of its query tokens as they are.
+struct PassSegment : Segment {
+  int own_tile;  // the first of these
+  int range;
+  bool begins;  // whether it has the pass's first tile
+};
+
+// Where a step is among all.
+struct PassPlace {
+  int seq;
+  int pass;         // of the sequence's
+  int head_passes;  // of a KV head's
+  int first, last;  // steps of the pass, of all
+};
+
 // Cuts by passes of kQueries, and steps of kStepTiles.
 template <int kQueries, int kStepTiles>
 struct Cuts {
   // Of a sequence: steps have one offset of K.
   using Tiles = SeenTiles<KEY_OFFSET != 0 ? kStepTiles : 1>;
 
-  static __device__ __forceinline__ Work work_of(const AttentionParams& p,
-                                                 int seq) {
-    const int tiles = Tiles(SeenTokens(p, seq)).count;
-    if (tiles == 0) return {0, 0};
+  static __device__ __forceinline__ int steps_of(int tiles) {
+    return (tiles + kStepTiles - 1) / kStepTiles;
+  }
+
+  template <typename Params>
+  static __device__ __forceinline__ Work work_of(const Params& p, int seq) {
+    const int steps = steps_of(Tiles(SeenTokens(p, seq)).count) +
+                      steps_of(p.num_own_tiles(seq));
+    if (steps == 0) return {0, 0};
     const int queries = p.num_query_tokens(seq) * p.heads_per_kv;
     const int head_passes = (queries + kQueries - 1) / kQueries;
-    return {(tiles + kStepTiles - 1) / kStepTiles,
-            head_passes * p.num_kv_heads};
+    return {steps, head_passes * p.num_kv_heads};
   }
 
   // With one split, a result does not depend on what else is in the batch.
-  static __device__ __forceinline__ Ranges ranges(const AttentionParams& p,
-                                                  int lane) {
+  template <typename Params>
+  static __device__ __forceinline__ Ranges ranges(const Params& p, int lane) {
     int total = 0, longest = 0, passes = 0;
 #pragma unroll 1
     for (int seq = lane; seq < p.num_seqs; seq += 32) {
@@ -54,19 +74,20 @@ struct Cuts {
     if (p.num_splits == 1)
       return {longest, __reduce_add_sync(~0u, passes), true};
     total = __reduce_add_sync(~0u, total);
+    const int most = p.max_ranges();
+    int size = max((total + most - 1) / most, 1);
     // A range may begin inside a pass, so a pass may need one more split.
-    const int least = (longest + p.num_splits - 2) / (p.num_splits - 1);
-    const int blocks = int(gridDim.x);
-    const int size = max((total + blocks - 1) / blocks, least);
+    if (p.num_splits > 0)
+      size = max(size, (longest + p.num_splits - 2) / (p.num_splits - 1));
     return {size, (total + size - 1) / size, false};
   }
 
   // Call attend with what a range has of a sequence, whose passes begin at step
   // seq_first.
-  template <typename F>
+  template <typename Params, typename F>
   static __device__ __forceinline__ void for_each_pass(
-      const AttentionParams& p, const Ranges& ranges, int index, int seq,
-      int passes, int seq_first, int pass_steps, const F& attend) {
+      const Params& p, const Ranges& ranges, int index, int seq, int passes,
+      int seq_first, int pass_steps, const F& attend) {
     const int first = index * ranges.size;
     const int last = first + ranges.size;
     int pass = max(first - seq_first, 0) / pass_steps;
@@ -77,27 +98,34 @@ struct Cuts {
       const int head_passes = passes / p.num_kv_heads;
       const SeenTokens seen(p, seq);
       const Tiles tiles(seen);
-      Segment segment;
+      const int own_tile = tiles.first + steps_of(tiles.count) * kStepTiles;
+      const int num_own = p.num_own_tiles(seq);
+      const int end =
+          num_own > 0 ? own_tile + num_own : tiles.first + tiles.count;
+      PassSegment segment;
       segment.seq = seq;
       segment.kv_head = pass / head_passes;
       segment.first_column = pass % head_passes * kQueries;
       segment.cache = p.kv_cache + segment.kv_head * p.stride_cache_head;
-      const int num_tiles = min((last - start) * kStepTiles, tiles.count);
       segment.first_tile = tiles.first + max(first - start, 0) * kStepTiles;
-      segment.last_tile = tiles.first + num_tiles;
+      segment.last_tile = min(tiles.first + (last - start) * kStepTiles, end);
       segment.first_seen_tile = seen.first_tile();
       segment.num_tokens = seen.last;
       segment.split = index - start / ranges.size;
-      segment.ends = num_tiles == tiles.count;
+      segment.begins = start >= first;
+      segment.ends = segment.last_tile == end;
+      segment.own_tile = own_tile;
+      segment.range = index;
       attend(segment);
     }
   }
 
   // Call attend with a range's segments, of any few passes.
-  template <typename F>
-  static __device__ __forceinline__ void for_each_segment(
-      const AttentionParams& p, const Ranges& ranges, int index,
-      const F& attend) {
+  template <typename Params, typename F>
+  static __device__ __forceinline__ void for_each_segment(const Params& p,
+                                                          const Ranges& ranges,
+                                                          int index,
+                                                          const F& attend) {
     const int lane = threadIdx.x % 32;
     const int first = index * ranges.size;
     const int last = first + ranges.size;
@@ -124,6 +152,29 @@ struct Cuts {
       for_each_pass(p, ranges, index, base + i,
                     __shfl_sync(~0u, work.passes, i),
                     __shfl_sync(~0u, begin, i), pass_steps, attend);
+    }
+  }
+
+  // Find a step, of which there are more. All lanes of a warp call it.
+  template <typename Params>
+  static __device__ __forceinline__ PassPlace place_of(const Params& p,
+                                                       int step) {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+#pragma unroll 1
+    for (int base = 0;; base += 32) {
+      const Work work = work_of(p, base + lane);
+      const int end = before + inclusive_sum(work.steps * work.passes, lane);
+      const uint32_t behind = __ballot_sync(~0u, end > step);
+      before = __shfl_sync(~0u, end, 31);
+      if (behind == 0) continue;
+      const int i = __ffs(behind) - 1;
+      const int steps = __shfl_sync(~0u, work.steps, i);
+      const int passes = __shfl_sync(~0u, work.passes, i);
+      const int begin = __shfl_sync(~0u, end, i) - steps * passes;
+      const int pass = (step - begin) / steps;
+      const int first = begin + pass * steps;
+      return {base + i, pass, passes / p.num_kv_heads, first, first + steps};
     }
   }
 };

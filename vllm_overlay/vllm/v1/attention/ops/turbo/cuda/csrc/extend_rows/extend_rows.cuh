@@ -5,6 +5,8 @@
 // turbo format, on GPUs whose warpgroups multiply (sm_90a).
 #pragma once
 
+#include <type_traits>
+
 #include "extend_rows/consume.cuh"
 #include "extend_rows/produce.cuh"
 
@@ -22,9 +24,11 @@ __device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
   fence_barrier_init();
 }
 
-template <typename Plan>
+// Params: AttentionParams, for partial results that another kernel merges, or
+// OutputParams.
+template <typename Plan, typename Params>
 __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
-    extend_rows_kernel(const __grid_constant__ AttentionParams p) {
+    extend_rows_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<RowsShared<Plan>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
@@ -47,18 +51,22 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
 #pragma unroll 1
     for (int index = blockIdx.x; index < ranges.count;
          index += int(gridDim.x)) {
-      Cut::for_each_segment(p, ranges, index, [&](const Segment& segment) {
+      Cut::for_each_segment(p, ranges, index, [&](const PassSegment& segment) {
         consume_segment(shared, stage, p, segment, group, lane);
       });
     }
-    skip_empty<Plan::kConsumerWarps>(p, warp, lane);
+    if constexpr (std::is_same_v<Params, OutputParams>) {
+      write_empty<32 * Plan::kConsumerWarps>(p, threadIdx.x);
+    } else {
+      skip_empty<Plan::kConsumerWarps>(p, warp, lane);
+    }
   } else {
     give_registers<Plan::kProducerRegisters>();
     const int producer = warp - Plan::kConsumerWarps;
 #pragma unroll 1
     for (int index = blockIdx.x; index < ranges.count;
          index += int(gridDim.x)) {
-      Cut::for_each_segment(p, ranges, index, [&](const Segment& segment) {
+      Cut::for_each_segment(p, ranges, index, [&](const PassSegment& segment) {
         produce_segment(shared, stage, p, segment, producer, lane);
       });
     }

@@ -4,9 +4,9 @@
 // What a block of the kernel for many queries has in shared memory, and how its
 // warps share the work.
 //
-// Queries are the rows of the tensor core's results, 64 a warpgroup of
-// consumers: S = Q K^T and O = P V. Producers decode each tile once, for all of
-// them, to operands in shared memory.
+// Queries are the rows of the tensor core's results, 64 of them or more a
+// warpgroup of consumers: S = Q K^T and O = P V. Producers decode each tile
+// once, for all of them, to operands in shared memory.
 #pragma once
 
 #include "common/bulk.cuh"
@@ -16,7 +16,7 @@
 
 namespace turbo {
 
-constexpr int kGroupRows = 64;  // queries of a warpgroup
+constexpr int kTileRows = 64;  // queries of a warpgroup's product
 constexpr int kGroupThreads = 128;
 // Operands have rows of 64 numbers in panels.
 constexpr int kPanelColumns = 64;
@@ -30,14 +30,18 @@ constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 // are decoded and not yet attended to. kCopies: a producer's steps whose pages
 // are being copied. kRegisters: of a consumer, of which producers have what is
 // left. kHoldsQueries: a consumer has its queries in registers, not in shared
-// memory.
+// memory. kRowTiles: products of a consumer, each of other queries.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
-          int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_>
+          int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_,
+          int kRowTiles_>
 struct RowsPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
   static constexpr int kStages = kStages_, kCopies = kCopies_;
   static constexpr bool kHoldsQueries = kHoldsQueries_;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kGroupRows = kTileRows * kRowTiles;
+  static_assert(kGroupRows <= kGroupThreads);
   static constexpr int kRows = kGroupRows * kConsumers;
   static constexpr int kThreads = kGroupThreads * (kConsumers + kProducers);
   static constexpr int kConsumerWarps = 4 * kConsumers;
@@ -58,12 +62,18 @@ struct RowsPlan {
       kLeftRegisters < 240 ? kLeftRegisters : 240;
 };
 
+// Operands are [panel][row][16-byte chunk, swizzled]: queries by coordinates,
+// tokens by coordinates, and coordinates by tokens.
+template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
+struct alignas(1024) QueriesShared {
+  uint8_t queries[Plan::kConsumers][Plan::kRowTiles][kKeyPanels][kTileRows]
+                 [kRowBytes];
+};
 template <typename Plan>
-struct alignas(1024) RowsShared {
-  // [panel][row][16-byte chunk, swizzled]: queries by coordinates, tokens by
-  // coordinates, and coordinates by tokens.
-  uint8_t queries[Plan::kHoldsQueries ? 1 : Plan::kConsumers][kKeyPanels]
-                 [kGroupRows][kRowBytes];
+struct QueriesShared<Plan, true> {};
+
+template <typename Plan>
+struct alignas(1024) RowsShared : QueriesShared<Plan> {
   uint8_t keys[Plan::kStages][kKeyPanels][Plan::kTokens][kRowBytes];
   uint8_t values[Plan::kStages][Plan::kValuePanels][HEAD_SIZE][kRowBytes];
   alignas(128) uint8_t
@@ -74,6 +84,9 @@ struct alignas(1024) RowsShared {
   int rows[Plan::kRows];
   int firsts[Plan::kRows];
   int limits[Plan::kRows];
+  // The same of the query tokens as they are.
+  int own_firsts[Plan::kRows];
+  int own_limits[Plan::kRows];
   alignas(8) uint64_t full_keys[Plan::kStages];
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];

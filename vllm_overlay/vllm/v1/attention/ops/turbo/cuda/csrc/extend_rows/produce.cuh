@@ -4,7 +4,9 @@
 // Producers: warps that copy tiles from pages, and decode them.
 #pragma once
 
-#include "extend_rows/decode_tile.cuh"
+#include <type_traits>
+
+#include "extend_rows/copy_own_tiles.cuh"
 
 namespace turbo {
 
@@ -18,13 +20,13 @@ struct RowsCopies {
   // From one of the producer's steps to its next.
   static constexpr int kStepTiles = Plan::kProducers * Plan::kTiles;
   const AttentionParams& p;
-  const Segment& segment;
+  const PassSegment& segment;
   uint32_t target;
   int first_tile;  // of the warp's
   const uint8_t* address[kWarpTiles];
 
   __device__ __forceinline__ RowsCopies(const AttentionParams& p,
-                                        const Segment& segment,
+                                        const PassSegment& segment,
                                         const uint8_t* tiles, int first_step,
                                         int warp, int lane)
       : p(p),
@@ -41,7 +43,8 @@ struct RowsCopies {
       const int tile = first_tile + (step + lane) * kStepTiles + i;
       address[i] = nullptr;
       const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
-      if (is_seen && tile < segment.last_tile) {
+      if (is_seen && tile < min(segment.last_tile, segment.own_tile) &&
+          tile * TILE_TOKENS < segment.num_tokens) {
         const int block = tile / p.tiles_per_block;
         address[i] = segment.cache + table[block] * p.stride_cache_block +
                      (tile - block * p.tiles_per_block) * TILE_BYTES;
@@ -82,12 +85,48 @@ __device__ __forceinline__ void clear_tokens(uint8_t* tile, int first, int end,
   __syncwarp();
 }
 
-// Decode a producer's steps of a segment.
+// Decode a warp's tiles of a step, which have been copied.
+//
+// tiles: these. first: the first of them. index: its place in the step.
 template <typename Plan>
+__device__ __forceinline__ void decode_step(RowsShared<Plan>& shared,
+                                            Stage<Plan::kStages>& stage,
+                                            const Segment& segment,
+                                            uint8_t* tiles, int first,
+                                            int index, int lane) {
+  constexpr int kWarpTiles = Plan::kWarpTiles;
+  wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);
+  const uint32_t keys = shared_address(shared.keys[stage.index]);
+#pragma unroll 1
+  for (int i = 0; i < kWarpTiles; ++i) {
+    decode_keys<Plan>(keys, shared.factors[stage.of_both()][index + i],
+                      tiles + i * TILE_BYTES, index + i,
+                      segment.num_tokens - (first + i) * TILE_TOKENS, lane);
+  }
+  fence_async_proxy();
+  arrive_warp(shared.full_keys[stage.index], lane);
+#pragma unroll 1
+  for (int i = 0; i < kWarpTiles; ++i) {
+    const int unseen = segment.first_seen_tile - (first + i);
+    clear_tokens(tiles + i * TILE_BYTES,
+                 KEY_OFFSET != 0 && unseen > 0 ? TILE_TOKENS : 0,
+                 segment.num_tokens - (first + i) * TILE_TOKENS, lane);
+  }
+  wait_for(shared.empty_values[stage.index], stage.parity ^ 1);
+  const uint32_t values = shared_address(shared.values[stage.index]);
+#pragma unroll 1
+  for (int i = 0; i < kWarpTiles; ++i)
+    decode_values<Plan>(values, tiles + i * TILE_BYTES, index + i, lane);
+  fence_async_proxy();
+  arrive_warp(shared.full_values[stage.index], lane);
+}
+
+// Produce its steps of a segment.
+template <typename Plan, typename Params>
 __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
-                                                const AttentionParams& p,
-                                                const Segment& segment,
+                                                const Params& p,
+                                                const PassSegment& segment,
                                                 int warp, int lane) {
   constexpr int kCopies = Plan::kCopies, kWarpTiles = Plan::kWarpTiles;
   constexpr int kProducers = Plan::kProducers;
@@ -108,33 +147,17 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
     if (stage.index % kProducers != warp / 4) continue;
     wait_copies<kCopies - 1>();
     __syncwarp();
-    uint8_t* own = tiles + slot * (kWarpTiles * TILE_BYTES);
     const int first = copies.first_tile + step * copies.kStepTiles;
     const int index = warp % 4 * kWarpTiles;
-    wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);
-    const uint32_t keys = shared_address(shared.keys[stage.index]);
-#pragma unroll 1
-    for (int i = 0; i < kWarpTiles; ++i) {
-      decode_keys<Plan>(keys, shared.factors[stage.of_both()][index + i],
-                        own + i * TILE_BYTES, index + i,
-                        segment.num_tokens - (first + i) * TILE_TOKENS, lane);
+    bool is_own = false;
+    if constexpr (std::is_same_v<Params, OutputParams>) {
+      is_own = first - index >= segment.own_tile;
+      if (is_own) copy_own_step(shared, stage, p, segment, first, index, lane);
     }
-    fence_async_proxy();
-    arrive_warp(shared.full_keys[stage.index], lane);
-#pragma unroll 1
-    for (int i = 0; i < kWarpTiles; ++i) {
-      const int unseen = segment.first_seen_tile - (first + i);
-      clear_tokens(own + i * TILE_BYTES,
-                   KEY_OFFSET != 0 && unseen > 0 ? TILE_TOKENS : 0,
-                   segment.num_tokens - (first + i) * TILE_TOKENS, lane);
+    if (!is_own) {
+      decode_step(shared, stage, segment,
+                  tiles + slot * (kWarpTiles * TILE_BYTES), first, index, lane);
     }
-    wait_for(shared.empty_values[stage.index], stage.parity ^ 1);
-    const uint32_t values = shared_address(shared.values[stage.index]);
-#pragma unroll 1
-    for (int i = 0; i < kWarpTiles; ++i)
-      decode_values<Plan>(values, own + i * TILE_BYTES, index + i, lane);
-    fence_async_proxy();
-    arrive_warp(shared.full_values[stage.index], lane);
     copies.issue(step + kCopies, slot, num_steps, lane);
     ++step;
     if (++slot == kCopies) slot = 0;

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Extends whose kernel ends in outputs, in the backend: query tokens are attended to
+with all others, and nothing is merged.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.turbo_attn import (
+    TurboAttentionImpl,
+    TurboMetadata,
+    TurboMetadataBuilder,
+)
+from vllm.v1.attention.ops.turbo import kernel_choice, reference, runtime
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import OutputScratch
+from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
+from vllm.v1.attention.ops.turbo.rotation import rotation_signs
+from vllm.v1.attention.ops.turbo.warm_up import small_windows
+from vllm.v1.worker.workspace import lock_workspace
+
+from . import backend_utils
+from .backend_utils import (
+    BLOCK_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Batch,
+    make_builder,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    register,
+    set_path,
+    with_drafts,
+)
+from .rank_utils import RankGroup, Ranks
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    cache_spec,
+    gaussian,
+    requires_hopper,
+    slots_of,
+)
+
+pytestmark = requires_hopper
+
+HEAD_SIZE = 128
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", HEAD_SIZE)
+GROUP = NUM_HEADS // NUM_KV_HEADS
+# As long as any that is to be measured.
+LONGEST = 700
+# Query tokens and context of requests, decodes first.
+BATCHES = {
+    "beside decodes": [(1, 31), (1, 64), (33, 40), (2, 33), (64, 5)],
+    "without context": [(20, 0), (18, 40), (16, 0)],
+    "before a prefill": [(1, 9), (17, 64), (LONGEST + 1, 0)],
+    "one": [(130, 7)],
+    "a step's end": [(16, 64), (32, 48), (48, 63)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(autouse=True)
+def long_heads_and_extends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has such a kernel."""
+    monkeypatch.setattr(backend_utils, "HEAD_SIZE", HEAD_SIZE)
+    monkeypatch.setattr(backend_utils, "SCALE", HEAD_SIZE**-0.5)
+    monkeypatch.setattr(runtime, "longest_extend", lambda *_: LONGEST)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("another kernel is to serve")
+
+
+class Layer:
+    """A layer of Hopper's: no kernel serves its extends but the one."""
+
+    def __init__(self, config: VllmConfig, **options: Any) -> None:
+        self.config = config
+        self.impl: TurboAttentionImpl = make_impl(config, **options)
+        set_path(self.impl, "cuda")
+        runner = self.impl.runner
+        # So small that one request's passes are enough.
+        runner.num_sms = 1
+        self.calls: list[tuple[int, int]] = []
+
+        def extend(query, *args: Any) -> None:
+            self.calls.append((query.vectors.shape[0], args[2].num_seqs))
+            extend_rows.extend_outputs(query, *args)
+
+        runner.kernels = runner.kernels._replace(
+            extend_outputs=extend, extend_attention=refuse
+        )
+
+    def plan(self, batch: Batch) -> TurboMetadata:
+        return make_builder(self.config, self.impl).build(0, batch.common)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        self.calls.clear()
+        return batch.run(self.impl, self.plan(batch), "cuda")
+
+    def check(self, requests: list[tuple[int, int]]) -> None:
+        batch = Batch.make(self.impl, requests)
+        batch.check(self.impl, self.run(batch))
+
+
+def make_layer(
+    folder: Path, mode: str = "raw", dtype: torch.dtype = FP16, **options: Any
+) -> Layer:
+    config = make_vllm_config(
+        folder, "turbo4", dtype, mode, max_num_batched_tokens=2048
+    )
+    return Layer(config, **options)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@prefill_modes
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+def test_batches(folder, requests, mode, dtype):
+    layer = make_layer(folder, mode, dtype)
+    layer.check(requests)
+    extends = [length for length, _ in requests if 1 < length <= LONGEST]
+    assert layer.calls == [(sum(extends), len(extends))]
+
+
+@pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
+def test_what_scores_are_under(folder, name):
+    """Windows shorter than the own tokens, and longer; soft caps; and sinks."""
+    sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
+    options: dict[str, Any] = {
+        "window": {"sliding_window": 10},
+        "cap": {"logits_soft_cap": 2.0},
+        "sinks": {"sinks": sinks},
+        "all": {"sliding_window": 30, "logits_soft_cap": 2.0, "sinks": sinks},
+    }[name]
+    make_layer(folder, **options).check([(1, 31), (33, 40), (2, 33), (17, 5)])
+
+
+def test_layers_beside_one_with_an_offset_merge(folder):
+    """Which share its plan."""
+    config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=2048)
+    layers = [Layer(config) for _ in range(2)]
+    for i, layer in enumerate(layers):
+        register(config, layer.impl, f"layers.{i}.attn")
+    runners = [layer.impl.runner for layer in layers]
+    assert all(runner.planner.extends_to_outputs for runner in runners)
+    runners[0].key_offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
+    assert not runners[0].planner.extends_to_outputs
+    spec = cache_spec(LAYOUT, NUM_KV_HEADS, BLOCK_SIZE)
+    names = ["layers.0.attn", "layers.1.attn"]
+    TurboMetadataBuilder(spec, names, config, torch.device(DEVICE))
+    assert not any(runner.planner.extends_to_outputs for runner in runners)
+
+
+@pytest.mark.parametrize("num_drafts", [2, 19])
+def test_beside_drafts(folder, num_drafts):
+    """Those are decodes, however many: their lengths are the device's."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
+    layer = Layer(config)
+    lens = (num_drafts + 1, 1, num_drafts)
+    layer.check([(length, 40) for length in lens] + [(num_drafts + 20, 40)])
+    assert layer.calls == [(num_drafts + 20, 1)]
+
+
+def test_requests_without_query_tokens(folder):
+    """As padding has them, behind all others: of lengths of zero."""
+    layer = make_layer(folder)
+    requests = [(20, 40), (2, 33)]
+    batch = Batch.make(layer.impl, requests)
+    expected = layer.run(batch)
+    common = batch.common
+    lens = torch.nn.functional.pad(common.seq_lens_cpu_upper_bound, (0, 2))
+    starts = torch.nn.functional.pad(common.query_start_loc_cpu, (0, 2), value=22)
+    table = torch.nn.functional.pad(common.block_table_tensor, (0, 0, 0, 2))
+    batch.common = common.replace(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(DEVICE),
+        seq_lens_cpu_upper_bound=lens,
+        block_table_tensor=table,
+        num_reqs=4,
+    )
+    assert torch.equal(layer.run(batch), expected)
+
+
+def test_beside_a_recent_window(folder):
+    """It is written, but codes are read, as prefills read them."""
+    layer = make_layer(folder)
+    runner = layer.impl.runner
+    batch = Batch.make(layer.impl, [(20, 40), (2, 33)])
+    expected = layer.run(batch)
+    step = layer.plan(batch)
+    runner.window_wanted = 8
+    _, window = small_windows(runner, step, BLOCK_SIZE, torch.device(DEVICE))
+    own = slice(0, 22)
+    output = torch.zeros_like(expected)
+    tokens = batch.query[own], batch.key[own], batch.value[own]
+    runner.forward(*tokens, batch.cache, step, output, window)
+    assert torch.equal(output, expected) and window.pages.any()
+
+
+def break_tokens(x: torch.Tensor, tokens: slice) -> None:
+    """Half of the tokens become NaN, and half infinite."""
+    x[tokens][0::2] = math.nan
+    x[tokens][1::2] = math.inf
+
+
+@pytest.mark.parametrize("where", ["own", "pages", "both"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_broken_neighbours(folder, broken, where):
+    """NaN and infinity of a request change no bit of another's."""
+    layer = make_layer(folder)
+    requests, tokens = [(20, 40), (18, 40)], (slice(0, 20), slice(20, 38))[broken]
+    outputs = []
+    for is_broken in (False, True):
+        batch = Batch.make(layer.impl, requests)
+        if is_broken and where != "pages":
+            for x in (batch.query, batch.key, batch.value):
+                break_tokens(x, tokens)
+        if is_broken and where != "own":
+            slots = slots_of(batch.table[broken], 0, 40, BLOCK_SIZE)
+            context = torch.zeros(40, NUM_KV_HEADS, HEAD_SIZE, dtype=FP16)
+            break_tokens(context, slice(0, 40))
+            context = context.to(DEVICE)
+            reference.store(batch.cache, slots, context, context, LAYOUT)
+        outputs.append(layer.run(batch).split([20, 18]))
+    sound, found = outputs
+    assert torch.equal(found[1 - broken], sound[1 - broken])
+    # Nothing that is stored is NaN.
+    assert where == "pages" or found[broken].isnan().all()
+    assert all(output.isfinite().all() for output in sound)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_broken_token(folder, name, number):
+    """Its own request's tokens have NaN from there on, and not before it."""
+    layer = make_layer(folder)
+    place, outputs = 21, []
+    for is_broken in (False, True):
+        batch = Batch.make(layer.impl, [(40, 40)])
+        if is_broken:
+            getattr(batch, name)[place, 0, 3] = number
+        outputs.append(layer.run(batch))
+    sound, found = outputs
+    assert torch.equal(found[:place], sound[:place])
+    assert torch.equal(found[:, GROUP:], sound[:, GROUP:])
+    assert found[place:, :GROUP].isnan().all()
+
+
+def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
+    """They become its largest, as scales of what is stored do. A vector of numbers of
+    one size may be as long in one coordinate.
+    """
+    layer = make_layer(folder)
+    batch = Batch.make(layer.impl, [(20, 40)])
+    signs = rotation_signs(HEAD_SIZE).to(batch.value)
+    batch.value[5] = 60000 * signs
+    # Their own tokens see hardly anything else.
+    batch.key[5], batch.query[5:] = 8 * signs, 8 * signs
+    output = layer.run(batch)[5:].float()
+    rotated = reference.rotate(batch.value[5:6].float())
+    assert rotated.abs().max() > 10 * 65504
+    clamped = rotated.clamp(-65504, 65504)
+    expected = reference.inverse_rotate(clamped)[0].repeat_interleave(GROUP, 0)
+    assert (output - expected).abs().max() <= 2e-3 * expected.abs().max()
+
+
+def test_what_reads_own_tokens_from_the_cache(folder):
+    """They are attended to with all others there."""
+    requests = [(1, 31), (33, 40), (2, 33)]
+    layer = make_layer(folder, kv_sharing_target_layer_name="layers.0.attn")
+    batch = Batch.make(layer.impl, requests)
+    assert layer.impl.runner.shares_cache
+    make_layer(folder, "stored").run(batch)
+    batch.check(layer.impl, layer.run(batch))
+    assert layer.calls == [(35, 2)]
+
+
+def requests_of_a_step(generator: torch.Generator) -> Iterator[tuple[int, int]]:
+    """Query tokens and contexts of extends, 2048 tokens at most."""
+    left = 2048
+    for _ in range(8):
+        longest = (LONGEST, 40)[int(torch.randint(2, (), generator=generator))]
+        length = int(torch.randint(2, longest + 1, (), generator=generator))
+        left -= length
+        if left < 0:
+            return
+        yield length, 40
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("max_call_tokens", [100, 8192])
+def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
+    """Of one call, and of several."""
+    for place in (runtime, decode_plan):
+        monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
+    layer = make_layer(folder)
+    runner = layer.impl.runner
+    calls: list[int] = []
+
+    def attend(query, kv_cache, layout, batch, scratch, output, newest, *_) -> None:
+        num_tokens = query.vectors.shape[0]
+        assert num_tokens == newest.query.shape[0] == output.shape[0]
+        assert int(batch.query_start_loc[-1]) == num_tokens
+        assert isinstance(scratch, OutputScratch)
+        assert len(scratch.own_tiles) >= num_tokens // TILE_TOKENS + batch.num_seqs
+        assert scratch.partial.shape[0] == scratch.partial_lse.shape[0]
+        assert scratch.partial.shape[0] >= 2 * runner.num_sms * 256
+        calls.append(num_tokens)
+
+    runner.kernels = runner.kernels._replace(
+        store=lambda *_: None, extend_outputs=attend
+    )
+    monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
+    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, dtype=FP16, device=DEVICE)
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
+    )
+    layer.impl.forward(None, x, x, x, None, None, x)
+    lock_workspace()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        requests = list(requests_of_a_step(generator))
+        batch = Batch.make(layer.impl, requests)
+        calls.clear()
+        batch.run(layer.impl, layer.plan(batch), "cuda")
+        assert sum(calls) == sum(length for length, _ in requests)
+        assert len(calls) == 1 or max_call_tokens == 100
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, head_size, capability, is_served",
+    [
+        ("turbo4", 128, 90, True),
+        ("turbo4", 128, 100, False),
+        ("turbo4", 64, 90, False),
+        ("k4v3", 128, 90, False),
+        ("turbo3", 128, 90, False),
+    ],
+)
+def test_what_is_served(cache_dtype, head_size, capability, is_served, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_capability", lambda: capability)
+    layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
+    kernels = kernel_choice.cuda_kernels(layout)
+    assert (kernels.extend_outputs is not None) == is_served
+    assert kernels.extend_attention is not None
+
+
+def test_ranks_that_share_the_context_merge(folder):
+    runner = make_layer(folder).impl.runner
+    assert runner.planner.extends_to_outputs
+    runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
+    assert not runner.planner.extends_to_outputs
+    assert runner.max_call_tokens == decode_plan.MAX_CALL_TOKENS
+
+
+@pytest.mark.parametrize(
+    "num_requests, query_len, ends_in_outputs",
+    [
+        (1, 64, False),
+        (1, LONGEST, False),
+        (32, 16, False),
+        (33, 16, True),
+        (8, LONGEST, True),
+        # As many as are one call alone.
+        (2, 640, True),
+    ],
+)
+def test_few_passes_are_merged(folder, num_requests, query_len, ends_in_outputs):
+    runner = make_layer(folder).impl.runner
+    planner = runner.planner._replace(num_sms=132)
+    starts = list(range(0, num_requests * query_len + 1, query_len))
+    table = torch.zeros(num_requests, 1, dtype=torch.int32, device=DEVICE)
+    plan = planner.plan(
+        RequestSpan(0, 0, 0, 0, 1, None),
+        RequestSpan.of_extends([(0, starts)], torch.device(DEVICE)),
+        table,
+        table[:, 0],
+    )
+    assert {call.ends_in_outputs for call in plan.calls} == {ends_in_outputs}
+    is_long = query_len > runner.max_merged_tokens
+    attends_before = {call.attends_before for call in plan.calls}
+    assert attends_before == {is_long and not ends_in_outputs}
+
+
+def test_few_beside_many(folder):
+    """A batch of few passes runs as elsewhere."""
+    layer = make_layer(folder)
+    runner = layer.impl.runner
+    runner.num_sms = 132
+    runner.kernels = runner.kernels._replace(
+        extend_attention=cuda_extend.extend_attention
+    )
+    layer.check([(1, 31), (33, 40), (2, 33)])
+    assert layer.calls == []
+
+
+@prefill_modes
+def test_warm_up_launches_each_plan(folder, mode):
+    """And what extends launch whose results are merged."""
+    from vllm.v1.attention.ops.turbo import warm_up
+
+    calls = [
+        call
+        for step in warm_up.steps(make_layer(folder, mode).impl.runner, 32, DEVICE)
+        for plan in step.decode_plans.values()
+        for call in plan.calls
+        if call.is_extend
+    ]
+    plans = {
+        extend_rows.plan_for(LAYOUT, GROUP * call.batch.query_len, with_outputs=True)
+        for call in calls
+        if call.ends_in_outputs
+    }
+    assert sorted(plan.rows for plan in plans) == [64, 128, 256]
+    merged = [call.batch.query_len for call in calls if not call.ends_in_outputs]
+    assert merged == [1, LONGEST]
+
+
+@pytest.mark.parametrize(
+    "num_queries, rows",
+    [
+        (1, 64),
+        (64, 64),
+        (65, 128),
+        (192, 128),
+        (193, 256),
+        (256, 256),
+        (384, 128),
+        (512, 256),
+        (513, 128),
+        (768, 256),
+    ],
+)
+def test_plans(num_queries, rows):
+    """By how many rows have no query: products of 64."""
+    assert extend_rows.plan_for(LAYOUT, num_queries, with_outputs=True).rows == rows

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The entry point of the kernel for many queries that attend to cached tokens
+// and to their own, and have outputs. A module has one instance: see
+// instance.cuh.
+#include <tvm/ffi/function.h>
+
+#include "extend_rows/instance.cuh"
+#include "extend_rows/join.cuh"
+#include "extend_rows/own_tiles.cuh"
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+using Instance = RowsInstance<turbo::OutputParams>;
+using Plan = Instance::Plan;
+
+// [T, heads, D] of the queries' dtype.
+void check_tokens(const char* name, const TensorView& x,
+                  const TensorView& output, int64_t num_heads) {
+  turbo::check_device(output.device(), x);
+  turbo::check_dtype(name, x, output.dtype());
+  turbo::check_vectors(name, x, HEAD_SIZE);
+  turbo::check_size(name, x, 0, output.size(0));
+  turbo::check_size(name, x, 1, num_heads);
+}
+
+void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
+                    const Optional<TensorView>& key,
+                    const Optional<TensorView>& value,
+                    const TensorView& tiles) {
+  TVM_FFI_CHECK(key.has_value() && value.has_value(), ValueError)
+      << "own_tiles: given without the query tokens' keys and values";
+  const TensorView &k = key.value(), &v = value.value();
+  check_tokens("key", k, output, p.num_kv_heads);
+  check_tokens("value", v, output, p.num_kv_heads);
+  p.own_key = k.data_ptr();
+  p.stride_key_token = k.stride(0);
+  p.stride_key_head = k.stride(1);
+  p.own_value = v.data_ptr();
+  p.stride_value_token = v.stride(0);
+  p.stride_value_head = v.stride(1);
+  turbo::check_device(output.device(), tiles);
+  turbo::check_dtype("own_tiles", tiles, turbo::kFloat16);
+  turbo::check_axes("own_tiles", tiles, 3);
+  turbo::check_size("own_tiles", tiles, 1, p.num_kv_heads);
+  turbo::check_size("own_tiles", tiles, 2, turbo::kOwnTileNumbers);
+  turbo::check_contiguous("own_tiles", tiles);
+  turbo::check_address("own_tiles", tiles, 16);
+  const int64_t most = output.size(0) / TILE_TOKENS + p.num_seqs;
+  TVM_FFI_CHECK(tiles.size(0) >= most, ValueError)
+      << "own_tiles: " << tiles.size(0) << " tiles, not " << most;
+  p.own_tiles = static_cast<__half*>(tiles.data_ptr());
+}
+
+// partial: [P, D]; partial_lse: [P]. With too few for a range's two passes each
+//   block has whole ones, and a result does not depend on the rest of the
+//   batch.
+//
+// See turbo::OutputParams and extend_rows.py for the others.
+void extend_outputs(TensorView query, TensorView query_scale,
+                    TensorView kv_cache, TensorView block_table,
+                    TensorView seq_lens, Optional<TensorView> query_start_loc,
+                    int64_t num_seqs, int64_t query_len, TensorView output,
+                    TensorView partial, TensorView partial_lse,
+                    Optional<TensorView> key, Optional<TensorView> value,
+                    Optional<TensorView> own_tiles, int64_t sliding_window,
+                    Optional<TensorView> sinks, double soft_cap,
+                    bool enable_pdl) {
+  static_assert(!KEY_OFFSET, "query tokens' keys have theirs");
+  turbo::OutputParams p = {};
+  static_cast<turbo::AttentionParams&>(p) = turbo::params_of(
+      query, query_scale, kv_cache, block_table, seq_lens, query_start_loc,
+      num_seqs, query_len, own_tiles.has_value(), {}, sliding_window);
+  p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
+  const DLDevice device = kv_cache.device();
+  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(1);
+  p.is_bf16 = output.dtype() == turbo::kBFloat16;
+  if (!p.is_bf16) turbo::check_dtype("output", output, turbo::kFloat16);
+  check_tokens("output", output, output, num_heads);
+  turbo::check_size("output", output, 0, query.size(0));
+  p.output = output.data_ptr();
+  p.stride_output_token = output.stride(0);
+  p.stride_output_head = output.stride(1);
+  if (own_tiles.has_value())
+    add_own_tokens(p, output, key, value, own_tiles.value());
+  turbo::check_device(device, partial, partial_lse);
+  turbo::check_dtype("partial", partial, turbo::kFloat32);
+  turbo::check_axes("partial", partial, 2);
+  turbo::check_size("partial", partial, 1, HEAD_SIZE);
+  turbo::check_contiguous("partial", partial);
+  turbo::check_address("partial", partial, 16);
+  turbo::check_dtype("partial_lse", partial_lse, turbo::kFloat32);
+  turbo::check_axes("partial_lse", partial_lse, 1);
+  turbo::check_size("partial_lse", partial_lse, 0, partial.size(0));
+  turbo::check_contiguous("partial_lse", partial_lse);
+  p.partial = static_cast<float*>(partial.data_ptr());
+  p.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  p.sinks = turbo::sinks_of(sinks, num_heads, device);
+
+  const tvm::ffi::CUDADeviceGuard guard(device.device_id);
+  const int num_blocks = Instance::num_blocks(device.device_id);
+  const int64_t room = partial.size(0) / (2 * Plan::kRows);
+  p.num_ranges = room < num_blocks ? static_cast<int>(room) : num_blocks;
+  p.num_splits = p.num_ranges == 0;
+  const dim3 tiles(p.num_seqs, (p.query_len + TILE_TOKENS - 1) / TILE_TOKENS,
+                   p.num_kv_heads);
+  if (p.own_tiles != nullptr) {
+    turbo::launch(turbo::own_tiles_kernel, tiles, 32 * turbo::kOwnTileWarps, 0,
+                  device, p, enable_pdl);
+  }
+  turbo::launch(Instance::kKernel, num_blocks, Instance::kThreads,
+                Instance::kSharedBytes, device, p, enable_pdl);
+  if (p.num_ranges > 1) {
+    // Of few passes each has many parts, and more blocks are free to join them.
+    const int64_t queries = query_len * p.heads_per_kv;
+    const int64_t passes =
+        (queries + Plan::kRows - 1) / Plan::kRows * p.num_seqs * p.num_kv_heads;
+    const int blocks = passes < num_blocks ? Plan::kRows / turbo::kJoinWarps
+                                           : turbo::kJoinBlocks;
+    turbo::launch(turbo::join_kernel<Plan>, dim3(p.num_ranges - 1, blocks),
+                  32 * turbo::kJoinWarps, 0, device, p, enable_pdl);
+  }
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend_outputs, extend_outputs);

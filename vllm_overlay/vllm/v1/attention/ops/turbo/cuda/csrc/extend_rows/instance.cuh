@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The instance that a module has of the kernel for many queries:
+// extend_rows.py defines ROWS_CONSUMERS and so on, a macro a number of a
+// RowsPlan, and has turbo_constants.h of the layout included.
+#pragma once
+
+#include "common/attention_entry.cuh"
+#include "extend_rows/extend_rows.cuh"
+
+namespace {
+
+template <typename Params>
+struct RowsInstance {
+  using Plan =
+      turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS, ROWS_TILES,
+                      ROWS_STAGES, ROWS_COPIES, ROWS_REGISTERS,
+                      ROWS_HOLDS_QUERIES, ROWS_ROW_TILES>;
+  static constexpr int kThreads = Plan::kThreads;
+  static constexpr size_t kSharedBytes = sizeof(turbo::RowsShared<Plan>);
+  static_assert(Plan::kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
+  static constexpr auto kKernel = turbo::extend_rows_kernel<Plan, Params>;
+
+  static int num_blocks(int device) {
+    // Of this module: internal, or the process would have one for all.
+    static turbo::NumberByDevice known;
+    return known.get(device, [device] {
+      turbo::allow_shared_bytes(kKernel, kSharedBytes);
+      return Plan::kBlocks *
+             turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
+    });
+  }
+};
+
+}  // namespace

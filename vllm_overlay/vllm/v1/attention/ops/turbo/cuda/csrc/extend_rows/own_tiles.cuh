@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Query tokens as they are: a kernel rotates their K and V once, to what
+// producers copy. See copy_own_tiles.cuh.
+#pragma once
+
+#include "extend_rows/decode_tile.cuh"
+#include "extend_rows/output_params.cuh"
+#include "merge/inverse_rotation.cuh"
+
+namespace turbo {
+
+static_assert(kSideBySide == 1, "a warp has a vector");
+constexpr int kOwnTileWarps = 8;
+// As the format's largest scales, these are what larger numbers become.
+constexpr float kLargestHalf = 65504.0f;
+
+struct OwnTileShared {
+  // As operands have them, but for panels: see decode_tile.cuh.
+  __half keys[TILE_TOKENS][HEAD_SIZE];
+  __half values[HEAD_SIZE][TILE_TOKENS];
+};
+
+// Where a coordinate of K is in a row of the operand.
+__device__ __forceinline__ int key_position(int coordinate) {
+  const int code = coordinate / NUM_UNITS, unit = coordinate % NUM_UNITS;
+  const int j = unit % kLaneUnits, place = unit / kLaneUnits;
+  // key_place of four lanes is its own inverse.
+  const int t = (place & 1) * 2 + place / 2;
+  return (4 * j + code / 2) * 8 + 2 * t + code % 2;
+}
+
+// Which row of the operand a coordinate of V has: see output_coordinate.
+__device__ __forceinline__ int value_row(int coordinate) {
+  const int code = coordinate / NUM_UNITS, unit = coordinate % NUM_UNITS;
+  const int r = unit / NUM_GROUPS, piece = unit % NUM_GROUPS / 8;
+  const int fragment = piece * kPieceCodes + code % 2 * 4 + code / 2;
+  return 16 * fragment + 8 * r + unit % 8;
+}
+
+// H (s * x) / sqrt(D) of a warp's vector.
+__device__ __forceinline__ void rotate_vector(Coordinates& x,
+                                              const Signs& signs, int lane) {
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[j][i] = signs.apply(x[j][i], j, i);
+  }
+  hadamard(x, lane);
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float y = x[j][i] * INVERSE_SQRT;
+      // Not by fmin alone, which makes a number of NaN.
+      x[j][i] = fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;
+    }
+  }
+}
+
+// Load a vector; zeros where there is no token. Returns whether it is finite.
+template <typename T>
+__device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
+                                                 bool is_there, int lane) {
+  bool is_broken = false;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    float4 y = {};
+    if (is_there) y = load_vector(p + 128 * j + lane * kVector);
+    x[j][0] = y.x, x[j][1] = y.y, x[j][2] = y.z, x[j][3] = y.w;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) is_broken |= !(fabsf(x[j][i]) < INFINITY);
+  }
+  return !__any_sync(~0u, is_broken);
+}
+
+// Make a sequence's tile. A token whose K or V is not finite has NaN for K, so
+// that who sees it has NaN, and zeros for V: a weight of zero would make
+// neither NaN nor infinity zero.
+template <typename T>
+__device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
+                                              const OutputParams& p, int seq,
+                                              int tile, int kv_head) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int query_len = p.num_query_tokens(seq);
+  const Signs signs(lane);
+#pragma unroll 1
+  for (int n = warp; n < TILE_TOKENS; n += kOwnTileWarps) {
+    const bool is_there = tile * TILE_TOKENS + n < query_len;
+    const int64_t token = p.first_token(seq) + tile * TILE_TOKENS + n;
+    Coordinates key, value;
+    const T* p_key = static_cast<const T*>(p.own_key) +
+                     token * p.stride_key_token + kv_head * p.stride_key_head;
+    const T* p_value = static_cast<const T*>(p.own_value) +
+                       token * p.stride_value_token +
+                       kv_head * p.stride_value_head;
+    bool is_finite = load_coordinates(key, p_key, is_there, lane);
+    is_finite &= load_coordinates(value, p_value, is_there, lane);
+    rotate_vector(key, signs, lane);
+    rotate_vector(value, signs, lane);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const int coordinate = 128 * j + lane * kVector + i;
+        shared.keys[n][key_position(coordinate)] =
+            __float2half_rn(is_finite ? key[j][i] : NAN);
+        shared.values[value_row(coordinate)][n] =
+            __float2half_rn(is_finite ? value[j][i] : 0.0f);
+      }
+    }
+  }
+}
+
+// Block (i, j, k): tile j of sequence i, of KV head k.
+__global__ void __launch_bounds__(32 * kOwnTileWarps)
+    own_tiles_kernel(const __grid_constant__ OutputParams p) {
+  __shared__ __align__(16) OwnTileShared shared;
+  const int seq = blockIdx.x, tile = blockIdx.y, kv_head = blockIdx.z;
+  // It may be that what is read is as new, and written memory still in use.
+  wait_for_previous_kernel();
+  start_next_kernel();
+  if (tile >= p.num_own_tiles(seq)) return;
+  if (p.is_bf16) {
+    make_own_tile<__nv_bfloat16>(shared, p, seq, tile, kv_head);
+  } else {
+    make_own_tile<__half>(shared, p, seq, tile, kv_head);
+  }
+  __syncthreads();
+  constexpr int kVectors = kOwnTileNumbers / 8;
+  static_assert(sizeof(OwnTileShared) == 16 * kVectors);
+  auto* target = reinterpret_cast<uint4*>(p.own_tile(seq, kv_head, tile));
+  const auto* source = reinterpret_cast<const uint4*>(&shared);
+  for (int i = threadIdx.x; i < kVectors; i += 32 * kOwnTileWarps)
+    target[i] = source[i];
+}
+
+}  // namespace turbo

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// A warpgroup's queries, and their products with keys. Coordinates are in the
+// order of K's: see decode_tile.cuh.
+#pragma once
+
+#include "extend_rows/decode_tile.cuh"
+
+namespace turbo {
+
+// Barrier 0 is the block's, and the next are the consumers'.
+__device__ __forceinline__ void sync_group(int group) {
+  sync_threads(1 + group, kGroupThreads);
+}
+
+template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
+struct RowQueries;
+
+// In registers, as A fragments: what products read of shared memory is half.
+template <typename Plan>
+struct RowQueries<Plan, true> {
+  static_assert(Plan::kRowTiles == 1 && HEAD_SIZE <= 128);
+  uint32_t fragments[HEAD_SIZE / 4];
+
+  // queries: of the sequence. first_row: of the lane's two.
+  __device__ __forceinline__ void load(RowsShared<Plan>& shared,
+                                       const __half* queries, int,
+                                       int first_row, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = shared.rows[first_row + 8 * r];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Codes 2 * i and 2 * i + 1 of the lane's units.
+        const __half* own = queries + int64_t(query) * HEAD_SIZE +
+                            2 * i * NUM_UNITS +
+                            kLaneUnits * key_place(lane % 4);
+#pragma unroll
+        for (int j = 0; j < kLaneUnits; j += 2) {
+          uint32_t x = 0, y = 0;
+          if (query >= 0) {
+            x = *reinterpret_cast<const uint32_t*>(own + j);
+            y = *reinterpret_cast<const uint32_t*>(own + NUM_UNITS + j);
+          }
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const int chunk = 4 * (j + k) + i;
+            fragments[chunk / 2 * 4 + chunk % 2 * 2 + r] =
+                __byte_perm(x, y, k == 0 ? 0x5410 : 0x7632);
+          }
+        }
+      }
+    }
+  }
+
+  // Ask for a step's scores.
+  __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
+                                           int, uint32_t keys) const {
+    constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < HEAD_SIZE / 16; ++k) {
+      const uint32_t panel = k / 4, place = k % 4 * 2;
+      const uint32_t* own = fragments + 4 * k;
+      wgmma_registers(
+          scores, own[0], own[1], own[2], own[3],
+          wgmma_descriptor(keys + panel * kKeyPanel + place, kOperandLayout),
+          k > 0);
+    }
+    wgmma_commit();
+  }
+};
+
+// In shared memory.
+template <typename Plan>
+struct RowQueries<Plan, false> {
+  uint32_t operand;
+
+  __device__ __forceinline__ void load(RowsShared<Plan>& shared,
+                                       const __half* p_queries, int group, int,
+                                       int) {
+    constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
+    constexpr int kPairs = HEAD_SIZE / 16;  // of chunks
+    const int thread = threadIdx.x % kGroupThreads;
+#pragma unroll 2
+    for (int index = thread; index < Plan::kGroupRows * kPairs;
+         index += kGroupThreads) {
+      const int row = index / kPairs, i = index % 4, j = index % kPairs / 4 * 2;
+      uint8_t* target = shared.queries[group][row / kTileRows][0][0];
+      const int query = shared.rows[Plan::kGroupRows * group + row];
+      uint32_t chunks[2][4] = {};
+      if (query >= 0) {
+        const __half* p_query =
+            p_queries + int64_t(query) * HEAD_SIZE + 2 * i * NUM_UNITS + j;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          const __half* own = p_query + kLaneUnits * key_place(t);
+          const uint32_t x = *reinterpret_cast<const uint32_t*>(own);
+          const uint32_t y =
+              *reinterpret_cast<const uint32_t*>(own + NUM_UNITS);
+          chunks[0][t] = __byte_perm(x, y, 0x5410);
+          chunks[1][t] = __byte_perm(x, y, 0x7632);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int chunk = 4 * (j + k) + i;
+        *reinterpret_cast<uint4*>(target + chunk / 8 * kPanelBytes +
+                                  swizzled(row % kTileRows, chunk % 8)) = {
+            chunks[k][0], chunks[k][1], chunks[k][2], chunks[k][3]};
+      }
+    }
+    fence_async_proxy();
+    sync_group(group);
+    operand = wgmma_operand(shared_address(shared.queries[group]), 16);
+  }
+
+  // Ask for a step's scores of the m-th rows.
+  __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
+                                           int m, uint32_t keys) const {
+    constexpr uint32_t kTileQueries = kKeyPanels * kTileRows * kRowBytes / 16;
+    const uint32_t queries = operand + m * kTileQueries;
+    constexpr uint32_t kQueryPanel = kTileRows * kRowBytes / 16;
+    constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < HEAD_SIZE / 16; ++k) {
+      const uint32_t panel = k / 4, place = k % 4 * 2;
+      wgmma_deep(
+          scores,
+          wgmma_descriptor(queries + panel * kQueryPanel + place,
+                           kOperandLayout),
+          wgmma_descriptor(keys + panel * kKeyPanel + place, kOperandLayout),
+          k > 0);
+    }
+    wgmma_commit();
+  }
+};
+
+}  // namespace turbo

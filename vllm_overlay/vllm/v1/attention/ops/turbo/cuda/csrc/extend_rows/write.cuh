@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Where a warpgroup's results go: to partial results, or to outputs.
+#pragma once
+
+#include <type_traits>
+
+#include "extend_rows/decode_tile.cuh"
+#include "extend_rows/output_params.cuh"
+#include "extend_rows/weigh.cuh"
+#include "merge/inverse_rotation.cuh"
+
+namespace turbo {
+
+// Where rows of a segment are among partial results: the first, and one more a
+// query of the sequence or row of the block.
+__device__ __forceinline__ int64_t first_partial(const AttentionParams& p,
+                                                 const PassSegment& segment) {
+  return (int64_t(segment.seq) * p.num_splits + segment.split) *
+         p.num_queries();
+}
+template <typename Plan>
+__device__ __forceinline__ int64_t first_partial(const OutputParams& p,
+                                                 const PassSegment& segment) {
+  return int64_t(2 * segment.range + segment.begins) * Plan::kRows;
+}
+
+// Write partial results.
+template <typename Plan, typename Params>
+__device__ __forceinline__ void write_rows(const RowsShared<Plan>& shared,
+                                           RowsAccumulator& acc,
+                                           const Params& p,
+                                           const PassSegment& segment,
+                                           int first_row, int lane) {
+  constexpr bool kOfQueries = std::is_same_v<Params, AttentionParams>;
+  const int t = lane % 4;
+  int64_t first;
+  if constexpr (kOfQueries) {
+    first = first_partial(p, segment);
+  } else {
+    first = first_partial<Plan>(p, segment);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = row_sum(acc.sum[r]);
+    const int query = shared.rows[first_row + 8 * r];
+    if (query < 0) continue;
+    const int row = kOfQueries ? query : first_row + 8 * r;
+    if (t == 0) {
+      float* lse = p.partial_lse + first + row;
+      *lse = acc.reference[r] + acc.missing[r] + log2f(total);
+      if (kOfQueries && segment.ends) {
+        const int num_queries = p.num_queries();
+#pragma unroll 1
+        for (int s = segment.split + 1; s < p.num_splits; ++s)
+          lse[int64_t(s - segment.split) * num_queries] = -INFINITY;
+      }
+    }
+    const float factor = 1.0f / total;
+    float* output = p.partial + (first + row) * HEAD_SIZE;
+#pragma unroll
+    for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+      const float2 x = {acc.output[4 * n + 2 * r] * factor,
+                        acc.output[4 * n + 2 * r + 1] * factor};
+      *reinterpret_cast<float2*>(output + value_coordinate(8 * n) + 2 * t) = x;
+    }
+  }
+}
+
+// H x of two rows, unnormalised: bits of places in registers and lanes are
+// those of coordinates, in another order.
+__device__ __forceinline__ void rotate_rows(float (&x)[HEAD_SIZE / 2],
+                                            int lane) {
+#pragma unroll
+  for (int width = 1; width < HEAD_SIZE / 2; width *= 2) {
+    if (width == 2) continue;  // the rows
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; ++i) {
+      if (i & width) continue;
+      const float difference = x[i] - x[i | width];
+      x[i] += x[i | width];
+      x[i | width] = difference;
+    }
+  }
+#pragma unroll
+  for (int width = 1; width < 4; width *= 2) {
+    const float sign = lane & width ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; ++i)
+      x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], width));
+  }
+}
+
+// Write outputs of rows that have attended to all that they see.
+template <typename Plan>
+__device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
+                                              RowsAccumulator& acc,
+                                              const OutputParams& p,
+                                              const PassSegment& segment,
+                                              int first_row, int lane) {
+  const int t = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = row_sum(acc.sum[r]);
+    const int query = max(shared.rows[first_row + 8 * r], 0);
+    if (p.sinks.logits != nullptr) {
+      const int head = query % (p.num_kv_heads * p.heads_per_kv);
+      total += exp2_approx(p.sinks.load(head) - acc.reference[r]);
+    }
+    const float factor = total != 0.0f ? INVERSE_SQRT / total : 0.0f;
+#pragma unroll
+    for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+      acc.output[4 * n + 2 * r] *= factor;
+      acc.output[4 * n + 2 * r + 1] *= factor;
+    }
+  }
+  rotate_rows(acc.output, lane);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = shared.rows[first_row + 8 * r];
+    if (query < 0) continue;
+    auto* output = static_cast<uint16_t*>(p.output) +
+                   p.output_place(segment.seq, query) + 2 * t;
+#pragma unroll
+    for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+      const int coordinate = value_coordinate(8 * n);
+      const uint32_t signs =
+          kRotationSigns[coordinate / 32] >> (coordinate % 32 + 2 * t);
+      const float x = __uint_as_float(
+          __float_as_uint(acc.output[4 * n + 2 * r]) ^ signs << 31);
+      const float y = __uint_as_float(
+          __float_as_uint(acc.output[4 * n + 2 * r + 1]) ^ (signs & 2) << 30);
+      *reinterpret_cast<uint32_t*>(output + coordinate) =
+          p.is_bf16 ? as_bits(__floats2bfloat162_rn(x, y))
+                    : as_bits(__floats2half2_rn(x, y));
+    }
+  }
+}
+
+// Write a warpgroup's results of a segment.
+template <typename Plan>
+__device__ __forceinline__ void write(const RowsShared<Plan>& shared,
+                                      RowsAccumulator& acc,
+                                      const AttentionParams& p,
+                                      const PassSegment& segment, int first_row,
+                                      int lane) {
+  write_rows(shared, acc, p, segment, first_row, lane);
+}
+template <typename Plan>
+__device__ __forceinline__ void write(const RowsShared<Plan>& shared,
+                                      RowsAccumulator& acc,
+                                      const OutputParams& p,
+                                      const PassSegment& segment, int first_row,
+                                      int lane) {
+  if (segment.begins && segment.ends) {
+    write_outputs(shared, acc, p, segment, first_row, lane);
+  } else {
+    write_rows(shared, acc, p, segment, first_row, lane);
+  }
+}
+
+// Write the outputs of sequences without tokens, which are zero.
+template <int kThreads>
+__device__ __forceinline__ void write_empty(const OutputParams& p, int thread) {
+  constexpr int kRowWords = HEAD_SIZE / 2;
+#pragma unroll 1
+  for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
+    const SeenTokens seen(p, seq);
+    if (seen.first < seen.last || p.num_own_tiles(seq) > 0) continue;
+    const int num_words =
+        p.num_query_tokens(seq) * p.num_kv_heads * p.heads_per_kv * kRowWords;
+#pragma unroll 1
+    for (int i = thread; i < num_words; i += kThreads) {
+      auto* output =
+          static_cast<uint16_t*>(p.output) + p.output_place(seq, i / kRowWords);
+      reinterpret_cast<uint32_t*>(output)[i % kRowWords] = 0;
+    }
+  }
+}
+
+}  // namespace turbo
