@@ -7,9 +7,11 @@ turn. One JSON object a line, for each shape (the last tokens are part of a cont
 number of query tokens and way:
 
 * ``bf16``: FlashAttention 3, which reads pages in bf16.
-* ``extend``: the CUDA kernel that reads packed pages, in the calls that a step has;
+* ``extend``: the CUDA kernels that read packed pages, in the calls that a step has;
   rotation of queries and merge included, and attention to the query tokens by
-  FlashAttention where there are more than ``MAX_MERGED_TOKENS``.
+  FlashAttention where there are more than ``MAX_MERGED_TOKENS`` and a merge.
+* ``outputs``: the kernel that ends in outputs alone, where there is one.
+* ``merged``: the one whose partial results are merged alone, beside it.
 * ``one_by_one``: the same, but the merge attends to all query tokens; up to 128.
 * ``prefill``: packed pages are dequantised in pieces, and FlashAttention attends to
   these; rotations of queries and outputs included.
@@ -54,6 +56,8 @@ class ExtendArm(TurboArm):
         cache: Of another arm, to be shared.
         max_merged_tokens: Query tokens of a sequence up to which the merge attends to
             them; None for any number.
+        to_outputs: Whether the kernel ends in outputs, where there is one that does;
+            None: as served.
 
     """
 
@@ -63,9 +67,10 @@ class ExtendArm(TurboArm):
         cache_dtype: str,
         cache: torch.Tensor | None = None,
         max_merged_tokens: int | None = None,
+        to_outputs: bool | None = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo.interface import Partials
+        from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
         from vllm.v1.attention.ops.turbo.planning import decode as planning
         from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
         from vllm.v1.attention.ops.turbo.planning.scratch import (
@@ -83,16 +88,22 @@ class ExtendArm(TurboArm):
         starts = batch.query_start_loc().tolist()
         lens = [end - begin for begin, end in zip(starts, starts[1:])]
         longest, num_tokens = max(lens), starts[-1]
-        calls = planning.find_extends(lens, lens, longest, num_tokens)
+        may_end = to_outputs is not False and self.kernels.extend_outputs is not None
+        most = planning.MAX_CALL_TOKENS
+        if may_end:
+            most = planning.MAX_OUTPUT_CALL_TOKENS
+        calls = planning.find_extends(lens, lens, longest, num_tokens, most)
         spans = RequestSpan.of_extends(
             [(first, starts[first : last + 1]) for first, last in calls], device
         )
         planner = planning.DecodePlanner(
             layer,
-            num_compute_units(),
+            # However few, they are enough for one multiprocessor.
+            1 if to_outputs else num_compute_units(),
             self.kernels.num_decode_splits,
             self.kernels.num_extend_splits,
             max_merged_tokens,
+            may_end,
         )
         none = RequestSpan(0, 0, 0, 0, 1, None)
         self.plan = planner.plan(none, spans, batch.block_table, batch.seq_lens)
@@ -103,6 +114,15 @@ class ExtendArm(TurboArm):
         if self.plan.num_own_tokens > 0:
             specs = OwnScratch.specs(layer, self.plan.num_own_tokens)
             self.own = OwnScratch(*allocate(specs, device))
+        self.outputs = None
+        if may_end:
+            specs = self.kernels.output_scratch(
+                self.layout,
+                shape.num_kv_heads,
+                num_compute_units(),
+                *self.plan.output_sizes,
+            )
+            self.outputs = OutputScratch(*allocate(specs, device))
         self.flash_attn = get_flash_attn(shape.head_size)
 
     def attention(self) -> None:
@@ -129,12 +149,24 @@ class ExtendArm(TurboArm):
             newest = NewestTokens(
                 batch.query[own], batch.key[own], batch.value[own], self.scale
             )
+            query = RotatedQuery(*(x[own] for x in self.rotated_query))
+            if call.ends_in_outputs:
+                self.kernels.extend_outputs(
+                    query,
+                    self.cache,
+                    self.layout,
+                    call.batch,
+                    self.outputs,
+                    batch.output[own],
+                    newest,
+                )
+                continue
             if call.attends_before:
                 newest = attend_to_own_tokens(
                     newest, call.batch, self.own, self.flash_attn
                 )
             self.kernels.extend_attention(
-                RotatedQuery(*(x[own] for x in self.rotated_query)),
+                query,
                 self.cache,
                 self.layout,
                 call.batch,
@@ -228,9 +260,14 @@ def time_queries(
     most = MAX_MERGED_TOKENS if most is None else most
     arms: dict[str, Arm] = {
         "bf16": FlashAttentionArm(batch, False, False, cache=caches.get("bf16")),
-        "extend": ExtendArm(batch, args.cache_dtype, caches.get("turbo"), most),
+        "extend": ExtendArm(
+            batch, args.cache_dtype, caches.get("turbo"), most, to_outputs=None
+        ),
     }
     cache = arms["extend"].cache
+    if arms["extend"].outputs is not None:
+        for name, to_outputs in (("outputs", True), ("merged", False)):
+            arms[name] = ExtendArm(batch, args.cache_dtype, cache, most, to_outputs)
     if most < query_len <= MOST_ONE_BY_ONE:
         arms["one_by_one"] = ExtendArm(batch, args.cache_dtype, cache)
     arms["prefill"] = PrefillArm(batch, args.cache_dtype, cache=cache)
