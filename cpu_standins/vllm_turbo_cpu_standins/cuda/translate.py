@@ -12,6 +12,10 @@ from pathlib import Path
 # emulator/instructions.h they are.
 INSTRUCTIONS = {
     "cp.async.cg.shared.global [%0], [%1], 16;": "copy_async_16",
+    "{ .reg .pred is_copied; setp.ne.s32 is_copied, %2, 0; "
+    "@is_copied cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16; }": (
+        "copy_async_16_if"
+    ),
     "cp.async.commit_group;": "commit_group",
     "cp.async.wait_group %0;": "wait_group",
     "griddepcontrol.launch_dependents;": "launch_dependents",
@@ -30,6 +34,8 @@ INSTRUCTIONS = {
     "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": "load_shared_4",
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_s8",
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+    "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};": "mma_s8_from",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};": "mma_f16",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

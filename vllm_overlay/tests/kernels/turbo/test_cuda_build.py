@@ -112,7 +112,7 @@ def test_every_part_is_in_the_name(monkeypatch, tmp_path):
     names.add(cuda_build.module_name(MODULE._replace(flags=()), "90"))
     names.add(cuda_build.module_name(MODULE._replace(header="#define A 2"), "90"))
     names.add(cuda_build.module_name(MODULE._replace(kernel="store"), "90"))
-    for source in ("decode/decode.cu", "common/format.cuh"):
+    for source in ("decode/decode.cu", "common/tile.cuh"):
         with (tmp_path / "cuda" / source).open("a") as file:
             file.write("//\n")
         names.add(cuda_build.module_name(MODULE, "90"))

@@ -20,6 +20,14 @@ inline void copy_async_16(const Site& site, uint32_t target,
   copy_async(site, target, source, 16);
 }
 
+inline void copy_async_16_if(const Site& site, uint32_t target,
+                             const void* source, int condition,
+                             int target_distance, int source_distance) {
+  if (!condition) return;
+  copy_async(site, target + target_distance,
+             static_cast<const char*>(source) + source_distance, 16);
+}
+
 inline void commit_group(const Site&) { commit_copies(); }
 
 inline void wait_group(const Site&, int pending) { wait_copies(pending); }
@@ -140,6 +148,13 @@ template <typename... Operands>
 void mma_s8(const Site& site, int& d0, int& d1, int& d2, int& d3,
             Operands... ab) {
   mma("mma.s8", site, multiply_s8, d0, d1, d2, d3, ab...);
+}
+
+inline void mma_s8_from(const Site& site, int& d0, int& d1, int& d2, int& d3,
+                        uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                        uint32_t b0, uint32_t b1, int c) {
+  d0 = d1 = d2 = d3 = c;
+  mma_s8(site, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1);
 }
 
 template <typename... Operands>

@@ -142,9 +142,22 @@ def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
     return biased[:half], second[::-1]
 
 
+def _turned_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
+    """Tables of bytes, as decode/key_codes.cuh looks up codes with the branch below.
+
+    Code ``8 * b + 4 * a + c`` is of the level ``4 * c + 2 * a + b``. Those below eight
+    are in the first table, the others in the second, backwards. The other table's byte
+    for a code is the sign of its entry there, which an entry makes up for.
+    """
+    pairs = [levels[4 * (code % 4) + 2 * (code // 4) :][:2] for code in range(8)]
+    first = [low + (high < 0) for low, high in pairs]
+    second = [high + (low < 0) for low, high in pairs]
+    return first, second[::-1]
+
+
 def _of_decoding(layout: TurboFormat) -> _Constants:
-    """Levels as attention computes them: see format.cuh and key_tables.cuh of common/,
-    and extend/keys.cuh.
+    """Levels as attention computes them: see value_levels.cuh and key_tables.cuh of
+    common/, decode/key_codes.cuh and extend/keys.cuh.
     """
     unit = fmt.KEY_LEVEL_UNIT
     integers = [round(m * unit) for m in layout.key_codebook.magnitudes]
@@ -152,12 +165,17 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
     positive = [m + 1 for m in reversed(integers)]
     key_linear, key_cubic = layout.key_codebook.coefficients
     first, second = _key_byte_tables([*negative, *integers])
+    turned_first, turned_second = _turned_byte_tables([*negative, *integers])
     value_linear, value_quadratic = layout.value_codebook.coefficients
     return {
         "KEY_NEGATIVE_LOW": _bytes(negative[:4]),
         "KEY_NEGATIVE_HIGH": _bytes(negative[4:]),
         "KEY_POSITIVE_LOW": _bytes(positive[:4]),
         "KEY_POSITIVE_HIGH": _bytes(positive[4:]),
+        "KEY_TURNED_FIRST_LOW": _bytes(turned_first[:4]),
+        "KEY_TURNED_FIRST_HIGH": _bytes(turned_first[4:]),
+        "KEY_TURNED_SECOND_LOW": _bytes(turned_second[:4]),
+        "KEY_TURNED_SECOND_HIGH": _bytes(turned_second[4:]),
         "KEY_LEVEL_UNIT": f"{float(unit)}f",
         "KEY_FIRST_LOW": _bytes(first[:4]),
         "KEY_FIRST_HIGH": _bytes(first[4:]),

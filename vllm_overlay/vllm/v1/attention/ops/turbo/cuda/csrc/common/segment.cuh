@@ -44,12 +44,11 @@ __device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
 // not have, or that is not read: there are any bytes, and a weight of zero does
 // not make a product with infinity or NaN zero.
 __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
-  constexpr int kShareBytes = SCALE_BYTES / kTileWarps;
   uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
                  VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES +
-                 kShareBytes * share_of_warp();
+                 kShareScaleBytes * share_of_warp();
 #pragma unroll
-  for (int i = 0; i < kShareBytes; i += 2)
+  for (int i = 0; i < kShareScaleBytes; i += 2)
     *reinterpret_cast<uint16_t*>(row + i) = 0;
 }
 
@@ -59,6 +58,10 @@ __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
 struct TileCopies {
   static constexpr int kHalf = 16, kChunk = 16;
   static constexpr int kStep = kTileWarps * kHalf * kChunk;
+  static constexpr int kSteps = 16;  // that lanes have the addresses of
+  // Instructions reach 2048 bytes either way of an address, which is so far
+  // from a tile's first byte.
+  static constexpr int kReach = 2048;
   const AttentionParams& p;
   const Segment& segment;
   const int* table;
@@ -94,27 +97,43 @@ struct TileCopies {
     if (is_seen && tile < segment.last_tile) {
       const int block = tile / p.tiles_per_block;
       address = segment.cache + table[block] * p.stride_cache_block +
-                (tile - block * p.tiles_per_block) * TILE_BYTES;
+                (tile - block * p.tiles_per_block) * TILE_BYTES + kReach;
     }
   }
 
+  // Copy the tiles of a step, the place-th from that with loaded addresses;
+  // none if the step is past the last.
+  __device__ __forceinline__ void copy(int place, uint32_t stage_offset) {
+    const auto bits = reinterpret_cast<unsigned long long>(address);
+    const auto source = reinterpret_cast<const uint8_t*>(
+        __shfl_sync(~0u, bits, 2 * place + lane / kHalf));
+    copy_rest<0>(source + own_byte(), source != nullptr, target + stage_offset);
+    commit_copies();
+  }
+
+  // Copy what the lane has of a tile, from byte i on.
+  template <int i>
+  __device__ __forceinline__ void copy_rest(const uint8_t* source, bool exists,
+                                            uint32_t target) const {
+    if constexpr (i < TILE_BYTES) {
+      const bool is_inside =
+          i + kStep <= TILE_BYTES || i + own_byte() < TILE_BYTES;
+      copy_async_if<i, i % (2 * kReach) - kReach>(exists && is_inside, target,
+                                                  source);
+      constexpr int kNext = i + kStep;
+      copy_rest<kNext>(source + (kNext % (2 * kReach) == 0 ? 2 * kReach : 0),
+                       exists, target);
+    }
+  }
+
+  // The same of steps one after the other, whose addresses are loaded here.
   __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
     if (step < count) {
-      if (step % kHalf == 0) load_addresses(step);
-      const auto bits = reinterpret_cast<unsigned long long>(address);
-      const auto source = reinterpret_cast<const uint8_t*>(
-          __shfl_sync(~0u, bits, step % kHalf * 2 + lane / kHalf));
-      if (source != nullptr) {
-#pragma unroll
-        for (int i = 0; i < TILE_BYTES; i += kStep) {
-          const int own = own_byte();
-          if (i + kStep <= TILE_BYTES || i + own < TILE_BYTES) {
-            copy_async(target + stage_offset + i, source + own + i);
-          }
-        }
-      }
+      if (step % kSteps == 0) load_addresses(step);
+      copy(step % kSteps, stage_offset);
+    } else {
+      commit_copies();
     }
-    commit_copies();
   }
 };
 

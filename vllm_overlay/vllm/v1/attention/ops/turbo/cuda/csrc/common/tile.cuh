@@ -8,15 +8,18 @@
 // is free, so a lane's codes of a token are whole words. Softmax is in base 2.
 #pragma once
 
-#include "common/format.cuh"
 #include "common/mma.cuh"
 #include "common/tile_warps.cuh"
+#include "common/value_levels.cuh"
 #include "common/warp.cuh"
 
 namespace turbo {
 
 constexpr int kColumns = 8;
+// Of a token, in a share of a tile.
 constexpr int kShareUnits = NUM_UNITS / kTileWarps;
+constexpr int kShareGroups = NUM_GROUPS / kTileWarps;
+constexpr int kShareScaleBytes = SCALE_BYTES / kTileWarps;
 // Scores above the running reference by more than this raise it.
 constexpr float kMaxExponent = 8.0f;
 // Units of a token that a lane has of K.
@@ -127,7 +130,7 @@ __device__ __forceinline__ void load_scale_words(uint32_t (&words)[2 * kPieces],
     load_words(words, row);
   } else {
     uint32_t first[kPieces], second[kPieces];
-    const uint8_t* share = row + SCALE_BYTES / kTileWarps * share_of_warp();
+    const uint8_t* share = row + kShareScaleBytes * share_of_warp();
     load_words(first, share);
     load_words(second, share + SCALE_BYTES);
 #pragma unroll
@@ -142,24 +145,29 @@ __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
   const int g = lane / 4 % NUM_GROUPS, t = lane % 4;
   const uint8_t* row =
       tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * SCALE_BYTES;
-  // The delta of group g, at the exponent's end in both halves.
+  // Where the end of a delta goes, which is that of a half's exponent.
   constexpr int kPlace = SCALE_SHIFT + SCALE_DELTA_STEP - 1;
-  constexpr uint32_t kMask =
-      (0x00010001u << (kPlace + SCALE_DELTA_BITS)) - (0x00010001u << kPlace);
-  const int shift = 8 - kPlace + SCALE_DELTA_BITS * g;
-  uint32_t bases, deltas;
+  constexpr uint32_t kMask = (0x00010001u << SCALE_DELTA_BITS) - 0x00010001u;
   if constexpr (HEAD_SIZE < 128) {
-    bases = *reinterpret_cast<const uint32_t*>(row);
-    deltas =
-        SCALE_DELTA_STEP > 1 ? bases >> (SCALE_DELTA_BITS * g) : bases >> shift;
+    const uint32_t words = *reinterpret_cast<const uint32_t*>(row);
+    const int shift = 8 + SCALE_DELTA_BITS * g - kPlace;
+    const uint32_t deltas =
+        SCALE_DELTA_STEP > 1 ? words >> (SCALE_DELTA_BITS * g) : words >> shift;
+    return (words & 0x00FF00FFu) * (1 << SCALE_SHIFT) -
+           (deltas & kMask << kPlace);
   } else {
     uint32_t words[2 * kPieces];
     load_scale_words(words, row);
     const uint32_t first = words[piece], second = words[kPieces + piece];
-    deltas = __byte_perm(first >> shift, second >> shift, 0x5410);
-    bases = __byte_perm(first, second, 0x5410);
+    // Of both words the byte that the delta begins in, and the next.
+    const int bit = 8 + SCALE_DELTA_BITS * g, byte = bit / 8;
+    const uint32_t bytes = (byte + 1) << 4 | byte;
+    const uint32_t deltas =
+        __byte_perm(first, second, bytes + 0x4400 + (bytes << 8));
+    const uint32_t bases = __byte_perm(first, second, 0x5410);
+    return mad_lo(deltas & kMask << bit % 8, 0u - (1u << (kPlace - bit % 8)),
+                  (bases & 0x00FF00FFu) * (1 << SCALE_SHIFT));
   }
-  return (bases & 0x00FF00FFu) * (1 << SCALE_SHIFT) - (deltas & kMask);
 }
 
 // Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, of this

@@ -21,6 +21,21 @@ __device__ __forceinline__ void copy_async(uint32_t target,
                : "memory");
 }
 
+// The same where a condition holds, without a branch, of bytes so far from the
+// addresses: instructions have such distances in them.
+template <int kTarget, int kSource>
+__device__ __forceinline__ void copy_async_if(bool condition, uint32_t target,
+                                              const uint8_t* source) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is_copied;\n"
+      "setp.ne.s32 is_copied, %2, 0;\n"
+      "@is_copied cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16;\n"
+      "}" ::"r"(target),
+      "l"(source), "r"(int(condition)), "n"(kTarget), "n"(kSource)
+      : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The decode kernel's entry point. A module has one instance: decode.py defines
-// DECODE_QUERIES and DECODE_WARPS, and has turbo_constants.h of the layout
-// included.
+// DECODE_QUERIES, DECODE_WARPS and DECODE_SCALES_BY_WARP, and has
+// turbo_constants.h of the layout included.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"
@@ -12,13 +12,11 @@
 namespace {
 
 struct Decode {
-  // Pairs of tiles in flight a warp.
-  static constexpr int kStages = 2;
   static constexpr int kThreads = 32 * DECODE_WARPS;
   static constexpr size_t kSharedBytes =
-      sizeof(turbo::DecodeShared<DECODE_QUERIES, DECODE_WARPS, kStages>);
+      sizeof(turbo::DecodeShared<DECODE_QUERIES, DECODE_WARPS>);
   static constexpr auto kKernel =
-      turbo::decode_kernel<DECODE_QUERIES, DECODE_WARPS, kStages>;
+      turbo::decode_kernel<DECODE_QUERIES, DECODE_WARPS>;
 
   // One a multiprocessor.
   static int num_blocks(int device) {

@@ -10,9 +10,9 @@
 namespace turbo {
 
 // Attend to a range: to segments of any few sequences.
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void attend_range(
-    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
     const Partition& cut, int num_passes, const Team& team, int index) {
   const int lane = threadIdx.x % 32;
   const int head_passes = num_passes / p.num_kv_heads;
@@ -66,12 +66,12 @@ __device__ __forceinline__ void attend_range(
   }
 }
 
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     decode_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared =
-      *reinterpret_cast<DecodeShared<kQueries, kWarps, kStages>*>(shared_bytes);
+      *reinterpret_cast<DecodeShared<kQueries, kWarps>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_passes = (p.num_columns() + kQueries - 1) / kQueries;
   const int num_passes = p.num_kv_heads * head_passes;

@@ -10,6 +10,8 @@
 #pragma once
 
 #include "common/tile.cuh"
+#include "decode/key_codes.cuh"
+#include "decode/key_scales.cuh"
 #include "decode/share.cuh"
 
 namespace turbo {
@@ -21,10 +23,6 @@ template <int kQueries>
 constexpr int kColumnTiles = kPaired<kQueries> ? 1 : kQueries / kColumns;
 template <int kQueries>
 constexpr int kAllColumns = kColumns * kColumnTiles<kQueries>;
-
-// A scale code in a float's exponent and first bits is 2^-112 times the scale.
-constexpr int kScaleShift = 20;
-constexpr float kScaleUnit = 0x1p112f;
 
 // The queries of eight columns.
 template <int kQueries>
@@ -133,106 +131,93 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
   }
 }
 
-// Halves of a share's groups that have one scale word.
-constexpr int kHalvesAWord = kLaneUnits <= 4 ? 2 : 1;
-
-// A token's scale word of K for each half of the groups; lanes of kPaired need
-// one.
-struct KeyScales {
-  uint32_t base, deltas;
-
-  __device__ __forceinline__ KeyScales() {}
-  __device__ __forceinline__ KeyScales(const uint8_t* row, int group_half) {
-    const auto* words = reinterpret_cast<const uint32_t*>(row);
-    if constexpr (HEAD_SIZE < 128) {
-      deltas = *reinterpret_cast<const uint16_t*>(row);
-    } else if constexpr (kHalvesAWord == 2) {
-      deltas = words[share_of_warp()];
-    } else {
-      deltas = words[2 * share_of_warp() + group_half];
-    }
-    base = (deltas & 0xFF) << kScaleShift;
-    if (kHalvesAWord == 2)
-      deltas >>= group_half * (kLaneUnits * SCALE_DELTA_BITS);
-  }
-
-  // 2^-112 times the scale of the half's group j.
-  __device__ __forceinline__ float operator[](int j) const {
-    const int place = 8 + SCALE_DELTA_BITS * j;
-    const int shift = kScaleShift + SCALE_DELTA_STEP - 1 - place;
-    const uint32_t mask = (1u << SCALE_DELTA_BITS) - 1;
-    if (shift < 0) {
-      return __uint_as_float(base -
-                             (deltas >> -shift & mask << (place + shift)));
-    }
-    const uint32_t delta = deltas & mask << place;
-    return __uint_as_float(mad_lo(delta, 0u - (1u << shift), base));
-  }
-};
-
-// Scores of a tile, without the queries' factors: of eight columns, score c is
-// of token g and column 2 * t + c, score 2 + c of token g + 8.
-//
-// queries: with 16, their codes are recalled here, word by word.
+// Products of a tile's keys, plus kMagic: [unit of a lane][half of the scale
+// groups, where columns are not shared][eight columns].
 template <int kQueries>
-__device__ __forceinline__ void key_scores(
-    float (&scores)[kColumnTiles<kQueries>][4], const uint8_t* tile,
+using KeyProducts =
+    int[kLaneUnits][Query<kQueries>::kGroupHalves][kColumnTiles<kQueries>][4];
+
+// The token of a tile that a lane has in rows g (n = 0) or g + 8 of products:
+// in columns 4 to 7 of kPaired they change places.
+template <int kQueries>
+__device__ __forceinline__ int token_of_row(int n, int lane) {
+  return lane / 4 + 8 * (kPaired<kQueries> ? n ^ lane % 4 / 2 : n);
+}
+
+template <int kQueries>
+__device__ __forceinline__ void multiply_keys(
+    KeyProducts<kQueries>& products, const uint8_t* tile, const KeyCodes& codes,
     Query<kQueries> (&queries)[kColumnTiles<kQueries>],
     const KeptQueries<kQueries>& kept, int lane) {
   constexpr int kGroupHalves = Query<kQueries>::kGroupHalves;
   constexpr int kAcross = kColumnTiles<kQueries>;
-  const int g = lane / 4, t = lane % 4;
+  // Unit by unit where it has several products: those of a table do not wait
+  // for the other's of their unit. Else table by table, as registers have room.
+  constexpr bool kByUnit = !kPaired<kQueries> || HEAD_SIZE > 128;
   uint32_t words[2][kLaneUnits];
-  KeyScales scales[2][kGroupHalves];
-  float total[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    load_key_words(words[n], tile, g + 8 * n, lane);
+  for (int n = 0; n < 2; ++n)
+    codes.load(words[n], tile, token_of_row<kQueries>(n, lane), lane);
 #pragma unroll
-    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
-      scales[n][group_half] =
-          KeyScales(tile + KEY_SCALES_OFFSET + (g + 8 * n) * SCALE_BYTES,
-                    kPaired<kQueries> ? t / 2 : group_half);
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < kAcross; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scores[m][i] = 0.0f;
-  }
-#pragma unroll
-  for (int j = 0; j < kLaneUnits; ++j) {
-    uint32_t a[4], b[4];
+  for (int i = 0; i < 2 * kLaneUnits; ++i) {
+    const int j = kByUnit ? i / 2 : i % kLaneUnits;
+    const int table = kByUnit ? i % 2 : i / kLaneUnits;
+    uint32_t a[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t word = words[n][j], complement = ~word;
-      a[n] = negative_levels(word);
-      a[n + 2] = negative_levels(word >> 16);
-      b[n] = positive_levels(complement);
-      b[n + 2] = positive_levels(complement >> 16);
+      a[n] = table ? codes.second(complement) : codes.first(word);
+      a[n + 2] =
+          table ? codes.second(complement >> 16) : codes.first(word >> 16);
     }
 #pragma unroll
-    for (int group_half = 0; group_half < kGroupHalves; ++group_half) {
-      const float scale[2] = {scales[0][group_half][j],
-                              scales[1][group_half][j]};
-      total[0] += scale[0], total[1] += scale[1];
+    for (int half = 0; half < kGroupHalves; ++half) {
 #pragma unroll
       for (int m = 0; m < kAcross; ++m) {
-        if (kAcross > 1 && group_half == 0) queries[m].recall(kept[m], lane, j);
-        const uint32_t (&q)[2] = queries[m].codes[j][group_half];
-        int products[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-        mma_s8(products, a[0], a[1], a[2], a[3], q[0], q[1]);
-        mma_s8(products, b[0], b[1], b[2], b[3], q[0], q[1]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          scores[m][i] += __int_as_float(products[i]) * scale[i / 2];
+        if (kAcross > 1 && half == 0 && table == 0)
+          queries[m].recall(kept[m], lane, j);
+        const uint32_t (&q)[2] = queries[m].codes[j][half];
+        int (&d)[4] = products[j][half][m];
+        if (table == 0) {
+          mma_s8(d, a[0], a[1], a[2], a[3], q[0], q[1], kMagicBits);
+        } else {
+          mma_s8(d, a[0], a[1], a[2], a[3], q[0], q[1]);
+        }
       }
     }
   }
+}
+
+// Scores of a tile, without the queries' factors: of eight columns, score c is
+// of the token of row g and column 2 * t + c, score 2 + c of that of row g + 8.
+//
+// tiles, scales: of two tiles, of which this one's tokens begin at first_token.
+template <int kQueries>
+__device__ __forceinline__ void key_scores(
+    float (&scores)[kColumnTiles<kQueries>][4],
+    const KeyProducts<kQueries>& products, const uint8_t* tiles,
+    const KeyScales<kPaired<kQueries>>& scales, int first_token, int lane) {
+  constexpr int kGroupHalves = Query<kQueries>::kGroupHalves;
+  const int lane_half = kPaired<kQueries> ? lane % 4 / 2 : 0;
 #pragma unroll
-  for (int m = 0; m < kAcross; ++m) {
+  for (int n = 0; n < 2; ++n) {
+    const int token = first_token + token_of_row<kQueries>(n, lane);
+    float scale[kGroupHalves * kLaneUnits];
+    const float start = scales.load(scale, tiles, token, lane_half);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[m][i] -= kMagic * total[i / 2];
+    for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
+#pragma unroll
+      for (int c = 2 * n; c < 2 * n + 2; ++c) {
+        scores[m][c] = start;
+#pragma unroll
+        for (int j = 0; j < kLaneUnits; ++j) {
+#pragma unroll
+          for (int half = 0; half < kGroupHalves; ++half)
+            scores[m][c] += __int_as_float(products[j][half][m][c]) *
+                            scale[half * kLaneUnits + j];
+        }
+      }
+    }
   }
 }
 

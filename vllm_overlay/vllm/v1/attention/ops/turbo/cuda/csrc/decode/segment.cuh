@@ -32,12 +32,12 @@ struct Team {
   }
 };
 
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 struct alignas(128) DecodeShared {
   static constexpr int kTotalColumns = kAllColumns<kQueries>;
   // Of a warp, or of those that share tiles.
   union {
-    uint8_t tiles[kStages][2][TILE_BYTES];
+    uint8_t tiles[2][2][TILE_BYTES];             // two, and the next
     float output[kTotalColumns][HEAD_SIZE + 4];  // padded for its writes' banks
   } warps[kWarps / kTileWarps];
   KeptQueries<kQueries> queries[kWarps];
@@ -46,15 +46,16 @@ struct alignas(128) DecodeShared {
   // The columns' queries of the sequence, or -1.
   int rows[kWarps][kTotalColumns];
   TokenLimits limits[kWarps][kTotalColumns];  // what they see
+  KeyScales<kPaired<kQueries>> key_scales[kWarps];
   // What the scores that the references are of lack.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
 // Note which queries a segment's columns are.
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void note_columns(
-    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
     const Segment& segment, int lane) {
   if (lane < shared.kTotalColumns) {
     const int warp = threadIdx.x / 32;
@@ -81,9 +82,9 @@ __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
 }
 
 // Have a warp go on to tiles with another offset of K.
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void change_offset(
-    DecodeShared<kQueries, kWarps, kStages>& shared,
+    DecodeShared<kQueries, kWarps>& shared,
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
     const Segment& segment, int offset, int lane) {
   const int warp = threadIdx.x / 32;
@@ -103,9 +104,9 @@ __device__ __forceinline__ void change_offset(
 }
 
 // Leave eight columns' results, from first_column on, to the team.
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void leave_results(
-    DecodeShared<kQueries, kWarps, kStages>& shared, DecodeAccumulator& acc,
+    DecodeShared<kQueries, kWarps>& shared, DecodeAccumulator& acc,
     int first_column) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -132,9 +133,9 @@ __device__ __forceinline__ void leave_results(
 
 // Replace the sums of the team's results for a warp's queries by their weights
 // in the joined result, and write its LSEs: a lane has a query.
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void weigh_results(
-    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
     const Team& team, int64_t first_row) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
@@ -172,8 +173,8 @@ __device__ __forceinline__ void weigh_results(
 }
 
 // Join the team's results and write them.
-template <int kQueries, int kWarps, int kStages>
-__device__ void write_partial(DecodeShared<kQueries, kWarps, kStages>& shared,
+template <int kQueries, int kWarps>
+__device__ void write_partial(DecodeShared<kQueries, kWarps>& shared,
                               DecodeAccumulator (&acc)[kColumnTiles<kQueries>],
                               const AttentionParams& p, const Segment& segment,
                               const Team& team) {
@@ -232,29 +233,42 @@ __device__ __forceinline__ void clear_unseen(uint8_t* tiles, int lane) {
   if (lane < TILE_TOKENS) clear_value_scales(tiles, lane);
 }
 
-// Zero the scales of V of two tiles' tokens from num_tokens.
+// Zero the scales of V of two tiles' tokens from num_tokens. Lanes wait for
+// each other before they are read.
 __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
                                               int lane) {
   static_assert(2 * TILE_TOKENS == 32);
   if (lane >= num_tokens) clear_value_scales(tiles, lane);
-  __syncwarp();
 }
 
 // Add two tiles to the running result.
 //
+// scales: room for their keys'.
 // shared: for the scores of warps that share the tiles.
 template <int kQueries>
 __device__ __forceinline__ void attend_tiles(
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const uint8_t* tiles,
+    KeyScales<kPaired<kQueries>>& scales, const KeyCodes& codes,
     SharedScores& shared, Query<kQueries> (&queries)[kColumnTiles<kQueries>],
     const KeptQueries<kQueries>& kept, const Visible& visible,
     const SoftCap& soft_cap, int lane) {
   constexpr int kAcross = kColumnTiles<kQueries>;
+  KeyProducts<kQueries> products[2];
   float scores[2][kAcross][4];
   uint32_t weights[2][kAcross][2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    key_scores(scores[i], tiles + i * TILE_BYTES, queries, kept, lane);
+  const auto multiply = [&](int i) {
+    multiply_keys(products[i], tiles + i * TILE_BYTES, codes, queries, kept,
+                  lane);
+  };
+  // Much to do at once before lanes wait for scales, as registers have room.
+  scales.decode(tiles, lane);
+  multiply(0);
+  if constexpr (kPaired<kQueries>) multiply(1);
+  __syncwarp();
+  key_scores<kQueries>(scores[0], products[0], tiles, scales, 0, lane);
+  if constexpr (!kPaired<kQueries>) multiply(1);
+  key_scores<kQueries>(scores[1], products[1], tiles, scales, TILE_TOKENS,
+                       lane);
 #pragma unroll
   for (int m = 0; m < kAcross; ++m) {
     float own[2][4];
@@ -276,19 +290,18 @@ __device__ __forceinline__ void attend_tiles(
     add_values(acc, tiles + i * TILE_BYTES, weights[i], lane);
 }
 
-template <int kQueries, int kWarps, int kStages>
+template <int kQueries, int kWarps>
 __device__ __forceinline__ void attend_segment(
-    DecodeShared<kQueries, kWarps, kStages>& shared, const AttentionParams& p,
+    DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
     const Segment& segment, const Team& team) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int tile_index = warp / kTileWarps;
   uint8_t* tiles = shared.warps[tile_index].tiles[0][0];
-  constexpr uint32_t kStageBytes = 2 * TILE_BYTES;
+  // Of two tiles: two are copied while two are attended to.
+  constexpr uint32_t kPairBytes = 2 * TILE_BYTES;
   TileCopies copies(p, segment, tiles, team.index() / kTileWarps,
                     team.size / kTileWarps, lane);
-#pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage)
-    copies.issue(stage, stage * kStageBytes);
+  copies.issue(0, 0);
 
   note_columns(shared, p, segment, lane);
   constexpr int kAcross = kColumnTiles<kQueries>;
@@ -305,33 +318,41 @@ __device__ __forceinline__ void attend_segment(
     acc[m].clear();
   }
 
+  const KeyCodes codes(lane);
   uint32_t offset = 0;
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
-  for (int i = 0; i < copies.count; ++i) {
-    if constexpr (KEY_OFFSET != 0) {
-      const int tile = copies.first + i * copies.stride;
-      const int key_offset = offset_of_tile(p, tile);
-      if (i == 0 || key_offset != offset_of_tile(p, tile - copies.stride)) {
-        change_offset(shared, acc, p, segment, key_offset, lane);
-        if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
+#pragma unroll 1
+  for (int first = 0; first < copies.count; first += TileCopies::kSteps) {
+    copies.load_addresses(first + 1);
+    const int num_steps = min(TileCopies::kSteps, copies.count - first);
+#pragma unroll 1
+    for (int i = 0; i < num_steps; ++i) {
+      if constexpr (KEY_OFFSET != 0) {
+        const int tile = copies.first + (first + i) * copies.stride;
+        const int key_offset = offset_of_tile(p, tile);
+        if (first + i == 0 ||
+            key_offset != offset_of_tile(p, tile - copies.stride)) {
+          change_offset(shared, acc, p, segment, key_offset, lane);
+          if (tile < segment.first_seen_tile)
+            clear_unseen(tiles + offset, lane);
+        }
       }
+      wait_copies<0>();
+      sync_tile();
+      // To where the tiles before were, which have been read.
+      copies.copy(i, kPairBytes - offset);
+      if (num_tokens < 2 * TILE_TOKENS)
+        clear_missing(tiles + offset, num_tokens, lane);
+      if constexpr (kAcross == 1)
+        queries[0].recall(shared.queries[warp][0], lane);
+      const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
+      attend_tiles(acc, tiles + offset, shared.key_scales[warp], codes,
+                   shared.scores[tile_index], queries, shared.queries[warp],
+                   visible, p.soft_cap, lane);
+      offset = kPairBytes - offset;
+      num_tokens -= copies.stride * TILE_TOKENS;
     }
-    wait_copies<kStages - 1>();
-    sync_tile();
-    if (num_tokens < 2 * TILE_TOKENS)
-      clear_missing(tiles + offset, num_tokens, lane);
-    if constexpr (kAcross == 1)
-      queries[0].recall(shared.queries[warp][0], lane);
-    const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
-    attend_tiles(acc, tiles + offset, shared.scores[tile_index], queries,
-                 shared.queries[warp], visible, p.soft_cap, lane);
-    sync_tile();
-    copies.issue(i + kStages, offset);
-    offset = offset + kStageBytes == kStages * kStageBytes
-                 ? 0
-                 : offset + kStageBytes;
-    num_tokens -= copies.stride * TILE_TOKENS;
   }
   write_partial(shared, acc, p, segment, team);
 }

@@ -44,25 +44,29 @@ __device__ __forceinline__ float largest_of_shares(float x,
   return x;
 }
 
-// Make scores of a warp's share those of the whole tiles.
+// Make scores of a warp's share those of the whole tiles: in each of the warps
+// the same, for the order of two terms does not matter.
 __device__ __forceinline__ void join_scores(float (&scores)[2][4],
                                             SharedScores& shared, int lane) {
+  static_assert(kTileWarps == 1 || kTileWarps == 2 || kTileWarps == 4);
+  const int share = share_of_warp();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    shared[share_of_warp()][i][lane] = {scores[i][0], scores[i][1],
-                                        scores[i][2], scores[i][3]};
+    shared[share][i][lane] = {scores[i][0], scores[i][1], scores[i][2],
+                              scores[i][3]};
   }
   sync_tile();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float4 sum = shared[0][i][lane];
-#pragma unroll
-    for (int share = 1; share < kTileWarps; ++share) {
-      const float4 x = shared[share][i][lane];
-      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    float4 x = shared[share ^ 1][i][lane];
+    scores[i][0] += x.x, scores[i][1] += x.y;
+    scores[i][2] += x.z, scores[i][3] += x.w;
+    if constexpr (kTileWarps == 4) {
+      x = shared[share ^ 2][i][lane];
+      const float4 y = shared[share ^ 3][i][lane];
+      scores[i][0] += x.x + y.x, scores[i][1] += x.y + y.y;
+      scores[i][2] += x.z + y.z, scores[i][3] += x.w + y.w;
     }
-    scores[i][0] = sum.x, scores[i][1] = sum.y;
-    scores[i][2] = sum.z, scores[i][3] = sum.w;
   }
 }
 

@@ -98,9 +98,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
       float& x = own[tile * kTileScores + i];
       if constexpr (kPaired<kQueries>) {
         // Lanes 0 and 1 of four keep tokens 0 to 7, the others 8 to 15.
-        const float sent = t < 2 ? scores[tile][2 + i] : scores[tile][i];
-        const float kept = t < 2 ? scores[tile][i] : scores[tile][2 + i];
-        x = kept + __shfl_xor_sync(~0u, sent, 2);
+        x = scores[tile][i] + __shfl_xor_sync(~0u, scores[tile][2 + i], 2);
       } else {
         x = scores[tile][i];
       }
