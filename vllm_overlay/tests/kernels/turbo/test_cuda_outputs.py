@@ -42,6 +42,7 @@ from .backend_utils import (
     prefill_modes,
     register,
     set_path,
+    set_scratch,
     with_drafts,
 )
 from .rank_utils import RankGroup, Ranks
@@ -312,6 +313,8 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     """Of one call, and of several."""
     for place in (runtime, decode_plan):
         monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
+    # Little else is reserved.
+    set_scratch(monkeypatch, partials=64, slice_tokens=64, piece_tokens=64)
     layer = make_layer(folder)
     runner = layer.impl.runner
     calls: list[int] = []
@@ -327,7 +330,7 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
         calls.append(num_tokens)
 
     runner.kernels = runner.kernels._replace(
-        store=lambda *_: None, extend_outputs=attend
+        store=lambda *_: None, extend_outputs=attend, max_merged_tokens=None
     )
     monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
     x = torch.empty(1, NUM_HEADS, HEAD_SIZE, dtype=FP16, device=DEVICE)
