@@ -238,6 +238,10 @@ def unlike_asked(
     wanted |= {"enable_adaptive_verification": False, "turbo_window": 0}
     wanted |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     wanted |= {"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1}
+    is_turbo = asked["kv_cache_dtype"] in TURBO_DTYPES
+    if not is_turbo:
+        # Options that no other dtype reads.
+        del wanted["turbo_prefill"], wanted["turbo_window"]
     wanted |= asked | attention | asked.get("speculative_config", {})
     wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
     found = {
@@ -245,7 +249,7 @@ def unlike_asked(
         for name, value in ran.items()
         if name in wanted and value != wanted[name]
     }
-    if asked["kv_cache_dtype"] in TURBO_DTYPES:
+    if is_turbo:
         own = "Triton" if attention.get("turbo_kernel") == "triton" else "CUDA"
         if kernels != {"PyTorch" if on_cpu else own}:
             found["kernels"] = sorted(kernels)

@@ -340,6 +340,15 @@ def test_what_an_engine_ran_as_is_held_to_what_was_asked(
     assert unlike_asked(options, RAN | changes, {kernels}, on_cpu=False) == unlike
 
 
+def test_options_that_a_dtype_does_not_read_are_not_held_to_anything():
+    options = arguments("batched", on_cpu=False)
+    options |= {"kv_cache_dtype": "fp8", "attention_config": {}}
+    ran = RAN | {"turbo_prefill": "raw", "turbo_window": "auto"}
+    assert unlike_asked(options, ran, set(), on_cpu=False) == {}
+    ran["block_size"] = 32
+    assert unlike_asked(options, ran, set(), on_cpu=False) == {"block_size": 32}
+
+
 def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     log = tmp_path / "log"
     build = "INFO [build.py:1] Building the turbo CUDA kernel {} for {}; it is "
