@@ -35,6 +35,9 @@ SHIM = r"""
 using std::max;
 using std::min;
 struct __half;
+inline const struct {
+  int x;
+} gridDim = {1};
 inline pthread_barrier_t barrier;
 inline std::atomic<int> reduced;
 template <typename F>

@@ -19,8 +19,13 @@ _MAX_EXTEND_QUERIES = 192
 
 # By compute capability: the most with which "extend" takes no longer than "prefill" at
 # any shape of `ci/gpu.sh extend`. On an H200 in November 2026, 64 sequences of 4096
-# decide: with 128 tokens each 1719 us against 1740, with 256 3364 against 2881.
-_MEASURED: dict[int, ExtendLimits] = {90: {128: {4: 128}}}
+# decide: with 128 tokens each 1719 us against 1740, with 256 3364 against 2881. With
+# heads of 64 and 64 tokens each it is 1173 against 1273, with 256 4574 against 3262; 16
+# sequences of 32768 take with heads of 256 and 32 tokens 875 against 1246, with 64 1704
+# against 1514. Four heads of 256 a KV head have as many as where nothing was measured.
+_MEASURED: dict[int, ExtendLimits] = {
+    90: {64: {8: 64}, 128: {4: 128}, 256: {4: 48, 8: 32}}
+}
 # The same of kernels that end in outputs: with 256 tokens each 2614 us against 2899,
 # but with 512 16 sequences of 32768 take 8615 against 7596.
 _MEASURED_OUTPUTS: dict[int, ExtendLimits] = {90: {128: {4: 256}}}
