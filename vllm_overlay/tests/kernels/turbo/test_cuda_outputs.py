@@ -378,7 +378,9 @@ def test_ranks_that_share_the_context_merge(folder):
 @pytest.mark.parametrize(
     "num_requests, query_len, ends_in_outputs",
     [
-        (1, 64, False),
+        (1, 32, False),
+        (1, 33, False),
+        (2, 32, False),
         (1, LONGEST, False),
         (32, 16, False),
         (33, 16, True),
@@ -399,7 +401,8 @@ def test_few_passes_are_merged(folder, num_requests, query_len, ends_in_outputs)
         table[:, 0],
     )
     assert {call.ends_in_outputs for call in plan.calls} == {ends_in_outputs}
-    is_long = query_len > runner.max_merged_tokens
+    # The merge of a request alone attends to twice as many.
+    is_long = query_len > runner.max_merged_tokens * (1 + (num_requests == 1))
     attends_before = {call.attends_before for call in plan.calls}
     assert attends_before == {is_long and not ends_in_outputs}
 

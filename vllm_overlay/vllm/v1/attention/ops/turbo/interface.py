@@ -433,8 +433,8 @@ class KernelSet(Protocol):
     @property
     def max_merged_tokens(self) -> int | None:
         """Query tokens of a sequence up to which the merge of ``extend_attention``
-        attends to them itself. Of more it is to be given what attention to them gave
-        (``NewestTokens.attended``); None if it takes none of that.
+        attends to them itself, or of one alone twice as many. Of more it is to be given
+        what attention to them gave (``NewestTokens.attended``); None if it takes none.
         """
 
     @property

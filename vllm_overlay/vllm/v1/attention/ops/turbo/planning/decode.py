@@ -181,7 +181,7 @@ class DecodePlanner(NamedTuple):
         num_decode_splits: Splits of a sequence that decode attention wants.
         num_extend_splits: Splits that extend attention wants.
         max_merged_tokens: Query tokens of an extend up to which its merge attends to
-            them; None: whatever there are.
+            them, of a request alone twice as many; None: whatever there are.
         extends_to_outputs: Whether ``extend_outputs`` serves extends, but for a few.
 
     """
@@ -252,6 +252,16 @@ class DecodePlanner(NamedTuple):
         is_small = span.num_requests * span.query_len <= MAX_CALL_TOKENS
         return 2 * span.num_requests * passes >= self.num_sms or not is_small
 
+    def _attends_before(self, span: RequestSpan) -> bool:
+        """Whether attention to extends' query tokens comes before the merge. That of
+        one request attends to twice as many by itself in less time: on an H200 to 32
+        behind 65536 in 99 us, of 103.
+        """
+        most = self.max_merged_tokens
+        if most is None:
+            return False
+        return span.query_len > (2 * most if span.num_requests == 1 else most)
+
     def _call(
         self,
         span: RequestSpan,
@@ -260,7 +270,6 @@ class DecodePlanner(NamedTuple):
         seq_lens: torch.Tensor,
     ) -> PlannedCall:
         """One of a span of requests, whose rows are the first of the tensors."""
-        most = self.max_merged_tokens
         ends_in_outputs = is_extend and self._ends_in_outputs(span)
         batch = DecodeBatch(
             span.num_requests,
@@ -275,10 +284,7 @@ class DecodePlanner(NamedTuple):
             batch,
             0 if ends_in_outputs else self._num_partials(batch, is_extend),
             is_extend,
-            is_extend
-            and not ends_in_outputs
-            and most is not None
-            and span.query_len > most,
+            is_extend and not ends_in_outputs and self._attends_before(span),
             ends_in_outputs,
         )
 
