@@ -170,6 +170,9 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
     built = [text.split()[5:8] for _, text in log if "Building" in text]
     assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
         "decode turbo4_128_4;",
+        "extend_outputs turbo4_128_r128;",
+        "extend_outputs turbo4_128_r256;",
+        "extend_outputs turbo4_128_r64;",
         "extend_rows turbo4_128_r128;",
         "extend_rows turbo4_128_r64;",
         "merge 128;",
@@ -187,8 +190,12 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
     expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
-    plans = [extend_rows.plan_for(LAYOUT, queries) for queries in (64, 65)]
-    expected += [(LAYOUT, variant, device, False, False) for variant in (4, *plans)]
+    expected.append((LAYOUT, 4, device, False, False))
+    variant = device, False, False
+    plans = [extend_rows.plan_for(LAYOUT, n) for n in (64, 65)]
+    expected += [(LAYOUT, plan, *variant) for plan in plans]
+    plans = [extend_rows.plan_for(LAYOUT, n, True) for n in (64, 65, 256)]
+    expected += [(LAYOUT, plan, *variant, True) for plan in plans]
     assert sorted(loaded, key=str) == sorted(expected, key=str)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be loaded", "cuda": "turbo_kernel is cuda"}
@@ -198,7 +205,7 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
 
 @requires_triton
 def test_kernels_are_built_side_by_side(gpu, monkeypatch):
-    at_once = threading.Barrier(5)
+    at_once = threading.Barrier(8)
 
     def load(*args: object) -> None:
         at_once.wait(timeout=TIMEOUT_S)
