@@ -45,9 +45,11 @@ BATCHES = {
     "beside decodes": ([(1, 31), (1, 64), (33, 40), (2, 33), (64, 5)], [64]),
     "alone": ([(64, 100)], [64]),
     "without context": ([(20, 0), (18, 40)], [20]),
-    "before a prefill": ([(1, 9), (17, 64), (LONGEST + 1, 0)], [17]),
+    # A request alone in a call.
+    "few alone": ([(1, 31), (2 * FEW, 64)], []),
+    "before a prefill": ([(1, 9), (33, 64), (LONGEST + 1, 0)], [33]),
     "hundreds": ([(1, 40), (200, 40)], [200]),
-    "several calls": ([(200, 40), (20, 40), (630, 9), (17, 200)], [200, 630, 17]),
+    "several calls": ([(200, 40), (20, 40), (630, 9), (37, 200)], [200, 630, 37]),
 }
 
 
@@ -168,10 +170,10 @@ def test_beside_drafts(folder, num_drafts):
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
     layer = Layer(config)
     lens = (num_drafts + 1, 1, num_drafts)
-    requests = [(length, 40) for length in lens] + [(num_drafts + 20, 40)]
+    requests = [(length, 40) for length in lens] + [(num_drafts + 40, 40)]
     batch = Batch.make(layer.impl, requests)
     batch.check(layer.impl, layer.run(batch))
-    assert layer.lens == [num_drafts + 20]
+    assert layer.lens == [num_drafts + 40]
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -238,7 +240,8 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
         assert int(batch.query_start_loc[-1]) == num_tokens
         assert batch.num_query_slots <= max(MAX_CALL_TOKENS, num_tokens)
         assert int(batch.query_start_loc.diff().max()) == batch.query_len
-        assert (newest.attended is None) == (batch.query_len <= FEW)
+        few = FEW * (1 + (batch.num_seqs == 1))
+        assert (newest.attended is None) == (batch.query_len <= few)
         if newest.attended is not None:
             result, lse = newest.attended
             assert result.shape == output.shape and lse.shape == (NUM_HEADS, num_tokens)
