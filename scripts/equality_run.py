@@ -77,6 +77,11 @@ def attention_config(
     return {"turbo_prefill": prefill, "turbo_window": "auto" if has_window else 0}
 
 
+def block_size(args: argparse.Namespace) -> int:
+    """Returns the tokens of a block, of which recent windows need more."""
+    return WINDOW_BLOCK if args.window else BLOCK["cpu" if args.on_cpu else "gpu"]
+
+
 def soaked_cache(args: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments of the cache that a soak asks for.
 
@@ -90,9 +95,7 @@ def soaked_cache(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kv_cache_dtype": args.kv_cache_dtype,
         "attention_config": attention_config(args.kv_cache_dtype, prefill, args.window),
-        "block_size": WINDOW_BLOCK
-        if args.window
-        else BLOCK["cpu" if args.on_cpu else "gpu"],
+        "block_size": block_size(args),
     }
 
 
@@ -108,11 +111,10 @@ def engine_args(
         args: Of the command line.
 
     """
-    platform = "cpu" if args.on_cpu else "gpu"
     options: dict[str, Any] = {
         "dtype": "float32" if args.on_cpu else mode.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
-        "block_size": WINDOW_BLOCK if args.window else BLOCK[platform],
+        "block_size": block_size(args),
         # vLLM counts what a cache holds in sequences of this length: whole blocks.
         "max_model_len": -(-(longest + args.tokens) // MAX_BLOCK) * MAX_BLOCK,
         "max_num_seqs": 64,

@@ -49,6 +49,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
+from vllm.v1.worker.workspace import lock_workspace
 
 from .utils import (
     BF16,
@@ -170,6 +171,35 @@ def set_scratch(
     ):
         if count is not None:
             monkeypatch.setattr(module, name, count * size)
+
+
+def reserve_scratch(impl: AttentionImpl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all scratch reserved that its steps may need, and none more from then on.
+    No kernel runs.
+    """
+    runner = impl.runner
+    monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
+    )
+    size = 1, NUM_HEADS, runner.layout.head_size
+    x = torch.empty(size, dtype=torch.float16, device=DEVICE)
+    impl.forward(None, x, x, x, None, None, x)
+    lock_workspace()
+
+
+def requests_of_a_step(
+    generator: torch.Generator, longest: int
+) -> Iterator[tuple[int, int]]:
+    """Query tokens and contexts of extends, 2048 tokens at most."""
+    left = 2048
+    for _ in range(8):
+        most = (longest, 40)[int(torch.randint(2, (), generator=generator))]
+        length = int(torch.randint(2, most + 1, (), generator=generator))
+        left -= length
+        if left < 0:
+            return
+        yield length, 40
 
 
 def make_impl(

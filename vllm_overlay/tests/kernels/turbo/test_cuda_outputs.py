@@ -5,7 +5,6 @@ with all others, and nothing is merged.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.warm_up import small_windows
-from vllm.v1.worker.workspace import lock_workspace
 
 from . import backend_utils
 from .backend_utils import (
@@ -41,6 +39,8 @@ from .backend_utils import (
     make_vllm_config,
     prefill_modes,
     register,
+    requests_of_a_step,
+    reserve_scratch,
     set_path,
     set_scratch,
     with_drafts,
@@ -295,18 +295,6 @@ def test_what_reads_own_tokens_from_the_cache(folder):
     assert layer.calls == [(35, 2)]
 
 
-def requests_of_a_step(generator: torch.Generator) -> Iterator[tuple[int, int]]:
-    """Query tokens and contexts of extends, 2048 tokens at most."""
-    left = 2048
-    for _ in range(8):
-        longest = (LONGEST, 40)[int(torch.randint(2, (), generator=generator))]
-        length = int(torch.randint(2, longest + 1, (), generator=generator))
-        left -= length
-        if left < 0:
-            return
-        yield length, 40
-
-
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("max_call_tokens", [100, 8192])
 def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
@@ -332,16 +320,10 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     runner.kernels = runner.kernels._replace(
         store=lambda *_: None, extend_outputs=attend, max_merged_tokens=None
     )
-    monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, dtype=FP16, device=DEVICE)
-    monkeypatch.setattr(
-        "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
-    )
-    layer.impl.forward(None, x, x, x, None, None, x)
-    lock_workspace()
+    reserve_scratch(layer.impl, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
-        requests = list(requests_of_a_step(generator))
+        requests = list(requests_of_a_step(generator, LONGEST))
         batch = Batch.make(layer.impl, requests)
         calls.clear()
         batch.run(layer.impl, layer.plan(batch), "cuda")

@@ -3,7 +3,6 @@
 """Extends whose own tokens FlashAttention attends to, and the merge only adds."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl, TurboMetad
 from vllm.v1.attention.ops.turbo import interface, runtime
 from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
-from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import (
     HEAD_SIZE,
@@ -26,6 +24,8 @@ from .backend_utils import (
     make_impl,
     make_vllm_config,
     prefill_modes,
+    requests_of_a_step,
+    reserve_scratch,
     set_path,
     set_scratch,
     with_drafts,
@@ -211,18 +211,6 @@ def test_what_reads_own_tokens_from_the_cache(folder):
         assert layer.calls == []
 
 
-def requests_of_a_step(generator: torch.Generator) -> Iterator[tuple[int, int]]:
-    """Query tokens and contexts of extends, 2048 tokens at most."""
-    left = 2048
-    for _ in range(8):
-        longest = (LONGEST, 40)[int(torch.randint(2, (), generator=generator))]
-        length = int(torch.randint(2, longest + 1, (), generator=generator))
-        left -= length
-        if left < 0:
-            return
-        yield length, 40
-
-
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("partials", [None, 64, 600])
 def test_scratch_is_reserved(folder, partials, monkeypatch):
@@ -252,16 +240,10 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
     runner.kernels = runner.kernels._replace(
         store=lambda *_: None, extend_attention=attend
     )
-    monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, dtype=FP16, device=DEVICE)
-    monkeypatch.setattr(
-        "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
-    )
-    layer.impl.forward(None, x, x, x, None, None, x)
-    lock_workspace()
+    reserve_scratch(layer.impl, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
-        requests = list(requests_of_a_step(generator))
+        requests = list(requests_of_a_step(generator, LONGEST))
         batch = Batch.make(layer.impl, requests)
         calls.clear()
         batch.run(layer.impl, layer.plan(batch), "cuda")

@@ -129,7 +129,7 @@ def serving_modules(
     for query_len in range(1, max_extend_len + 1):
         num_queries = num_queries_per_kv * query_len
         if has_rows:
-            # Partial results are for ranks that share the context.
+            # Partial results are for ranks that share the context, and few requests.
             for with_outputs in (False, True) if has_outputs else (False,):
                 plan = extend_rows.plan_for(layout, num_queries, with_outputs)
                 instance = extend_rows.instance(layout, plan, *variant)
