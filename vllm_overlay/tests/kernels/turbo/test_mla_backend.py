@@ -165,6 +165,23 @@ def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
         assert not output[len(expected) :].any()
 
 
+def test_projected_context_has_room(folder, rank):
+    """Keys and values of the longest piece of context, and keys with their rotary
+    parts, twice over, are no more than what the profile run takes for the first.
+    """
+    config = make_mla_config(folder)
+    config.model_config.max_model_len = 131072
+    layer = make_mla_layer(config)
+    builder = make_mla_builder(config, layer)
+    num_rows = builder.chunked_prefill_workspace_size
+    assert builder.chunked_prefill_workspace.shape[0] == num_rows
+    projected = layer.qk_nope_head_dim + layer.v_head_dim
+    whole_keys = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    needed = num_rows * (projected + whole_keys)
+    assert 2 * needed <= layer.chunked_prefill_workspace_size * projected
+    assert num_rows % config.cache_config.block_size == 0
+
+
 def test_context_in_several_chunks(folder, rank, monkeypatch):
     """A workspace smaller than the contexts."""
     monkeypatch.setattr(
