@@ -64,9 +64,9 @@ DEFECTS = {
         "cuda",
     ),
     "extend-hidden": Defect(
-        "extend/segment.cuh",
-        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);",
-        "num_tokens < kStepTokens, p.soft_cap);",
+        "extend/consume.cuh",
+        "segment.num_tokens - token < Plan::kTokens + p.most_hidden",
+        "segment.num_tokens - token < Plan::kTokens",
         HIDDEN,
         "extend",
     ),
@@ -86,11 +86,11 @@ DEFECTS = {
         "not extend",
     ),
     "extend-offset": Defect(
-        "extend/segment.cuh",
-        "shared.missing[column] - score;",
-        "0.0f;",
+        "extend/rows.cuh",
+        "acc.reference[r] += acc.missing[r] - score;",
+        ";",
         OFFSETS,
-        "extend",
+        "extend or rows",
     ),
     "columns-offset": Defect(
         "decode_columns/segment.cuh",
@@ -115,15 +115,15 @@ DEFECTS = {
         "turbo4 and columns",
     ),
     "extend-window": Defect(
-        "extend/segment.cuh",
-        "max(p.first_seen(segment.seq, token), begin)",
-        "max(p.first_seen(segment.seq, token) - 1, begin)",
+        "extend/rows.cuh",
+        "first = is_inside ? p.first_seen(segment.seq, token) : 0;",
+        "first = is_inside ? p.first_seen(segment.seq, token) - 1 : 0;",
         f"{WINDOWS}extends",
         "turbo4",
     ),
     "outputs-window": Defect(
         "extend_rows/consume.cuh",
-        "max(token + 1 - p.sliding_window, p.num_padding(segment.seq));",
+        "max(note.token + 1 - p.sliding_window, p.num_padding(segment.seq));",
         "p.num_padding(segment.seq);",
         f"{WINDOWS}extends",
         "turbo4 and outputs and newest",
@@ -131,7 +131,7 @@ DEFECTS = {
     # A query token sees what comes after it, or what is before the sequence.
     "outputs-causal": Defect(
         "extend_rows/consume.cuh",
-        "inside ? token + 1 : query_len;",
+        "note.is_inside ? note.token + 1 : query_len;",
         "query_len;",
         LATER,
         "outputs and newest",
@@ -152,9 +152,9 @@ DEFECTS = {
     ),
     # Scores of a query's first step are compared to none of its own.
     "extend-begins": Defect(
-        "extend/segment.cuh",
-        "shared.firsts[column] >= token;",
-        "shared.segment.first_tile * TILE_TOKENS == token;",
+        "extend/weigh.cuh",
+        "reference[r] = kNoRowReference;",
+        "reference[r] = 0.0f;",
         f"{WINDOWS}scores_far_below_zero",
     ),
     # Values of tiles that are not read are added.
@@ -166,9 +166,9 @@ DEFECTS = {
         "turbo4 and not extend",
     ),
     "extend-unseen": Defect(
-        "extend/segment.cuh",
-        "clear_unseen(stage, segment.first_seen_tile - tile);",
-        ";",
+        "extend/copies.cuh",
+        "KEY_OFFSET != 0 && segment.first_seen_tile > index;",
+        "false;",
         f"{WINDOWS}offsets",
         "turbo4 and extend",
     ),
@@ -207,8 +207,8 @@ DEFECTS = {
     ),
     "outputs-parts": Defect(
         "extend_rows/write.cuh",
-        "int64_t(2 * segment.range + segment.begins) * Plan::kRows;",
-        "int64_t(2 * segment.range) * Plan::kRows;",
+        "int64_t(2 * segment.range + segment.begins) * Plan::kRows +",
+        "int64_t(2 * segment.range) * Plan::kRows +",
         "test_cuda_extend.py::test_splits",
         "outputs and padded",
     ),
@@ -248,14 +248,14 @@ DEFECTS = {
         "turbo4 and not extend",
     ),
     "extend-cap": Defect(
-        "extend/segment.cuh",
-        "x[2] = soft_cap(x[2] * r.x) - r.z",
-        "x[2] = x[2] * r.x - r.z",
+        "extend/weigh.cuh",
+        "exp2_approx(soft_cap(scores[i + c] * factor) - acc.reference[r]);",
+        "exp2_approx(scores[i + c] * factor - acc.reference[r]);",
         f"{CAPS}windows_and_sinks",
         "turbo4 and extend",
     ),
     "outputs-cap": Defect(
-        "extend_rows/weigh.cuh",
+        "extend/weigh.cuh",
         "if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);",
         "",
         f"{CAPS}windows_and_sinks",
@@ -301,8 +301,6 @@ DEFECTS = {
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
 BARRIER = "  __syncthreads();\n"
-SEGMENT = "extend/segment.cuh"
-NEXT_SEGMENT = "  if (threadIdx.x == 0) shared.segment = own_segment;\n"
 # By the tool that has to find it, and what is wrong: a change to the sources, or None
 # where ci/sanitize.py gives the kernels wrong inputs.
 SANITIZER_DEFECTS = {
@@ -321,18 +319,17 @@ SANITIZER_DEFECTS = {
         BARRIER + "  const auto* results",
         "  const auto* results",
     ),
-    # Blocks that note whose the next columns are while some write the last results.
-    "racecheck-segment": Defect(
-        SEGMENT,
-        NEXT_SEGMENT,
-        "  note_queries(shared, p, own_segment, p.first_query(own_segment.seq));\n"
-        + NEXT_SEGMENT,
+    # Warps that decode a tile into a place that others still read.
+    "racecheck-stages": Defect(
+        "extend/produce.cuh",
+        "wait_for(shared.empty_values[stage.index], stage.parity ^ 1);",
+        "",
     ),
-    # Warps that read weights before these are written.
-    "racecheck-weights": Defect(
-        SEGMENT,
-        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);\n  " + BARRIER,
-        "num_tokens < kStepTokens + p.most_hidden, p.soft_cap);\n",
+    # Warps that read a tile before it has been decoded.
+    "racecheck-values": Defect(
+        "extend/consume.cuh",
+        "wait_for(shared.full_values[part.stage.index], part.stage.parity);",
+        ";",
     ),
 }
 

@@ -22,8 +22,8 @@
 # bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one; with --folder DIR, too, the archive
 # has what former runs have left there.
 #
-# sanitizer runs store, decode (of drafts too, uniform and ragged), extend (with 32 and
-# with 64 columns), merge and recent windows under compute-sanitizer, and makes sure that
+# sanitizer runs store, decode (of drafts too, uniform and ragged), extend (of few and of
+# many queries), merge and recent windows under compute-sanitizer, and makes sure that
 # it finds what is planted for it. defects plants others in the kernels, each by itself,
 # and makes sure that the kernels' tests find them.
 #

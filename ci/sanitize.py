@@ -17,7 +17,8 @@ import argparse
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from cuda_defects import SANITIZER_DEFECTS, of_this_gpu, plant
@@ -111,6 +112,12 @@ def short_sequences(query_len: int) -> list[tuple[int, int]]:
     return [(query_len, query_len + i % 40) for i in range(3 * NUM_SMS)]
 
 
+def extend_by_warps(*args: Any, **options: Any) -> None:
+    """``extend_attention`` of GPUs other than Hopper's, on any."""
+    with mock.patch.object(cuda_extend, "capability_of", lambda device: None):
+        cuda_extend.extend_attention(*args, **options)
+
+
 def batches(case: Case) -> dict[str, Batch]:
     """What is run of a layout, by name; with an offset over several segments."""
     decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
@@ -134,9 +141,12 @@ def batches(case: Case) -> dict[str, Batch]:
         "few queries": Batch(extend, few, (1, 3)),
         "many queries": Batch(extend, many, (1, 5)),
         "many extends": Batch(extend, short_sequences(8), (1,)),
+        "few queries by warps": Batch(extend_by_warps, few, (1, 3)),
+        "many queries by warps": Batch(extend_by_warps, many, (1, 5)),
+        "many extends by warps": Batch(extend_by_warps, short_sequences(8), (1,)),
     }
     if cuda_extend.unsupported_reason(case.layout):
-        return {name: x for name, x in found.items() if x.attend is not extend}
+        return {name: x for name, x in found.items() if x.attend is decode}
     return found
 
 
@@ -147,8 +157,8 @@ WATCHED = {
     "racecheck-merge": ["one token"],
     "racecheck-team": ["many sequences"],
     "racecheck-columns": ["more drafts"],
-    "racecheck-segment": ["many extends"],
-    "racecheck-weights": ["few queries"],
+    "racecheck-stages": ["many extends by warps"],
+    "racecheck-values": ["few queries by warps"],
 }
 
 

@@ -121,8 +121,8 @@ BUILT = {
     "store turbo4_128": 1,
     "decode turbo4_128_4": 1,
     "decode turbo4_128_8": 1,
-    "extend turbo4_128_c32": 1,
-    "extend turbo4_128_c64": 1,
+    "extend turbo4_128_r32": 1,
+    "extend turbo4_128_r64": 1,
     "merge 128": 1,
 }
 

@@ -58,6 +58,12 @@ INSTRUCTIONS |= {
     "fence.mbarrier_init.release.cluster;": "nothing",
     "fence.proxy.async.shared::cta;": "nothing",
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": "mbarrier_expect",
+    "{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }": (
+        "mbarrier_arrive"
+    ),
+    "{ .reg .pred is_done; again: "
+    "mbarrier.test_wait.parity.shared::cta.b64 is_done, [%0], %1; "
+    "@!is_done bra again; }": "mbarrier_wait",
     "{ .reg .pred is_done; again: "
     "mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1; "
     "@!is_done bra again; }": "mbarrier_wait",
@@ -73,6 +79,10 @@ INSTRUCTIONS |= {
     "wgmma.fence.sync.aligned;": "nothing",
     "wgmma.commit_group.sync.aligned;": "wgmma_commit",
     "wgmma.wait_group.sync.aligned %0;": "wgmma_wait",
+    "{ .reg .pred p; setp.eq.u32 p, %1, 0x7F800001; "
+    "@p st.shared.u32 [%1], %1; wgmma.wait_group.sync.aligned %0; }": (
+        "wgmma_wait_after"
+    ),
 }
 
 

@@ -12,6 +12,8 @@ number of query tokens and way:
   FlashAttention where there are more than ``MAX_MERGED_TOKENS`` and a merge.
 * ``outputs``: the kernel that ends in outputs alone, where there is one.
 * ``merged``: the one whose partial results are merged alone, beside it.
+* ``warps``: with ``--warps``, the kernel that serves on GPUs other than Hopper's; and
+  ``warps 4,8,1``, with ``--plans 4,8,1``, by another plan.
 * ``one_by_one``: the same, but the merge attends to all query tokens; up to 128.
 * ``prefill``: packed pages are dequantised in pieces, and FlashAttention attends to
   these; rotations of queries and outputs included.
@@ -24,7 +26,8 @@ shape, or have no context, are left out.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from benchmark_turbo_decode import Report, fill, run_facts
@@ -47,6 +50,36 @@ def allocate(
     return [torch.empty(size, dtype=dtype, device=device) for size, dtype in specs]
 
 
+class Elsewhere(NamedTuple):
+    """Of GPUs other than Hopper's.
+
+    Attributes:
+        shared_bytes: Shared memory that a block can have there.
+        plan: Numbers of an ``ExtendPlan``; none for what serves.
+
+    """
+
+    shared_bytes: int
+    plan: tuple[int, ...] = ()
+
+    def extend_attention(self, *args: Any, **options: Any) -> None:
+        """As serving has it there."""
+        from vllm.v1.attention.ops.turbo.cuda import extend
+
+        plan_for = extend.plan_for
+        if self.plan:
+            plan = extend.ExtendPlan(*self.plan)
+            plan_for = lambda layout, num_queries: plan  # noqa: E731
+        with (
+            mock.patch.object(extend, "capability_of", lambda device: None),
+            mock.patch.object(
+                extend, "shared_memory", lambda device: self.shared_bytes
+            ),
+            mock.patch.object(extend, "plan_for", plan_for),
+        ):
+            extend.extend_attention(*args, **options)
+
+
 class ExtendArm(TurboArm):
     """Packed pages, read by the extend kernel, in as many calls as a step has.
 
@@ -58,6 +91,7 @@ class ExtendArm(TurboArm):
             them; None for any number.
         to_outputs: Whether the kernel ends in outputs, where there is one that does;
             None: as served.
+        elsewhere: GPUs other than Hopper's, to have their kernel.
 
     """
 
@@ -68,6 +102,7 @@ class ExtendArm(TurboArm):
         cache: torch.Tensor | None = None,
         max_merged_tokens: int | None = None,
         to_outputs: bool | None = False,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
@@ -81,6 +116,10 @@ class ExtendArm(TurboArm):
         from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
+        if elsewhere is not None:
+            self.kernels = self.kernels._replace(
+                extend_attention=elsewhere.extend_attention
+            )
         shape, device = batch.shape, torch.device(batch.device)
         layer = LayerShape(
             shape.num_heads, shape.num_kv_heads, shape.head_size, batch.query.dtype
@@ -268,6 +307,15 @@ def time_queries(
     if arms["extend"].outputs is not None:
         for name, to_outputs in (("outputs", True), ("merged", False)):
             arms[name] = ExtendArm(batch, args.cache_dtype, cache, most, to_outputs)
+    if args.warps:
+        plans = {"warps": ()} | {
+            f"warps {','.join(map(str, plan))}": plan for plan in args.plans
+        }
+        for name, plan in plans.items():
+            elsewhere = Elsewhere(args.warps, plan)
+            arms[name] = ExtendArm(
+                batch, args.cache_dtype, cache, most, elsewhere=elsewhere
+            )
     if most < query_len <= MOST_ONE_BY_ONE:
         arms["one_by_one"] = ExtendArm(batch, args.cache_dtype, cache)
     arms["prefill"] = PrefillArm(batch, args.cache_dtype, cache=cache)
@@ -312,6 +360,20 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="query tokens of a sequence up to which the merge attends to them, in "
         "place of MAX_MERGED_TOKENS",
+    )
+    parser.add_argument(
+        "--warps",
+        type=int,
+        metavar="BYTES",
+        help="time the kernel of other GPUs than Hopper's, too, whose blocks have so "
+        "many bytes of shared memory: 101376 as those of 8.6, 8.9 and 12.0",
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=[],
+        help="with --warps, time these plans, too",
     )
     parser.add_argument("--cache-dtype", default="turbo4")
     parser.add_argument("--block-size", type=int, default=16)

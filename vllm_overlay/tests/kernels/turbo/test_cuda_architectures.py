@@ -38,9 +38,10 @@ SUBSET = [
     ("decode turbo3_64_16", 120),
     ("decode_columns turbo4_128_c32", 90),
     ("extend_rows turbo4_128_r128", 90),
+    ("extend_rows turbo4_256_r128", 90),
     ("extend_outputs turbo4_128_r128", 90),
-    ("extend turbo3_256_c64", 120),
-    ("extend turbo4_128_c64_offset", 86),
+    ("extend turbo3_256_r64", 120),
+    ("extend turbo4_128_r128_offset", 86),
     ("store turbo4_128", 80),
     ("store turbo4_64_offset", 90),
     ("merge 128", 90),
@@ -113,8 +114,11 @@ def test_every_instance_is_recorded(capability, monkeypatch):
         registers, spills = table[name][str(capability)]
         assert 0 < registers <= 255 and spills >= 0
         flags = dict(flag[2:].split("=") for flag in module.flags if "-D" in flag)
-        for warps in ("DECODE_WARPS", "EXTEND_WARPS"):
-            assert registers * 32 * int(flags.get(warps, 0)) <= 65536
+        warps = int(flags.get("DECODE_WARPS", 0))
+        for role in ("CONSUMERS", "PRODUCERS"):
+            warps += int(flags.get(f"EXTEND_{role}", 0))
+        blocks = int(flags.get("EXTEND_BLOCKS", 1))
+        assert registers * 32 * warps * blocks <= 65536
 
 
 def test_what_ptxas_says_is_read():

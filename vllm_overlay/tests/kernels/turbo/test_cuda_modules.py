@@ -119,8 +119,9 @@ def test_all_widths_of_both_kernels_where_batches_have_them(asked):
         "decode turbo4_128_4",
         "decode turbo4_128_8",
         "decode turbo4_128_16",
-        "extend turbo4_128_c32",
-        "extend turbo4_128_c64",
+        "extend turbo4_128_r32",
+        "extend turbo4_128_r64",
+        "extend turbo4_128_r128",
     ]
 
 
@@ -143,7 +144,7 @@ def test_warpgroups_extend_where_gpus_have_them(asked):
     ]
     layout = TurboFormat.from_cache_dtype("turbo4", 256)
     names = [x.name for x in serving_modules(layout, 4, 1, 33, DEVICE, capability=90)]
-    assert names[3:] == ["extend_rows turbo4_256_r64"]
+    assert names[3:] == ["extend_rows turbo4_256_r64", "extend_rows turbo4_256_r128"]
 
 
 def test_warpgroups_decode_more_queries_than_attend_at_once(asked):

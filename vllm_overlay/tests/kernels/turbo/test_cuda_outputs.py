@@ -336,7 +336,9 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     [
         ("turbo4", 128, 90, True),
         ("turbo4", 128, 100, False),
-        ("turbo4", 64, 90, False),
+        ("turbo4", 64, 90, True),
+        ("turbo4", 256, 90, False),
+        ("turbo4", 512, 90, False),
         ("k4v3", 128, 90, False),
         ("turbo3", 128, 90, False),
     ],
@@ -346,7 +348,7 @@ def test_what_is_served(cache_dtype, head_size, capability, is_served, monkeypat
     layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
     kernels = kernel_choice.cuda_kernels(layout)
     assert (kernels.extend_outputs is not None) == is_served
-    assert kernels.extend_attention is not None
+    assert (kernels.extend_attention is not None) == (head_size <= 256)
 
 
 def test_ranks_that_share_the_context_merge(folder):
@@ -440,4 +442,16 @@ def test_warm_up_launches_each_plan(folder, mode):
 )
 def test_plans(num_queries, rows):
     """By how many rows have no query: products of 64."""
-    assert extend_rows.plan_for(LAYOUT, num_queries, with_outputs=True).rows == rows
+    for head_size in (64, 128):
+        layout = TurboFormat.from_cache_dtype("turbo4", head_size)
+        plan = extend_rows.plan_for(layout, num_queries, with_outputs=True)
+        assert plan.rows == rows
+
+
+@pytest.mark.parametrize(
+    "num_queries, rows", [(1, 64), (64, 64), (65, 128), (130, 128)]
+)
+def test_plans_without_several_products(num_queries, rows):
+    """A warpgroup without queries takes no time."""
+    layout = TurboFormat.from_cache_dtype("turbo4", 256)
+    assert extend_rows.plan_for(layout, num_queries).rows == rows

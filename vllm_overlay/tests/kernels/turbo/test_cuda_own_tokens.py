@@ -75,14 +75,17 @@ class Layer:
         self.config = config
         self.impl: TurboAttentionImpl = make_impl(config, **options)
         set_path(self.impl, "cuda")
+        runner = self.impl.runner
+        # Where a kernel ends in outputs, it attends to own tokens, too.
+        runner.kernels = runner.kernels._replace(extend_outputs=None)
         self.calls: list[dict[str, Any]] = []
-        flash_attn = self.impl.runner.flash_attn
+        flash_attn = runner.flash_attn
 
         def record(**arguments: Any) -> object:
             self.calls.append(arguments)
             return flash_attn(**arguments)
 
-        self.impl.runner.flash_attn = record
+        runner.flash_attn = record
 
     def plan(self, batch: Batch) -> TurboMetadata:
         return make_builder(self.config, self.impl).build(0, batch.common)

@@ -50,6 +50,10 @@ inline void mbarrier_expect(const Site& site, uint32_t address, int bytes) {
   expect_bytes(site, address, bytes);
 }
 
+inline void mbarrier_arrive(const Site& site, uint32_t address) {
+  expect_bytes(site, address, 0);
+}
+
 inline void mbarrier_wait(const Site& site, uint32_t address, int parity) {
   wait_barrier(site, address, parity);
 }
@@ -96,6 +100,10 @@ inline void ldmatrix(const Site& site, uint32_t& x0, uint32_t& x1, uint32_t& x2,
 inline void wgmma_commit(const Site&) { commit_products(); }
 
 inline void wgmma_wait(const Site& site, int pending) {
+  wait_products(site, pending);
+}
+
+inline void wgmma_wait_after(const Site& site, int pending, uint32_t) {
   wait_products(site, pending);
 }
 

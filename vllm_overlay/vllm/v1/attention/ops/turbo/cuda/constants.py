@@ -21,8 +21,6 @@ from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 _BRANCH_BITS = 2
-# Mantissa bits of fp16.
-_FRACTION_BITS = 10
 _WORD_BITS = 32
 # What makes levels of K unsigned bytes.
 _KEY_BYTE_BIAS = 128
@@ -157,13 +155,12 @@ def _turned_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
 
 def _of_decoding(layout: TurboFormat) -> _Constants:
     """Levels as attention computes them: see value_levels.cuh and key_tables.cuh of
-    common/, decode/key_codes.cuh and extend/keys.cuh.
+    common/, and decode/key_codes.cuh.
     """
     unit = fmt.KEY_LEVEL_UNIT
     integers = [round(m * unit) for m in layout.key_codebook.magnitudes]
     negative = [-m for m in reversed(integers)]
     positive = [m + 1 for m in reversed(integers)]
-    key_linear, key_cubic = layout.key_codebook.coefficients
     first, second = _key_byte_tables([*negative, *integers])
     turned_first, turned_second = _turned_byte_tables([*negative, *integers])
     value_linear, value_quadratic = layout.value_codebook.coefficients
@@ -183,10 +180,6 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
         "KEY_SECOND_HIGH": _bytes(second[4:]),
         # Of a scale, for bytes as the last ones of numbers from 8 on.
         "KEY_BYTE_OFFSET": _half2(-8.0 - _KEY_BYTE_BIAS / unit),
-        "KEY_LINEAR": _half2(key_linear / unit),
-        "KEY_CUBIC": _half2(key_cubic / unit),
-        # In fp16 a sum with it is a multiple of 1 / unit.
-        "KEY_ROUNDING": _half2(1.5 * 2**_FRACTION_BITS / unit),
         "VALUE_LINEAR": _half2(value_linear),
         "VALUE_QUADRATIC": _half2(value_quadratic),
     }

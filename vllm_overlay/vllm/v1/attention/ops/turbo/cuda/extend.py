@@ -3,14 +3,16 @@
 """Attention of a few dozen query tokens to packed pages, as a CUDA kernel.
 
 It is for prefix hits and short continuations of long contexts. As ``cuda.decode``,
-with the same partial results, but what is read of a page is decoded once for up to 64
-queries of a KV head, or more by the kernel of ``extend_rows``, which serves on Hopper.
-Queries are used in fp16 as they are, and keys are decoded to fp16 exactly, so scores
-have no error but that of the products' fp32 sums.
+with the same partial results, but queries are the rows of products: some warps of a
+block decode each tile once, to fragments in shared memory, and others attend to that,
+with 16 queries a warp and up to 128 queries of a KV head a block. On Hopper the kernel
+of ``extend_rows`` serves. Queries are used in fp16 as they are, and keys are decoded to
+fp16 exactly, so scores have no error but that of the products' fp32 sums.
 """
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -36,20 +38,74 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-# Queries of a KV head that attend at once; more do in further passes.
-COLUMNS = (32, 64)
-# kStepTiles of extend/segment.cuh.
-_STEP_TILES = 8
-# Stages of tiles, where shared memory has room: one is copied while one is read.
-_MAX_STAGES = 2
-# What a column takes beside queries and weights, at most, and a warp's part of it.
-_COLUMN_BYTES = 32
-_WARP_COLUMN_BYTES = 4
-_ALIGNMENT = 128
+# Queries of a warp, and the bytes of what is decoded, which is fp16.
+_WARP_ROWS = 16
+_NUMBER_BYTES = 2
+# Steps that are decoded and not yet attended to: the most, and the least with which
+# producers and consumers overlap.
+_MAX_STAGES = 4
+_MIN_STAGES = 2
+# Steps of a producer whose pages are being copied: kCopies of extend/layout.cuh.
+_COPIES = 3
+# What a row takes of shared memory, a tile of a stage beside its numbers, and a block
+# in all beside these: barriers, ranges, and what aligns them.
+_ROW_BYTES = 12
+_TILE_FACTOR_BYTES = 8
+_BLOCK_BYTES = 384
+# Of a block's shared memory the driver's own.
+_RESERVED_BYTES = 1024
 # Blocks a multiprocessor that work is divided among, and the splits of all query
 # tokens of a batch that there is room for in any case.
 _BLOCKS_PER_SM = 2
 _MAX_PARTIALS = 4096
+
+
+class ExtendPlan(NamedTuple):
+    """How a block's warps share the work: ExtendPlan of extend/layout.cuh.
+
+    Attributes:
+        consumers: Warps that attend, with 16 queries each.
+        producers: Warps that decode.
+        blocks: Blocks of a multiprocessor that registers have room for.
+        splits: Whether half of the producers decode K, and half V: then as many have
+            steps of half as many tiles.
+        overlaps: Whether a consumer makes scores of a part of a step while it weighs
+            those of the part before, or while it adds that part's values: for the
+            former it has the scores of two parts in registers.
+
+    """
+
+    consumers: int
+    producers: int
+    blocks: int
+    splits: bool = False
+    overlaps: bool = True
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a step."""
+        return self.producers // 2 if self.splits else self.producers
+
+    @property
+    def rows(self) -> int:
+        """Queries of a KV head that attend at once; more do in further passes."""
+        return _WARP_ROWS * self.consumers
+
+
+# By head size, and by their rows: what was fastest on an H200, of what fits into the
+# shared memory of GPUs whose blocks have 99 KiB.
+_PLANS = {
+    64: (
+        ExtendPlan(2, 2, 3),
+        ExtendPlan(4, 4, 2, splits=True),
+        ExtendPlan(8, 4, 1),
+    ),
+    128: (ExtendPlan(2, 2, 3), ExtendPlan(4, 2, 2), ExtendPlan(8, 4, 1)),
+    256: (
+        ExtendPlan(2, 2, 2, overlaps=False),
+        ExtendPlan(4, 4, 1, splits=True, overlaps=False),
+    ),
+}
 
 
 def unsupported_reason(layout: TurboFormat) -> str | None:
@@ -59,41 +115,44 @@ def unsupported_reason(layout: TurboFormat) -> str | None:
     return None
 
 
-def num_columns(num_queries: int) -> int:
-    """Queries at once, of so many a sequence and KV head."""
-    return next((n for n in COLUMNS if num_queries <= n), COLUMNS[-1])
+def plan_for(layout: TurboFormat, num_queries: int) -> ExtendPlan:
+    """How so many queries of a sequence and KV head attend."""
+    plans = _PLANS[layout.head_size]
+    return next((plan for plan in plans if num_queries <= plan.rows), plans[-1])
 
 
-def num_warps(layout: TurboFormat) -> int:
-    """Warps a block: each has up to 32 coordinates of the output."""
-    return 8 if layout.head_size > 128 else 4
-
-
-def num_stages(layout: TurboFormat, columns: int, shared_bytes: int) -> int:
-    """Stages of tiles of a block, which has ``shared_bytes`` of shared memory."""
-    tokens = _STEP_TILES * fmt.TILE_TOKENS
-    per_column = 2 * (layout.head_size + tokens) + _COLUMN_BYTES
-    per_column += num_warps(layout) * _WARP_COLUMN_BYTES
-    left = shared_bytes - columns * per_column - _ALIGNMENT
-    fitting = left // (_STEP_TILES * layout.tile_bytes)
-    assert fitting > 0, (layout, columns, shared_bytes)
+def num_stages(layout: TurboFormat, plan: ExtendPlan, shared_bytes: int) -> int:
+    """Stages of a block of GPUs whose blocks have ``shared_bytes`` of shared memory:
+    as many as leave room for all of a multiprocessor's blocks, or for fewer blocks.
+    """
+    numbers = 2 * fmt.TILE_TOKENS * layout.head_size
+    per_stage = plan.tiles * (numbers * _NUMBER_BYTES + _TILE_FACTOR_BYTES)
+    others = plan.rows * _ROW_BYTES + _BLOCK_BYTES
+    others += plan.tiles * _COPIES * layout.tile_bytes
+    fitting = 0
+    for blocks in range(plan.blocks, 0, -1):
+        room = (shared_bytes + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
+        fitting = (room - others) // per_stage
+        if fitting >= _MIN_STAGES:
+            break
+    assert fitting >= _MIN_STAGES, (layout, plan, shared_bytes)
     return min(_MAX_STAGES, fitting)
 
 
 def instance(
     layout: TurboFormat,
-    columns: int,
+    plan: ExtendPlan,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
 ) -> str:
     """The name of a module's instance."""
     suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
-    return f"{layout.name}_{layout.head_size}_c{columns}{suffix}"
+    return f"{layout.name}_{layout.head_size}_r{plan.rows}{suffix}"
 
 
 def module(
     layout: TurboFormat,
-    columns: int,
+    plan: ExtendPlan,
     shared_bytes: int,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
@@ -108,17 +167,15 @@ def module(
     reason = unsupported_reason(layout)
     if reason is not None:
         raise RuntimeError(reason)
-    flags = {
-        "COLUMNS": columns,
-        "WARPS": num_warps(layout),
-        "STAGES": num_stages(layout, columns, shared_bytes),
-        "MAX_SHARED_BYTES": shared_bytes,
+    numbers = plan._asdict() | {
+        "stages": num_stages(layout, plan, shared_bytes),
+        "max_shared_bytes": shared_bytes,
     }
     return CudaModule(
         "extend",
-        instance(layout, columns, has_key_offset, has_soft_cap),
+        instance(layout, plan, has_key_offset, has_soft_cap),
         layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        tuple(f"-DEXTEND_{name}={value}" for name, value in flags.items()),
+        tuple(f"-DEXTEND_{name.upper()}={int(n)}" for name, n in numbers.items()),
     )
 
 
@@ -146,13 +203,13 @@ def load(
     if extend_rows.unsupported_reason(layout, capability_of(device)) is None:
         plan = extend_rows.plan_for(layout, num_queries)
         return extend_rows.load(layout, plan, device, *variant)
-    return load_instance(layout, num_columns(num_queries), device, *variant)
+    return load_instance(layout, plan_for(layout, num_queries), device, *variant)
 
 
 @cache
 def load_instance(
     layout: TurboFormat,
-    columns: int,
+    plan: ExtendPlan,
     device: torch.device,
     has_key_offset: bool = False,
     has_soft_cap: bool = False,
@@ -160,7 +217,7 @@ def load_instance(
     """As ``load``, of one of the modules of a layout."""
     shared_bytes = shared_memory(device)
     return build_and_load(
-        module(layout, columns, shared_bytes, has_key_offset, has_soft_cap), device
+        module(layout, plan, shared_bytes, has_key_offset, has_soft_cap), device
     )
 
 

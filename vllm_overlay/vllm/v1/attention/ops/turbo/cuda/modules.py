@@ -140,11 +140,11 @@ def serving_modules(
                     lambda _, rows=rows: extend_rows.module(*rows),
                 )
             continue
-        columns = cuda_extend.num_columns(num_queries)
+        warps = cuda_extend.plan_for(layout, num_queries)
         add(
-            f"extend {cuda_extend.instance(layout, columns, *variant)}",
-            partial(cuda_extend.load_instance, layout, columns, device, *variant),
-            lambda n, columns=columns: cuda_extend.module(layout, columns, n, *variant),
+            f"extend {cuda_extend.instance(layout, warps, *variant)}",
+            partial(cuda_extend.load_instance, layout, warps, device, *variant),
+            lambda n, warps=warps: cuda_extend.module(layout, warps, n, *variant),
         )
     return list(found.values())
 

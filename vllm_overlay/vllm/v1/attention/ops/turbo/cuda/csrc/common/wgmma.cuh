@@ -25,6 +25,20 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Wait likewise, when x is known, which some operation gave. A wait alone is
+// moved up to where it could be first, so that nothing is done meanwhile, but
+// not ahead of a store that may depend on x. None does: x has not these bits,
+// which are a signalling NaN's.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_after(float x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0x7F800001;\n"
+      "@p st.shared.u32 [%1], %1;\nwgmma.wait_group.sync.aligned %0;\n}" ::"n"(
+          kPending),
+      "r"(__float_as_uint(x))
+      : "memory");
+}
+
 // Keep reads of accumulators after the wait for them, which the compiler does
 // not see to be what writes them.
 template <int kSize>

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The extend kernel's entry point. A module has one instance: extend.py defines
-// EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES and EXTEND_MAX_SHARED_BYTES, and
-// has turbo_constants.h of the layout included.
+// EXTEND_CONSUMERS and so on, a macro a number of an ExtendPlan, and
+// EXTEND_MAX_SHARED_BYTES, and has turbo_constants.h of the layout included.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"
@@ -12,12 +12,13 @@
 namespace {
 
 struct Extend {
-  static constexpr int kThreads = 32 * EXTEND_WARPS;
-  static constexpr size_t kSharedBytes =
-      sizeof(turbo::ExtendShared<EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES>);
+  using Plan =
+      turbo::ExtendPlan<EXTEND_CONSUMERS, EXTEND_PRODUCERS, EXTEND_BLOCKS,
+                        EXTEND_SPLITS, EXTEND_OVERLAPS, EXTEND_STAGES>;
+  static constexpr int kThreads = Plan::kThreads;
+  static constexpr size_t kSharedBytes = sizeof(turbo::ExtendShared<Plan>);
   static_assert(kSharedBytes <= EXTEND_MAX_SHARED_BYTES);
-  static constexpr auto kKernel =
-      turbo::extend_kernel<EXTEND_COLUMNS, EXTEND_WARPS, EXTEND_STAGES>;
+  static constexpr auto kKernel = turbo::extend_kernel<Plan>;
 
   // As many as there is room for.
   static int num_blocks(int device) {

@@ -7,7 +7,6 @@
 
 #include <type_traits>
 
-#include "common/offset.cuh"
 #include "extend_rows/queries.cuh"
 #include "extend_rows/write.cuh"
 
@@ -24,56 +23,21 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
   const int first = segment.first_column + kGroupRows * group;
   sync_group(group);  // what was noted before is not read any more
   if (thread < kGroupRows) {
-    const int column = first + thread;
-    const int token = column / p.heads_per_kv;
-    const bool inside = token < query_len;
+    const RowNote note(p, segment, first + thread);
     const int row = kGroupRows * group + thread;
-    const int hidden = p.with_newest ? 0 : query_len - 1 - token;
-    shared.rows[row] = inside ? p.query_of(token, segment.kv_head, column) : -1;
-    // A row without a query sees all, of which nothing comes.
-    shared.firsts[row] = inside ? p.first_seen(segment.seq, token) : 0;
-    shared.limits[row] = segment.num_tokens - (inside ? hidden : 0);
+    if constexpr (kNotesQueries) shared.rows[row] = note.query;
+    shared.firsts[row] = note.first;
+    const int limit = segment.num_tokens - note.hidden;
+    shared.limits[row] = kNotesQueries ? limit : -note.hidden;
     if constexpr (std::is_same_v<Params, OutputParams>) {
       const int first_own =
-          max(token + 1 - p.sliding_window, p.num_padding(segment.seq));
-      shared.own_firsts[row] = inside ? first_own : 0;
-      shared.own_limits[row] = inside ? token + 1 : query_len;
+          max(note.token + 1 - p.sliding_window, p.num_padding(segment.seq));
+      shared.own_firsts[row] = note.is_inside ? first_own : 0;
+      shared.own_limits[row] = note.is_inside ? note.token + 1 : query_len;
     }
   }
   sync_group(group);
   return first < query_len * p.heads_per_kv;
-}
-
-// Go on to tokens with another offset of K.
-__device__ __forceinline__ void change_offset(
-    RowsAccumulator& acc, const int* rows, const int* limits,
-    const AttentionParams& p, const Segment& segment, int offset, int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    // Of a token that the sequence does not have the query may be NaN.
-    const int row = limits[8 * r] > 0 ? rows[8 * r] : -1;
-    const float score =
-        offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
-    // A row that has seen no token keeps none, also if its query is NaN.
-    if (acc.reference[r] != kNoRowReference)
-      acc.reference[r] += acc.missing[r] - score;
-    acc.missing[r] = score;
-  }
-}
-
-// Let steps go that are decoded for other warpgroups.
-template <typename Plan>
-__device__ __forceinline__ void pass_steps(RowsShared<Plan>& shared,
-                                           Stage<Plan::kStages>& stage,
-                                           int num_steps, int lane) {
-#pragma unroll 1
-  for (int step = 0; step < num_steps; ++step) {
-    wait_for(shared.full_keys[stage.index], stage.parity);
-    arrive_warp(shared.empty_keys[stage.index], lane);
-    wait_for(shared.full_values[stage.index], stage.parity);
-    arrive_warp(shared.empty_values[stage.index], lane);
-    stage.advance();
-  }
 }
 
 // Ask for the sum of a step's values.
@@ -82,15 +46,23 @@ __device__ __forceinline__ void add_values(
     float (&output)[HEAD_SIZE / 2],
     const uint32_t (&weights)[Plan::kTokens / 4], uint32_t values) {
   constexpr uint32_t kValuePanel = HEAD_SIZE * kRowBytes / 16;
+  constexpr int kColumns = HEAD_SIZE / Plan::kValueParts;
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Plan::kTokens / 16; ++k) {
     const uint32_t panel = k / 4, place = k % 4 * 2;
-    wgmma_registers(
-        output, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
-        weights[4 * k + 3],
-        wgmma_descriptor(values + panel * kValuePanel + place, kOperandLayout),
-        1);
+#pragma unroll
+    for (int part = 0; part < Plan::kValueParts; ++part) {
+      const uint32_t rows = part * (kColumns * kRowBytes / 16);
+      wgmma_registers(
+          reinterpret_cast<float (&)[kColumns / 2]>(
+              output[part * (kColumns / 2)]),
+          weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
+          weights[4 * k + 3],
+          wgmma_descriptor(values + panel * kValuePanel + rows + place,
+                           kOperandLayout),
+          1);
+    }
   }
   wgmma_commit();
 }
@@ -121,13 +93,14 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     acc.clear();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = shared.rows[first_row + kTileRows * m + 8 * r];
+      const int row =
+          query_of(shared, p, segment, first_row + kTileRows * m + 8 * r);
       acc.factor[r] = row >= 0 ? p.query_scale[first_query + row] : 0.0f;
     }
   }
   RowQueries<Plan> queries;
-  queries.load(shared, p.query + first_query * HEAD_SIZE, group, first_row,
-               lane);
+  queries.load(shared, p, segment, p.query + first_query * HEAD_SIZE, group,
+               first_row, lane);
   const uint32_t all_keys = wgmma_operand(shared_address(shared.keys), 16);
   const uint32_t all_values = wgmma_operand(shared_address(shared.values), 16);
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
@@ -143,7 +116,11 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     const float* factors = shared.factors[stage.of_both()];
     float sum[2];
     bool is_done = weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
-    wgmma_wait<0>();
+    if constexpr (Plan::kOverlaps) {
+      wgmma_wait_after<0>(sum[0] + sum[1]);
+    } else {
+      wgmma_wait<0>();
+    }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) hold(accumulators[i].output);
     const int tile = segment.first_tile + step * Plan::kTiles;
@@ -153,20 +130,34 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
       static_assert(kOffsetTiles % Plan::kTiles == 0);
       const int offset = offset_of_tile(p, tile);
       if (step == 0 || offset != offset_of_tile(p, tile - Plan::kTiles)) {
-        change_offset(acc, shared.rows + first, shared.limits + first, p,
-                      segment, offset, lane);
+        LaneQueries seeing = queries_of(shared, p, segment, first);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (limit_of(shared, segment, first + 8 * r) <= 0)
+            seeing.of_row[r] = -1;
+        }
+        change_offset(acc, seeing, p, segment, offset, lane);
         is_done = false;
       }
     }
     if (is_own || !is_done ||
         segment.num_tokens - token < kTokens + p.most_hidden) {
       const int* firsts = is_own ? shared.own_firsts : shared.firsts;
-      const int* lasts = is_own ? shared.own_limits : shared.limits;
       RowLimits limits[2];
+      if constexpr (kNotesQueries) {
+        const int* lasts = is_own ? shared.own_limits : shared.limits;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        limits[r] = {firsts[first + 8 * r] - token,
-                     lasts[first + 8 * r] - token};
+        for (int r = 0; r < 2; ++r) {
+          limits[r] = {firsts[first + 8 * r] - token,
+                       lasts[first + 8 * r] - token};
+        }
+      } else {
+        static_assert(!kWithOutputs);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          limits[r] = {firsts[first + 8 * r] - token,
+                       limit_of(shared, segment, first + 8 * r) - token};
+        }
       }
       weigh_anew(weights, sum, acc, scores, factors, limits, p.soft_cap, lane);
     }

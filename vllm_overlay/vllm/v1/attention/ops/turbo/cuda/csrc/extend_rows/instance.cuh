@@ -6,6 +6,8 @@
 // RowsPlan, and has turbo_constants.h of the layout included.
 #pragma once
 
+#include <type_traits>
+
 #include "common/attention_entry.cuh"
 #include "extend_rows/extend_rows.cuh"
 
@@ -16,7 +18,8 @@ struct RowsInstance {
   using Plan =
       turbo::RowsPlan<ROWS_CONSUMERS, ROWS_PRODUCERS, ROWS_BLOCKS, ROWS_TILES,
                       ROWS_STAGES, ROWS_COPIES, ROWS_REGISTERS,
-                      ROWS_HOLDS_QUERIES, ROWS_ROW_TILES>;
+                      ROWS_HOLDS_QUERIES, ROWS_ROW_TILES, ROWS_OVERLAPS,
+                      std::is_same_v<Params, turbo::OutputParams>>;
   static constexpr int kThreads = Plan::kThreads;
   static constexpr size_t kSharedBytes = sizeof(turbo::RowsShared<Plan>);
   static_assert(Plan::kBlocks * (kSharedBytes + 1024) <= 228 * 1024);

@@ -10,7 +10,6 @@
 
 namespace turbo {
 
-static_assert(kSideBySide == 1, "a warp has a vector");
 constexpr int kJoinWarps = 8;
 // Blocks that share the rows of a pass, at least.
 constexpr int kJoinBlocks = 4;
@@ -49,17 +48,20 @@ __device__ __forceinline__ void join_row(const OutputParams& p,
   float reference = __int_as_float(ordered_bits(highest));
   if (reference == -INFINITY) reference = 0.0f;
   Coordinates sum = {};
-  float total = exp2_approx(sink - reference);
-  const float* partial = p.partial + lane * kVector;
+  float total = lane < kLanes ? exp2_approx(sink - reference) : 0.0f;
+  const float* partial = p.partial + lane % kLanes * kVector;
+  // Of vectors side by side each takes turns with parts.
+  const int side = lane / kLanes;
 #pragma unroll 1
-  for (int base = 0; base < parts.count; base += kLoadsInFlight) {
+  for (int base = 0; base < parts.count; base += kSideBySide * kLoadsInFlight) {
     float weight[kLoadsInFlight];
     float4 loaded[kLoadsInFlight][kChunks];
 #pragma unroll
     for (int u = 0; u < kLoadsInFlight; ++u) {
-      const int i = min(base + u, parts.count - 1);
+      const int part = base + kSideBySide * u + side;
+      const int i = min(part, parts.count - 1);
       const float lse = __ldcg(p.partial_lse + parts.place(i));
-      weight[u] = base + u < parts.count ? exp2_approx(lse - reference) : 0.0f;
+      weight[u] = part < parts.count ? exp2_approx(lse - reference) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         loaded[u][j] = __ldcg(reinterpret_cast<const float4*>(
@@ -81,6 +83,12 @@ __device__ __forceinline__ void join_row(const OutputParams& p,
       }
     }
   }
+  if constexpr (kSideBySide == 2) {
+    total += __shfl_xor_sync(~0u, total, kLanes);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      sum[0][i] += __shfl_xor_sync(~0u, sum[0][i], kLanes);
+  }
   const float factor = total != 0.0f ? INVERSE_SQRT / total : 0.0f;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
@@ -88,14 +96,14 @@ __device__ __forceinline__ void join_row(const OutputParams& p,
     for (int i = 0; i < kVector; ++i) sum[j][i] *= factor;
   }
   hadamard(sum, lane);
-  T* output =
-      static_cast<T*>(p.output) + p.output_place(seq, query) + lane * kVector;
+  T* output = static_cast<T*>(p.output) + p.output_place(seq, query) +
+              lane % kLanes * kVector;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     float x[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = signs.apply(sum[j][i], j, i);
-    store_vector(output + 128 * j, x);
+    if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
   }
 }
 

@@ -9,10 +9,13 @@
 // once, for all of them, to operands in shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "common/bulk.cuh"
 #include "common/segment.cuh"
 #include "common/wgmma_wide.cuh"
 #include "extend/ranges.cuh"
+#include "extend/stages.cuh"
 
 namespace turbo {
 
@@ -25,21 +28,30 @@ constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
 // Eight rows of a panel: the stride of operands.
 constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 
+// Whether there is room for the rows' queries, which else are found anew, and
+// for what they see up to, which else is counted from the sequence's end.
+constexpr bool kNotesQueries = HEAD_SIZE <= 128;
+using RowLimit = std::conditional_t<kNotesQueries, int, int16_t>;
+
 // kConsumers, kProducers: warpgroups of a block, of whose steps producers take
 // turns. kBlocks: of a multiprocessor. kTiles: of a step. kStages: steps that
 // are decoded and not yet attended to. kCopies: a producer's steps whose pages
 // are being copied. kRegisters: of a consumer, of which producers have what is
 // left. kHoldsQueries: a consumer has its queries in registers, not in shared
-// memory. kRowTiles: products of a consumer, each of other queries.
+// memory. kRowTiles: products of a consumer, each of other queries. kOverlaps:
+// a consumer weighs scores while values are added, which takes more registers.
+// kHasOwnTiles: whether there are tiles of query tokens as they are.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
           int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_,
-          int kRowTiles_>
+          int kRowTiles_, bool kOverlaps_, bool kHasOwnTiles_>
 struct RowsPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
   static constexpr int kStages = kStages_, kCopies = kCopies_;
   static constexpr bool kHoldsQueries = kHoldsQueries_;
   static constexpr int kRowTiles = kRowTiles_;
+  static constexpr bool kOverlaps = kOverlaps_;
+  static constexpr bool kHasOwnTiles = kHasOwnTiles_;
   static constexpr int kGroupRows = kTileRows * kRowTiles;
   static_assert(kGroupRows <= kGroupThreads);
   static constexpr int kRows = kGroupRows * kConsumers;
@@ -49,6 +61,10 @@ struct RowsPlan {
   static constexpr int kWarpTiles = kTiles / 4;
   static_assert(kWarpTiles * 4 == kTiles);
   static constexpr int kValuePanels = kTokens / kPanelColumns;
+  // Products of values, for the compiler has as many registers as the block
+  // has a thread for one of them.
+  static constexpr int kValueParts =
+      HEAD_SIZE > 128 && 65536 / kBlocks / kThreads < 160 ? 2 : 1;
   // A producer has stages of its own.
   static_assert(kStages % kProducers == 0);
   using Cut = Cuts<kRows, kTiles>;
@@ -80,44 +96,18 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
       tiles[4 * Plan::kProducers][Plan::kCopies][Plan::kWarpTiles][TILE_BYTES];
   // Of tiles' scores: they are read after the keys' place is free again.
   float factors[2 * Plan::kStages][Plan::kTiles];
-  // The rows' queries of the sequence, or -1, and the tokens that they see.
-  int rows[Plan::kRows];
+  // See RowNote. The segment's tokens are up to a limit.
+  int rows[kNotesQueries ? Plan::kRows : 1];
   int firsts[Plan::kRows];
-  int limits[Plan::kRows];
+  RowLimit limits[Plan::kRows];
   // The same of the query tokens as they are.
-  int own_firsts[Plan::kRows];
-  int own_limits[Plan::kRows];
+  int own_firsts[Plan::kHasOwnTiles ? Plan::kRows : 1];
+  int own_limits[Plan::kHasOwnTiles ? Plan::kRows : 1];
   alignas(8) uint64_t full_keys[Plan::kStages];
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];
   uint64_t empty_values[Plan::kStages];
   Ranges ranges;
 };
-
-// A place in the ring of stages, and how often it has been used.
-template <int kStages>
-struct Stage {
-  int index = 0;
-  int parity = 0;
-
-  // Among twice as many.
-  __device__ __forceinline__ int of_both() const {
-    return kStages * parity + index;
-  }
-  __device__ __forceinline__ void advance() {
-    if (++index == kStages) index = 0, parity ^= 1;
-  }
-};
-
-// Arrive at a barrier after what the tensor core is to see, or has read. All
-// lanes of a warp call it.
-__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) expect_bytes(shared_address(&barrier), 0);
-}
-
-__device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
-  wait_barrier(shared_address(&barrier), parity);
-}
 
 }  // namespace turbo

@@ -11,7 +11,6 @@
 
 namespace turbo {
 
-static_assert(kSideBySide == 1, "a warp has a vector");
 constexpr int kOwnTileWarps = 8;
 // As the format's largest scales, these are what larger numbers become.
 constexpr float kLargestHalf = 65504.0f;
@@ -33,13 +32,14 @@ __device__ __forceinline__ int key_position(int coordinate) {
 
 // Which row of the operand a coordinate of V has: see output_coordinate.
 __device__ __forceinline__ int value_row(int coordinate) {
+  if (HEAD_SIZE < 128) return coordinate;
   const int code = coordinate / NUM_UNITS, unit = coordinate % NUM_UNITS;
   const int r = unit / NUM_GROUPS, piece = unit % NUM_GROUPS / 8;
   const int fragment = piece * kPieceCodes + code % 2 * 4 + code / 2;
   return 16 * fragment + 8 * r + unit % 8;
 }
 
-// H (s * x) / sqrt(D) of a warp's vector.
+// H (s * x) / sqrt(D) of a vector, or of two side by side.
 __device__ __forceinline__ void rotate_vector(Coordinates& x,
                                               const Signs& signs, int lane) {
 #pragma unroll
@@ -59,6 +59,11 @@ __device__ __forceinline__ void rotate_vector(Coordinates& x,
   }
 }
 
+// Which lanes have the same vector as this.
+__device__ __forceinline__ uint32_t lanes_beside(int lane) {
+  return kSideBySide == 1 ? ~0u : 0xFFFFu << lane / kLanes * kLanes;
+}
+
 // Load a vector; zeros where there is no token. Returns whether it is finite.
 template <typename T>
 __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
@@ -67,12 +72,13 @@ __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     float4 y = {};
-    if (is_there) y = load_vector(p + 128 * j + lane * kVector);
+    if (is_there) y = load_vector(p + 128 * j + lane % kLanes * kVector);
     x[j][0] = y.x, x[j][1] = y.y, x[j][2] = y.z, x[j][3] = y.w;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) is_broken |= !(fabsf(x[j][i]) < INFINITY);
   }
-  return !__any_sync(~0u, is_broken);
+  const uint32_t broken = __ballot_sync(~0u, is_broken);
+  return (broken & lanes_beside(lane)) == 0;
 }
 
 // Make a sequence's tile. A token whose K or V is not finite has NaN for K, so
@@ -86,7 +92,9 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
   const int query_len = p.num_query_tokens(seq);
   const Signs signs(lane);
 #pragma unroll 1
-  for (int n = warp; n < TILE_TOKENS; n += kOwnTileWarps) {
+  for (int first = kSideBySide * warp; first < TILE_TOKENS;
+       first += kSideBySide * kOwnTileWarps) {
+    const int n = first + lane / kLanes;
     const bool is_there = tile * TILE_TOKENS + n < query_len;
     const int64_t token = p.first_token(seq) + tile * TILE_TOKENS + n;
     Coordinates key, value;
@@ -103,7 +111,7 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
     for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const int coordinate = 128 * j + lane * kVector + i;
+        const int coordinate = 128 * j + lane % kLanes * kVector + i;
         shared.keys[n][key_position(coordinate)] =
             __float2half_rn(is_finite ? key[j][i] : NAN);
         shared.values[value_row(coordinate)][n] =

@@ -6,84 +6,10 @@
 
 #include <type_traits>
 
+#include "extend/copies.cuh"
 #include "extend_rows/copy_own_tiles.cuh"
 
 namespace turbo {
-
-// A warp's copies of its tiles of those of a segment's steps that its producer
-// has. Lane i has the address of the tile of step i of these, and of those 32
-// later.
-template <typename Plan>
-struct RowsCopies {
-  static constexpr int kChunk = 16, kWarpBytes = 32 * kChunk;
-  static constexpr int kWarpTiles = Plan::kWarpTiles;
-  // From one of the producer's steps to its next.
-  static constexpr int kStepTiles = Plan::kProducers * Plan::kTiles;
-  const AttentionParams& p;
-  const PassSegment& segment;
-  uint32_t target;
-  int first_tile;  // of the warp's
-  const uint8_t* address[kWarpTiles];
-
-  __device__ __forceinline__ RowsCopies(const AttentionParams& p,
-                                        const PassSegment& segment,
-                                        const uint8_t* tiles, int first_step,
-                                        int warp, int lane)
-      : p(p),
-        segment(segment),
-        target(shared_address(tiles) + lane * kChunk),
-        first_tile(segment.first_tile + first_step * Plan::kTiles +
-                   warp % 4 * kWarpTiles) {}
-
-  __device__ __forceinline__ void load_addresses(int step, int lane) {
-    const int* table =
-        p.block_table + int64_t(segment.seq) * p.stride_block_table;
-#pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-      const int tile = first_tile + (step + lane) * kStepTiles + i;
-      address[i] = nullptr;
-      const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
-      if (is_seen && tile < min(segment.last_tile, segment.own_tile) &&
-          tile * TILE_TOKENS < segment.num_tokens) {
-        const int block = tile / p.tiles_per_block;
-        address[i] = segment.cache + table[block] * p.stride_cache_block +
-                     (tile - block * p.tiles_per_block) * TILE_BYTES;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void issue(int step, int slot, int num_steps,
-                                        int lane) {
-    if (step < num_steps) {
-      if (step % 32 == 0) load_addresses(step, lane);
-#pragma unroll
-      for (int i = 0; i < kWarpTiles; ++i) {
-        const auto bits = reinterpret_cast<unsigned long long>(address[i]);
-        const auto source =
-            reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, bits, step % 32));
-        if (source == nullptr) continue;
-        const uint32_t to = target + (slot * kWarpTiles + i) * TILE_BYTES;
-#pragma unroll
-        for (int byte = 0; byte < TILE_BYTES; byte += kWarpBytes) {
-          if (byte + kWarpBytes <= TILE_BYTES ||
-              byte + lane * kChunk < TILE_BYTES)
-            copy_async(to + byte, source + byte + lane * kChunk);
-        }
-      }
-    }
-    commit_copies();
-  }
-};
-
-// Zero the scales of V of a tile's tokens that the sequence does not have, or
-// that are not read.
-__device__ __forceinline__ void clear_tokens(uint8_t* tile, int first, int end,
-                                             int lane) {
-  if (first <= 0 && end >= TILE_TOKENS) return;
-  if (lane < TILE_TOKENS && (lane < first || lane >= end))
-    clear_value_scales(tile, lane);
-  __syncwarp();
-}
 
 // Decode a warp's tiles of a step, which have been copied.
 //
@@ -106,12 +32,8 @@ __device__ __forceinline__ void decode_step(RowsShared<Plan>& shared,
   fence_async_proxy();
   arrive_warp(shared.full_keys[stage.index], lane);
 #pragma unroll 1
-  for (int i = 0; i < kWarpTiles; ++i) {
-    const int unseen = segment.first_seen_tile - (first + i);
-    clear_tokens(tiles + i * TILE_BYTES,
-                 KEY_OFFSET != 0 && unseen > 0 ? TILE_TOKENS : 0,
-                 segment.num_tokens - (first + i) * TILE_TOKENS, lane);
-  }
+  for (int i = 0; i < kWarpTiles; ++i)
+    clear_unread(tiles + i * TILE_BYTES, segment, first + i, lane);
   wait_for(shared.empty_values[stage.index], stage.parity ^ 1);
   const uint32_t values = shared_address(shared.values[stage.index]);
 #pragma unroll 1
@@ -137,7 +59,12 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
       (warp / 4 + kProducers - stage.index % kProducers) % kProducers;
   const int num_steps = (all_steps - first_step + kProducers - 1) / kProducers;
   uint8_t* tiles = shared.tiles[warp][0][0];
-  RowsCopies<Plan> copies(p, segment, tiles, first_step, warp, lane);
+  // From one of the producer's steps to its next.
+  constexpr int kStepTiles = kProducers * Plan::kTiles;
+  const int index = warp % 4 * kWarpTiles;
+  PageCopies<WholeTile, kWarpTiles, kStepTiles> copies(
+      p, segment, tiles, segment.first_tile + first_step * Plan::kTiles + index,
+      lane);
 #pragma unroll 1
   for (int step = 0; step < kCopies; ++step)
     copies.issue(step, step, num_steps, lane);
@@ -147,8 +74,7 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
     if (stage.index % kProducers != warp / 4) continue;
     wait_copies<kCopies - 1>();
     __syncwarp();
-    const int first = copies.first_tile + step * copies.kStepTiles;
-    const int index = warp % 4 * kWarpTiles;
+    const int first = copies.first_tile + step * kStepTiles;
     bool is_own = false;
     if constexpr (std::is_same_v<Params, OutputParams>) {
       is_own = first - index >= segment.own_tile;

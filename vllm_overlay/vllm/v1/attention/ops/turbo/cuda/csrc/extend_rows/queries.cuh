@@ -5,6 +5,7 @@
 // order of K's: see decode_tile.cuh.
 #pragma once
 
+#include "extend/rows.cuh"
 #include "extend_rows/decode_tile.cuh"
 
 namespace turbo {
@@ -14,55 +15,63 @@ __device__ __forceinline__ void sync_group(int group) {
   sync_threads(1 + group, kGroupThreads);
 }
 
+// The query of the sequence that a block's row is, or -1.
+template <typename Plan>
+__device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
+                                        const AttentionParams& p,
+                                        const Segment& segment, int row) {
+  if constexpr (kNotesQueries) return shared.rows[row];
+  return RowNote(p, segment, segment.first_column + row).query;
+}
+
+// row: the first of a lane's two.
+template <typename Plan>
+__device__ __forceinline__ LaneQueries
+queries_of(const RowsShared<Plan>& shared, const AttentionParams& p,
+           const Segment& segment, int row) {
+  return {query_of(shared, p, segment, row),
+          query_of(shared, p, segment, row + 8)};
+}
+
+// Up to which of a segment's tokens a row sees.
+template <typename Plan>
+__device__ __forceinline__ int limit_of(const RowsShared<Plan>& shared,
+                                        const Segment& segment, int row) {
+  return (kNotesQueries ? 0 : segment.num_tokens) + shared.limits[row];
+}
+
 template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
 struct RowQueries;
 
 // In registers, as A fragments: what products read of shared memory is half.
 template <typename Plan>
 struct RowQueries<Plan, true> {
-  static_assert(Plan::kRowTiles == 1 && HEAD_SIZE <= 128);
-  uint32_t fragments[HEAD_SIZE / 4];
+  static_assert(Plan::kRowTiles * HEAD_SIZE <= 128);
+  uint32_t fragments[Plan::kRowTiles][HEAD_SIZE / 4];
 
-  // queries: of the sequence. first_row: of the lane's two.
+  // queries: of the sequence. first_row: of the lane's first two.
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
+                                       const AttentionParams& p,
+                                       const Segment& segment,
                                        const __half* queries, int,
                                        int first_row, int lane) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = shared.rows[first_row + 8 * r];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Codes 2 * i and 2 * i + 1 of the lane's units.
-        const __half* own = queries + int64_t(query) * HEAD_SIZE +
-                            2 * i * NUM_UNITS +
-                            kLaneUnits * key_place(lane % 4);
-#pragma unroll
-        for (int j = 0; j < kLaneUnits; j += 2) {
-          uint32_t x = 0, y = 0;
-          if (query >= 0) {
-            x = *reinterpret_cast<const uint32_t*>(own + j);
-            y = *reinterpret_cast<const uint32_t*>(own + NUM_UNITS + j);
-          }
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const int chunk = 4 * (j + k) + i;
-            fragments[chunk / 2 * 4 + chunk % 2 * 2 + r] =
-                __byte_perm(x, y, k == 0 ? 0x5410 : 0x7632);
-          }
-        }
-      }
+    for (int m = 0; m < Plan::kRowTiles; ++m) {
+      load_row_queries(
+          fragments[m], queries,
+          queries_of(shared, p, segment, first_row + kTileRows * m), lane);
     }
   }
 
-  // Ask for a step's scores.
+  // Ask for a step's scores of the m-th rows.
   __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
-                                           int, uint32_t keys) const {
+                                           int m, uint32_t keys) const {
     constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_SIZE / 16; ++k) {
       const uint32_t panel = k / 4, place = k % 4 * 2;
-      const uint32_t* own = fragments + 4 * k;
+      const uint32_t* own = fragments[m] + 4 * k;
       wgmma_registers(
           scores, own[0], own[1], own[2], own[3],
           wgmma_descriptor(keys + panel * kKeyPanel + place, kOperandLayout),
@@ -78,6 +87,8 @@ struct RowQueries<Plan, false> {
   uint32_t operand;
 
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
+                                       const AttentionParams& p,
+                                       const Segment& segment,
                                        const __half* p_queries, int group, int,
                                        int) {
     constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
@@ -88,7 +99,8 @@ struct RowQueries<Plan, false> {
          index += kGroupThreads) {
       const int row = index / kPairs, i = index % 4, j = index % kPairs / 4 * 2;
       uint8_t* target = shared.queries[group][row / kTileRows][0][0];
-      const int query = shared.rows[Plan::kGroupRows * group + row];
+      const int query =
+          query_of(shared, p, segment, Plan::kGroupRows * group + row);
       uint32_t chunks[2][4] = {};
       if (query >= 0) {
         const __half* p_query =

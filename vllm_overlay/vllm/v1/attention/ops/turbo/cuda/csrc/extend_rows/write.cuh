@@ -6,25 +6,11 @@
 
 #include <type_traits>
 
-#include "extend_rows/decode_tile.cuh"
 #include "extend_rows/output_params.cuh"
-#include "extend_rows/weigh.cuh"
+#include "extend_rows/queries.cuh"
 #include "merge/inverse_rotation.cuh"
 
 namespace turbo {
-
-// Where rows of a segment are among partial results: the first, and one more a
-// query of the sequence or row of the block.
-__device__ __forceinline__ int64_t first_partial(const AttentionParams& p,
-                                                 const PassSegment& segment) {
-  return (int64_t(segment.seq) * p.num_splits + segment.split) *
-         p.num_queries();
-}
-template <typename Plan>
-__device__ __forceinline__ int64_t first_partial(const OutputParams& p,
-                                                 const PassSegment& segment) {
-  return int64_t(2 * segment.range + segment.begins) * Plan::kRows;
-}
 
 // Write partial results.
 template <typename Plan, typename Params>
@@ -34,37 +20,20 @@ __device__ __forceinline__ void write_rows(const RowsShared<Plan>& shared,
                                            const PassSegment& segment,
                                            int first_row, int lane) {
   constexpr bool kOfQueries = std::is_same_v<Params, AttentionParams>;
-  const int t = lane % 4;
-  int64_t first;
-  if constexpr (kOfQueries) {
-    first = first_partial(p, segment);
-  } else {
-    first = first_partial<Plan>(p, segment);
-  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = row_sum(acc.sum[r]);
-    const int query = shared.rows[first_row + 8 * r];
+    const int query = query_of(shared, p, segment, first_row + 8 * r);
     if (query < 0) continue;
-    const int row = kOfQueries ? query : first_row + 8 * r;
-    if (t == 0) {
-      float* lse = p.partial_lse + first + row;
-      *lse = acc.reference[r] + acc.missing[r] + log2f(total);
-      if (kOfQueries && segment.ends) {
-        const int num_queries = p.num_queries();
-#pragma unroll 1
-        for (int s = segment.split + 1; s < p.num_splits; ++s)
-          lse[int64_t(s - segment.split) * num_queries] = -INFINITY;
-      }
+    int64_t row;
+    if constexpr (kOfQueries) {
+      row = first_partial(p, segment) + query;
+    } else {
+      row = int64_t(2 * segment.range + segment.begins) * Plan::kRows +
+            first_row + 8 * r;
     }
-    const float factor = 1.0f / total;
-    float* output = p.partial + (first + row) * HEAD_SIZE;
-#pragma unroll
-    for (int n = 0; n < HEAD_SIZE / 8; ++n) {
-      const float2 x = {acc.output[4 * n + 2 * r] * factor,
-                        acc.output[4 * n + 2 * r + 1] * factor};
-      *reinterpret_cast<float2*>(output + value_coordinate(8 * n) + 2 * t) = x;
-    }
+    float* lse = write_partial(acc, p, row, r, total, lane);
+    if (kOfQueries && lane % 4 == 0) end_splits(lse, p, segment);
   }
 }
 
@@ -103,7 +72,7 @@ __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = row_sum(acc.sum[r]);
-    const int query = max(shared.rows[first_row + 8 * r], 0);
+    const int query = max(query_of(shared, p, segment, first_row + 8 * r), 0);
     if (p.sinks.logits != nullptr) {
       const int head = query % (p.num_kv_heads * p.heads_per_kv);
       total += exp2_approx(p.sinks.load(head) - acc.reference[r]);
@@ -118,7 +87,7 @@ __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
   rotate_rows(acc.output, lane);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int query = shared.rows[first_row + 8 * r];
+    const int query = query_of(shared, p, segment, first_row + 8 * r);
     if (query < 0) continue;
     auto* output = static_cast<uint16_t*>(p.output) +
                    p.output_place(segment.seq, query) + 2 * t;

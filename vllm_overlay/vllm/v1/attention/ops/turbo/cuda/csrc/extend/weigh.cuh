@@ -5,8 +5,7 @@
 #pragma once
 
 #include "common/cap_scores.cuh"
-#include "common/tile.cuh"
-#include "extend_rows/layout.cuh"
+#include "common/numbers.cuh"
 
 namespace turbo {
 

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// A tile's codes as operands of the tensor core, whose rows are queries:
+// S = Q K^T and O = P V.
+//
+// The order of coordinates is free. Of queries and keys, chunk 4 * j + i of
+// eight has codes 2 * i and 2 * i + 1 of unit j of each lane's, lane by lane;
+// of values, each fragment has two times eight coordinates: see
+// value_coordinate.
+#pragma once
+
+#include "common/key_tables.cuh"
+
+namespace turbo {
+
+// Decode K of a warp's tile.
+//
+// factor: of the tile's scores. num_tokens: of the tile, those that the
+// sequence has; behind them are any bytes. store: is given tokens' half h, unit
+// j and a lane's pair of each of its chunks, of token lane / 4.
+template <typename Store>
+__device__ __forceinline__ void decode_tile_keys(float& factor,
+                                                 const uint8_t* tile,
+                                                 int num_tokens, int lane,
+                                                 const Store& store) {
+  const int g = lane / 4, t = lane % 4;
+  const uint8_t* rows = tile + KEY_SCALES_OFFSET + g * SCALE_BYTES;
+  bool is_large = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    is_large |= g + 8 * h < num_tokens &&
+                StoredKeyScales::is_large(rows + 8 * h * SCALE_BYTES);
+  }
+  const bool are_large = __any_sync(~0u, is_large);
+  if (lane == 0) factor = are_large ? StoredKeyScales::kFactor : 1.0f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    uint32_t words[kLaneUnits];
+    load_key_words(words, tile, g + 8 * h, lane);
+    const StoredKeyScales scales(rows + 8 * h * SCALE_BYTES, t / 2, are_large);
+#pragma unroll
+    for (int j = 0; j < kLaneUnits; ++j) {
+      uint32_t pairs[4];
+      table_coordinates(pairs, words[j], scales[j]);
+      store(h, j, pairs);
+    }
+  }
+}
+
+// Decode V of a warp's tile.
+//
+// store: is given the index of a fragment and, of tokens' half h and
+// coordinates' half r, a lane's pair 2 * h + r: coordinate lane / 4 of two
+// tokens.
+template <typename Store>
+__device__ __forceinline__ void decode_tile_values(const uint8_t* tile,
+                                                   int lane,
+                                                   const Store& store) {
+  constexpr int kRowWords = kPieceWords / 2;
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    uint32_t words[2][kPieceWords];
+    __half2 a[2], b[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      load_value_words(words[h], tile, h, piece, lane);
+      const uint32_t scales = value_scales(tile, h, piece, lane);
+      a[h] = __hmul2(as_half2(scales), as_half2(VALUE_LINEAR));
+      b[h] = __hmul2(as_half2(scales), as_half2(VALUE_QUADRATIC));
+    }
+#pragma unroll
+    for (int j = 0; j < kRowWords; ++j) {
+      uint32_t fragments[4][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint32_t word = words[h][r * kRowWords + j];
+          const uint32_t swapped = __byte_perm(word, word, 0x2301);
+          const int m = 2 * h + r;
+          fragments[0][m] = value_coordinates(low_positions(word), a[h], b[h]);
+          fragments[1][m] = value_coordinates(high_positions(word), a[h], b[h]);
+          fragments[2][m] =
+              value_coordinates(low_positions(swapped), a[h], b[h]);
+          fragments[3][m] =
+              value_coordinates(high_positions(swapped), a[h], b[h]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        store(piece * kPieceCodes + 4 * j + i, fragments[i]);
+    }
+  }
+}
+
+// The first of two coordinates of V, of a row of the operand that is even:
+// fragments' rows, one after the other.
+__device__ __forceinline__ int value_coordinate(int row) {
+  return output_coordinate(row / 16, row / 8 % 2, row % 8 * 4);
+}
+
+}  // namespace turbo

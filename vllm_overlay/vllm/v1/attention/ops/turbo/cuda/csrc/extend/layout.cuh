@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What a block of the extend kernel has in shared memory, and how its warps
+// share the work.
+//
+// Queries are the rows of the tensor core's results, 16 of a warp that
+// consumes: S = Q K^T and O = P V. Producers decode each tile once, for all of
+// them, to fragments in shared memory.
+#pragma once
+
+#include "extend/ranges.cuh"
+#include "extend/stages.cuh"
+#include "extend/weigh.cuh"
+
+namespace turbo {
+
+constexpr int kWarpRows = 16;
+constexpr int kFragmentOutputs = HEAD_SIZE / 16;  // fragments of V of a tile
+
+// kConsumers, kProducers: warps of a block. kBlocks: of a multiprocessor, which
+// registers are to have room for. kSplits: half of the producers decode K, and
+// half V. kOverlaps: a consumer has the scores of two parts of steps: see
+// consume_segment. kStages: steps that are decoded and not yet attended to.
+template <int kConsumers_, int kProducers_, int kBlocks_, bool kSplits_,
+          bool kOverlaps_, int kStages_>
+struct ExtendPlan {
+  static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
+  static constexpr int kBlocks = kBlocks_, kStages = kStages_;
+  static constexpr bool kSplits = kSplits_, kOverlaps = kOverlaps_;
+  static constexpr int kRows = kWarpRows * kConsumers;
+  static constexpr int kThreads = 32 * (kConsumers + kProducers);
+  // Of a step, each a producer's, or one's of K and one's of V.
+  static constexpr int kTiles = kSplits ? kProducers / 2 : kProducers;
+  // Of what a consumer attends to at once, for which it has registers.
+  static constexpr int kPartTiles = 2;
+  static constexpr int kParts = kTiles / kPartTiles;
+  static_assert(kTiles == kParts * kPartTiles);
+  static constexpr int kTokens = kPartTiles * TILE_TOKENS;
+  // A producer's steps whose pages are being copied.
+  static constexpr int kCopies = 3;
+  using Cut = Cuts<kRows, kTiles>;
+};
+
+template <typename Plan>
+struct alignas(128) ExtendShared {
+  // B fragments, of which a lane has its own: of eight tokens and two times 16
+  // coordinates, and of a tile's tokens and two times eight.
+  uint4 keys[Plan::kStages][2 * Plan::kTiles][kLaneUnits][32];
+  uint4 values[Plan::kStages][Plan::kTiles][kFragmentOutputs][32];
+  uint8_t tiles[Plan::kTiles][Plan::kCopies][TILE_BYTES];
+  // Of tiles' scores: they are read after the keys' place is free again.
+  float factors[2 * Plan::kStages][Plan::kTiles];
+  // See RowNote.
+  int queries[Plan::kRows];
+  int firsts[Plan::kRows];
+  int hidden[Plan::kRows];
+  uint64_t full_keys[Plan::kStages];
+  uint64_t full_values[Plan::kStages];
+  uint64_t empty_keys[Plan::kStages];
+  uint64_t empty_values[Plan::kStages];
+  Ranges ranges;
+};
+
+template <typename Plan>
+__device__ __forceinline__ int num_steps_of(const Segment& segment) {
+  return (segment.last_tile - segment.first_tile + Plan::kTiles - 1) /
+         Plan::kTiles;
+}
+
+}  // namespace turbo

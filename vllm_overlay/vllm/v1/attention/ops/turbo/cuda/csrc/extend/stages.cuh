@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// A ring of stages in shared memory, that some warps fill and others empty.
+#pragma once
+
+#include "common/barriers.cuh"
+
+namespace turbo {
+
+// A place in the ring, and how often it has been used.
+template <int kStages>
+struct Stage {
+  int index = 0;
+  int parity = 0;
+
+  // Among twice as many.
+  __device__ __forceinline__ int of_both() const {
+    return kStages * parity + index;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) index = 0, parity ^= 1;
+  }
+};
+
+// Arrive at a barrier after what a warp has written, or read. All lanes call
+// it.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive_barrier(shared_address(&barrier));
+}
+
+__device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
+  wait_barrier(shared_address(&barrier), parity);
+}
+
+// Let steps go that are decoded for others.
+//
+// Shared: has the barriers of keys and of values, whose stages are filled and
+//   emptied apart.
+template <typename Shared, int kStages>
+__device__ __forceinline__ void pass_steps(Shared& shared,
+                                           Stage<kStages>& stage, int num_steps,
+                                           int lane) {
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step) {
+    wait_for(shared.full_keys[stage.index], stage.parity);
+    arrive_warp(shared.empty_keys[stage.index], lane);
+    wait_for(shared.full_values[stage.index], stage.parity);
+    arrive_warp(shared.empty_values[stage.index], lane);
+    stage.advance();
+  }
+}
+
+}  // namespace turbo
