@@ -57,6 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extends are as long as where nothing was measured, whatever the GPU."""
+    monkeypatch.setattr(extend_limits, "_MEASURED", {})
+    monkeypatch.setattr(extend_limits, "_MEASURED_OUTPUTS", {})
+
+
 def give_extends(impl: TurboAttentionImpl, path: str) -> None:
     """Have the path's kernels; Triton's decode attention serves as an extend, too."""
     set_path(impl, path)
@@ -71,7 +78,8 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
-    monkeypatch.setattr(runtime, "MAX_CALL_TOKENS", 8)
+    for name in ("MAX_CALL_TOKENS", "MAX_OUTPUT_CALL_TOKENS"):
+        monkeypatch.setattr(runtime, name, 8)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     give_extends(impl, path)
@@ -103,7 +111,7 @@ def test_plan():
 def test_longest_extends():
     """By queries of a KV head, and by tokens where heads are few."""
     found = [max_extend_len(64, group) for group in (1, 4, 8, 64, 1000)]
-    assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 3, 1]
+    assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 4, 1]
 
 
 def test_measured_extends(monkeypatch):

@@ -260,10 +260,10 @@ def test_longest_extend_of_unlike_layers(folder):
     impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
     for impl in impls:
         impl.runner.kernels = TritonKernels(extend_attention=check_scratch)
-    common = Batch.make(impls[0], [(24, 40), (25, 40)]).common
+    common = Batch.make(impls[0], [(32, 40), (33, 40)]).common
     built = make_shared_builder(config, impls).build(0, common)
-    assert max_extend_len(HEAD_SIZE, MANY // NUM_KV_HEADS) == 24
-    assert [each.num_tokens for each in built.extends] == [24]
+    assert max_extend_len(HEAD_SIZE, MANY // NUM_KV_HEADS) == 32
+    assert [each.num_tokens for each in built.extends] == [32]
     assert built.prefill is not None
 
 

@@ -13,22 +13,23 @@ from typing import TypeAlias
 # By head size and query heads a KV head, the most query tokens of an extend.
 ExtendLimits: TypeAlias = Mapping[int, Mapping[int, int]]
 
-# Query tokens of a request, and queries of a KV head, where nothing was measured.
-MAX_EXTEND_LEN = 48
-_MAX_EXTEND_QUERIES = 192
+# Query tokens of a request, and queries of a KV head, where nothing was measured. On an
+# H200 the kernel of other GPUs took 1200 us for 64 sequences of 4096, with 64 tokens
+# each, and dequantising 1324; with 128 tokens each 2404 and 1721.
+MAX_EXTEND_LEN = 64
+_MAX_EXTEND_QUERIES = 256
 
 # By compute capability: the most with which "extend" takes no longer than "prefill" at
 # any shape of `ci/gpu.sh extend`. On an H200 in November 2026, 64 sequences of 4096
-# decide: with 128 tokens each 1719 us against 1740, with 256 3364 against 2881. With
-# heads of 64 and 64 tokens each it is 1173 against 1273, with 256 4574 against 3262; 16
-# sequences of 32768 take with heads of 256 and 32 tokens 875 against 1246, with 64 1704
-# against 1514. Four heads of 256 a KV head have as many as where nothing was measured.
-_MEASURED: dict[int, ExtendLimits] = {
-    90: {64: {8: 64}, 128: {4: 128}, 256: {4: 48, 8: 32}}
-}
-# The same of kernels that end in outputs: with 256 tokens each 2753 us against 2974,
-# but with 512 16 sequences of 32768 take 9219 against 7854.
-_MEASURED_OUTPUTS: dict[int, ExtendLimits] = {90: {128: {4: 256}}}
+# decide: with 128 tokens each 1567 us against 1721, with 256 3088 against 2834. With
+# heads of 64 and 64 tokens each it is 1184 against 1270, with 128 2326 against 1819. 16
+# sequences of 32768 take with heads of 256 and 64 tokens 1009 against 1521, with 128
+# 2147 against 2196, which at other shapes may be more.
+_MEASURED: dict[int, ExtendLimits] = {90: {64: {8: 64}, 128: {4: 128}, 256: {8: 64}}}
+# The same of kernels that end in outputs: with 256 tokens each 2573 us against 2834,
+# but with 512 16 sequences of 32768 took 9219 against 7854. With heads of 64 and 128
+# tokens each it is 1608 against 1819, and with 256 the same.
+_MEASURED_OUTPUTS: dict[int, ExtendLimits] = {90: {64: {8: 128}, 128: {4: 256}}}
 
 
 def max_extend_len(
