@@ -29,6 +29,8 @@ _SELECTED = re.compile(
     |offset\.py::test_extends\[7-stored-fp16-turbo4-128-extend\]
     |offset\.py::test_extends\[33-stored-bf16-turbo4-128-rows\]
     |extend\.py::test_keys_of_very.*\[rows-turbo4-128\]
+    |extend\.py::test_one_key.*\[turbo4-128\]
+    |sliding_window\.py::test_ragged_extends\[15-newest-(turbo4-128|k4v3-256)-extend\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]
     |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few)

@@ -66,16 +66,17 @@ class Elsewhere(NamedTuple):
         """As serving has it there."""
         from vllm.v1.attention.ops.turbo.cuda import extend
 
-        plan_for = extend.plan_for
-        if self.plan:
-            plan = extend.ExtendPlan(*self.plan)
-            plan_for = lambda layout, num_queries: plan  # noqa: E731
+        def plan_for(*arguments: Any) -> extend.ExtendPlan:
+            return extend.ExtendPlan(*self.plan)
+
         with (
             mock.patch.object(extend, "capability_of", lambda device: None),
             mock.patch.object(
                 extend, "shared_memory", lambda device: self.shared_bytes
             ),
-            mock.patch.object(extend, "plan_for", plan_for),
+            mock.patch.object(
+                extend, "plan_for", plan_for if self.plan else extend.plan_for
+            ),
         ):
             extend.extend_attention(*args, **options)
 
@@ -390,7 +391,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 @torch.inference_mode()
 def main() -> int:
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
+    if args.plans and not args.warps:
+        parser.error("--plans are of the kernel that --warps has timed")
     from vllm.utils.torch_utils import set_random_seed
 
     args.device = "cuda"

@@ -205,7 +205,7 @@ def test_ragged_drafts(layout, with_newest, group, kernel):
 @newest_or_stored
 @pytest.mark.parametrize("query_len", [7, 16, 33])
 def test_extends(layout, dtype, with_newest, query_len, kernel):
-    """By 32 and by 64 columns or rows, and in several passes."""
+    """By as many queries as each plan has, and in several passes."""
     batch = OffsetBatch(SEQ_LENS, query_len, 4, layout, dtype)
     check(batch, kernel, with_newest)
 

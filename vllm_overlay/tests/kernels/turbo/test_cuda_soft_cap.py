@@ -69,7 +69,7 @@ def test_ragged_drafts(layout, with_newest, group, kernel):
 @caps
 @pytest.mark.parametrize("query_len", [7, 16, 33])
 def test_extends(layout, with_newest, cap, query_len, kernel):
-    """By 32 and by 64 columns or rows, and in several passes."""
+    """By as many queries as each plan has, and in several passes."""
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     check_cap(capped(batch, cap), kernel, with_newest)
 

@@ -7,7 +7,8 @@ with the same partial results, but queries are the rows of products: some warps 
 block decode each tile once, to fragments in shared memory, and others attend to that,
 with 16 queries a warp and up to 128 queries of a KV head a block. On Hopper the kernel
 of ``extend_rows`` serves. Queries are used in fp16 as they are, and keys are decoded to
-fp16 exactly, so scores have no error but that of the products' fp32 sums.
+fp16 exactly, but where a scale is as good as zero beside one above 5120 in its tile, so
+scores have no error but that of the products' fp32 sums.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ _NUMBER_BYTES = 2
 # producers and consumers overlap.
 _MAX_STAGES = 4
 _MIN_STAGES = 2
-# Steps of a producer whose pages are being copied: kCopies of extend/layout.cuh.
+# Steps of a producer whose pages are being copied.
 _COPIES = 3
 # What a row takes of shared memory, a tile of a stage beside its numbers, and a block
 # in all beside these: barriers, ranges, and what aligns them.
@@ -92,8 +93,9 @@ class ExtendPlan(NamedTuple):
         return _WARP_ROWS * self.consumers
 
 
-# By head size, and by their rows: what was fastest on an H200, of what fits into the
-# shared memory of GPUs whose blocks have 99 KiB.
+# By head size, and by their rows: the fastest of what was tried on an H200, within the
+# shared memory of GPUs whose blocks have 99 KiB. That of heads of 256 and 32 rows was
+# not timed. benchmark_turbo_extend.py has --warps and --plans to try others.
 _PLANS = {
     64: (
         ExtendPlan(2, 2, 3),
@@ -169,6 +171,7 @@ def module(
         raise RuntimeError(reason)
     numbers = plan._asdict() | {
         "stages": num_stages(layout, plan, shared_bytes),
+        "copies": _COPIES,
         "max_shared_bytes": shared_bytes,
     }
     return CudaModule(

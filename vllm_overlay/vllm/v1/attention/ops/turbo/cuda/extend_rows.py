@@ -77,8 +77,8 @@ class RowsPlan(NamedTuple):
 
 
 # By head size, and by their rows. On an H200, merge included, 16 sequences of 32768
-# tokens and 8 KV heads of 128 take 426 us for 64 queries, where bf16's FlashAttention 3
-# takes 503: benchmark_turbo_extend.py.
+# tokens and 8 KV heads of 128 take 420 us for 64 queries, where bf16's FlashAttention 3
+# takes 497: benchmark_turbo_extend.py.
 _PLANS = {
     64: (RowsPlan(1, 2, 1, 4, 4, 3, 200), RowsPlan(2, 2, 1, 4, 4, 2, 152)),
     128: (

@@ -140,11 +140,11 @@ def serving_modules(
                     lambda _, rows=rows: extend_rows.module(*rows),
                 )
             continue
-        warps = cuda_extend.plan_for(layout, num_queries)
+        warps_plan = cuda_extend.plan_for(layout, num_queries)
         add(
-            f"extend {cuda_extend.instance(layout, warps, *variant)}",
-            partial(cuda_extend.load_instance, layout, warps, device, *variant),
-            lambda n, warps=warps: cuda_extend.module(layout, warps, n, *variant),
+            f"extend {cuda_extend.instance(layout, warps_plan, *variant)}",
+            partial(cuda_extend.load_instance, layout, warps_plan, device, *variant),
+            lambda n, plan=warps_plan: cuda_extend.module(layout, plan, n, *variant),
         )
     return list(found.values())
 

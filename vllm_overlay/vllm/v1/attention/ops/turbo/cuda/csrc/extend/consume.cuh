@@ -96,7 +96,7 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
                                                 const PassSegment& segment,
                                                 int warp, int lane) {
   using Scores = float[Plan::kTokens / 2];
-  const int num_steps = num_steps_of<Plan>(segment);
+  const int num_steps = num_steps_of<Plan::kTiles>(segment);
   if (!note_rows(shared, p, segment, warp, lane)) {
     pass_steps(shared, stage, num_steps, lane);
     return;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
     return &shared.values[part.stage.index][part.tile()][0][lane];
   };
   const auto multiply = [&](Scores& scores) {
-    multiply_keys<Plan>(scores, queries, keys());
+    multiply_keys<Plan>(scores, queries, keys(), [](int) {});
     next.advance(shared.empty_keys, lane);
   };
   const auto attend = [&](Scores& scores) {

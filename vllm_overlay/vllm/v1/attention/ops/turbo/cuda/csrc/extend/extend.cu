@@ -12,9 +12,9 @@
 namespace {
 
 struct Extend {
-  using Plan =
-      turbo::ExtendPlan<EXTEND_CONSUMERS, EXTEND_PRODUCERS, EXTEND_BLOCKS,
-                        EXTEND_SPLITS, EXTEND_OVERLAPS, EXTEND_STAGES>;
+  using Plan = turbo::ExtendPlan<EXTEND_CONSUMERS, EXTEND_PRODUCERS,
+                                 EXTEND_BLOCKS, EXTEND_SPLITS, EXTEND_OVERLAPS,
+                                 EXTEND_STAGES, EXTEND_COPIES>;
   static constexpr int kThreads = Plan::kThreads;
   static constexpr size_t kSharedBytes = sizeof(turbo::ExtendShared<Plan>);
   static_assert(kSharedBytes <= EXTEND_MAX_SHARED_BYTES);

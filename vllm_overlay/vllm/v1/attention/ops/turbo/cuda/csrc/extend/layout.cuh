@@ -22,11 +22,13 @@ constexpr int kFragmentOutputs = HEAD_SIZE / 16;  // fragments of V of a tile
 // registers are to have room for. kSplits: half of the producers decode K, and
 // half V. kOverlaps: a consumer has the scores of two parts of steps: see
 // consume_segment. kStages: steps that are decoded and not yet attended to.
+// kCopies: a producer's steps whose pages are being copied.
 template <int kConsumers_, int kProducers_, int kBlocks_, bool kSplits_,
-          bool kOverlaps_, int kStages_>
+          bool kOverlaps_, int kStages_, int kCopies_>
 struct ExtendPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kStages = kStages_;
+  static constexpr int kCopies = kCopies_;
   static constexpr bool kSplits = kSplits_, kOverlaps = kOverlaps_;
   static constexpr int kRows = kWarpRows * kConsumers;
   static constexpr int kThreads = 32 * (kConsumers + kProducers);
@@ -37,8 +39,6 @@ struct ExtendPlan {
   static constexpr int kParts = kTiles / kPartTiles;
   static_assert(kTiles == kParts * kPartTiles);
   static constexpr int kTokens = kPartTiles * TILE_TOKENS;
-  // A producer's steps whose pages are being copied.
-  static constexpr int kCopies = 3;
   using Cut = Cuts<kRows, kTiles>;
 };
 
@@ -61,11 +61,5 @@ struct alignas(128) ExtendShared {
   uint64_t empty_values[Plan::kStages];
   Ranges ranges;
 };
-
-template <typename Plan>
-__device__ __forceinline__ int num_steps_of(const Segment& segment) {
-  return (segment.last_tile - segment.first_tile + Plan::kTiles - 1) /
-         Plan::kTiles;
-}
 
 }  // namespace turbo

@@ -44,19 +44,24 @@ __device__ __forceinline__ void multiply_unit(
 
 // Scores of a part of a step.
 //
-// keys: the part's, from the lane's on.
-template <typename Plan>
+// keys: the part's, from the lane's on. between: is called after each half of a
+//   unit, with its number.
+template <typename Plan, typename F>
 __device__ __forceinline__ void multiply_keys(
     float (&scores)[Plan::kTokens / 2],
-    const uint32_t (&queries)[HEAD_SIZE / 4], const uint4* keys) {
+    const uint32_t (&queries)[HEAD_SIZE / 4], const uint4* keys,
+    const F& between) {
 #pragma unroll
   for (int i = 0; i < Plan::kTokens / 2; ++i) scores[i] = 0.0f;
 #pragma unroll
   for (int j = 0; j < kLaneUnits; ++j) {
     uint4 k[2 * Plan::kPartTiles];
     load_unit<Plan>(k, keys, j);
-    multiply_unit<Plan>(scores, queries + 8 * j, k, 0);
-    multiply_unit<Plan>(scores, queries + 8 * j, k, 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      multiply_unit<Plan>(scores, queries + 8 * j, k, half);
+      between(2 * j + half);
+    }
   }
 }
 
@@ -96,25 +101,15 @@ __device__ __forceinline__ void multiply_and_add(
     const uint32_t (&queries)[HEAD_SIZE / 4], const uint4* keys,
     float (&output)[HEAD_SIZE / 2],
     const uint32_t (&weights)[Plan::kTokens / 4], const uint4* values) {
-  constexpr int kFragments = Plan::kPartTiles * kFragmentOutputs;
-  constexpr int kUnitFragments = kFragments / kLaneUnits / 2;
-  static_assert(kUnitFragments % 2 == 0);
+  constexpr int kHalfFragments =
+      Plan::kPartTiles * kFragmentOutputs / kLaneUnits / 2;
+  static_assert(kHalfFragments % 2 == 0);
+  multiply_keys<Plan>(scores, queries, keys, [&](int half) {
 #pragma unroll
-  for (int i = 0; i < Plan::kTokens / 2; ++i) scores[i] = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kLaneUnits; ++j) {
-    uint4 k[2 * Plan::kPartTiles];
-    load_unit<Plan>(k, keys, j);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      multiply_unit<Plan>(scores, queries + 8 * j, k, half);
-#pragma unroll
-      for (int i = 0; i < kUnitFragments; i += 2) {
-        add_fragments<Plan>(output, weights, values,
-                            (2 * j + half) * kUnitFragments + i);
-      }
+    for (int i = 0; i < kHalfFragments; i += 2) {
+      add_fragments<Plan>(output, weights, values, half * kHalfFragments + i);
     }
-  }
+  });
 }
 
 }  // namespace turbo

@@ -52,7 +52,7 @@ __device__ __forceinline__ void produce_segment(ExtendShared<Plan>& shared,
                                                 const PassSegment& segment,
                                                 int index, int lane) {
   constexpr int kCopies = Plan::kCopies;
-  const int num_steps = num_steps_of<Plan>(segment);
+  const int num_steps = num_steps_of<Plan::kTiles>(segment);
   uint8_t* tiles = shared.tiles[index][0];
   PageCopies<TilePart, 1, Plan::kTiles> copies(
       p, segment, tiles, segment.first_tile + index, lane);

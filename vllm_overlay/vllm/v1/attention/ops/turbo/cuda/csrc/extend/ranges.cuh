@@ -31,6 +31,12 @@ struct PassSegment : Segment {
   bool begins;  // whether it has the pass's first tile
 };
 
+// Steps of so many tiles that a segment has.
+template <int kStepTiles>
+__device__ __forceinline__ int num_steps_of(const Segment& segment) {
+  return (segment.last_tile - segment.first_tile + kStepTiles - 1) / kStepTiles;
+}
+
 // Where a step is among all.
 struct PassPlace {
   int seq;

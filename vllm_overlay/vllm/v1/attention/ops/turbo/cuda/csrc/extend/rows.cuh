@@ -73,9 +73,8 @@ __device__ __forceinline__ void load_row_queries(
 
 // Go on to tokens with another offset of K.
 //
-// queries: those that see a token of the segment's. Of a token that the
-// sequence
-//   does not have the query may be NaN.
+// queries: those that see a token of the segment's; -1 for others, for of a
+//   token that the sequence does not have the query may be NaN.
 __device__ __forceinline__ void change_offset(RowsAccumulator& acc,
                                               const LaneQueries& queries,
                                               const AttentionParams& p,

@@ -16,9 +16,9 @@ constexpr float kMaxWeights = 8192.0f;
 // A lane's scores of a tile, of both rows.
 constexpr int kTileScores = 8;
 
-// A lane's part of a warpgroup's running result: of rows g and g + 8 of its
-// warp's. Numbers 4 * n and 4 * n + 1 are of the first and columns 8 * n + 2 *
-// t and the next, those two later of the second.
+// A lane's part of a running result: of rows g and g + 8 of its warp's. Numbers
+// 4 * n and 4 * n + 1 are of the first and columns 8 * n + 2 * t and the next,
+// those two later of the second.
 struct RowsAccumulator {
   float output[HEAD_SIZE / 2];
   float reference[2];

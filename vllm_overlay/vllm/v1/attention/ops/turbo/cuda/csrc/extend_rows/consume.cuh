@@ -27,8 +27,8 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
     const int row = kGroupRows * group + thread;
     if constexpr (kNotesQueries) shared.rows[row] = note.query;
     shared.firsts[row] = note.first;
-    const int limit = segment.num_tokens - note.hidden;
-    shared.limits[row] = kNotesQueries ? limit : -note.hidden;
+    shared.limits[row] =
+        segment.num_tokens - note.hidden - limits_from(segment);
     if constexpr (std::is_same_v<Params, OutputParams>) {
       const int first_own =
           max(note.token + 1 - p.sliding_window, p.num_padding(segment.seq));
@@ -76,9 +76,7 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
                                                 int group, int lane) {
   constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
   constexpr int kTokens = Plan::kTokens, kRowTiles = Plan::kRowTiles;
-  const int num_steps =
-      (segment.last_tile - segment.first_tile + Plan::kTiles - 1) /
-      Plan::kTiles;
+  const int num_steps = num_steps_of<Plan::kTiles>(segment);
   if (!note_rows(shared, p, segment, group)) {
     pass_steps(shared, stage, num_steps, lane);
     return;
@@ -133,7 +131,7 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
         LaneQueries seeing = queries_of(shared, p, segment, first);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (limit_of(shared, segment, first + 8 * r) <= 0)
+          if (shared.limits[first + 8 * r] + limits_from(segment) <= 0)
             seeing.of_row[r] = -1;
         }
         change_offset(acc, seeing, p, segment, offset, lane);
@@ -143,21 +141,12 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     if (is_own || !is_done ||
         segment.num_tokens - token < kTokens + p.most_hidden) {
       const int* firsts = is_own ? shared.own_firsts : shared.firsts;
+      const RowLimit* lasts = is_own ? shared.own_limits : shared.limits;
+      const int end = limits_from(segment) - token;
       RowLimits limits[2];
-      if constexpr (kNotesQueries) {
-        const int* lasts = is_own ? shared.own_limits : shared.limits;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          limits[r] = {firsts[first + 8 * r] - token,
-                       lasts[first + 8 * r] - token};
-        }
-      } else {
-        static_assert(!kWithOutputs);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          limits[r] = {firsts[first + 8 * r] - token,
-                       limit_of(shared, segment, first + 8 * r) - token};
-        }
+      for (int r = 0; r < 2; ++r) {
+        limits[r] = {firsts[first + 8 * r] - token, lasts[first + 8 * r] + end};
       }
       weigh_anew(weights, sum, acc, scores, factors, limits, p.soft_cap, lane);
     }

@@ -52,6 +52,7 @@ struct RowsPlan {
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kOverlaps = kOverlaps_;
   static constexpr bool kHasOwnTiles = kHasOwnTiles_;
+  static_assert(kNotesQueries || !kHasOwnTiles, "their limits are no others");
   static constexpr int kGroupRows = kTileRows * kRowTiles;
   static_assert(kGroupRows <= kGroupThreads);
   static constexpr int kRows = kGroupRows * kConsumers;
@@ -102,7 +103,7 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
   RowLimit limits[Plan::kRows];
   // The same of the query tokens as they are.
   int own_firsts[Plan::kHasOwnTiles ? Plan::kRows : 1];
-  int own_limits[Plan::kHasOwnTiles ? Plan::kRows : 1];
+  RowLimit own_limits[Plan::kHasOwnTiles ? Plan::kRows : 1];
   alignas(8) uint64_t full_keys[Plan::kStages];
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];

@@ -52,9 +52,7 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
                                                 int warp, int lane) {
   constexpr int kCopies = Plan::kCopies, kWarpTiles = Plan::kWarpTiles;
   constexpr int kProducers = Plan::kProducers;
-  const int all_steps =
-      (segment.last_tile - segment.first_tile + Plan::kTiles - 1) /
-      Plan::kTiles;
+  const int all_steps = num_steps_of<Plan::kTiles>(segment);
   const int first_step =
       (warp / 4 + kProducers - stage.index % kProducers) % kProducers;
   const int num_steps = (all_steps - first_step + kProducers - 1) / kProducers;

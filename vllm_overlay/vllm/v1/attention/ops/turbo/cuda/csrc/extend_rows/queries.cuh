@@ -33,11 +33,9 @@ queries_of(const RowsShared<Plan>& shared, const AttentionParams& p,
           query_of(shared, p, segment, row + 8)};
 }
 
-// Up to which of a segment's tokens a row sees.
-template <typename Plan>
-__device__ __forceinline__ int limit_of(const RowsShared<Plan>& shared,
-                                        const Segment& segment, int row) {
-  return (kNotesQueries ? 0 : segment.num_tokens) + shared.limits[row];
+// The token that rows' limits are counted from.
+__device__ __forceinline__ int limits_from(const Segment& segment) {
+  return kNotesQueries ? 0 : segment.num_tokens;
 }
 
 template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
