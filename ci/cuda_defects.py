@@ -215,14 +215,14 @@ DEFECTS = {
     # What is not finite is added with a weight of zero.
     "outputs-broken": Defect(
         "extend_rows/own_tiles.cuh",
-        "__float2half_rn(is_finite ? value[j][i] : 0.0f);",
-        "__float2half_rn(value[j][i]);",
+        "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
+        "numbers[turn] = value[turn][j][i];",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-broken-key": Defect(
         "extend_rows/own_tiles.cuh",
-        "__float2half_rn(is_finite ? key[j][i] : NAN);",
-        "__float2half_rn(key[j][i]);",
+        "__float2half_rn(is_finite[turn] ? key[turn][j][i] : NAN);",
+        "__float2half_rn(key[turn][j][i]);",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-large": Defect(

@@ -11,8 +11,9 @@
 namespace turbo {
 
 constexpr int kJoinWarps = 8;
-// Blocks that share the rows of a pass, at least.
-constexpr int kJoinBlocks = 4;
+// Rows of a warp at a time, and how often, at most.
+constexpr int kJoinedRows = 2 * kSideBySide;
+constexpr int kJoinTurns = 2;
 
 // A row's partial results: those of range first_range and of the next ones,
 // the first of which goes on to them.
@@ -26,84 +27,115 @@ struct RowParts {
   }
 };
 
-// Join a row's partial results, rotate that back, and write it.
-//
-// query: of the sequence's.
-template <typename T, int kRows>
-__device__ __forceinline__ void join_row(const OutputParams& p,
-                                         const Signs& signs,
-                                         const RowParts<kRows>& parts, int seq,
-                                         int query, int lane) {
-  constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
-  float sink = -INFINITY;
-  if (p.sinks.logits != nullptr)
-    sink = p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv));
-  int highest = ordered_bits(__float_as_int(sink));
-#pragma unroll 1
-  for (int i = lane; i < parts.count; i += 32) {
-    const float lse = __ldcg(p.partial_lse + parts.place(i));
-    highest = max(highest, ordered_bits(__float_as_int(lse)));
-  }
-  highest = __reduce_max_sync(~0u, highest);
-  float reference = __int_as_float(ordered_bits(highest));
-  if (reference == -INFINITY) reference = 0.0f;
-  Coordinates sum = {};
-  float total = lane < kLanes ? exp2_approx(sink - reference) : 0.0f;
-  const float* partial = p.partial + lane % kLanes * kVector;
-  // Of vectors side by side each takes turns with parts.
-  const int side = lane / kLanes;
-#pragma unroll 1
-  for (int base = 0; base < parts.count; base += kSideBySide * kLoadsInFlight) {
-    float weight[kLoadsInFlight];
-    float4 loaded[kLoadsInFlight][kChunks];
+// A row's sum of partial results, in a warp's lanes, or in those of half of it.
+struct JoinedRow {
+  Coordinates sum;
+  float reference, total;
+
+  __device__ __forceinline__ explicit JoinedRow(float sink)
+      : sum{}, reference(sink), total(sink == -INFINITY ? 0.0f : 1.0f) {}
+};
+
+// The next parts of a row.
+template <int kParts>
+struct PartsInFlight {
+  float lse[kParts];
+  float4 numbers[kParts][kChunks];
+
+  template <int kRows>
+  __device__ __forceinline__ void load(const OutputParams& p,
+                                       const RowParts<kRows>& parts, int first,
+                                       int lane) {
+    const float* partial = p.partial + lane % kLanes * kVector;
 #pragma unroll
-    for (int u = 0; u < kLoadsInFlight; ++u) {
-      const int part = base + kSideBySide * u + side;
-      const int i = min(part, parts.count - 1);
-      const float lse = __ldcg(p.partial_lse + parts.place(i));
-      weight[u] = part < parts.count ? exp2_approx(lse - reference) : 0.0f;
+    for (int u = 0; u < kParts; ++u) {
+      const bool is_there = first + u < parts.count;
+      const int64_t place = parts.place(first + u);
+      lse[u] = is_there ? __ldcg(p.partial_lse + place) : -INFINITY;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        loaded[u][j] = __ldcg(reinterpret_cast<const float4*>(
-            partial + parts.place(i) * HEAD_SIZE + 128 * j));
+        numbers[u][j] = {};
+        if (is_there) {
+          numbers[u][j] = __ldcg(reinterpret_cast<const float4*>(
+              partial + place * HEAD_SIZE + 128 * j));
+        }
       }
     }
+  }
+
+  __device__ __forceinline__ void add_to(JoinedRow& row) const {
+    float largest = row.reference;
 #pragma unroll
-    for (int u = 0; u < kLoadsInFlight; ++u) {
-      total += weight[u];
+    for (int u = 0; u < kParts; ++u) largest = fmaxf(largest, lse[u]);
+    const float reference = largest == -INFINITY ? 0.0f : largest;
+    const float rescale = exp2_approx(row.reference - reference);
+    row.reference = largest;
+    row.total *= rescale;
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) row.sum[j][i] *= rescale;
+    }
+#pragma unroll
+    for (int u = 0; u < kParts; ++u) {
+      const float weight = exp2_approx(lse[u] - reference);
+      row.total += weight;
       // Where a part has no tokens there may be NaN.
-      if (weight[u] == 0.0f) continue;
+      if (weight == 0.0f) continue;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        const float4& x = loaded[u][j];
-        sum[j][0] = fmaf(weight[u], x.x, sum[j][0]);
-        sum[j][1] = fmaf(weight[u], x.y, sum[j][1]);
-        sum[j][2] = fmaf(weight[u], x.z, sum[j][2]);
-        sum[j][3] = fmaf(weight[u], x.w, sum[j][3]);
+        const float4& x = numbers[u][j];
+        row.sum[j][0] = fmaf(weight, x.x, row.sum[j][0]);
+        row.sum[j][1] = fmaf(weight, x.y, row.sum[j][1]);
+        row.sum[j][2] = fmaf(weight, x.z, row.sum[j][2]);
+        row.sum[j][3] = fmaf(weight, x.w, row.sum[j][3]);
       }
     }
   }
-  if constexpr (kSideBySide == 2) {
-    total += __shfl_xor_sync(~0u, total, kLanes);
+};
+
+// Join partial results of rows, rotate them back, and write them.
+//
+// parts: a lane's rows', as many each. queries: these, of the sequence's; -1
+//   for none.
+template <typename T, int kTogether, int kRows>
+__device__ __forceinline__ void join_rows(
+    const OutputParams& p, const Signs& signs,
+    const RowParts<kRows> (&parts)[kTogether], int seq,
+    const int (&queries)[kTogether], int lane) {
+  constexpr int kParts = kChunks > 1 ? 2 : 4;
+  PartsInFlight<kParts> loaded[kTogether];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      sum[0][i] += __shfl_xor_sync(~0u, sum[0][i], kLanes);
-  }
-  const float factor = total != 0.0f ? INVERSE_SQRT / total : 0.0f;
+  for (int k = 0; k < kTogether; ++k) loaded[k].load(p, parts[k], 0, lane);
 #pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
+  for (int k = 0; k < kTogether; ++k) {
+    const int query = max(queries[k], 0);
+    float sink = -INFINITY;
+    if (p.sinks.logits != nullptr)
+      sink = p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv));
+    JoinedRow row(sink);
+    loaded[k].add_to(row);
+#pragma unroll 1
+    for (int first = kParts; first < parts[k].count; first += kParts) {
+      loaded[k].load(p, parts[k], first, lane);
+      loaded[k].add_to(row);
+    }
+    const float factor = row.total != 0.0f ? INVERSE_SQRT / row.total : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[j][i] *= factor;
-  }
-  hadamard(sum, lane);
-  T* output = static_cast<T*>(p.output) + p.output_place(seq, query) +
-              lane % kLanes * kVector;
+    for (int j = 0; j < kChunks; ++j) {
 #pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
-    float x[kVector];
+      for (int i = 0; i < kVector; ++i) row.sum[j][i] *= factor;
+    }
+    hadamard(row.sum, lane);
+    T* output = static_cast<T*>(p.output) + p.output_place(seq, query) +
+                lane % kLanes * kVector;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = signs.apply(sum[j][i], j, i);
-    if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
+    for (int j = 0; j < kChunks; ++j) {
+      float x[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[i] = signs.apply(row.sum[j][i], j, i);
+      if (queries[k] >= 0) store_vector(output + 128 * j, x);
+    }
   }
 }
 
@@ -128,16 +160,25 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const int first_column = pass.pass % pass.head_passes * kRows;
   const int num_columns = p.num_query_tokens(pass.seq) * p.heads_per_kv;
   const int num_rows = min(num_columns - first_column, kRows);
+  constexpr int kTogether = kJoinedRows / kSideBySide;
 #pragma unroll 1
-  for (int row = int(blockIdx.y) * kJoinWarps + warp; row < num_rows;
-       row += int(gridDim.y) * kJoinWarps) {
-    const int column = first_column + row;
-    const int query = p.query_of(column / p.heads_per_kv, kv_head, column);
-    const RowParts<kRows> parts = {row, range, count};
+  for (int first = (int(blockIdx.y) * kJoinWarps + warp) * kJoinedRows;
+       first < num_rows; first += int(gridDim.y) * kJoinWarps * kJoinedRows) {
+    RowParts<kRows> parts[kTogether];
+    int queries[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int row = first + kSideBySide * k + lane / kLanes;
+      const int column = first_column + row;
+      parts[k] = {min(row, num_rows - 1), range, count};
+      queries[k] = row < num_rows ? p.query_of(column / p.heads_per_kv, kv_head,
+                                               column)
+                                  : -1;
+    }
     if (p.is_bf16) {
-      join_row<__nv_bfloat16>(p, signs, parts, pass.seq, query, lane);
+      join_rows<__nv_bfloat16>(p, signs, parts, pass.seq, queries, lane);
     } else {
-      join_row<__half>(p, signs, parts, pass.seq, query, lane);
+      join_rows<__half>(p, signs, parts, pass.seq, queries, lane);
     }
   }
 }

@@ -15,10 +15,18 @@ constexpr int kOwnTileWarps = 8;
 // As the format's largest scales, these are what larger numbers become.
 constexpr float kLargestHalf = 65504.0f;
 
+// As operands have them, but for panels: see decode_tile.cuh. Of V's rows, of
+// 16 tokens, each four are followed by a word, so that what a warp writes of
+// two tokens is in different banks.
 struct OwnTileShared {
-  // As operands have them, but for panels: see decode_tile.cuh.
+  static constexpr int kRowWords = TILE_TOKENS / 2;
   __half keys[TILE_TOKENS][HEAD_SIZE];
-  __half values[HEAD_SIZE][TILE_TOKENS];
+  uint32_t values[HEAD_SIZE * kRowWords + HEAD_SIZE / 4];
+
+  // Where a row's word is.
+  static __device__ __forceinline__ int value_place(int row, int word) {
+    return row * kRowWords + row / 4 + word;
+  }
 };
 
 // Where a coordinate of K is in a row of the operand.
@@ -91,31 +99,49 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int query_len = p.num_query_tokens(seq);
   const Signs signs(lane);
-#pragma unroll 1
-  for (int first = kSideBySide * warp; first < TILE_TOKENS;
-       first += kSideBySide * kOwnTileWarps) {
-    const int n = first + lane / kLanes;
-    const bool is_there = tile * TILE_TOKENS + n < query_len;
-    const int64_t token = p.first_token(seq) + tile * TILE_TOKENS + n;
-    Coordinates key, value;
+  // A warp has two tokens: side by side, or one after the other.
+  constexpr int kTurns = 2 / kSideBySide;
+  static_assert(2 * kOwnTileWarps == TILE_TOKENS);
+  const int first = 2 * warp + lane / kLanes;
+  Coordinates key[kTurns], value[kTurns];
+  bool is_finite[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int n = tile * TILE_TOKENS + first + turn;
+    const int64_t token = p.first_token(seq) + n;
     const T* p_key = static_cast<const T*>(p.own_key) +
                      token * p.stride_key_token + kv_head * p.stride_key_head;
     const T* p_value = static_cast<const T*>(p.own_value) +
                        token * p.stride_value_token +
                        kv_head * p.stride_value_head;
-    bool is_finite = load_coordinates(key, p_key, is_there, lane);
-    is_finite &= load_coordinates(value, p_value, is_there, lane);
-    rotate_vector(key, signs, lane);
-    rotate_vector(value, signs, lane);
+    is_finite[turn] = load_coordinates(key[turn], p_key, n < query_len, lane);
+    is_finite[turn] &=
+        load_coordinates(value[turn], p_value, n < query_len, lane);
+  }
 #pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
+  for (int turn = 0; turn < kTurns; ++turn) {
+    rotate_vector(key[turn], signs, lane);
+    rotate_vector(value[turn], signs, lane);
+  }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const int coordinate = 128 * j + lane % kLanes * kVector + i;
-        shared.keys[n][key_position(coordinate)] =
-            __float2half_rn(is_finite ? key[j][i] : NAN);
-        shared.values[value_row(coordinate)][n] =
-            __float2half_rn(is_finite ? value[j][i] : 0.0f);
+  for (int j = 0; j < kChunks; ++j) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int coordinate = 128 * j + lane % kLanes * kVector + i;
+      float numbers[kTurns];
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        shared.keys[first + turn][key_position(coordinate)] =
+            __float2half_rn(is_finite[turn] ? key[turn][j][i] : NAN);
+        numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;
+      }
+      const int row = value_row(coordinate);
+      uint32_t* word = shared.values + OwnTileShared::value_place(row, warp);
+      if constexpr (kTurns == 2) {
+        *word = as_bits(__floats2half2_rn(numbers[0], numbers[1]));
+      } else {
+        reinterpret_cast<__half*>(word)[lane / kLanes] =
+            __float2half_rn(numbers[0]);
       }
     }
   }
@@ -136,12 +162,15 @@ __global__ void __launch_bounds__(32 * kOwnTileWarps)
     make_own_tile<__half>(shared, p, seq, tile, kv_head);
   }
   __syncthreads();
-  constexpr int kVectors = kOwnTileNumbers / 8;
-  static_assert(sizeof(OwnTileShared) == 16 * kVectors);
+  constexpr int kVectors = TILE_TOKENS * HEAD_SIZE / 8;
   auto* target = reinterpret_cast<uint4*>(p.own_tile(seq, kv_head, tile));
-  const auto* source = reinterpret_cast<const uint4*>(&shared);
-  for (int i = threadIdx.x; i < kVectors; i += 32 * kOwnTileWarps)
-    target[i] = source[i];
+#pragma unroll
+  for (int i = threadIdx.x; i < kVectors; i += 32 * kOwnTileWarps) {
+    target[i] = reinterpret_cast<const uint4*>(shared.keys)[i];
+    const uint32_t* words =
+        shared.values + OwnTileShared::value_place(i / 2, i % 2 * 4);
+    target[kVectors + i] = {words[0], words[1], words[2], words[3]};
+  }
 }
 
 }  // namespace turbo
