@@ -171,9 +171,8 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
       const int row = first + kSideBySide * k + lane / kLanes;
       const int column = first_column + row;
       parts[k] = {min(row, num_rows - 1), range, count};
-      queries[k] = row < num_rows ? p.query_of(column / p.heads_per_kv, kv_head,
-                                               column)
-                                  : -1;
+      const int query = p.query_of(column / p.heads_per_kv, kv_head, column);
+      queries[k] = row < num_rows ? query : -1;
     }
     if (p.is_bf16) {
       join_rows<__nv_bfloat16>(p, signs, parts, pass.seq, queries, lane);
