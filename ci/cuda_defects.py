@@ -181,7 +181,7 @@ DEFECTS = {
     ),
     # Sinks have no weight.
     "merge-sinks": Defect(
-        "merge/newest.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
+        "merge/weighted_sum.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
     ),
     "outputs-sinks": Defect(
         "extend_rows/write.cuh",
@@ -192,7 +192,7 @@ DEFECTS = {
     ),
     "join-sinks": Defect(
         "extend_rows/join.cuh",
-        "sink = p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv));",
+        "row.begin_with(p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv)));",
         ";",
         f"{WINDOWS}sinks",
         "turbo4 and outputs",
@@ -204,6 +204,14 @@ DEFECTS = {
         "const int count = (pass.last - 1) / ranges.size - range;",
         "test_cuda_extend.py::test_splits",
         "outputs and padded",
+    ),
+    # No parts after the first that are loaded.
+    "join-later-parts": Defect(
+        "extend_rows/join.cuh",
+        "first < parts[k].count;",
+        "first < 0;",
+        "test_cuda_extend.py::test_a_pass_of_more_than_two_ranges",
+        "outputs and newest",
     ),
     "outputs-parts": Defect(
         "extend_rows/write.cuh",

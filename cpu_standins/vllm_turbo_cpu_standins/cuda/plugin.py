@@ -30,6 +30,8 @@ _SELECTED = re.compile(
     |offset\.py::test_extends\[33-stored-bf16-turbo4-128-rows\]
     |extend\.py::test_keys_of_very.*\[rows-turbo4-128\]
     |extend\.py::test_one_key.*\[turbo4-128\]
+    |extend\.py::test_a_pass_of.*\[newest-outputs\]
+    |extend\.py::test_queries_of_different.*\[newest-1-outputs-turbo4-64\]
     |sliding_window\.py::test_ragged_extends\[15-newest-(turbo4-128|k4v3-256)-extend\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]

@@ -23,6 +23,7 @@ from .test_cuda_multi import (
     LAYOUT,
     NUM_KV_HEADS,
     Batch,
+    extends,
     extends_or_columns,
     fp16_layouts,
     merged_layouts,
@@ -104,6 +105,14 @@ def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
 def test_splits(kernel, with_newest, num_splits, seq_lens):
     """Ranges of blocks begin anywhere, and a block has several."""
     check(kernel, Batch(LAYOUT, seq_lens, 16, 4, BF16), with_newest, num_splits)
+
+
+@requires_cuda
+@extends
+@newest_or_stored
+def test_a_pass_of_more_than_two_ranges(kernel, with_newest):
+    """A block has tiles amid a pass, also where there are but four blocks."""
+    check(kernel, Batch(LAYOUT, [70, 1000], 5, 4), with_newest, 64)
 
 
 @requires_cuda

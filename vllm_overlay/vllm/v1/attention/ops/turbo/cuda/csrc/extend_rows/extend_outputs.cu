@@ -114,13 +114,12 @@ void extend_outputs(TensorView query, TensorView query_scale,
   turbo::launch(Instance::kKernel, num_blocks, Instance::kThreads,
                 Instance::kSharedBytes, device, p, enable_pdl);
   if (p.num_ranges > 1) {
-    constexpr int kBlockRows = turbo::kJoinWarps * turbo::kJoinedRows;
     // Of few passes each has many parts, and more blocks are free to join them.
     const int64_t queries = query_len * p.heads_per_kv;
     const int64_t passes =
         (queries + Plan::kRows - 1) / Plan::kRows * p.num_seqs * p.num_kv_heads;
     const int turns = passes < num_blocks ? 1 : turbo::kJoinTurns;
-    const int blocks = (Plan::kRows - 1) / (turns * kBlockRows) + 1;
+    const int blocks = (Plan::kRows - 1) / (turns * turbo::kJoinBlockRows) + 1;
     turbo::launch(turbo::join_kernel<Plan>, dim3(p.num_ranges - 1, blocks),
                   32 * turbo::kJoinWarps, 0, device, p, enable_pdl);
   }

@@ -6,14 +6,18 @@
 
 #include "extend/ranges.cuh"
 #include "extend_rows/output_params.cuh"
-#include "merge/inverse_rotation.cuh"
+#include "merge/weighted_sum.cuh"
 
 namespace turbo {
 
 constexpr int kJoinWarps = 8;
-// Rows of a warp at a time, and how often, at most.
-constexpr int kJoinedRows = 2 * kSideBySide;
+// Rows of a lane at a time, and how often: of many passes.
+constexpr int kJoinedRows = 2;
 constexpr int kJoinTurns = 2;
+// Rows of a block at a time.
+constexpr int kJoinBlockRows = kJoinWarps * kSideBySide * kJoinedRows;
+// Parts of a row that are loaded at a time: of many passes each has two.
+constexpr int kPartsInFlight = 2;
 
 // A row's partial results: those of range first_range and of the next ones,
 // the first of which goes on to them.
@@ -27,20 +31,10 @@ struct RowParts {
   }
 };
 
-// A row's sum of partial results, in a warp's lanes, or in those of half of it.
-struct JoinedRow {
-  Coordinates sum;
-  float reference, total;
-
-  __device__ __forceinline__ explicit JoinedRow(float sink)
-      : sum{}, reference(sink), total(sink == -INFINITY ? 0.0f : 1.0f) {}
-};
-
-// The next parts of a row.
-template <int kParts>
+// The next parts of a row, in a warp's lanes, or in those of half of it.
 struct PartsInFlight {
-  float lse[kParts];
-  float4 numbers[kParts][kChunks];
+  float lse[kPartsInFlight];
+  float4 numbers[kPartsInFlight][kChunks];
 
   template <int kRows>
   __device__ __forceinline__ void load(const OutputParams& p,
@@ -48,48 +42,23 @@ struct PartsInFlight {
                                        int lane) {
     const float* partial = p.partial + lane % kLanes * kVector;
 #pragma unroll
-    for (int u = 0; u < kParts; ++u) {
+    for (int u = 0; u < kPartsInFlight; ++u) {
       const bool is_there = first + u < parts.count;
       const int64_t place = parts.place(first + u);
       lse[u] = is_there ? __ldcg(p.partial_lse + place) : -INFINITY;
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        numbers[u][j] = {};
-        if (is_there) {
-          numbers[u][j] = __ldcg(reinterpret_cast<const float4*>(
-              partial + place * HEAD_SIZE + 128 * j));
-        }
+        const float* own = partial + place * HEAD_SIZE + 128 * j;
+        numbers[u][j] = load_if(is_there, own);
       }
     }
   }
 
-  __device__ __forceinline__ void add_to(JoinedRow& row) const {
-    float largest = row.reference;
+  __device__ __forceinline__ void add_to(WeightedSum& row) const {
 #pragma unroll
-    for (int u = 0; u < kParts; ++u) largest = fmaxf(largest, lse[u]);
-    const float reference = largest == -INFINITY ? 0.0f : largest;
-    const float rescale = exp2_approx(row.reference - reference);
-    row.reference = largest;
-    row.total *= rescale;
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) row.sum[j][i] *= rescale;
-    }
-#pragma unroll
-    for (int u = 0; u < kParts; ++u) {
-      const float weight = exp2_approx(lse[u] - reference);
-      row.total += weight;
+    for (int u = 0; u < kPartsInFlight; ++u) {
       // Where a part has no tokens there may be NaN.
-      if (weight == 0.0f) continue;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const float4& x = numbers[u][j];
-        row.sum[j][0] = fmaf(weight, x.x, row.sum[j][0]);
-        row.sum[j][1] = fmaf(weight, x.y, row.sum[j][1]);
-        row.sum[j][2] = fmaf(weight, x.z, row.sum[j][2]);
-        row.sum[j][3] = fmaf(weight, x.w, row.sum[j][3]);
-      }
+      if (lse[u] != -INFINITY) row.add(lse[u], numbers[u]);
     }
   }
 };
@@ -98,42 +67,43 @@ struct PartsInFlight {
 //
 // parts: a lane's rows', as many each. queries: these, of the sequence's; -1
 //   for none.
-template <typename T, int kTogether, int kRows>
+template <typename T, int kRows>
 __device__ __forceinline__ void join_rows(
     const OutputParams& p, const Signs& signs,
-    const RowParts<kRows> (&parts)[kTogether], int seq,
-    const int (&queries)[kTogether], int lane) {
-  constexpr int kParts = kChunks > 1 ? 2 : 4;
-  PartsInFlight<kParts> loaded[kTogether];
+    const RowParts<kRows> (&parts)[kJoinedRows], int seq,
+    const int (&queries)[kJoinedRows], int lane) {
+  PartsInFlight loaded[kJoinedRows];
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) loaded[k].load(p, parts[k], 0, lane);
+  for (int k = 0; k < kJoinedRows; ++k) loaded[k].load(p, parts[k], 0, lane);
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
+  for (int k = 0; k < kJoinedRows; ++k) {
     const int query = max(queries[k], 0);
-    float sink = -INFINITY;
+    WeightedSum row;
     if (p.sinks.logits != nullptr)
-      sink = p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv));
-    JoinedRow row(sink);
+      row.begin_with(p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv)));
     loaded[k].add_to(row);
 #pragma unroll 1
-    for (int first = kParts; first < parts[k].count; first += kParts) {
+    for (int first = kPartsInFlight; first < parts[k].count;
+         first += kPartsInFlight) {
       loaded[k].load(p, parts[k], first, lane);
       loaded[k].add_to(row);
     }
     const float factor = row.total != 0.0f ? INVERSE_SQRT / row.total : 0.0f;
+    Coordinates sum;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) row.sum[j][i] *= factor;
+      const float4& x = row.value[j];
+      sum[j][0] = x.x * factor, sum[j][1] = x.y * factor;
+      sum[j][2] = x.z * factor, sum[j][3] = x.w * factor;
     }
-    hadamard(row.sum, lane);
+    hadamard(sum, lane);
     T* output = static_cast<T*>(p.output) + p.output_place(seq, query) +
                 lane % kLanes * kVector;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       float x[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) x[i] = signs.apply(row.sum[j][i], j, i);
+      for (int i = 0; i < kVector; ++i) x[i] = signs.apply(sum[j][i], j, i);
       if (queries[k] >= 0) store_vector(output + 128 * j, x);
     }
   }
@@ -160,14 +130,14 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const int first_column = pass.pass % pass.head_passes * kRows;
   const int num_columns = p.num_query_tokens(pass.seq) * p.heads_per_kv;
   const int num_rows = min(num_columns - first_column, kRows);
-  constexpr int kTogether = kJoinedRows / kSideBySide;
+  constexpr int kWarpRows = kSideBySide * kJoinedRows;
 #pragma unroll 1
-  for (int first = (int(blockIdx.y) * kJoinWarps + warp) * kJoinedRows;
-       first < num_rows; first += int(gridDim.y) * kJoinWarps * kJoinedRows) {
-    RowParts<kRows> parts[kTogether];
-    int queries[kTogether];
+  for (int first = int(blockIdx.y) * kJoinBlockRows + warp * kWarpRows;
+       first < num_rows; first += int(gridDim.y) * kJoinBlockRows) {
+    RowParts<kRows> parts[kJoinedRows];
+    int queries[kJoinedRows];
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
+    for (int k = 0; k < kJoinedRows; ++k) {
       const int row = first + kSideBySide * k + lane / kLanes;
       const int column = first_column + row;
       parts[k] = {min(row, num_rows - 1), range, count};

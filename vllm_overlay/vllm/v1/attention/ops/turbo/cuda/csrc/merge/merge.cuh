@@ -60,21 +60,6 @@ __device__ __forceinline__ void load_lses(MergeShared& shared,
   }
 }
 
-// Load 16 bytes, not through L1, if the condition holds; else zeros.
-__device__ __forceinline__ float4 load_if(bool condition, const float* p) {
-  float4 x;
-  asm volatile(
-      "{\n"
-      ".reg .pred is_loaded;\n"
-      "setp.ne.s32 is_loaded, %4, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@is_loaded ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%5];\n"
-      "}"
-      : "=&f"(x.x), "=&f"(x.y), "=&f"(x.z), "=&f"(x.w)
-      : "r"(int(condition)), "l"(p));
-  return x;
-}
-
 // Sum the partial results first, first + step, ... of a row with their weights.
 // A split of weight zero is not read.
 //

@@ -4,16 +4,10 @@
 // Attention of a row to the sequence's newest tokens, which are not quantised.
 #pragma once
 
-#include "common/numbers.cuh"
-#include "merge/inverse_rotation.cuh"
 #include "merge/params.cuh"
+#include "merge/weighted_sum.cuh"
 
 namespace turbo {
-
-// An LSE to take others relative to.
-__device__ __forceinline__ float or_zero(float lse) {
-  return lse == -INFINITY ? 0.0f : lse;
-}
 
 // A query: its head, and its token, of the batch and of the sequence's.
 struct Row {
@@ -33,50 +27,8 @@ struct Row {
   }
 };
 
-// Attention of a row to tokens as they are: the newest, up to its own; and to a
-// sink, which has no value.
-struct Newest {
-  float largest = -INFINITY;   // score
-  float total = 0.0f;          // of the weights relative to it
-  float4 value[kChunks] = {};  // sum, with these weights
-
-  __device__ __forceinline__ void begin_with(float sink) {
-    largest = sink;
-    total = 1.0f;
-  }
-
-  // Add a token or, with what else is a sum of theirs, several.
-  __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks],
-                                      float weights = 1.0f) {
-    const float larger = fmaxf(largest, score);
-    const float reference = or_zero(larger);
-    const float rescale = exp2_approx(largest - reference);
-    const float weight = exp2_approx(score - reference);
-    largest = larger;
-    total = fmaf(total, rescale, weight * weights);
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      value[j].x = fmaf(weight, v[j].x, value[j].x * rescale);
-      value[j].y = fmaf(weight, v[j].y, value[j].y * rescale);
-      value[j].z = fmaf(weight, v[j].z, value[j].z * rescale);
-      value[j].w = fmaf(weight, v[j].w, value[j].w * rescale);
-    }
-  }
-
-  // Have weights be relative to a larger score.
-  __device__ __forceinline__ void raise(float larger) {
-    const float rescale = exp2_approx(largest - or_zero(larger));
-    largest = larger;
-    total *= rescale;
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      value[j].x *= rescale;
-      value[j].y *= rescale;
-      value[j].z *= rescale;
-      value[j].w *= rescale;
-    }
-  }
-
+// Attention of a row to tokens as they are: the newest, up to its own.
+struct Newest : WeightedSum {
   // How many tokens a row sees. Padding has none; what is there may be NaN.
   static __device__ __forceinline__ int places_of(const MergeParams& p, int seq,
                                                   const Row& row) {
