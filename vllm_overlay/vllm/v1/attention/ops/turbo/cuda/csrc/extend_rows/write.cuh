@@ -37,8 +37,34 @@ __device__ __forceinline__ void write_rows(const RowsShared<Plan>& shared,
   }
 }
 
+// Of numbers x[i] and x[i + kStride] of two lanes, the sum and the difference
+// of the lanes' two, in the place of the first and of the second: a bit of the
+// place and one of the lane change roles.
+template <int kLanes, int kStride>
+__device__ __forceinline__ void add_lanes(float (&x)[HEAD_SIZE / 2], int lane) {
+  const bool is_second = lane & kLanes;
+  const uint32_t sign = is_second ? 0x80000000u : 0u;
+#pragma unroll
+  for (int i = 0; i < HEAD_SIZE / 2; ++i) {
+    if (i & kStride) continue;
+    float &first = x[i], &second = x[i | kStride];
+    const float own = is_second ? second : first;
+    const float other =
+        __shfl_xor_sync(~0u, is_second ? first : second, kLanes);
+    first = own + other;
+    second = __uint_as_float(__float_as_uint(own - other) ^ sign);
+  }
+}
+
+// Bits of a coordinate that places in registers have, so far apart: of 8 and
+// of 16, before rows are rotated, and of 32.
+constexpr int kEights = 4;
+constexpr int kSixteens = HEAD_SIZE < 128 ? 8 : 32;
+constexpr int kThirtySeconds = HEAD_SIZE < 128 ? 16 : 8;
+
 // H x of two rows, unnormalised: bits of places in registers and lanes are
-// those of coordinates, in another order.
+// those of coordinates, in another order. Then a lane has runs of eight: number
+// 2 * b + a of one is at kEights * (b % 2) + kSixteens * (b / 2) + a.
 __device__ __forceinline__ void rotate_rows(float (&x)[HEAD_SIZE / 2],
                                             int lane) {
 #pragma unroll
@@ -52,13 +78,8 @@ __device__ __forceinline__ void rotate_rows(float (&x)[HEAD_SIZE / 2],
       x[i | width] = difference;
     }
   }
-#pragma unroll
-  for (int width = 1; width < 4; width *= 2) {
-    const float sign = lane & width ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 2; ++i)
-      x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], width));
-  }
+  add_lanes<1, kEights>(x, lane);
+  add_lanes<2, kSixteens>(x, lane);
 }
 
 // Write outputs of rows that have attended to all that they see.
@@ -90,19 +111,24 @@ __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
     const int query = query_of(shared, p, segment, first_row + 8 * r);
     if (query < 0) continue;
     auto* output = static_cast<uint16_t*>(p.output) +
-                   p.output_place(segment.seq, query) + 2 * t;
+                   p.output_place(segment.seq, query) + 8 * t;
 #pragma unroll
-    for (int n = 0; n < HEAD_SIZE / 8; ++n) {
-      const int coordinate = value_coordinate(8 * n);
-      const uint32_t signs =
-          kRotationSigns[coordinate / 32] >> (coordinate % 32 + 2 * t);
-      const float x = __uint_as_float(
-          __float_as_uint(acc.output[4 * n + 2 * r]) ^ signs << 31);
-      const float y = __uint_as_float(
-          __float_as_uint(acc.output[4 * n + 2 * r + 1]) ^ (signs & 2) << 30);
-      *reinterpret_cast<uint32_t*>(output + coordinate) =
-          p.is_bf16 ? as_bits(__floats2bfloat162_rn(x, y))
-                    : as_bits(__floats2half2_rn(x, y));
+    for (int i = 0; i < HEAD_SIZE / 32; ++i) {
+      const uint32_t signs = kRotationSigns[i] >> (8 * t);
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float* pair = acc.output + kThirtySeconds * i + 2 * r +
+                            kEights * (b % 2) + kSixteens * (b / 2);
+        const float x = __uint_as_float(__float_as_uint(pair[0]) ^
+                                        signs << (31 - 2 * b) & 0x80000000u);
+        const float y = __uint_as_float(__float_as_uint(pair[1]) ^
+                                        signs << (30 - 2 * b) & 0x80000000u);
+        words[b] = p.is_bf16 ? as_bits(__floats2bfloat162_rn(x, y))
+                             : as_bits(__floats2half2_rn(x, y));
+      }
+      *reinterpret_cast<uint4*>(output + 32 * i) = {words[0], words[1],
+                                                    words[2], words[3]};
     }
   }
 }
