@@ -116,15 +116,15 @@ DEFECTS = {
     ),
     "extend-window": Defect(
         "extend/rows.cuh",
-        "first = is_inside ? p.first_seen(segment.seq, token) : 0;",
-        "first = is_inside ? p.first_seen(segment.seq, token) - 1 : 0;",
+        "p.first_seen(segment.known_len, query_len, token) : 0;",
+        "p.first_seen(segment.known_len, query_len, token) - 1 : 0;",
         f"{WINDOWS}extends",
         "turbo4",
     ),
     "outputs-window": Defect(
         "extend_rows/consume.cuh",
-        "max(note.token + 1 - p.sliding_window, p.num_padding(segment.seq));",
-        "p.num_padding(segment.seq);",
+        "max(note.token + 1 - p.sliding_window,",
+        "max(0,",
         f"{WINDOWS}extends",
         "turbo4 and outputs and newest",
     ),
@@ -137,9 +137,9 @@ DEFECTS = {
         "outputs and newest",
     ),
     "outputs-padding": Defect(
-        "extend_rows/output_params.cuh",
-        "return max(num_query_tokens(seq) - known_lens[seq], 0);",
-        "return 0;",
+        "extend_rows/consume.cuh",
+        "query_len - segment.known_len);",
+        "0);",
         f"{WINDOWS}sinks",
         "turbo4 and outputs and newest",
     ),
@@ -238,6 +238,20 @@ DEFECTS = {
         "fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;",
         "y;",
         "test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
+    ),
+    # Queries are rotated by another rotation, or their powers of two are lost.
+    "outputs-rotation": Defect(
+        "extend_rows/original_queries.cuh",
+        "= pair ^ flips;",
+        "= pair;",
+        "test_cuda_extend.py::test_splits",
+        "outputs and padded",
+    ),
+    "outputs-unit": Defect(
+        "extend_rows/original_queries.cuh",
+        "unit * p.query_factor;",
+        "p.query_factor;",
+        "test_cuda_extend.py::test_queries_of_any_size",
     ),
     # Sequences without tokens have no output.
     "outputs-empty": Defect(

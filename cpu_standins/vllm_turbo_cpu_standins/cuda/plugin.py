@@ -32,10 +32,11 @@ _SELECTED = re.compile(
     |extend\.py::test_one_key.*\[turbo4-128\]
     |extend\.py::test_a_pass_of.*\[newest-outputs\]
     |extend\.py::test_queries_of_different.*\[newest-1-outputs-turbo4-64\]
+    |extend\.py::test_queries_of_any_size\[(stored-bf16-40|newest-fp16--100)\]
     |sliding_window\.py::test_ragged_extends\[15-newest-(turbo4-128|k4v3-256)-extend\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]
-    |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few)
+    |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few|queries)
     |sliding_window\.py::test_sinks\[17-8-newest-outputs-turbo4-128\]
     |soft_cap\.py::test_windows_and_sinks\[17-newest-outputs-turbo4-128\]
     |own_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])

@@ -168,20 +168,21 @@ class ExtendArm(TurboArm):
     def attention(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import (
             NewestTokens,
+            OriginalQuery,
             Partials,
             RotatedQuery,
         )
         from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 
-        batch = self.batch
+        batch, num_rotated = self.batch, self.plan.num_rotated_tokens
         self.kernels.store(
             self.cache,
             batch.slot_mapping[:0],
             batch.key[:0],
             batch.value[:0],
             self.layout,
-            batch.query,
-            self.rotated_query,
+            batch.query[:num_rotated],
+            RotatedQuery(*(x[:num_rotated] for x in self.rotated_query)),
             self.scale,
         )
         for call in self.plan.calls:
@@ -189,10 +190,9 @@ class ExtendArm(TurboArm):
             newest = NewestTokens(
                 batch.query[own], batch.key[own], batch.value[own], self.scale
             )
-            query = RotatedQuery(*(x[own] for x in self.rotated_query))
             if call.ends_in_outputs:
                 self.kernels.extend_outputs(
-                    query,
+                    OriginalQuery(batch.query[own], self.scale),
                     self.cache,
                     self.layout,
                     call.batch,
@@ -205,6 +205,7 @@ class ExtendArm(TurboArm):
                 newest = attend_to_own_tokens(
                     newest, call.batch, self.own, self.flash_attn
                 )
+            query = RotatedQuery(*(x[own] for x in self.rotated_query))
             self.kernels.extend_attention(
                 query,
                 self.cache,

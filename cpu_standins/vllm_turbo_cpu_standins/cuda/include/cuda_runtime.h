@@ -75,6 +75,7 @@ inline float __fmaf_rd(float a, float b, float c) {
 }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned(uint64_t(a) * b >> 32);

@@ -40,6 +40,7 @@ from .utils import (
     num_blocks_for,
     random_pages,
     requires_cuda,
+    requires_hopper,
     slots_of,
 )
 
@@ -163,6 +164,19 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
     after = batch.decode(kernel, with_newest)
     is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
     assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
+
+
+@requires_hopper
+@pytest.mark.parametrize("exponent", [-100, 40])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@newest_or_stored
+def test_queries_of_any_size(dtype, exponent, with_newest):
+    """Which the kernel that ends in outputs rotates: each has a power of two."""
+    batch = Batch(LAYOUT, [40, STEP + 3], 16, 4, dtype)
+    # As far as a dtype reaches; one token's and one head's are as they were.
+    batch.query[::2] *= 2.0 ** (exponent if dtype == BF16 else min(exponent, 8))
+    batch.query[:, 1] = 0.0
+    batch.check("outputs", with_newest, batch.decode("outputs", with_newest))
 
 
 def extend_pages(

@@ -23,10 +23,12 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     OffsetScores,
+    OriginalQuery,
     OutputScratch,
     Partials,
     RotatedQuery,
 )
+from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
@@ -91,7 +93,7 @@ def extend_on(
 
 
 def extend_to_outputs(
-    query: RotatedQuery,
+    query: OriginalQuery,
     kv_cache: torch.Tensor,
     layout: TurboFormat,
     batch: DecodeBatch,
@@ -147,7 +149,7 @@ merged_extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query}
 ROUNDING |= dict.fromkeys(
-    ("columns", "extend", "outputs", "rows"), lambda q: q.to(FP16).float()
+    ("columns", "extend", "rows"), lambda q: q.to(FP16).float()
 )
 all_kernels = pytest.mark.parametrize(
     "kernel",
@@ -218,6 +220,17 @@ def rounded_keys(key: torch.Tensor) -> torch.Tensor:
     matrix = rotation_matrix(size, key.device, torch.float32)
     rotated = key @ matrix * inverse_sqrt(size)
     return reference.inverse_rotate(rotated.to(FP16))
+
+
+def rounded_queries(query: torch.Tensor) -> torch.Tensor:
+    """Queries likewise, which it rotates by itself, fp32: to fp16 relative to a power
+    of two, and only then are they divided by sqrt(D).
+    """
+    size = query.shape[-1]
+    matrix = rotation_matrix(size, query.device, torch.float32)
+    rotated = query.float() @ matrix
+    unit = power_of_two(torch.frexp(rotated.abs().amax(-1, True)).exponent)
+    return (rotated / unit).to(FP16).float() @ matrix.T * (unit / size)
 
 
 def lengths(query_len: int) -> list[int]:
@@ -328,8 +341,11 @@ class Batch:
         starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
         newest = NewestTokens(self.query, self.key, self.value, self.scale)
         cache, table = self.seen or (self.cache, self.table)
+        query = RotatedQuery(
+            rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)
+        )
         ATTENTION[kernel](
-            RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)),
+            OriginalQuery(self.query, self.scale) if kernel == "outputs" else query,
             cache,
             self.layout,
             DecodeBatch(
@@ -362,10 +378,14 @@ class Batch:
             if with_newest:
                 key[-seen:], value[-seen:] = self.key[part], self.value[part]
             target = None
-            if kernel == "outputs" and with_newest:
-                # They are attended to with all others.
-                rounded = torch.cat([key[:-seen], rounded_keys(key[-seen:])])
-                target = self.target(kernel, query, rounded, value, 0)
+            if kernel == "outputs":
+                keys = key
+                if with_newest:
+                    # They are attended to with all others.
+                    keys = torch.cat([key[:-seen], rounded_keys(key[-seen:])])
+                target, _ = reference.attention(
+                    rounded_queries(query), keys, value, self.scale, **self.options
+                )
             elif kernel in ROUNDING:
                 num_newest = seen if with_newest else 0
                 target = self.target(kernel, query, key, value, num_newest)
@@ -535,8 +555,9 @@ def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
     shape = (4 * batch.query_len * 8, batch.num_heads, 128)
     partial = torch.empty(shape, device=DEVICE)
     newest = NewestTokens(batch.query, batch.key, batch.value, batch.scale)
+    query = RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE))
     arguments = (
-        RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)),
+        OriginalQuery(batch.query, batch.scale) if kernel == "outputs" else query,
         batch.cache,
         LAYOUT,
         DecodeBatch(

@@ -141,6 +141,22 @@ def test_batches(folder, requests, mode, dtype):
     assert layer.calls == [(sum(extends), len(extends))]
 
 
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+def test_queries_are_rotated_once(folder, requests):
+    """By the store those of decodes, and by the kernel those of extends."""
+    layer = make_layer(folder)
+    runner = layer.impl.runner
+    store, rotated = runner.kernels.store, []
+
+    def noting(cache, slots, key, value, layout, query, *args: Any) -> None:
+        rotated.append(query.shape[0])
+        store(cache, slots, key, value, layout, query, *args)
+
+    runner.kernels = runner.kernels._replace(store=noting)
+    layer.check(requests)
+    assert rotated == [sum(length == 1 for length, _ in requests)]
+
+
 @pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
 def test_what_scores_are_under(folder, name):
     """Windows shorter than the own tokens, and longer; soft caps; and sinks."""

@@ -86,6 +86,20 @@ class RotatedQuery(NamedTuple):
     scale: torch.Tensor
 
 
+class OriginalQuery(NamedTuple):
+    """Queries as the model has them, for kernels that rotate them by themselves.
+
+    Attributes:
+        vectors: (T, Hq, D) bf16 or fp16; last axis contiguous, others at multiples of
+            eight. A sequence's tokens lie one after the other.
+        scale: Softmax scale.
+
+    """
+
+    vectors: torch.Tensor
+    scale: float
+
+
 class Partials(NamedTuple):
     """Scratch for the results of splits, each a softmax of its own.
 
@@ -326,7 +340,7 @@ class OutputsFn(Protocol):
 
     def __call__(
         self,
-        query: RotatedQuery,
+        query: OriginalQuery,
         kv_cache: torch.Tensor,
         layout: TurboFormat,
         batch: DecodeBatch,
@@ -340,8 +354,7 @@ class OutputsFn(Protocol):
         """Attend to cached tokens and to the query tokens at once.
 
         Args:
-            query: As ``AttentionFn``'s; its vectors may lie where the output comes to
-                be, each in the place of its own.
+            query: The sequences' query tokens, not where the output comes to be.
             kv_cache: As ``AttentionFn``'s, as all others but these.
             layout: See there.
             batch: See there.

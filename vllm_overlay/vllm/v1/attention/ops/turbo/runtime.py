@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     NewestTokens,
     OffsetScores,
+    OriginalQuery,
     OutputScratch,
     Partials,
     RecentWindow,
@@ -394,11 +395,12 @@ class TurboRunner:
         kernels, plan = self.kernels, step.decode_plans[self.context_shape]
         assert kernels is not None
         scratch = self._decode_scratch(step, plan, query.device)
-        queries = query[: plan.num_tokens]
+        num_rotated = plan.num_rotated_tokens
+        queries = query[:num_rotated]
         if scratch.shared is None:
             # A call writes the output of its own tokens alone, when it has read their
             # queries: these need no room beside it.
-            rotated = output[: plan.num_tokens].view(torch.float16)
+            rotated = output[:num_rotated].view(torch.float16)
         else:
             assert self.context_parallel is not None
             rotated = scratch.shared.query
@@ -406,7 +408,8 @@ class TurboRunner:
                 queries = self.context_parallel.gather(queries)
             else:
                 queries = rotated.view(query.dtype)
-        rotated_query = RotatedQuery(rotated, scratch.query_scale)
+        query_scale = scratch.query_scale[: rotated.shape[0]]
+        rotated_query = RotatedQuery(rotated, query_scale)
         tokens = queries, rotated_query, self.scale
         if key is None or value is None:
             none = query.new_empty(0, self.shape.num_kv_heads, self.shape.head_size)
@@ -439,11 +442,10 @@ class TurboRunner:
                     )
             if self.key_offset is not None:
                 offset = OffsetScores(query[own], self.key_offset, self.scale)
-            own_query = RotatedQuery(rotated[own], scratch.query_scale[own])
             if call.ends_in_outputs:
                 assert kernels.extend_outputs and scratch.outputs
                 kernels.extend_outputs(
-                    own_query,
+                    OriginalQuery(query[own], self.scale),
                     kv_cache,
                     self.layout,
                     call.batch,
@@ -455,6 +457,7 @@ class TurboRunner:
                     self.logits_soft_cap,
                 )
                 continue
+            own_query = RotatedQuery(rotated[own], query_scale[own])
             attention = kernels.decode_attention
             if call.is_extend:
                 assert kernels.extend_attention is not None

@@ -9,8 +9,8 @@ relative to a power of two of its largest, which scores are multiplied by in fp3
 
 Its results are partial ones for the merge, or outputs (``extend_outputs``): then the
 query tokens' keys and values are a sequence's last tiles, rotated in fp16, and a block
-that has all tiles of its queries rotates the result back by itself. Only what several
-blocks have parts of is joined by another kernel.
+rotates queries as it loads them, and the results back if it has all tiles of these
+queries. Only what several blocks have parts of is joined by another kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
     NewestTokens,
+    OriginalQuery,
     OutputScratch,
-    RotatedQuery,
     TensorSpecs,
 )
 
@@ -231,7 +231,7 @@ def output_scratch(
 
 
 def extend_outputs(
-    query: RotatedQuery,
+    query: OriginalQuery,
     kv_cache: torch.Tensor,
     layout: TurboFormat,
     batch: DecodeBatch,
@@ -250,7 +250,7 @@ def extend_outputs(
             function raises.
 
     """
-    num_tokens, num_heads, _ = query.vectors.shape
+    num_tokens, num_heads, head_size = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
     batch.check(num_tokens)
     if batch.num_seqs == 0:
@@ -267,7 +267,9 @@ def extend_outputs(
         with_outputs=True,
     )
     kernel(
-        *query,
+        query.vectors,
+        # The rotation's norm is taken off where it is done.
+        query.scale * LOG2_E * layout.key_codebook.gain * head_size**-0.5,
         kv_cache,
         batch.block_table,
         batch.seq_lens,

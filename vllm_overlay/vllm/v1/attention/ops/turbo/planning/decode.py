@@ -87,6 +87,14 @@ class DecodePlan(NamedTuple):
     num_partials: int
 
     @property
+    def num_rotated_tokens(self) -> int:
+        """The first query tokens, whose queries are rotated before they attend: calls
+        that end in outputs rotate theirs.
+        """
+        calls = (call for call in self.calls if not call.ends_in_outputs)
+        return max((call.tokens.stop for call in calls), default=0)
+
+    @property
     def num_own_tokens(self) -> int:
         """Query tokens of a call that have attention of their own, at most."""
         return max((call.num_own_tokens for call in self.calls), default=0)

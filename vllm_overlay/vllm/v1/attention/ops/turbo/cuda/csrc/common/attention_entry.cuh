@@ -12,28 +12,20 @@
 
 namespace turbo {
 
-// All but partial results. See AttentionParams and decode.py for shapes and
-// types.
+// All but queries and partial results. See AttentionParams and decode.py for
+// shapes and types.
 //
 // packed_lens: without the tokens that the recent window has, as the kernel
 //   before this one writes them.
-inline AttentionParams params_of(TensorView query, TensorView query_scale,
-                                 TensorView kv_cache, TensorView block_table,
-                                 TensorView seq_lens,
+inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
+                                 TensorView block_table, TensorView seq_lens,
                                  const Optional<TensorView>& query_start_loc,
                                  int64_t num_seqs, int64_t query_len,
                                  bool with_newest,
                                  const Optional<TensorView>& packed_lens,
                                  int64_t sliding_window) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
-  check_dtype("query", query, kFloat16);
-  check_axes("query", query, 3);
-  check_size("query", query, 2, HEAD_SIZE);
-  check_contiguous("query", query);
-  check_address("query", query, sizeof(__half2));
-  check_dtype("query_scale", query_scale, kFloat32);
-  check_contiguous("query_scale", query_scale);
-  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(1);
+  const int64_t num_kv_heads = kv_cache.size(1);
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
       << "query: " << num_heads << " heads, no multiple of " << num_kv_heads;
   check_dtype("block_table", block_table, kInt32);
@@ -42,10 +34,8 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
       << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
   const DLDevice device = kv_cache.device();
-  check_device(device, query, query_scale, block_table, seq_lens);
+  check_device(device, block_table, seq_lens);
   AttentionParams p = {};
-  p.query = static_cast<const __half*>(query.data_ptr());
-  p.query_scale = static_cast<const float*>(query_scale.data_ptr());
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.block_table = static_cast<const int*>(block_table.data_ptr());
   p.known_lens = ints_of("seq_lens", seq_lens, num_seqs);
@@ -71,6 +61,36 @@ inline AttentionParams params_of(TensorView query, TensorView query_scale,
   return p;
 }
 
+// As the store kernel has rotated them.
+inline void add_queries(AttentionParams& p, const TensorView& query,
+                        const TensorView& query_scale, DLDevice device) {
+  check_dtype("query", query, kFloat16);
+  check_axes("query", query, 3);
+  check_size("query", query, 2, HEAD_SIZE);
+  check_contiguous("query", query);
+  check_address("query", query, sizeof(__half2));
+  check_dtype("query_scale", query_scale, kFloat32);
+  check_contiguous("query_scale", query_scale);
+  check_device(device, query, query_scale);
+  p.query = static_cast<const __half*>(query.data_ptr());
+  p.query_scale = static_cast<const float*>(query_scale.data_ptr());
+}
+
+// As the model has them, [T, Hq, D].
+inline void add_original_queries(AttentionParams& p, const char* name,
+                                 const TensorView& query, int64_t num_tokens,
+                                 int64_t num_heads, DLDevice device) {
+  check_device(device, query);
+  p.is_bf16 = query.dtype() == kBFloat16;
+  if (!p.is_bf16) check_dtype(name, query, kFloat16);
+  check_vectors(name, query, HEAD_SIZE);
+  check_size(name, query, 0, num_tokens);
+  check_size(name, query, 1, num_heads);
+  p.original_query = query.data_ptr();
+  p.stride_original_token = query.stride(0);
+  p.stride_original_head = query.stride(1);
+}
+
 inline void add_partials(AttentionParams& p, const TensorView& query,
                          const TensorView& partial,
                          const TensorView& partial_lse) {
@@ -93,16 +113,8 @@ inline void add_offset(AttentionParams& p, const TensorView& query,
   if (p.key_offset == nullptr) return;
   TVM_FFI_CHECK(original_query.has_value(), ValueError)
       << "original_query: missing, though there is a key_offset";
-  const TensorView& x = original_query.value();
-  check_device(device, x);
-  p.is_bf16 = x.dtype() == kBFloat16;
-  if (!p.is_bf16) check_dtype("original_query", x, kFloat16);
-  check_vectors("original_query", x, HEAD_SIZE);
-  check_size("original_query", x, 0, query.size(0));
-  check_size("original_query", x, 1, query.size(1));
-  p.original_query = x.data_ptr();
-  p.stride_original_token = x.stride(0);
-  p.stride_original_head = x.stride(1);
+  add_original_queries(p, "original_query", original_query.value(),
+                       query.size(0), query.size(1), device);
   p.offset_factor = static_cast<float>(offset_factor);
 }
 
@@ -123,9 +135,10 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      int64_t sliding_window, double soft_cap, bool enable_pdl) {
   static_assert(!(KEY_OFFSET && SOFT_CAP),
                 "a capped score cannot get back what it lacks");
-  AttentionParams p = params_of(query, query_scale, kv_cache, block_table,
-                                seq_lens, query_start_loc, num_seqs, query_len,
-                                with_newest, packed_lens, sliding_window);
+  AttentionParams p =
+      params_of(query.size(1), kv_cache, block_table, seq_lens, query_start_loc,
+                num_seqs, query_len, with_newest, packed_lens, sliding_window);
+  add_queries(p, query, query_scale, kv_cache.device());
   add_partials(p, query, partial, partial_lse);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);
   p.soft_cap = soft_cap_of(soft_cap, SOFT_CAP);

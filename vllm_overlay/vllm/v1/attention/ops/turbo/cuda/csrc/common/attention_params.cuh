@@ -39,15 +39,16 @@ struct AttentionParams {
   int sliding_window;
   // Whether the kernel before this one has written seq_lens.
   int lens_are_new;
-  // With KEY_OFFSET: what the scores of cached keys get back.
-  const float* key_offset;     // [G, H, D]
+  // With KEY_OFFSET, and where there are OutputParams.
   const void* original_query;  // [T, Hq, D], not rotated
   int64_t stride_original_token;
   int64_t stride_original_head;
-  int num_offsets;      // G
-  int is_bf16;          // whether the original query is, or fp16
-  float offset_factor;  // of a score, for base-2 softmax
-  SoftCap soft_cap;     // with SOFT_CAP: of scores
+  int is_bf16;  // whether it is, or fp16
+  // With KEY_OFFSET: what the scores of cached keys get back.
+  const float* key_offset;  // [G, H, D]
+  int num_offsets;          // G
+  float offset_factor;      // of a score, for base-2 softmax
+  SoftCap soft_cap;         // with SOFT_CAP: of scores
 
   // Of a sequence, at most.
   __device__ __forceinline__ int num_queries() const {
@@ -87,8 +88,12 @@ struct AttentionParams {
   }
   // The first token that a sequence's query token sees; negative for all. The
   // tokens of a recent window are before it, too.
+  __device__ __forceinline__ int first_seen(int known_len, int query_len,
+                                            int token) const {
+    return known_len - query_len + token + 1 - sliding_window;
+  }
   __device__ __forceinline__ int first_seen(int seq, int token) const {
-    return known_lens[seq] - num_query_tokens(seq) + token + 1 - sliding_window;
+    return first_seen(known_lens[seq], num_query_tokens(seq), token);
   }
 };
 

@@ -77,6 +77,13 @@ __device__ __forceinline__ int uniform(int x) {
   return __reduce_max_sync(~0u, x);
 }
 
+// A number that the compiler does not compute from outside of a loop: registers
+// that are full keep no addresses for the next turn.
+__device__ __forceinline__ int of_turn(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Over the lanes up to this one.
 __device__ __forceinline__ int inclusive_sum(int x, int lane) {
 #pragma unroll

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "common/offset.cuh"
-#include "common/segment.cuh"
 #include "extend/decode_tile.cuh"
+#include "extend/ranges.cuh"
 #include "extend/weigh.cuh"
 
 namespace turbo {
@@ -21,16 +21,21 @@ struct RowNote {
   // without a query sees all, of which nothing comes.
   int first, hidden;
 
-  // column: the row, of all of a KV head.
+  // column: the row, of all of a KV head. query_len, known_len: the sequence's
+  // query tokens, and its length as it is known early.
   __device__ __forceinline__ RowNote(const AttentionParams& p,
-                                     const Segment& segment, int column) {
-    const int query_len = p.num_query_tokens(segment.seq);
+                                     const Segment& segment, int column,
+                                     int query_len, int known_len) {
     token = column / p.heads_per_kv;
     is_inside = token < query_len;
     query = is_inside ? p.query_of(token, segment.kv_head, column) : -1;
-    first = is_inside ? p.first_seen(segment.seq, token) : 0;
+    first = is_inside ? p.first_seen(known_len, query_len, token) : 0;
     hidden = is_inside && !p.with_newest ? query_len - 1 - token : 0;
   }
+  __device__ __forceinline__ RowNote(const AttentionParams& p,
+                                     const Segment& segment, int column)
+      : RowNote(p, segment, column, p.num_query_tokens(segment.seq),
+                p.known_lens[segment.seq]) {}
 };
 
 // The queries of a lane's two rows, or -1.

@@ -8,30 +8,38 @@
 #include <type_traits>
 
 #include "extend_rows/queries.cuh"
+#include "extend_rows/segments.cuh"
 #include "extend_rows/write.cuh"
 
 namespace turbo {
 
 // Note which queries a warpgroup's rows are. Returns whether it has any.
-template <typename Plan, typename Params>
+template <typename Plan, typename Params, typename Segment>
 __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
                                           const Params& p,
                                           const Segment& segment, int group) {
   const int thread = threadIdx.x % kGroupThreads;
-  const int query_len = p.num_query_tokens(segment.seq);
+  int query_len, known_len;
+  if constexpr (std::is_same_v<Segment, OutputSegment>) {
+    query_len = segment.query_len, known_len = segment.known_len;
+  } else {
+    query_len = p.num_query_tokens(segment.seq);
+    known_len = p.known_lens[segment.seq];
+  }
   constexpr int kGroupRows = Plan::kGroupRows;
   const int first = segment.first_column + kGroupRows * group;
   sync_group(group);  // what was noted before is not read any more
   if (thread < kGroupRows) {
-    const RowNote note(p, segment, first + thread);
+    const RowNote note(p, segment, first + thread, query_len, known_len);
     const int row = kGroupRows * group + thread;
     if constexpr (kNotesQueries) shared.rows[row] = note.query;
     shared.firsts[row] = note.first;
     shared.limits[row] =
         segment.num_tokens - note.hidden - limits_from(segment);
     if constexpr (std::is_same_v<Params, OutputParams>) {
+      // Padding of a sequence shorter than its query tokens is seen by nobody.
       const int first_own =
-          max(note.token + 1 - p.sliding_window, p.num_padding(segment.seq));
+          max(note.token + 1 - p.sliding_window, query_len - known_len);
       shared.own_firsts[row] = note.is_inside ? first_own : 0;
       shared.own_limits[row] = note.is_inside ? note.token + 1 : query_len;
     }
@@ -68,37 +76,50 @@ __device__ __forceinline__ void add_values(
 }
 
 // Attend to a segment with a warpgroup's rows.
-template <typename Plan, typename Params>
+//
+// end_queries: is called when these are not read any more.
+template <typename Plan, typename Params, typename Segment, typename EndQueries>
 __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
                                                 const Params& p,
-                                                const PassSegment& segment,
-                                                int group, int lane) {
+                                                const Segment& segment,
+                                                int group, int lane,
+                                                const EndQueries& end_queries) {
   constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
   constexpr int kTokens = Plan::kTokens, kRowTiles = Plan::kRowTiles;
   const int num_steps = num_steps_of<Plan::kTiles>(segment);
+  const int first_tile = segment.first_tile, own_tile = segment.own_tile;
+  const int num_tokens = segment.num_tokens;
   if (!note_rows(shared, p, segment, group)) {
     pass_steps(shared, stage, num_steps, lane);
+    end_queries();
     return;
   }
-  const int64_t first_query = p.first_query(segment.seq);
   const int warp = threadIdx.x / 32 % 4;
   const int first_row = Plan::kGroupRows * group + 16 * warp + lane / 4;
   RowsAccumulator accumulators[kRowTiles];
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    RowsAccumulator& acc = accumulators[m];
-    acc.clear();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row =
-          query_of(shared, p, segment, first_row + kTileRows * m + 8 * r);
-      acc.factor[r] = row >= 0 ? p.query_scale[first_query + row] : 0.0f;
-    }
-  }
   RowQueries<Plan> queries;
-  queries.load(shared, p, segment, p.query + first_query * HEAD_SIZE, group,
-               first_row, lane);
+  if constexpr (kWithOutputs) {
+    wait_copies<0>();
+    __syncwarp();
+    queries.rotate(shared, accumulators, p, group, of_turn(lane));
+  } else {
+    const int64_t first_query = p.first_query(segment.seq);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row =
+            query_of(shared, p, segment, first_row + kTileRows * m + 8 * r);
+        accumulators[m].factor[r] =
+            row >= 0 ? p.query_scale[first_query + row] : 0.0f;
+      }
+    }
+    queries.load(shared, p, segment, p.query + first_query * HEAD_SIZE, group,
+                 first_row, lane);
+  }
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) accumulators[m].clear();
   const uint32_t all_keys = wgmma_operand(shared_address(shared.keys), 16);
   const uint32_t all_values = wgmma_operand(shared_address(shared.values), 16);
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
@@ -121,9 +142,9 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) hold(accumulators[i].output);
-    const int tile = segment.first_tile + step * Plan::kTiles;
-    const bool is_own = kWithOutputs && tile >= segment.own_tile;
-    const int token = (tile - (is_own ? segment.own_tile : 0)) * TILE_TOKENS;
+    const int tile = first_tile + step * Plan::kTiles;
+    const bool is_own = kWithOutputs && tile >= own_tile;
+    const int token = (tile - (is_own ? own_tile : 0)) * TILE_TOKENS;
     if constexpr (KEY_OFFSET != 0) {
       static_assert(kOffsetTiles % Plan::kTiles == 0);
       const int offset = offset_of_tile(p, tile);
@@ -138,8 +159,7 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
         is_done = false;
       }
     }
-    if (is_own || !is_done ||
-        segment.num_tokens - token < kTokens + p.most_hidden) {
+    if (is_own || !is_done || num_tokens - token < kTokens + p.most_hidden) {
       const int* firsts = is_own ? shared.own_firsts : shared.firsts;
       const RowLimit* lasts = is_own ? shared.own_limits : shared.limits;
       const int end = limits_from(segment) - token;
@@ -207,9 +227,40 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
       end(even);
     }
   }
+  end_queries();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     write(shared, accumulators[m], p, segment, first_row + kTileRows * m, lane);
+  }
+}
+
+// Attend to segments of the ring, whose queries are copied ahead.
+template <typename Plan>
+__device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
+                                             const OutputParams& p, int group,
+                                             int lane) {
+  SegmentRing<true>& ring = shared.ring;
+  Stage<Plan::kStages> stage;
+  SegmentPlace place;
+  const auto begin = [&](const SegmentPlace& of) {
+    const bool is_there = wait_for_segment(ring, of);
+    if (is_there)
+      copy_queries(shared, p, ring.segments[of.index], group, of_turn(lane));
+    return is_there;
+  };
+  bool is_there = begin(place);
+#pragma unroll 1
+  while (is_there) {
+    SegmentPlace next = place;
+    next.advance();
+    consume_segment(shared, stage, p, ring.segments[place.index], group, lane,
+                    [&] {
+                      // Other warps' products read queries, too.
+                      if (!Plan::kHoldsQueries) sync_group(group);
+                      is_there = begin(next);
+                    });
+    arrive_warp(ring.empty[place.index], lane);
+    place = next;
   }
 }
 

@@ -60,27 +60,28 @@ void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
 //   batch.
 //
 // See turbo::OutputParams and extend_rows.py for the others.
-void extend_outputs(TensorView query, TensorView query_scale,
-                    TensorView kv_cache, TensorView block_table,
-                    TensorView seq_lens, Optional<TensorView> query_start_loc,
-                    int64_t num_seqs, int64_t query_len, TensorView output,
-                    TensorView partial, TensorView partial_lse,
-                    Optional<TensorView> key, Optional<TensorView> value,
-                    Optional<TensorView> own_tiles, int64_t sliding_window,
-                    Optional<TensorView> sinks, double soft_cap,
-                    bool enable_pdl) {
+void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
+                    TensorView block_table, TensorView seq_lens,
+                    Optional<TensorView> query_start_loc, int64_t num_seqs,
+                    int64_t query_len, TensorView output, TensorView partial,
+                    TensorView partial_lse, Optional<TensorView> key,
+                    Optional<TensorView> value, Optional<TensorView> own_tiles,
+                    int64_t sliding_window, Optional<TensorView> sinks,
+                    double soft_cap, bool enable_pdl) {
   static_assert(!KEY_OFFSET, "query tokens' keys have theirs");
+  turbo::check_axes("query", query, 3);
+  const int64_t num_tokens = query.size(0), num_heads = query.size(1);
   turbo::OutputParams p = {};
   static_cast<turbo::AttentionParams&>(p) = turbo::params_of(
-      query, query_scale, kv_cache, block_table, seq_lens, query_start_loc,
-      num_seqs, query_len, own_tiles.has_value(), {}, sliding_window);
+      num_heads, kv_cache, block_table, seq_lens, query_start_loc, num_seqs,
+      query_len, own_tiles.has_value(), {}, sliding_window);
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();
-  const int64_t num_heads = query.size(1), num_kv_heads = kv_cache.size(1);
-  p.is_bf16 = output.dtype() == turbo::kBFloat16;
-  if (!p.is_bf16) turbo::check_dtype("output", output, turbo::kFloat16);
+  turbo::add_original_queries(p, "query", query, num_tokens, num_heads, device);
+  p.query_factor = static_cast<float>(query_factor);
+  turbo::check_dtype("output", output, query.dtype());
   check_tokens("output", output, output, num_heads);
-  turbo::check_size("output", output, 0, query.size(0));
+  turbo::check_size("output", output, 0, num_tokens);
   p.output = output.data_ptr();
   p.stride_output_token = output.stride(0);
   p.stride_output_head = output.stride(1);

@@ -21,6 +21,8 @@ __device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
     init_barrier(shared_address(&shared.empty_keys[i]), Plan::kConsumerWarps);
     init_barrier(shared_address(&shared.empty_values[i]), Plan::kConsumerWarps);
   }
+  if constexpr (Plan::kEndsInOutputs)
+    init_ring(shared.ring, Plan::kConsumerWarps);
   fence_barrier_init();
 }
 
@@ -33,6 +35,8 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   auto& shared = *reinterpret_cast<RowsShared<Plan>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   using Cut = typename Plan::Cut;
+  constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
+  static_assert(kWithOutputs == Plan::kEndsInOutputs);
   if (threadIdx.x == 0) init_rows(shared);
   // As in extend.cuh.
   if (p.lens_are_new) wait_for_previous_kernel();
@@ -44,31 +48,36 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   __syncthreads();
   const Ranges ranges = shared.ranges;
   wait_for_previous_kernel();
+  const auto for_each_segment = [&](const auto& attend) {
+#pragma unroll 1
+    for (int i = blockIdx.x; i < ranges.count; i += int(gridDim.x))
+      Cut::for_each_segment(p, ranges, i, attend);
+  };
   Stage<Plan::kStages> stage;
   if (warp < Plan::kConsumerWarps) {
     take_registers<Plan::kConsumerRegisters>();
     const int group = warp / 4;
-#pragma unroll 1
-    for (int index = blockIdx.x; index < ranges.count;
-         index += int(gridDim.x)) {
-      Cut::for_each_segment(p, ranges, index, [&](const PassSegment& segment) {
-        consume_segment(shared, stage, p, segment, group, lane);
-      });
-    }
-    if constexpr (std::is_same_v<Params, OutputParams>) {
+    if constexpr (kWithOutputs) {
+      consume_ring(shared, p, group, lane);
       write_empty<32 * Plan::kConsumerWarps>(p, threadIdx.x);
     } else {
+      for_each_segment([&](const PassSegment& segment) {
+        consume_segment(shared, stage, p, segment, group, lane, [] {});
+      });
       skip_empty<Plan::kConsumerWarps>(p, warp, lane);
     }
   } else {
     give_registers<Plan::kProducerRegisters>();
     const int producer = warp - Plan::kConsumerWarps;
-#pragma unroll 1
-    for (int index = blockIdx.x; index < ranges.count;
-         index += int(gridDim.x)) {
-      Cut::for_each_segment(p, ranges, index, [&](const PassSegment& segment) {
-        produce_segment(shared, stage, p, segment, producer, lane);
-      });
+    [[maybe_unused]] SegmentPlace place;
+    for_each_segment([&](const PassSegment& segment) {
+      if constexpr (kWithOutputs) {
+        if (producer == 0) announce(shared.ring, place, p, segment, lane);
+      }
+      produce_segment(shared, stage, p, segment, producer, lane);
+    });
+    if constexpr (kWithOutputs) {
+      if (producer == 0) announce_end(shared.ring, place, lane);
     }
   }
 }

@@ -70,7 +70,7 @@ struct PartsInFlight {
 template <typename T, int kRows>
 __device__ __forceinline__ void join_rows(
     const OutputParams& p, const Signs& signs,
-    const RowParts<kRows> (&parts)[kJoinedRows], int seq,
+    const RowParts<kRows> (&parts)[kJoinedRows], int first_token,
     const int (&queries)[kJoinedRows], int lane) {
   PartsInFlight loaded[kJoinedRows];
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void join_rows(
       sum[j][2] = x.z * factor, sum[j][3] = x.w * factor;
     }
     hadamard(sum, lane);
-    T* output = static_cast<T*>(p.output) + p.output_place(seq, query) +
+    T* output = static_cast<T*>(p.output) + p.output_place(first_token, query) +
                 lane % kLanes * kVector;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const int first_column = pass.pass % pass.head_passes * kRows;
   const int num_columns = p.num_query_tokens(pass.seq) * p.heads_per_kv;
   const int num_rows = min(num_columns - first_column, kRows);
+  const int first_token = p.first_token(pass.seq);
   constexpr int kWarpRows = kSideBySide * kJoinedRows;
 #pragma unroll 1
   for (int first = int(blockIdx.y) * kJoinBlockRows + warp * kWarpRows;
@@ -145,9 +146,9 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
       queries[k] = row < num_rows ? query : -1;
     }
     if (p.is_bf16) {
-      join_rows<__nv_bfloat16>(p, signs, parts, pass.seq, queries, lane);
+      join_rows<__nv_bfloat16>(p, signs, parts, first_token, queries, lane);
     } else {
-      join_rows<__half>(p, signs, parts, pass.seq, queries, lane);
+      join_rows<__half>(p, signs, parts, first_token, queries, lane);
     }
   }
 }

@@ -28,6 +28,16 @@ constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
 // Eight rows of a panel: the stride of operands.
 constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 
+// Segments that are known to consumers.
+constexpr int kSegments = 2;
+
+// What is announced of one to those that end in outputs.
+struct OutputSegment : PassSegment {
+  // Of the sequence: where its query tokens begin among all, how many these
+  // are, and its length as it is known early.
+  int first_token, query_len, known_len;
+};
+
 // Whether there is room for the rows' queries, which else are found anew, and
 // for what they see up to, which else is counted from the sequence's end.
 constexpr bool kNotesQueries = HEAD_SIZE <= 128;
@@ -40,10 +50,10 @@ using RowLimit = std::conditional_t<kNotesQueries, int, int16_t>;
 // left. kHoldsQueries: a consumer has its queries in registers, not in shared
 // memory. kRowTiles: products of a consumer, each of other queries. kOverlaps:
 // a consumer weighs scores while values are added, which takes more registers.
-// kHasOwnTiles: whether there are tiles of query tokens as they are.
+// kEndsInOutputs: whether there are OutputParams.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
           int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_,
-          int kRowTiles_, bool kOverlaps_, bool kHasOwnTiles_>
+          int kRowTiles_, bool kOverlaps_, bool kEndsInOutputs_>
 struct RowsPlan {
   static constexpr int kConsumers = kConsumers_, kProducers = kProducers_;
   static constexpr int kBlocks = kBlocks_, kTiles = kTiles_;
@@ -51,8 +61,11 @@ struct RowsPlan {
   static constexpr bool kHoldsQueries = kHoldsQueries_;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kOverlaps = kOverlaps_;
-  static constexpr bool kHasOwnTiles = kHasOwnTiles_;
-  static_assert(kNotesQueries || !kHasOwnTiles, "their limits are no others");
+  static constexpr bool kEndsInOutputs = kEndsInOutputs_;
+  static_assert(kNotesQueries || !kEndsInOutputs, "their limits are no others");
+  // Whether there is room for queries in shared memory: also those that are
+  // held are copied there first, as the model has them.
+  static constexpr bool kHasQueries = !kHoldsQueries || kEndsInOutputs;
   static constexpr int kGroupRows = kTileRows * kRowTiles;
   static_assert(kGroupRows <= kGroupThreads);
   static constexpr int kRows = kGroupRows * kConsumers;
@@ -81,13 +94,23 @@ struct RowsPlan {
 
 // Operands are [panel][row][16-byte chunk, swizzled]: queries by coordinates,
 // tokens by coordinates, and coordinates by tokens.
-template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
+template <typename Plan, bool kHasQueries = Plan::kHasQueries>
 struct alignas(1024) QueriesShared {
   uint8_t queries[Plan::kConsumers][Plan::kRowTiles][kKeyPanels][kTileRows]
                  [kRowBytes];
 };
 template <typename Plan>
-struct QueriesShared<Plan, true> {};
+struct QueriesShared<Plan, false> {};
+
+// What producers are at, and what consumers are: see segments.cuh.
+template <bool kExists>
+struct SegmentRing {
+  OutputSegment segments[kSegments];
+  alignas(8) uint64_t full[kSegments];
+  uint64_t empty[kSegments];
+};
+template <>
+struct SegmentRing<false> {};
 
 template <typename Plan>
 struct alignas(1024) RowsShared : QueriesShared<Plan> {
@@ -102,12 +125,13 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
   int firsts[Plan::kRows];
   RowLimit limits[Plan::kRows];
   // The same of the query tokens as they are.
-  int own_firsts[Plan::kHasOwnTiles ? Plan::kRows : 1];
-  RowLimit own_limits[Plan::kHasOwnTiles ? Plan::kRows : 1];
+  int own_firsts[Plan::kEndsInOutputs ? Plan::kRows : 1];
+  RowLimit own_limits[Plan::kEndsInOutputs ? Plan::kRows : 1];
   alignas(8) uint64_t full_keys[Plan::kStages];
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];
   uint64_t empty_values[Plan::kStages];
+  SegmentRing<Plan::kEndsInOutputs> ring;
   Ranges ranges;
 };
 

@@ -16,8 +16,10 @@ constexpr int kOwnTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
 // Partial results are of a block's rows there: of range i 2 * i of the pass
 // that it goes on with, and 2 * i + 1 of the one that it does not end. Those
 // that it has all of are outputs at once.
+//
+// Queries are the original ones alone.
 struct OutputParams : AttentionParams {
-  void* output;  // [T, Hq, D], where the rotated queries may lie
+  void* output;  // [T, Hq, D]
   int64_t stride_output_token;
   int64_t stride_output_head;
   // [T / 16 + B, H, 2, 16 * D] fp16: sequence i's from first_token / 16 + i on.
@@ -29,6 +31,7 @@ struct OutputParams : AttentionParams {
   int64_t stride_key_head;
   int64_t stride_value_token;
   int64_t stride_value_head;
+  float query_factor;  // of rotated queries, for base-2 softmax
   Sinks sinks;
   int num_ranges;  // that there is room for
 
@@ -42,14 +45,12 @@ struct OutputParams : AttentionParams {
     const int64_t place = first_token(seq) / TILE_TOKENS + seq + tile;
     return own_tiles + (place * num_kv_heads + kv_head) * kOwnTileNumbers;
   }
-  // Which of its sequence's query tokens are padding, which nobody sees.
-  __device__ __forceinline__ int num_padding(int seq) const {
-    return max(num_query_tokens(seq) - known_lens[seq], 0);
-  }
-  __device__ __forceinline__ int64_t output_place(int seq, int row) const {
+  // first_token: of the row's sequence.
+  __device__ __forceinline__ int64_t output_place(int first_token,
+                                                  int row) const {
     const int num_heads = num_kv_heads * heads_per_kv;
     const int token = row / num_heads;
-    return (first_token(seq) + token) * stride_output_token +
+    return (first_token + token) * stride_output_token +
            (row - token * num_heads) * stride_output_head;
   }
 };

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "extend/rows.cuh"
-#include "extend_rows/decode_tile.cuh"
+#include "extend_rows/original_queries.cuh"
 
 namespace turbo {
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void sync_group(int group) {
 template <typename Plan>
 __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
                                         const AttentionParams& p,
-                                        const Segment& segment, int row) {
+                                        const PassSegment& segment, int row) {
   if constexpr (kNotesQueries) return shared.rows[row];
   return RowNote(p, segment, segment.first_column + row).query;
 }
@@ -28,7 +28,7 @@ __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
 template <typename Plan>
 __device__ __forceinline__ LaneQueries
 queries_of(const RowsShared<Plan>& shared, const AttentionParams& p,
-           const Segment& segment, int row) {
+           const PassSegment& segment, int row) {
   return {query_of(shared, p, segment, row),
           query_of(shared, p, segment, row + 8)};
 }
@@ -50,7 +50,7 @@ struct RowQueries<Plan, true> {
   // queries: of the sequence. first_row: of the lane's first two.
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
                                        const AttentionParams& p,
-                                       const Segment& segment,
+                                       const PassSegment& segment,
                                        const __half* queries, int,
                                        int first_row, int lane) {
 #pragma unroll
@@ -58,6 +58,18 @@ struct RowQueries<Plan, true> {
       load_row_queries(
           fragments[m], queries,
           queries_of(shared, p, segment, first_row + kTileRows * m), lane);
+    }
+  }
+
+  // Rotate those that have been copied.
+  __device__ __forceinline__ void rotate(
+      RowsShared<Plan>& shared,
+      RowsAccumulator (&accumulators)[Plan::kRowTiles], const OutputParams& p,
+      int group, int lane) {
+#pragma unroll
+    for (int m = 0; m < Plan::kRowTiles; ++m) {
+      rotate_queries(fragments[m], accumulators[m].factor,
+                     shared.queries[group][m][0][0], p, lane);
     }
   }
 
@@ -86,7 +98,7 @@ struct RowQueries<Plan, false> {
 
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
                                        const AttentionParams& p,
-                                       const Segment& segment,
+                                       const PassSegment& segment,
                                        const __half* p_queries, int group, int,
                                        int) {
     constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
@@ -121,6 +133,25 @@ struct RowQueries<Plan, false> {
             chunks[k][0], chunks[k][1], chunks[k][2], chunks[k][3]};
       }
     }
+    begin(shared, group);
+  }
+
+  // Rotate those that have been copied, where they are.
+  __device__ __forceinline__ void rotate(
+      RowsShared<Plan>& shared,
+      RowsAccumulator (&accumulators)[Plan::kRowTiles], const OutputParams& p,
+      int group, int lane) {
+#pragma unroll
+    for (int m = 0; m < Plan::kRowTiles; ++m) {
+      uint8_t* queries = shared.queries[group][m][0][0];
+      uint32_t fragments[HEAD_SIZE / 4];
+      rotate_queries(fragments, accumulators[m].factor, queries, p, lane);
+      store_queries(queries, fragments, lane);
+    }
+    begin(shared, group);
+  }
+
+  __device__ __forceinline__ void begin(RowsShared<Plan>& shared, int group) {
     fence_async_proxy();
     sync_group(group);
     operand = wgmma_operand(shared_address(shared.queries[group]), 16);

@@ -87,7 +87,7 @@ template <typename Plan>
 __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
                                               RowsAccumulator& acc,
                                               const OutputParams& p,
-                                              const PassSegment& segment,
+                                              const OutputSegment& segment,
                                               int first_row, int lane) {
   const int t = lane % 4;
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
     const int query = query_of(shared, p, segment, first_row + 8 * r);
     if (query < 0) continue;
     auto* output = static_cast<uint16_t*>(p.output) +
-                   p.output_place(segment.seq, query) + 8 * t;
+                   p.output_place(segment.first_token, query) + 8 * t;
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 32; ++i) {
       const uint32_t signs = kRotationSigns[i] >> (8 * t);
@@ -146,8 +146,8 @@ template <typename Plan>
 __device__ __forceinline__ void write(const RowsShared<Plan>& shared,
                                       RowsAccumulator& acc,
                                       const OutputParams& p,
-                                      const PassSegment& segment, int first_row,
-                                      int lane) {
+                                      const OutputSegment& segment,
+                                      int first_row, int lane) {
   if (segment.begins && segment.ends) {
     write_outputs(shared, acc, p, segment, first_row, lane);
   } else {
@@ -167,8 +167,8 @@ __device__ __forceinline__ void write_empty(const OutputParams& p, int thread) {
         p.num_query_tokens(seq) * p.num_kv_heads * p.heads_per_kv * kRowWords;
 #pragma unroll 1
     for (int i = thread; i < num_words; i += kThreads) {
-      auto* output =
-          static_cast<uint16_t*>(p.output) + p.output_place(seq, i / kRowWords);
+      auto* output = static_cast<uint16_t*>(p.output) +
+                     p.output_place(p.first_token(seq), i / kRowWords);
       reinterpret_cast<uint32_t*>(output)[i % kRowWords] = 0;
     }
   }
