@@ -50,6 +50,7 @@ SUBSET = [
 OVERLAPPING = 90
 WAIT = "griddepcontrol.wait;"
 LET_NEXT_BEGIN = "griddepcontrol.launch_dependents;"
+ROTATE = "mma.sync"
 
 
 def recorded() -> dict:
@@ -59,7 +60,7 @@ def recorded() -> dict:
 def check_overlap(kernel: str, capability: int, ptx: str) -> None:
     """Kernels wait for the one before them before they write anything. The merge, and
     what joins parts of outputs, alone read before, what the model gives them, and so
-    the store lets none begin before it has waited itself.
+    the store lets none begin before it has waited itself, nor before it has rotated.
     """
     if capability < OVERLAPPING:
         assert "griddepcontrol" not in ptx
@@ -74,6 +75,8 @@ def check_overlap(kernel: str, capability: int, ptx: str) -> None:
         assert wait and not re.search(early, before)
         if kernel in ("store", "merge"):
             assert LET_NEXT_BEGIN in entry and LET_NEXT_BEGIN not in before
+        if kernel == "store":
+            assert ROTATE in entry.partition(LET_NEXT_BEGIN)[0]
 
 
 @requires_nvcc

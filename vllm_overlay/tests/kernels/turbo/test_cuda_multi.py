@@ -148,9 +148,7 @@ extends = pytest.mark.parametrize("kernel", ["extend", ROWS, OUTPUTS])
 merged_extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
 # How rotated queries are rounded where they are not in the model's dtype.
 ROUNDING = {"cuda": reference.round_query}
-ROUNDING |= dict.fromkeys(
-    ("columns", "extend", "rows"), lambda q: q.to(FP16).float()
-)
+ROUNDING |= dict.fromkeys(("columns", "extend", "rows"), lambda q: q.to(FP16).float())
 all_kernels = pytest.mark.parametrize(
     "kernel",
     [

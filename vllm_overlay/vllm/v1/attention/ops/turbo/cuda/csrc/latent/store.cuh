@@ -68,6 +68,7 @@ template <bool kIsBf16>
 __device__ __forceinline__ void store_ropes(const LatentStoreParams& p,
                                             int block) {
   const int row = block * kBlockRopes + int(threadIdx.x) / kRopeLanes;
+  start_next_kernel();
   const LatentPlace place(p, slot_of(p, row));
   const uint16_t* k_pe = p.k_pe + row * p.stride_k_pe_token;
   store_rope<kIsBf16>(place.tile == nullptr ? nullptr : k_pe, place.tile,
@@ -102,6 +103,7 @@ __device__ __forceinline__ void store_latents(const LatentStoreParams& p,
   float y[1][Share::kElements];
   int exponent;
   input.template rotate<kIsBf16>(y, exponent);
+  start_next_kernel();
   encode_vector<true, kParts>(y, exponent, tables, LatentPlace(p, slot));
 }
 
@@ -111,7 +113,6 @@ __global__ void __launch_bounds__(kStoreThreads)
   __shared__ __align__(16) SideTables<true> tables;
   // See store_kernel.
   wait_for_previous_kernel();
-  start_next_kernel();
   const int rope_block = int(blockIdx.x) - p.latent_blocks;
   if (kHasRope && rope_block >= 0) {
     store_ropes<kIsBf16>(p, rope_block);

@@ -59,6 +59,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   int exponent;
   bool has_nan;
   rotate_single<kIsBf16>(input, y, exponent, has_nan);
+  start_next_kernel();
   if (is_query) {
     if (!is_row) return;
     const bool is_nan = __any_sync(~0u, has_nan);

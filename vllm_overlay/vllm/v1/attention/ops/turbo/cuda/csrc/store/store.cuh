@@ -100,6 +100,7 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
         has_nan);
     rotate(integers, params.kv_matrix, y);
   }
+  start_next_kernel();
   Place place(params, slot, head);
   if (RECENT_WINDOW != 0 && with_key && slot >= 0) {
     const bool is_first =
@@ -130,6 +131,7 @@ __device__ __forceinline__ void rotate_queries(const KernelParams& params,
   load_integers<kIsBf16>(query, nullptr, integers, exponent, has_nan);
   float y[kQueryBlocks][4];
   rotate(integers, params.query_matrix, y);
+  start_next_kernel();
 
   const uint32_t lanes_with_nan = __ballot_sync(~0u, has_nan);
   constexpr int kLoaders = kColumnLanes / kColumnVectors;
@@ -170,11 +172,13 @@ __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
   // The next kernel begins when all before this one is there to be read: it
-  // waits for no more than this.
+  // waits for no more than this. And not before vectors are rotated: of one
+  // that begins with this one the first instructions take 10 us longer to come
+  // if caches are cold, as behind a model's weights.
   wait_for_previous_kernel();
-  start_next_kernel();
   if constexpr (RECENT_WINDOW != 0) {
     if (int(blockIdx.x) < params.window_blocks) {
+      start_next_kernel();
       update_window<kIsBf16>(params, blockIdx.x);
       return;
     }
