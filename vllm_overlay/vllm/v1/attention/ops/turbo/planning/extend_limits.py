@@ -26,9 +26,9 @@ _MAX_EXTEND_QUERIES = 256
 # sequences of 32768 take with heads of 256 and 64 tokens 1009 against 1521, with 128
 # 2147 against 2196, which at other shapes may be more.
 _MEASURED: dict[int, ExtendLimits] = {90: {64: {8: 64}, 128: {4: 128}, 256: {8: 64}}}
-# The same of kernels that end in outputs: with 256 tokens each 2403 us against 2932,
-# but with 512 16 sequences of 32768 take 8630 against 7639. With heads of 64 and 256
-# tokens each it is 3000 against 3247.
+# The same of kernels that end in outputs: with 256 tokens each 2346 us against 2865,
+# but with 512 16 sequences of 32768 take 8482 against 7561. With heads of 64 and 256
+# tokens each it is 3012 against 3254.
 _MEASURED_OUTPUTS: dict[int, ExtendLimits] = {90: {64: {8: 256}, 128: {4: 256}}}
 
 
