@@ -5,8 +5,9 @@
     python ci/cuda_defects.py [NAME]...
 
 It runs on a GPU, with the vLLM that the Python imports. Each test has to pass without a
-defect, and to fail with it. What only compute-sanitizer can see is for ci/sanitize.py
-to plant.
+defect, and to fail with it, of kernels that were built: what cannot be planted, or not
+compiled then, is found by nobody. What only compute-sanitizer can see is for
+ci/sanitize.py to plant.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
 OFFSETS = "test_cuda_offset.py::test_offsets"
@@ -28,8 +31,10 @@ CAPS = "test_cuda_soft_cap.py::test_"
 WINDOWS = "test_cuda_sliding_window.py::test_"
 STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_it"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
-# Exit statuses of pytest.
-PASSED, FAILED = 0, 1
+# Exit statuses of pytest, and one that it does not have.
+PASSED, FAILED, NOT_PLANTED = 0, 1, 70
+# What build.py says of a kernel that the compiler does not take.
+NOT_BUILT = "was not compiled or linked"
 
 
 class Defect(NamedTuple):
@@ -116,8 +121,8 @@ DEFECTS = {
     ),
     "extend-window": Defect(
         "extend/rows.cuh",
-        "p.first_seen(segment.known_len, query_len, token) : 0;",
-        "p.first_seen(segment.known_len, query_len, token) - 1 : 0;",
+        "p.first_seen(known_len, query_len, token) : 0;",
+        "p.first_seen(known_len, query_len, token) - 1 : 0;",
         f"{WINDOWS}extends",
         "turbo4",
     ),
@@ -138,7 +143,7 @@ DEFECTS = {
     ),
     "outputs-padding": Defect(
         "extend_rows/consume.cuh",
-        "query_len - segment.known_len);",
+        "query_len - known_len);",
         "0);",
         f"{WINDOWS}sinks",
         "turbo4 and outputs and newest",
@@ -374,8 +379,27 @@ def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
     ]
 
 
+class NotPlanted(Exception):
+    """A defect's source is another by now."""
+
+
+class BuildFailures:
+    """A plugin for pytest that counts tests for which kernels could not be built."""
+
+    count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Look for what the build says."""
+        self.count += report.failed and NOT_BUILT in report.longreprtext
+
+
 def plant(defect: Defect) -> None:
-    """Let this process build its kernels from a copy of the sources with a defect."""
+    """Let this process build its kernels from a copy of the sources with a defect.
+
+    Raises:
+        NotPlanted: If what it replaces is not there.
+
+    """
     from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 
     folder = Path(tempfile.mkdtemp()) / "cuda"
@@ -383,19 +407,22 @@ def plant(defect: Defect) -> None:
     source = folder / defect.source
     text = source.read_text()
     found = text.count(defect.old)
-    assert found == defect.times, (defect, found)
+    if found != defect.times:
+        raise NotPlanted(f"{found} times in {defect.source}: {defect.old}")
     source.write_text(text.replace(defect.old, defect.new))
     cuda_build.SOURCE_DIR = folder
 
 
 def run_test(defect: Defect) -> int:
-    """Returns pytest's exit status, of a test in this process."""
-    import pytest
-
+    """Returns pytest's exit status, of a test in this process; ``NOT_PLANTED`` if
+    kernels could not be built.
+    """
     arguments = ["-q", "-rN", "--tb=line", "-p", "no:cacheprovider"]
     if defect.selected:
         arguments += ["-k", defect.selected]
-    return pytest.main([*arguments, str(TESTS / defect.test)])
+    failures = BuildFailures()
+    status = pytest.main([*arguments, str(TESTS / defect.test)], plugins=[failures])
+    return NOT_PLANTED if failures.count else status
 
 
 def run_apart(name: str, option: str) -> int:
@@ -416,7 +443,11 @@ def main() -> int:
     parser.add_argument("--without", choices=DEFECTS, help="but plant nothing")
     args = parser.parse_args()
     if args.planted:
-        plant(DEFECTS[args.planted])
+        try:
+            plant(DEFECTS[args.planted])
+        except NotPlanted as error:
+            print(f"{args.planted}: {error}")
+            return NOT_PLANTED
         return run_test(DEFECTS[args.planted])
     if args.without:
         return run_test(DEFECTS[args.without])

@@ -2,15 +2,26 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The defects that ci/ plants in the CUDA kernels still are changes to the sources."""
 
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
-from cuda_defects import DEFECTS, SANITIZER_DEFECTS, TESTS, Defect  # noqa: E402
+import cuda_defects  # noqa: E402
+from cuda_defects import (  # noqa: E402
+    DEFECTS,
+    FAILED,
+    NOT_PLANTED,
+    PASSED,
+    SANITIZER_DEFECTS,
+    TESTS,
+    Defect,
+)
 
 SOURCES = ROOT / "vllm_overlay/vllm/v1/attention/ops/turbo/cuda/csrc"
 # Of the sanitizer's, some are in the inputs.
@@ -34,3 +45,41 @@ def test_what_a_defect_replaces_is_there(name: str) -> None:
 def test_its_test_is_there(name: str) -> None:
     path, _, function = DEFECTS[name].test.partition("::")
     assert f"def {function}(" in (TESTS / path).read_text()
+
+
+def test_what_cannot_be_planted_is_not_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, defect = next(iter(DEFECTS.items()))
+    source = tmp_path / defect.source
+    source.parent.mkdir(parents=True)
+    source.write_text("// another by now\n")
+    kernels = SimpleNamespace(build=SimpleNamespace(SOURCE_DIR=tmp_path))
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.turbo.cuda", kernels)
+    monkeypatch.setattr(sys, "argv", ["cuda_defects.py", "--with", name])
+    assert cuda_defects.main() == NOT_PLANTED
+    assert defect.source in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("pass", PASSED),
+        ("assert False", FAILED),
+        ("raise RuntimeError('decode.cu was not compiled or linked. It')", NOT_PLANTED),
+    ],
+)
+def test_what_is_not_built_is_not_caught(
+    tmp_path: Path, body: str, status: int
+) -> None:
+    """Of a test that fails, why it does decides."""
+    assert cuda_defects.NOT_BUILT in (SOURCES.parent / "build.py").read_text()
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    script = (
+        "import sys, pathlib, cuda_defects as c\n"
+        "c.TESTS = pathlib.Path(sys.argv[1])\n"
+        "sys.exit(c.run_test(c.Defect('', '', '', 'test_it.py')))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    found = subprocess.run(command, cwd=ROOT / "ci", capture_output=True, text=True)
+    assert found.returncode == status, found.stdout + found.stderr
