@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/cap_scores.cuh"
-#include "common/tile.cuh"
+#include "common/tile_values.cuh"
 #include "decode/keys.cuh"
 
 namespace turbo {
@@ -158,46 +158,13 @@ template <int kColumnTiles>
 __device__ __forceinline__ void add_values(
     DecodeAccumulator (&acc)[kColumnTiles], const uint8_t* tile,
     const uint32_t (&weights)[kColumnTiles][2], int lane) {
+  decode_tile_values(tile, lane, [&](int i, const uint32_t (&x)[4]) {
 #pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    uint32_t words[2][kPieceWords];
-    __half2 a[2], b[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      load_value_words(words[h], tile, h, piece, lane);
-      const uint32_t scales = value_scales(tile, h, piece, lane);
-      a[h] = __hmul2(as_half2(scales), as_half2(VALUE_LINEAR));
-      b[h] = __hmul2(as_half2(scales), as_half2(VALUE_QUADRATIC));
+    for (int m = 0; m < kColumnTiles; ++m) {
+      mma_f16(acc[m].output[i], x[0], x[1], x[2], x[3], weights[m][0],
+              weights[m][1]);
     }
-    constexpr int kRowWords = kPieceWords / 2;
-#pragma unroll
-    for (int j = 0; j < kRowWords; ++j) {
-      uint32_t values[4][2][2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint32_t word = words[h][r * kRowWords + j];
-          const uint32_t swapped = __byte_perm(word, word, 0x2301);
-          values[0][h][r] = value_coordinates(low_positions(word), a[h], b[h]);
-          values[1][h][r] = value_coordinates(high_positions(word), a[h], b[h]);
-          values[2][h][r] =
-              value_coordinates(low_positions(swapped), a[h], b[h]);
-          values[3][h][r] =
-              value_coordinates(high_positions(swapped), a[h], b[h]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t (&x)[2][2] = values[i];
-#pragma unroll
-        for (int m = 0; m < kColumnTiles; ++m) {
-          mma_f16(acc[m].output[piece * kPieceCodes + 4 * j + i], x[0][0],
-                  x[0][1], x[1][0], x[1][1], weights[m][0], weights[m][1]);
-        }
-      }
-    }
-  }
+  });
 }
 
 }  // namespace turbo
