@@ -33,6 +33,7 @@ _SELECTED = re.compile(
     |extend\.py::test_a_pass_of.*\[newest-outputs\]
     |extend\.py::test_queries_of_different.*\[newest-1-outputs-turbo4-64\]
     |extend\.py::test_queries_of_any_size\[(stored-bf16-40|newest-fp16--100)\]
+    |extend\.py::test_what_is_copied
     |sliding_window\.py::test_ragged_extends\[15-newest-(turbo4-128|k4v3-256)-extend\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]

@@ -173,10 +173,47 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 def test_queries_of_any_size(dtype, exponent, with_newest):
     """Which the kernel that ends in outputs rotates: each has a power of two."""
     batch = Batch(LAYOUT, [40, STEP + 3], 16, 4, dtype)
-    # As far as a dtype reaches; one token's and one head's are as they were.
-    batch.query[::2] *= 2.0 ** (exponent if dtype == BF16 else min(exponent, 8))
+    # As far as a dtype reaches, which fp16 does below its normal numbers. Every other
+    # token's are as they were, and one head's are zero.
+    if dtype == FP16:
+        exponent = min(max(exponent, -20), 8)
+    batch.query[::2] *= 2.0**exponent
+    assert batch.query.any(-1).all()
     batch.query[:, 1] = 0.0
     batch.check("outputs", with_newest, batch.decode("outputs", with_newest))
+
+
+def moved(x: torch.Tensor, places: int, pad: int) -> torch.Tensor:
+    """The same numbers so many places further on, and so many between tokens."""
+    num_tokens, row = x.shape[0], x[0].numel()
+    room = x.new_empty(places + num_tokens * (row + pad))
+    rows = room[places:].view(num_tokens, row + pad)[:, :row]
+    return rows.copy_(x.flatten(1)).view_as(x)
+
+
+@requires_hopper
+@pytest.mark.parametrize(
+    ("places", "pad", "message"),
+    [(4, 0, "its address is no multiple of 16 bytes"), (0, 4, "the stride of axis 0")],
+    ids=["address", "stride"],
+)
+@pytest.mark.parametrize("name", ["query", "output"])
+def test_what_is_copied_by_sixteen_bytes(monkeypatch, name, places, pad, message):
+    """Queries and outputs of the kernel that ends in outputs; a GPU takes no other."""
+    batch = Batch(LAYOUT, [STEP + 3], 16, 4, BF16)
+    attend = ATTENTION["outputs"]
+
+    def attend_moved(query, *args, **options) -> None:
+        *rest, output, newest, offset = args
+        if name == "query":
+            query = query._replace(vectors=moved(query.vectors, places, pad))
+        else:
+            output = moved(output, places, pad)
+        attend(query, *rest, output, newest, offset, **options)
+
+    monkeypatch.setitem(ATTENTION, "outputs", attend_moved)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        batch.decode("outputs", with_newest=True)
 
 
 def extend_pages(

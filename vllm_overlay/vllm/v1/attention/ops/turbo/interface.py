@@ -86,12 +86,20 @@ class RotatedQuery(NamedTuple):
     scale: torch.Tensor
 
 
+def score_factor(layout: TurboFormat, scale: float) -> float:
+    """What a rotated query's products with a cache's keys are times to be scores, in
+    base 2, of a softmax scale.
+    """
+    return scale * LOG2_E * layout.key_codebook.gain
+
+
 class OriginalQuery(NamedTuple):
     """Queries as the model has them, for kernels that rotate them by themselves.
 
     Attributes:
-        vectors: (T, Hq, D) bf16 or fp16; last axis contiguous, others at multiples of
-            eight. A sequence's tokens lie one after the other.
+        vectors: (T, Hq, D) bf16 or fp16; last axis contiguous, strides of the others
+            multiples of eight, and the address of 16 bytes. A sequence's tokens lie one
+            after the other.
         scale: Softmax scale.
 
     """
@@ -359,7 +367,8 @@ class OutputsFn(Protocol):
             layout: See there.
             batch: See there.
             scratch: Written; its sizes are ``KernelSet.output_scratch``'s.
-            output: (T, Hq, D) bf16 or fp16, written; last axis contiguous.
+            output: (T, Hq, D) of the queries' dtype, written; strides and address as
+                theirs.
             newest: The query tokens; None to read them from the cache. What attention
                 to them gave is not looked at.
             sliding_window: See there.

@@ -30,6 +30,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OriginalQuery,
     OutputScratch,
     TensorSpecs,
+    score_factor,
 )
 
 # Whose instructions it is made of.
@@ -269,7 +270,7 @@ def extend_outputs(
     kernel(
         query.vectors,
         # The rotation's norm is taken off where it is done.
-        query.scale * LOG2_E * layout.key_codebook.gain * head_size**-0.5,
+        score_factor(layout, query.scale) * head_size**-0.5,
         kv_cache,
         batch.block_table,
         batch.seq_lens,

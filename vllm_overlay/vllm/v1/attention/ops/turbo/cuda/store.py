@@ -17,10 +17,10 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
-    LOG2_E,
     KeyOffset,
     RotatedQuery,
     WindowUpdate,
+    score_factor,
 )
 
 
@@ -185,7 +185,7 @@ def store(
         *_constants(layout, device),
         query,
         *(rotated_query or (None, None)),
-        scale * LOG2_E * layout.key_codebook.gain,
+        score_factor(layout, scale),
         offset_table,
         None if step is None else step.seq_lens,
         None if step is None else step.query_start_loc,

@@ -11,11 +11,11 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
-    LOG2_E,
     KeyOffset,
     RotatedQuery,
     WindowUpdate,
     check_pages,
+    score_factor,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.codec import (
@@ -176,7 +176,7 @@ def _rotate_queries(
         *rotated_query,
         rotation_matrix(head_size, query.device),
         num_queries,
-        scale * LOG2_E * layout.key_codebook.gain,
+        score_factor(layout, scale),
         inverse_sqrt(head_size),
         query.stride(0),
         query.stride(1),
@@ -420,7 +420,7 @@ def store(
         num_segments,
         num_tokens,
         num_queries,
-        scale * LOG2_E * layout.key_codebook.gain,
+        score_factor(layout, scale),
         inverse_sqrt(head_size),
         kv_cache.shape[2],
         key.stride(0),

@@ -65,7 +65,6 @@ inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
 inline void add_queries(AttentionParams& p, const TensorView& query,
                         const TensorView& query_scale, DLDevice device) {
   check_dtype("query", query, kFloat16);
-  check_axes("query", query, 3);
   check_size("query", query, 2, HEAD_SIZE);
   check_contiguous("query", query);
   check_address("query", query, sizeof(__half2));
@@ -135,6 +134,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      int64_t sliding_window, double soft_cap, bool enable_pdl) {
   static_assert(!(KEY_OFFSET && SOFT_CAP),
                 "a capped score cannot get back what it lacks");
+  check_axes("query", query, 3);
   AttentionParams p =
       params_of(query.size(1), kv_cache, block_table, seq_lens, query_start_loc,
                 num_seqs, query_len, with_newest, packed_lens, sliding_window);

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "common/offset.cuh"
+#include "common/segment.cuh"
 #include "extend/decode_tile.cuh"
-#include "extend/ranges.cuh"
 #include "extend/weigh.cuh"
 
 namespace turbo {

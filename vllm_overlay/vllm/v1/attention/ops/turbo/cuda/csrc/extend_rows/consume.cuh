@@ -13,14 +13,21 @@
 
 namespace turbo {
 
+template <typename Params>
+constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
+template <typename Params>
+using SegmentOf =
+    std::conditional_t<kWithOutputs<Params>, OutputSegment, PassSegment>;
+
 // Note which queries a warpgroup's rows are. Returns whether it has any.
-template <typename Plan, typename Params, typename Segment>
+template <typename Plan, typename Params>
 __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
                                           const Params& p,
-                                          const Segment& segment, int group) {
+                                          const SegmentOf<Params>& segment,
+                                          int group) {
   const int thread = threadIdx.x % kGroupThreads;
   int query_len, known_len;
-  if constexpr (std::is_same_v<Segment, OutputSegment>) {
+  if constexpr (kWithOutputs<Params>) {
     query_len = segment.query_len, known_len = segment.known_len;
   } else {
     query_len = p.num_query_tokens(segment.seq);
@@ -36,7 +43,7 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
     shared.firsts[row] = note.first;
     shared.limits[row] =
         segment.num_tokens - note.hidden - limits_from(segment);
-    if constexpr (std::is_same_v<Params, OutputParams>) {
+    if constexpr (kWithOutputs<Params>) {
       // Padding of a sequence shorter than its query tokens is seen by nobody.
       const int first_own =
           max(note.token + 1 - p.sliding_window, query_len - known_len);
@@ -78,14 +85,11 @@ __device__ __forceinline__ void add_values(
 // Attend to a segment with a warpgroup's rows.
 //
 // end_queries: is called when these are not read any more.
-template <typename Plan, typename Params, typename Segment, typename EndQueries>
-__device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
-                                                Stage<Plan::kStages>& stage,
-                                                const Params& p,
-                                                const Segment& segment,
-                                                int group, int lane,
-                                                const EndQueries& end_queries) {
-  constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
+template <typename Plan, typename Params, typename EndQueries>
+__device__ __forceinline__ void consume_segment(
+    RowsShared<Plan>& shared, Stage<Plan::kStages>& stage, const Params& p,
+    const SegmentOf<Params>& segment, int group, int lane,
+    const EndQueries& end_queries) {
   constexpr int kTokens = Plan::kTokens, kRowTiles = Plan::kRowTiles;
   const int num_steps = num_steps_of<Plan::kTiles>(segment);
   const int first_tile = segment.first_tile, own_tile = segment.own_tile;
@@ -99,7 +103,7 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
   const int first_row = Plan::kGroupRows * group + 16 * warp + lane / 4;
   RowsAccumulator accumulators[kRowTiles];
   RowQueries<Plan> queries;
-  if constexpr (kWithOutputs) {
+  if constexpr (kWithOutputs<Params>) {
     wait_copies<0>();
     __syncwarp();
     queries.rotate(shared, accumulators, p, group, of_turn(lane));
@@ -143,7 +147,7 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) hold(accumulators[i].output);
     const int tile = first_tile + step * Plan::kTiles;
-    const bool is_own = kWithOutputs && tile >= own_tile;
+    const bool is_own = kWithOutputs<Params> && tile >= own_tile;
     const int token = (tile - (is_own ? own_tile : 0)) * TILE_TOKENS;
     if constexpr (KEY_OFFSET != 0) {
       static_assert(kOffsetTiles % Plan::kTiles == 0);
@@ -237,10 +241,10 @@ __device__ __forceinline__ void consume_segment(RowsShared<Plan>& shared,
 // Attend to segments of the ring, whose queries are copied ahead.
 template <typename Plan>
 __device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
+                                             Stage<Plan::kStages>& stage,
                                              const OutputParams& p, int group,
                                              int lane) {
   SegmentRing<true>& ring = shared.ring;
-  Stage<Plan::kStages> stage;
   SegmentPlace place;
   const auto begin = [&](const SegmentPlace& of) {
     const bool is_there = wait_for_segment(ring, of);

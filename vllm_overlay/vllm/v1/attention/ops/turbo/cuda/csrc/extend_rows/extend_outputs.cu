@@ -27,6 +27,13 @@ void check_tokens(const char* name, const TensorView& x,
   turbo::check_size(name, x, 1, num_heads);
 }
 
+// Vectors of 16 bits that are copied or written 16 bytes at a time.
+void check_runs(const char* name, const TensorView& x) {
+  turbo::check_stride(name, x, 0, 8);
+  turbo::check_stride(name, x, 1, 8);
+  turbo::check_address(name, x, 16);
+}
+
 void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
                     const Optional<TensorView>& key,
                     const Optional<TensorView>& value,
@@ -78,10 +85,12 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();
   turbo::add_original_queries(p, "query", query, num_tokens, num_heads, device);
+  check_runs("query", query);
   p.query_factor = static_cast<float>(query_factor);
   turbo::check_dtype("output", output, query.dtype());
   check_tokens("output", output, output, num_heads);
   turbo::check_size("output", output, 0, num_tokens);
+  check_runs("output", output);
   p.output = output.data_ptr();
   p.stride_output_token = output.stride(0);
   p.stride_output_head = output.stride(1);

@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   auto& shared = *reinterpret_cast<RowsShared<Plan>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   using Cut = typename Plan::Cut;
-  constexpr bool kWithOutputs = std::is_same_v<Params, OutputParams>;
-  static_assert(kWithOutputs == Plan::kEndsInOutputs);
+  static_assert(kWithOutputs<Params> == Plan::kEndsInOutputs);
   if (threadIdx.x == 0) init_rows(shared);
   // As in extend.cuh.
   if (p.lens_are_new) wait_for_previous_kernel();
@@ -57,8 +56,8 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   if (warp < Plan::kConsumerWarps) {
     take_registers<Plan::kConsumerRegisters>();
     const int group = warp / 4;
-    if constexpr (kWithOutputs) {
-      consume_ring(shared, p, group, lane);
+    if constexpr (kWithOutputs<Params>) {
+      consume_ring(shared, stage, p, group, lane);
       write_empty<32 * Plan::kConsumerWarps>(p, threadIdx.x);
     } else {
       for_each_segment([&](const PassSegment& segment) {
@@ -71,12 +70,12 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     const int producer = warp - Plan::kConsumerWarps;
     [[maybe_unused]] SegmentPlace place;
     for_each_segment([&](const PassSegment& segment) {
-      if constexpr (kWithOutputs) {
+      if constexpr (kWithOutputs<Params>) {
         if (producer == 0) announce(shared.ring, place, p, segment, lane);
       }
       produce_segment(shared, stage, p, segment, producer, lane);
     });
-    if constexpr (kWithOutputs) {
+    if constexpr (kWithOutputs<Params>) {
       if (producer == 0) announce_end(shared.ring, place, lane);
     }
   }

@@ -25,6 +25,7 @@ constexpr int kGroupThreads = 128;
 constexpr int kPanelColumns = 64;
 constexpr int kRowBytes = 2 * kPanelColumns;
 constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
+constexpr uint32_t kQueryPanelBytes = kTileRows * kRowBytes;
 // Eight rows of a panel: the stride of operands.
 constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 

@@ -21,6 +21,11 @@ namespace turbo {
 // Rows of a product that a warp has.
 constexpr int kWarpTileRows = 16;
 
+// The first of a warp's, of a product.
+__device__ __forceinline__ int first_warp_row() {
+  return threadIdx.x / 32 % 4 * kWarpTileRows;
+}
+
 // Where a chunk of 16 bytes of a row is until queries are rotated: lanes read
 // eight bytes or four of eight rows, four lanes a row.
 __device__ __forceinline__ uint32_t original_place(int row, int chunk) {
@@ -36,7 +41,7 @@ __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
                                              int group, int lane) {
   constexpr int kRowChunks = HEAD_SIZE / 8, kRowsAtOnce = 32 / kRowChunks;
   static_assert(Plan::kRowTiles <= 2, "a lane knows of one row");
-  const int first_row = threadIdx.x / 32 % 4 * kWarpTileRows;
+  const int first_row = first_warp_row();
   const int column = segment.first_column + Plan::kGroupRows * group +
                      lane / kWarpTileRows * kTileRows + first_row +
                      lane % kWarpTileRows;
@@ -74,8 +79,7 @@ __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
 // queries: of a product.
 __device__ __forceinline__ void load_original_queries(
     uint32_t (&fragments)[HEAD_SIZE / 4], const uint8_t* queries, int lane) {
-  constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
-  const int first_row = threadIdx.x / 32 % 4 * kWarpTileRows + lane / 4;
+  const int first_row = first_warp_row() + lane / 4;
   const int unit = kLaneUnits * key_place(lane % 4);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -90,7 +94,7 @@ __device__ __forceinline__ void load_original_queries(
         const int own = first + code * NUM_UNITS + unit;
         const int chunk = own / 8;
         load_words(words[code],
-                   queries + chunk / 8 * kPanelBytes +
+                   queries + chunk / 8 * kQueryPanelBytes +
                        original_place(first_row + 8 * r, chunk % 8) +
                        own % 8 * 2);
       }
@@ -203,14 +207,13 @@ __device__ __forceinline__ void rotate_queries(
 // Make an operand of a lane's fragments, where the warp has read its rows.
 __device__ __forceinline__ void store_queries(
     uint8_t* queries, const uint32_t (&fragments)[HEAD_SIZE / 4], int lane) {
-  constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
-  const int first_row = threadIdx.x / 32 % 4 * kWarpTileRows + lane / 4;
+  const int first_row = first_warp_row() + lane / 4;
   __syncwarp();
 #pragma unroll
   for (int chunk = 0; chunk < HEAD_SIZE / 8; ++chunk) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint8_t* target = queries + chunk / 8 * kPanelBytes +
+      uint8_t* target = queries + chunk / 8 * kQueryPanelBytes +
                         swizzled(first_row + 8 * r, chunk % 8);
       *reinterpret_cast<uint32_t*>(target + lane % 4 * 4) =
           fragments[chunk / 2 * 4 + chunk % 2 * 2 + r];

@@ -19,7 +19,7 @@ __device__ __forceinline__ void sync_group(int group) {
 template <typename Plan>
 __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
                                         const AttentionParams& p,
-                                        const PassSegment& segment, int row) {
+                                        const Segment& segment, int row) {
   if constexpr (kNotesQueries) return shared.rows[row];
   return RowNote(p, segment, segment.first_column + row).query;
 }
@@ -28,7 +28,7 @@ __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
 template <typename Plan>
 __device__ __forceinline__ LaneQueries
 queries_of(const RowsShared<Plan>& shared, const AttentionParams& p,
-           const PassSegment& segment, int row) {
+           const Segment& segment, int row) {
   return {query_of(shared, p, segment, row),
           query_of(shared, p, segment, row + 8)};
 }
@@ -50,7 +50,7 @@ struct RowQueries<Plan, true> {
   // queries: of the sequence. first_row: of the lane's first two.
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
                                        const AttentionParams& p,
-                                       const PassSegment& segment,
+                                       const Segment& segment,
                                        const __half* queries, int,
                                        int first_row, int lane) {
 #pragma unroll
@@ -98,10 +98,9 @@ struct RowQueries<Plan, false> {
 
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
                                        const AttentionParams& p,
-                                       const PassSegment& segment,
+                                       const Segment& segment,
                                        const __half* p_queries, int group, int,
                                        int) {
-    constexpr uint32_t kPanelBytes = kTileRows * kRowBytes;
     constexpr int kPairs = HEAD_SIZE / 16;  // of chunks
     const int thread = threadIdx.x % kGroupThreads;
 #pragma unroll 2
@@ -128,7 +127,7 @@ struct RowQueries<Plan, false> {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int chunk = 4 * (j + k) + i;
-        *reinterpret_cast<uint4*>(target + chunk / 8 * kPanelBytes +
+        *reinterpret_cast<uint4*>(target + chunk / 8 * kQueryPanelBytes +
                                   swizzled(row % kTileRows, chunk % 8)) = {
             chunks[k][0], chunks[k][1], chunks[k][2], chunks[k][3]};
       }
@@ -160,9 +159,9 @@ struct RowQueries<Plan, false> {
   // Ask for a step's scores of the m-th rows.
   __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
                                            int m, uint32_t keys) const {
-    constexpr uint32_t kTileQueries = kKeyPanels * kTileRows * kRowBytes / 16;
+    constexpr uint32_t kTileQueries = kKeyPanels * kQueryPanelBytes / 16;
     const uint32_t queries = operand + m * kTileQueries;
-    constexpr uint32_t kQueryPanel = kTileRows * kRowBytes / 16;
+    constexpr uint32_t kQueryPanel = kQueryPanelBytes / 16;
     constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
     wgmma_fence();
 #pragma unroll

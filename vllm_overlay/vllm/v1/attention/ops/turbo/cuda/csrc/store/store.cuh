@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
   __shared__ __align__(16) Tables tables;
   // The next kernel begins when all before this one is there to be read: it
   // waits for no more than this. And not before vectors are rotated: of one
-  // that begins with this one the first instructions take 10 us longer to come
-  // if caches are cold, as behind a model's weights.
+  // that begins with this one the first instructions are slow to come if caches
+  // are cold, as behind a model's weights: cold_layers of the decode benchmark.
   wait_for_previous_kernel();
   if constexpr (RECENT_WINDOW != 0) {
     if (int(blockIdx.x) < params.window_blocks) {
