@@ -222,6 +222,36 @@ def test_one_key_gives_its_value(layout):
 
 
 @requires_cuda
+@all_layouts
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_scores_are_rounded_as_their_terms(layout, group):
+    """One key's score is its LSE: to 2**-15 of what it is at most, |q| |k|. Its terms
+    are added up beside a number that is hundreds of times as large.
+    """
+    num_seqs, size = 64, layout.head_size
+    seq_lens = [1] * num_seqs
+    cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
+    table = make_block_table(seq_lens, 16)
+    fill_cache(cache, table, seq_lens, layout)
+    keys, _ = reference.load(cache, table[:, 0].long() * 16, layout)
+    keys = keys.double().repeat_interleave(group, 1)
+    query = gaussian(num_seqs, group * NUM_KV_HEADS, size).to(FP16)
+    lse = torch.full((num_seqs, group * NUM_KV_HEADS), math.nan, device=DEVICE)
+    cuda_decode.decode_attention(
+        RotatedQuery(query, torch.ones_like(lse)),
+        cache,
+        layout,
+        DecodeBatch(num_seqs, table, torch.ones_like(table[:, 0])),
+        Partials(torch.empty(*lse.shape, size, device=DEVICE), lse),
+        torch.empty_like(query),
+    )
+    queries = reference.round_query(query.float()).double()
+    expected = (queries * keys).sum(-1)
+    error = (lse.double() - expected).abs() / (queries.norm(dim=-1) * keys.norm(dim=-1))
+    assert error.max() <= 2.0**-15
+
+
+@requires_cuda
 def test_newest_token_is_attended_to_as_it_is():
     """All but the last token come from the cache, that one from the arguments.
 

@@ -62,7 +62,8 @@ struct Query {
 template <int kQueries>
 using KeptQueries = typename Query<kQueries>::Kept[kColumnTiles<kQueries>];
 
-// Quantise eight columns' queries to int8, one factor each.
+// Quantise eight columns' queries to int8, one factor each; of every other unit
+// with the other sign: see key_scores.
 //
 // rows: their places in p_queries and p_scales; -1 for a column without one.
 // shared: what warps that share tiles tell each other by.
@@ -107,6 +108,7 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
   }
 #pragma unroll
   for (int j = 0; j < kLaneUnits; ++j) {
+    const float to_code = j % 2 == 0 ? inverse : -inverse;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // The last byte of a number near kMagic is its integer part's.
@@ -115,7 +117,7 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
       for (int i = 0; i < 4; ++i) {
         const __half2 pair = q[4 * half + i][j / 2];
         const float x = __half2float(j % 2 == 0 ? pair.x : pair.y);
-        bits[i] = __float_as_uint(fmaf(x, inverse, kMagic));
+        bits[i] = __float_as_uint(fmaf(x, to_code, kMagic));
       }
       const uint32_t word =
           __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
@@ -212,9 +214,11 @@ __device__ __forceinline__ void key_scores(
 #pragma unroll
         for (int j = 0; j < kLaneUnits; ++j) {
 #pragma unroll
-          for (int half = 0; half < kGroupHalves; ++half)
+          for (int half = 0; half < kGroupHalves; ++half) {
+            const float x = scale[half * kLaneUnits + j];
             scores[m][c] += __int_as_float(products[j][half][m][c]) *
-                            scale[half * kLaneUnits + j];
+                            (j % 2 == 0 ? x : -x);
+          }
         }
       }
     }
