@@ -14,8 +14,9 @@
 # DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
 # RESTARTS_ARGS, IMAGE_ARGS, TRANSFERS_ARGS.
 #
-# kernels is mostly Triton's compiler: KERNELS_ARGS="-n 26 --dist loadgroup" for as many
-# cores.
+# kernels is mostly compilers: KERNELS_ARGS="-n 16 --dist worksteal" for as many cores,
+# which share the GPUs that there are. With "--shard 1/2", too, it is the first of two
+# parts: kernels that the first has built are there for the second.
 #
 # architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
 # one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
@@ -90,7 +91,7 @@ fi
 kernels() {
   # Of the processes of -n each would take all cores for references on the CPU.
   PYTHONPATH=ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 \
-    "$python" -m pytest -q -p no:cacheprovider -p failures_at_once "$@" \
+    "$python" -m pytest -q -p no:cacheprovider -p failures_at_once -p shards "$@" \
     vllm_overlay/tests/kernels/turbo >"$out/kernels.txt" 2>&1
   set -- $?
   tail -n 40 "$out/kernels.txt"
