@@ -160,7 +160,7 @@ class ExtendArm(TurboArm):
                 self.layout,
                 shape.num_kv_heads,
                 num_compute_units(),
-                *self.plan.output_sizes,
+                self.plan.num_own_tiles,
             )
             self.outputs = OutputScratch(*allocate(specs, device))
         self.flash_attn = get_flash_attn(shape.head_size)

@@ -13,12 +13,15 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import runtime
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 from vllm.v1.attention.ops.turbo.planning import extend_limits
-from vllm.v1.attention.ops.turbo.planning.decode import find_extends
+from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner, find_extends
 from vllm.v1.attention.ops.turbo.planning.extend_limits import (
     MAX_EXTEND_LEN,
     max_extend_len,
 )
+from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
+from vllm.v1.attention.ops.turbo.planning.scratch import OWN_TILE_BYTES, LayerShape
 from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import (
@@ -35,7 +38,7 @@ from .backend_utils import (
     prefill_modes,
     set_path,
 )
-from .utils import DEVICE, FP16, ON_GPU, cache_spec, requires_triton
+from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, requires_triton
 
 TOO_LONG = MAX_EXTEND_LEN + 1
 # Requests, and the requests and query tokens of each call. Decodes come first.
@@ -106,6 +109,52 @@ def test_plan():
     alone = [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert find_extends([600] * 4, [9] * 4, 700, 2048) == alone[:3]
     assert find_extends([600] * 4, [9] * 4, 700, 4096) == alone
+
+
+@pytest.mark.parametrize(
+    "num_kv_heads, num_requests, query_len, calls",
+    [
+        # Those that were timed are one call, as ever.
+        (8, 64, 128, [64]),
+        (8, 32, 256, [32]),
+        (8, 512, 16, [256, 256]),
+        (8, 1024, 8, [342, 342, 340]),
+        (128, 32, 32, [11, 11, 10]),
+        (128, 5, 256, [2, 2, 1]),
+        (256, 3, 128, [2, 1]),
+        # A request's tiles have no room: the merge serves.
+        (1024, 2, 256, None),
+    ],
+)
+def test_calls_to_outputs_have_room_for_their_tokens(
+    num_kv_heads, num_requests, query_len, calls
+):
+    shape = LayerShape(4 * num_kv_heads, num_kv_heads, 128, BF16)
+    planner = DecodePlanner(
+        shape,
+        132,
+        lambda *_: 1,
+        lambda *_: 1,
+        max_merged_tokens=16,
+        extends_to_outputs=True,
+    )
+    starts = list(range(0, num_requests * query_len + 1, query_len))
+    table = torch.zeros(num_requests, 1, dtype=torch.int32)
+    plan = planner.plan(
+        RequestSpan(0, 0, 0, 0, 1, None),
+        RequestSpan.of_extends([(0, starts)], torch.device("cpu")),
+        table,
+        table[:, 0],
+    )
+    ends_in_outputs = calls is not None
+    assert {call.ends_in_outputs for call in plan.calls} == {ends_in_outputs}
+    assert sum(call.num_tokens for call in plan.calls) == num_requests * query_len
+    tile_bytes = num_kv_heads * 2 * TILE_TOKENS * 128 * 2
+    assert plan.num_own_tiles * tile_bytes <= OWN_TILE_BYTES
+    if ends_in_outputs:
+        assert [call.batch.num_seqs for call in plan.calls] == calls
+        tiles_of_a_request = -(-query_len // TILE_TOKENS)
+        assert plan.num_own_tiles >= max(calls) * tiles_of_a_request
 
 
 def test_longest_extends():

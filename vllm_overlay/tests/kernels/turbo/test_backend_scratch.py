@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import prefill
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import lock_workspace
@@ -42,6 +43,9 @@ SHAPES = [
     for heads, size in ((128, 128), (64, 256), (32, 512), (32, 128), (8, 64))
     for kv_heads in sorted({1, 8, heads})
 ]
+# Multiprocessors of a GPU, at most, by compute capability: those of a whole die.
+MOST_SMS = {80: 128, 86: 84, 89: 144, 90: 144, 100: 160, 120: 192}
+assert MOST_SMS.keys() == ARCHITECTURES.keys()
 STEPS = [(1, 2048), (96, 8192), (1024, 131072)]
 
 
@@ -63,27 +67,29 @@ def no_flash_attn(q, **arguments):
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("max_num_seqs, max_num_tokens", STEPS)
 def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypatch):
-    """Whatever the model and the batch are."""
+    """Whatever the model, the batch and the GPU are."""
     config = make_vllm_config(
         folder, "turbo4", BF16, mode, max_num_seqs, max_num_tokens
     )
     if num_drafts:
         with_drafts(config, num_drafts)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    for (heads, kv_heads, size), name in product(SHAPES, ("cuda", "triton")):
+    for (heads, kv_heads, size), capability in product(SHAPES, (None, *ARCHITECTURES)):
         with monkeypatch.context() as patch, set_current_vllm_config(config):
             patch.setattr(current_platform, "is_cpu", lambda: True)
             impl = TurboAttentionImpl(
                 heads, size, 0.1, kv_heads, kv_cache_dtype="turbo4"
             )
-        layout = impl.runner.layout
-        is_cuda = name == "cuda"
-        own = kernels.cuda_kernels(layout) if is_cuda else kernels.triton_kernels()
-        impl.runner.kernels = own
-        impl.runner.num_sms = 132
+        impl.runner.kernels = kernels.triton_kernels()
+        if capability is not None:
+            impl.runner.kernels = kernels.cuda_kernels(
+                impl.runner.layout, capability=capability
+            )
+        impl.runner.capability = capability
+        impl.runner.num_sms = MOST_SMS.get(capability, 144)
         impl.runner.flash_attn = no_flash_attn
         found = impl.runner.workspace_bytes / MIB
-        assert found <= 256, (heads, kv_heads, size, name, found)
+        assert found <= 256, (heads, kv_heads, size, capability, found)
 
 
 def test_plan_of_calls():

@@ -50,7 +50,7 @@ class Layer(NamedTuple):
         """Each request's output."""
         builder = make_builder(self.config, self.impl)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "longest_extend", lambda *_: EXTEND_LEN)
+            patch.setattr(runtime, "max_extend_len", lambda *_: EXTEND_LEN)
             metadata = builder.build(0, batch.common)
         assert metadata.num_decodes == 2 and metadata.prefill is not None
         assert sum(each.num_requests for each in metadata.extends) == 2

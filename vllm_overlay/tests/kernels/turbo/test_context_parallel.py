@@ -430,7 +430,7 @@ def test_extends_have_room_for_all_ranks(folder, monkeypatch):
     """A step has fewer than of a context that one rank has: gathered, their queries
     would take too much.
     """
-    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 400)
+    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 400)
     scene = Scene(folder, monkeypatch, [(400, 1)] * 7)
     runner = scene.ranks[0].impl.runner
     runner.kernels, runner.max_num_tokens = CudaKernels(), 4096

@@ -83,7 +83,7 @@ def long_heads_and_extends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what has such a kernel."""
     monkeypatch.setattr(backend_utils, "HEAD_SIZE", HEAD_SIZE)
     monkeypatch.setattr(backend_utils, "SCALE", HEAD_SIZE**-0.5)
-    monkeypatch.setattr(runtime, "longest_extend", lambda *_: LONGEST)
+    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: LONGEST)
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -359,10 +359,9 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
         ("turbo3", 128, 90, False),
     ],
 )
-def test_what_is_served(cache_dtype, head_size, capability, is_served, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_capability", lambda: capability)
+def test_what_is_served(cache_dtype, head_size, capability, is_served):
     layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
-    kernels = kernel_choice.cuda_kernels(layout)
+    kernels = kernel_choice.cuda_kernels(layout, capability=capability)
     assert (kernels.extend_outputs is not None) == is_served
     assert (kernels.extend_attention is not None) == (head_size <= 256)
 

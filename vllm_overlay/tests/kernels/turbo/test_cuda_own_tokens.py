@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def long_extends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "longest_extend", lambda *_: LONGEST)
+    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: LONGEST)
 
 
 class Layer:

@@ -182,7 +182,7 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
     impl = without_kernels(make_impl(config), "most", True, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
     monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
-    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 128)
+    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 128)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     profile(impl)
     batch = Batch.make(impl, [(128, 8)] * num_seqs)
@@ -221,7 +221,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
     ]
     for impl in impls:
         impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(runtime, "longest_extend", lambda *_: 4)
+    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 4)
     builder = make_shared_builder(config, impls)
     profile(*impls)
     for requests in (

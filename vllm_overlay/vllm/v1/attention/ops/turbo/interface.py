@@ -122,6 +122,10 @@ class Partials(NamedTuple):
     lse: torch.Tensor
 
 
+# Query tokens of a tile of ``OutputScratch``.
+OWN_TILE_TOKENS = TILE_TOKENS
+
+
 class OutputScratch(NamedTuple):
     """Scratch of attention that ends in outputs; see ``KernelSet.output_scratch``.
 
@@ -499,8 +503,7 @@ class KernelSet(Protocol):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_tokens: int,
-        num_seqs: int,
+        num_own_tiles: int,
     ) -> TensorSpecs:
         """Of the fields of ``OutputScratch``, for a call of ``extend_outputs`` or for
         any smaller one.
@@ -509,8 +512,7 @@ class KernelSet(Protocol):
             layout: The cache's format.
             num_kv_heads: KV heads.
             num_sms: Multiprocessors of the GPU.
-            num_tokens: Query tokens of all sequences.
-            num_seqs: Sequences.
+            num_own_tiles: Tiles that hold query tokens; no two sequences share one.
 
         """
 

@@ -68,8 +68,18 @@ def triton_kernels(reason: str = "") -> KernelSet:
     return TritonKernels(reason)
 
 
-def cuda_kernels(layout: TurboFormat, reason: str = "") -> KernelSet:
-    """CUDA's, for layouts without a ``cuda_unsupported_reason``."""
+def cuda_kernels(
+    layout: TurboFormat, reason: str = "", capability: int | None = None
+) -> KernelSet:
+    """CUDA's, for layouts without a ``cuda_unsupported_reason``.
+
+    Args:
+        layout: The cache's format.
+        reason: Why they serve: a part of a sentence, for users.
+        capability: The GPU's compute capability, such as 90; None for none, which has
+            the kernels that all GPUs have.
+
+    """
     from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
     from vllm.v1.attention.ops.turbo.cuda import extend_rows
     from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
@@ -77,26 +87,15 @@ def cuda_kernels(layout: TurboFormat, reason: str = "") -> KernelSet:
     kernels = CudaKernels(reason)
     if cuda_extend.unsupported_reason(layout):
         return kernels._replace(extend_attention=None)
-    if extend_rows.outputs_unsupported_reason(layout, _capability()) is None:
+    if extend_rows.outputs_unsupported_reason(layout, capability) is None:
         return kernels._replace(extend_outputs=extend_rows.extend_outputs)
     return kernels
 
 
-def _capability() -> int | None:
+def current_capability() -> int | None:
     """Compute capability of the current GPU, such as 90; None if it has none."""
     capability = current_platform.get_device_capability()
     return None if capability is None else capability.to_int()
-
-
-def longest_extend(
-    layout: TurboFormat, num_queries_per_kv: int, to_outputs: bool = False
-) -> int:
-    """Query tokens of a request that CUDA's kernels extend on this GPU, at most, with
-    partial results or to outputs.
-    """
-    return max_extend_len(
-        layout.head_size, num_queries_per_kv, _capability(), to_outputs
-    )
 
 
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
@@ -140,14 +139,16 @@ def cuda_build_error(
     def modules() -> list["ServingModule"]:
         from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 
+        capability = current_capability()
         return serving_modules(
             layout,
             num_queries_per_kv,
             query_len,
-            longest_extend(layout, num_queries_per_kv),
+            max_extend_len(layout.head_size, num_queries_per_kv, capability),
             has_key_offset=has_key_offset,
             with_window=with_window,
             has_soft_cap=has_soft_cap,
+            capability=capability,
         )
 
     return build_error(modules)
@@ -222,7 +223,7 @@ def choose_kernels(
             with_window,
             has_soft_cap,
         ),
-        lambda reason: cuda_kernels(layout, reason),
+        lambda reason: cuda_kernels(layout, reason, current_capability()),
         triton_kernels,
     )
 

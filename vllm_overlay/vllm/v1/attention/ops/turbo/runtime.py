@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     ChosenKernels,
-    longest_extend,
+    current_capability,
     share_kernels,
 )
 from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
@@ -44,6 +44,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     LargestBatch,
     largest_batch,
 )
+from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     PrefillLimits,
@@ -109,6 +110,7 @@ class TurboRunner:
         max_num_tokens: Query tokens of a step, at most.
         max_query_len: Query tokens of a decode request, at most, drafters' too.
         has_spans: Whether tokens may see later ones, an image's.
+        capability: Compute capability of the GPU, such as 90; None for none.
         num_sms: Multiprocessors of the GPU.
         cache_config: vLLM's; its block size may be set after the layers are made.
         prefill_limits: What bounds the scratch of a prefill.
@@ -181,6 +183,7 @@ class TurboRunner:
         self.is_beside_offset = False
         self.window_wanted = window_wanted
         self.shares_cache = False
+        self.capability = current_capability()
         self.num_sms = 1
         self.flash_attn = None
         if not current_platform.is_cpu():
@@ -243,8 +246,12 @@ class TurboRunner:
         """Query tokens up to which prompts are extends; 0 if there are none."""
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
-        group = self.context_shape.num_queries_per_kv
-        return longest_extend(self.layout, group, self.extends_to_outputs)
+        return max_extend_len(
+            self.layout.head_size,
+            self.context_shape.num_queries_per_kv,
+            self.capability,
+            self.extends_to_outputs,
+        )
 
     @property
     def max_extend_tokens(self) -> int:
@@ -491,7 +498,7 @@ class TurboRunner:
             if self.context_parallel is not None:
                 specs += SharedScratch.specs(shape, plan.num_tokens, plan.num_slots)
             own_specs = OwnScratch.specs(self.shape, plan.num_own_tokens)
-            output_specs = self._output_specs(*plan.output_sizes)
+            output_specs = self._output_specs(plan.num_own_tiles)
             query_scale, output, lse, *others = take_scratch(
                 specs + own_specs + output_specs, device
             )
@@ -508,14 +515,14 @@ class TurboRunner:
             step.decode_scratch[shape] = scratch
         return scratch
 
-    def _output_specs(self, num_tokens: int, num_seqs: int) -> TensorSpecs:
-        """Of ``OutputScratch``; of none of it without tokens."""
-        if num_tokens == 0:
+    def _output_specs(self, num_own_tiles: int) -> TensorSpecs:
+        """Of ``OutputScratch``; of none of it without tiles."""
+        if num_own_tiles == 0:
             return []
         assert self.kernels is not None
         num_kv_heads = self.shape.num_kv_heads
         return self.kernels.output_scratch(
-            self.layout, num_kv_heads, self.num_sms, num_tokens, num_seqs
+            self.layout, num_kv_heads, self.num_sms, num_own_tiles
         )
 
     def _attend_with_others(
@@ -603,17 +610,14 @@ class TurboRunner:
     def _largest_scratch(self) -> list[TensorSpecs]:
         """Of all steps, the most that each request to the workspace asks for."""
         shape, is_shared = self.context_shape, self.context_parallel is not None
-        num_tokens, num_partials, num_own_tokens, num_output_tokens = (
-            self._largest_batch
-        )
+        num_tokens, num_partials, num_own_tokens, num_own_tiles = self._largest_batch
         limits = self.prefill_limits
         slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
         decode = DecodeScratch.specs(shape, num_tokens, num_partials)
         if is_shared:
             decode += SharedScratch.specs(shape, num_tokens, self._max_shared_slots)
         decode += OwnScratch.specs(self.shape, num_own_tokens)
-        num_seqs = min(self.max_num_seqs, num_output_tokens)
-        decode += self._output_specs(num_output_tokens, num_seqs)
+        decode += self._output_specs(num_own_tiles)
         return [
             decode,
             PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),

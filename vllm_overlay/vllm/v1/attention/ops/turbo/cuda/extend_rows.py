@@ -215,17 +215,15 @@ def output_scratch(
     layout: TurboFormat,
     num_kv_heads: int,
     num_sms: int,
-    num_tokens: int,
-    num_seqs: int,
+    num_own_tiles: int,
 ) -> TensorSpecs:
     """See ``KernelSet.output_scratch``."""
-    num_tiles = num_tokens // fmt.TILE_TOKENS + num_seqs
     tile_numbers = 2 * fmt.TILE_TOKENS * layout.head_size
     plans = _OUTPUT_PLANS[layout.name, layout.head_size]
     rows = max(plan.blocks * plan.rows for plan in plans)
     num_partials = _RANGE_PARTS * num_sms * rows
     return [
-        ((num_tiles, num_kv_heads, tile_numbers), torch.float16),
+        ((num_own_tiles, num_kv_heads, tile_numbers), torch.float16),
         ((num_partials, layout.head_size), torch.float32),
         ((num_partials,), torch.float32),
     ]

@@ -55,12 +55,9 @@ class CudaKernels(NamedTuple):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_tokens: int,
-        num_seqs: int,
+        num_own_tiles: int,
     ) -> TensorSpecs:
-        return extend_rows.output_scratch(
-            layout, num_kv_heads, num_sms, num_tokens, num_seqs
-        )
+        return extend_rows.output_scratch(layout, num_kv_heads, num_sms, num_own_tiles)
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:
         cuda_store.make_matrices(head_size, device)

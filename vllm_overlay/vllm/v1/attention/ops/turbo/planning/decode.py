@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     SplitsFn,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_own_tiles
 
 # Query tokens of a step that extends take: as many as their lengths were measured with.
 MAX_EXTEND_TOKENS = 16384
@@ -100,11 +100,16 @@ class DecodePlan(NamedTuple):
         return max((call.num_own_tokens for call in self.calls), default=0)
 
     @property
-    def output_sizes(self) -> tuple[int, int]:
-        """Query tokens, and sequences, of a call that ends in outputs, at most."""
-        calls = [call for call in self.calls if call.ends_in_outputs]
-        num_tokens = max((call.num_tokens for call in calls), default=0)
-        return num_tokens, max((call.batch.num_seqs for call in calls), default=0)
+    def num_own_tiles(self) -> int:
+        """Tiles of query tokens of a call that ends in outputs, at most."""
+        return max(
+            (
+                num_own_tiles(call.num_tokens, call.batch.num_seqs)
+                for call in self.calls
+                if call.ends_in_outputs
+            ),
+            default=0,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -219,9 +224,15 @@ class DecodePlanner(NamedTuple):
         """
         parts = decodes.cut(self._cuts(decodes, False))
         num_decode_calls = len(parts)
-        parts += RequestSpan.cut_all(
-            extends, [self._cuts(span, True) for span in extends], block_table.device
-        )
+        to_outputs = [self._ends_in_outputs(span) for span in extends]
+        bounds = [
+            self._output_cuts(span) if ends else self._cuts(span, True)
+            for span, ends in zip(extends, to_outputs)
+        ]
+        parts += RequestSpan.cut_all(extends, bounds, block_table.device)
+        ends_in_outputs = [False] * num_decode_calls
+        for ends, own_bounds in zip(to_outputs, bounds):
+            ends_in_outputs += [ends] * len(own_bounds)
         # A step may have dozens of calls: to slice for each takes three times as long.
         end = min(block_table.shape[0], seq_lens.shape[0])
         places = [0, *(part.first_request for part in parts), end]
@@ -229,8 +240,8 @@ class DecodePlanner(NamedTuple):
         _, *tables = block_table[:end].split(sizes)
         _, *lens = seq_lens[:end].split(sizes)
         calls = [
-            self._call(part, i >= num_decode_calls, tables[i], lens[i])
-            for i, part in enumerate(parts)
+            self._call(part, i >= num_decode_calls, ends, tables[i], lens[i])
+            for i, (part, ends) in enumerate(zip(parts, ends_in_outputs))
         ]
         return DecodePlan(
             calls,
@@ -239,8 +250,6 @@ class DecodePlanner(NamedTuple):
         )
 
     def _cuts(self, span: RequestSpan, is_extend: bool) -> list[tuple[int, int]]:
-        if is_extend and self._ends_in_outputs(span):
-            return [(0, span.num_requests)]
         return cut_evenly(
             span.num_requests,
             span.query_len,
@@ -248,12 +257,20 @@ class DecodePlanner(NamedTuple):
             self.shape.max_partials,
         )
 
+    def _output_cuts(self, span: RequestSpan) -> list[tuple[int, int]]:
+        """Of extends that need no merge."""
+        most = self.shape.max_output_requests(span.query_len)
+        return cut_evenly(span.num_requests, 1, 1, most)
+
     def _ends_in_outputs(self, span: RequestSpan) -> bool:
         """Whether extends need no merge. Of so few that most blocks have a part of a
         pass, it joins these in less time: on an H200 those of 32 and 128 query tokens
-        behind 65536 in 103 and 290 us, of 108 and 317.
+        behind 65536 in 103 and 290 us, of 108 and 317. And where there is no room for
+        the tiles of a request's query tokens it needs none.
         """
         if not self.extends_to_outputs:
+            return False
+        if self.shape.max_output_requests(span.query_len) == 0:
             return False
         queries = span.query_len * self.shape.num_queries_per_kv
         passes = self.shape.num_kv_heads * cdiv(queries, _PASS_QUERIES)
@@ -274,11 +291,11 @@ class DecodePlanner(NamedTuple):
         self,
         span: RequestSpan,
         is_extend: bool,
+        ends_in_outputs: bool,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> PlannedCall:
         """One of a span of requests, whose rows are the first of the tensors."""
-        ends_in_outputs = is_extend and self._ends_in_outputs(span)
         batch = DecodeBatch(
             span.num_requests,
             block_table,
@@ -314,14 +331,14 @@ class LargestBatch(NamedTuple):
         num_tokens: Query tokens of decodes and extends.
         num_partials: Partial results of a call.
         num_own_tokens: Query tokens of a call that have attention of their own.
-        num_output_tokens: Query tokens of a call that ends in outputs.
+        num_own_tiles: Tiles of query tokens of a call that ends in outputs.
 
     """
 
     num_tokens: int
     num_partials: int
     num_own_tokens: int
-    num_output_tokens: int = 0
+    num_own_tiles: int = 0
 
 
 def largest_batch(
@@ -351,7 +368,7 @@ def largest_batch(
 
     """
     num_tokens = num_call_tokens = max_num_seqs * max_query_len
-    num_own_tokens = num_output_tokens = 0
+    num_own_tokens = own_tiles = 0
     if extend_len > 0:
         max_query_len = max(max_query_len, extend_len)
         # If each had as many as the longest. One that is longer than calls of several
@@ -365,8 +382,10 @@ def largest_batch(
             most = max(shape.max_partials, extend_len)
             num_own_tokens = min(extended, num_call_slots, most)
         if extends_to_outputs:
-            num_output_tokens = min(extended, max(MAX_OUTPUT_CALL_TOKENS, extend_len))
+            most = min(extended, max(MAX_OUTPUT_CALL_TOKENS, extend_len))
+            own_tiles = num_own_tiles(most, min(max_num_seqs, most))
+            own_tiles = min(own_tiles, shape.max_own_tiles)
     num_partials = min(
         max(shape.max_partials, max_query_len), num_call_tokens * MAX_KV_SPLITS
     )
-    return LargestBatch(num_tokens, num_partials, num_own_tokens, num_output_tokens)
+    return LargestBatch(num_tokens, num_partials, num_own_tokens, own_tiles)

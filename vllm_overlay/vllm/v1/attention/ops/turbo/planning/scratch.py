@@ -7,10 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import OutputScratch, TensorSpecs
+from vllm.v1.attention.ops.turbo.interface import (
+    OWN_TILE_TOKENS,
+    OutputScratch,
+    TensorSpecs,
+)
 
 # Partial outputs of one call of decode or extend attention.
 PARTIAL_BYTES = 64 * 2**20
+# Query tokens' tiles of one call of extends that end in outputs: with 8 KV heads of 128
+# 64 requests of 128 tokens have room.
+OWN_TILE_BYTES = 40 * 2**20
 
 
 class LayerShape(NamedTuple):
@@ -39,6 +46,17 @@ class LayerShape(NamedTuple):
         """Partial results of a call, if one request alone has no more."""
         row_bytes = self.num_heads * self.head_size * torch.float32.itemsize
         return max(1, PARTIAL_BYTES // row_bytes)
+
+    @property
+    def max_own_tiles(self) -> int:
+        """Tiles of query tokens of a call that ends in outputs, at most."""
+        tile_numbers = 2 * OWN_TILE_TOKENS * self.head_size
+        tile_bytes = self.num_kv_heads * tile_numbers * torch.float16.itemsize
+        return OWN_TILE_BYTES // tile_bytes
+
+    def max_output_requests(self, query_len: int) -> int:
+        """Requests of such a call, at most, if each has so many query tokens."""
+        return OWN_TILE_TOKENS * self.max_own_tiles // (query_len + OWN_TILE_TOKENS)
 
 
 class SharedScratch(NamedTuple):
@@ -164,6 +182,17 @@ class PrefillScratch(NamedTuple):
         piece = (piece_tokens, shape.num_kv_heads, shape.head_size)
         tensors = [rows, rows, piece, piece, *([rows] if is_shared else [])]
         return [(tensor, shape.dtype) for tensor in tensors]
+
+
+def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
+    """Tiles that hold query tokens, at most: no two sequences share one.
+
+    Args:
+        num_tokens: Query tokens of all sequences.
+        num_seqs: Sequences.
+
+    """
+    return num_tokens // OWN_TILE_TOKENS + num_seqs
 
 
 def num_bytes(specs: TensorSpecs) -> int:

@@ -53,8 +53,7 @@ class TritonKernels(NamedTuple):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_tokens: int,
-        num_seqs: int,
+        num_own_tiles: int,
     ) -> TensorSpecs:
         raise NotImplementedError("of extend_outputs, which Triton has none of")
 
