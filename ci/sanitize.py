@@ -27,6 +27,7 @@ from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -375,7 +376,7 @@ def main() -> None:
         plant(defect)
     chosen = SOME[:1] if args.defect else SOME
     if args.all and not args.defect:
-        sizes = cuda_decode.SUPPORTED_HEAD_SIZES
+        sizes = SUPPORTED_HEAD_SIZES
         chosen = [(n, d, g) for n in TURBO_PRESETS for d in sizes for g in (4, 8)]
     cases = [Case(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in chosen]
     if not args.defect:

@@ -6,10 +6,11 @@ FlashAttention's place where there is none.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,6 +49,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 )
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
+from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 from vllm.v1.worker.workspace import lock_workspace
 
@@ -482,6 +484,17 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         runner.kernels = cuda_kernels(runner.layout) if is_cuda else triton_kernels()
     if not ON_GPU:
         runner.flash_attn = partial(flash_attn_stand_in)
+
+
+def flash_attn_of_gpu(head_size: int) -> Callable[..., Any] | None:
+    """What ``get_flash_attn`` finds on a GPU; None without one. The test is skipped if
+    what vLLM picks needs a package that is not installed.
+    """
+    found = get_flash_attn(head_size) if ON_GPU else None
+    version = getattr(found, "keywords", {}).get("fa_version")
+    if version == 4 and find_spec("cutlass") is None:
+        pytest.skip("FlashAttention 4 needs the package nvidia-cutlass-dsl")
+    return found
 
 
 # Rows of K and V that FlashAttention loads at a time.

@@ -221,7 +221,11 @@ SPECS = {
 def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
     """Of ranks that share the context."""
     changed = parallel_config(
-        config, tensor_parallel_size=4, decode_context_parallel_size=2
+        config,
+        tensor_parallel_size=4,
+        decode_context_parallel_size=2,
+        # It is for any number of GPUs here.
+        distributed_executor_backend="mp",
     )
     attention_config = AttentionConfig(turbo_window=0, **attention)
     return with_attribute(changed, "attention_config", attention_config)

@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -39,7 +40,7 @@ from .utils import (
 LAYOUTS = [
     layout
     for name in TURBO_PRESETS
-    for size in cuda_decode.SUPPORTED_HEAD_SIZES
+    for size in SUPPORTED_HEAD_SIZES
     if not cuda_decode.unsupported_reason(
         layout := TurboFormat.from_cache_dtype(name, size)
     )

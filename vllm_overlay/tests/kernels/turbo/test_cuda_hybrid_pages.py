@@ -30,6 +30,13 @@ from .utils import (
 )
 
 STORES = {"cuda": cuda_store.store, "triton": triton_store.store}
+stores = pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param("cuda", marks=requires_cuda),
+        pytest.param("triton", marks=requires_triton),
+    ],
+)
 # As vLLM aligns them: a short one, Qwen3-Next's and Qwen3.5-397B's.
 BLOCK_SIZES = [528, 3952, 7872]
 # These models', and one whose emulated kernels other tests have, too.
@@ -87,7 +94,7 @@ class Whole(Batch):
         super().__init__(layout, lengths(block_size), query_len, group, BF16)
 
 
-@all_kernels
+@stores
 @head_sizes
 @block_sizes
 def test_store(kernel, head_size, block_size):

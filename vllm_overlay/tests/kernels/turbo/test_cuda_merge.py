@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
@@ -37,7 +38,7 @@ def can_build() -> bool:
 requires_cuda = pytest.mark.skipif(
     not can_build(), reason="needs an NVIDIA GPU, nvcc and FlashInfer"
 )
-all_sizes = pytest.mark.parametrize("head_size", cuda_merge.SUPPORTED_HEAD_SIZES)
+all_sizes = pytest.mark.parametrize("head_size", SUPPORTED_HEAD_SIZES)
 output_dtypes = pytest.mark.parametrize(
     "dtype", [BF16, FP16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )

@@ -10,17 +10,17 @@ import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
+from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows, modules
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, CudaModule
 from vllm.v1.attention.ops.turbo.cuda.modules import (
     ARCHITECTURES,
     all_modules,
     serving_modules,
 )
-from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
@@ -29,6 +29,14 @@ DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 Asked = list[tuple[CudaModule, torch.device]]
+# A GPU that has the kernels that all have.
+CAPABILITY = 89
+
+
+def set_capability(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
+    """Have the GPU be one of a compute capability, whatever this machine has."""
+    for kernel in (cuda_decode, cuda_extend, modules):
+        monkeypatch.setattr(kernel, "capability_of", lambda device: capability)
 
 
 def clear_caches() -> None:
@@ -46,16 +54,15 @@ def clear_caches() -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What is built, in order, where nothing has been loaded."""
-    modules: Asked = []
+    built: Asked = []
     attention = (cuda_decode, decode_columns, cuda_extend, extend_rows)
     for kernel in (cuda_store, *attention, cuda_merge):
-        monkeypatch.setattr(
-            kernel, "build_and_load", lambda *args: modules.append(args)
-        )
+        monkeypatch.setattr(kernel, "build_and_load", lambda *args: built.append(args))
+    set_capability(monkeypatch, CAPABILITY)
     for kernel in (cuda_decode, cuda_extend):
         monkeypatch.setattr(kernel, "shared_memory", lambda device: SHARED_BYTES)
     clear_caches()
-    yield modules
+    yield built
     clear_caches()
 
 
@@ -94,10 +101,19 @@ def served(
     "has_key_offset, has_soft_cap", [(False, False), (True, False), (False, True)]
 )
 @pytest.mark.parametrize("with_window", [False, True])
+@pytest.mark.parametrize("capability", [CAPABILITY, 90])
 def test_all_that_is_asked_for_is_listed(
-    asked, group, max_query_len, has_key_offset, with_window, has_soft_cap
+    asked,
+    monkeypatch,
+    capability,
+    group,
+    max_query_len,
+    has_key_offset,
+    with_window,
+    has_soft_cap,
 ):
-    longest = max_extend_len(128, group)
+    set_capability(monkeypatch, capability)
+    longest = max_extend_len(128, group, capability)
     variant = has_key_offset, with_window, has_soft_cap
     loaders = serving_modules(LAYOUT, group, max_query_len, longest, DEVICE, *variant)
     for loader in loaders:
@@ -184,7 +200,7 @@ def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
 def test_what_is_loaded_is_what_rounds_queries_or_does_not(
     asked, monkeypatch, capability, head_size, variant, num_queries
 ):
-    monkeypatch.setattr(cuda_decode, "capability_of", lambda device: capability)
+    set_capability(monkeypatch, capability)
     layout = TurboFormat.from_cache_dtype("turbo4", head_size)
     args = layout, num_queries, DEVICE, *variant
     cuda_decode.load(*args)
@@ -213,13 +229,13 @@ def test_heads_that_prefill_extends(asked):
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
     """No more, and no less, whatever heads and drafts it has."""
+    set_capability(monkeypatch, capability)
     for kernel in (cuda_decode, cuda_extend):
-        monkeypatch.setattr(kernel, "capability_of", lambda device: capability)
         monkeypatch.setattr(
             kernel, "shared_memory", lambda device: ARCHITECTURES[capability]
         )
     variants = [(False, False), (True, False), (False, True)]
-    for name, head_size in product(TURBO_PRESETS, cuda_decode.SUPPORTED_HEAD_SIZES):
+    for name, head_size in product(TURBO_PRESETS, SUPPORTED_HEAD_SIZES):
         layout = TurboFormat.from_cache_dtype(name, head_size)
         for (has_offset, has_cap), group in product(variants, range(1, 72, 5)):
             if has_cap and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
@@ -233,6 +249,21 @@ def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capa
     assert set(all_modules(capability).values()) == {module for module, _ in asked}
 
 
+@pytest.mark.parametrize("name", TURBO_PRESETS)
+@pytest.mark.parametrize(
+    "head_size", [size for size in HEAD_SIZES if size not in SUPPORTED_HEAD_SIZES]
+)
+def test_heads_that_triton_serves_have_no_module(name, head_size):
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    assert cuda_decode.unsupported_reason(layout)
+    for make in (
+        lambda: cuda_store.module(layout),
+        lambda: cuda_decode.module(layout, 4, SHARED_BYTES),
+    ):
+        with pytest.raises(RuntimeError, match=f"head size {head_size} has no CUDA"):
+            make()
+
+
 def test_less_is_built_ahead_for_some_dtypes_and_head_sizes():
     some = all_modules(90, ["k4v3"], [64, 512])
     assert some.items() < all_modules(90).items()
@@ -243,7 +274,7 @@ def test_less_is_built_ahead_for_some_dtypes_and_head_sizes():
 
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)
-@pytest.mark.parametrize("head_size", cuda_decode.SUPPORTED_HEAD_SIZES)
+@pytest.mark.parametrize("head_size", SUPPORTED_HEAD_SIZES)
 @pytest.mark.parametrize(
     "has_key_offset, has_soft_cap", [(False, False), (True, False), (False, True)]
 )

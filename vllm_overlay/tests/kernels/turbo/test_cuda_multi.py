@@ -18,6 +18,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -28,6 +29,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RotatedQuery,
 )
+from vllm.v1.attention.ops.turbo.planning.scratch import num_own_tiles
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
@@ -84,9 +86,11 @@ def extend_on(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Extend by the kernel of GPUs of a compute capability."""
-    reason = extend_rows.unsupported_reason(layout, capability)
-    if capability is not None and reason is not None:
+    """Extend by the kernel of GPUs of a compute capability, None for any GPU's."""
+    reason = cuda_extend.unsupported_reason(layout)
+    if capability is not None:
+        reason = extend_rows.unsupported_reason(layout, capability)
+    if reason is not None:
         pytest.skip(reason)
     with mock.patch.object(cuda_extend, "capability_of", lambda device: capability):
         cuda_extend.extend_attention(query, kv_cache, layout, *args, **options)
@@ -110,9 +114,9 @@ def extend_to_outputs(
     reason = extend_rows.outputs_unsupported_reason(layout, extend_rows.CAPABILITY)
     if reason is not None:
         pytest.skip(reason)
-    num_tokens, num_sms = query.vectors.shape[0], 4 if not ON_GPU else 132
+    own_tiles = num_own_tiles(query.vectors.shape[0], batch.num_seqs)
     specs = extend_rows.output_scratch(
-        layout, kv_cache.shape[1], num_sms, num_tokens, batch.num_seqs
+        layout, kv_cache.shape[1], 4 if not ON_GPU else 132, own_tiles
     )
     scratch = OutputScratch(
         *(torch.full(size, math.nan, dtype=x, device=DEVICE) for size, x in specs)
@@ -165,7 +169,7 @@ all_kernels = pytest.mark.parametrize(
 LAYOUTS = [
     TurboFormat.from_cache_dtype(name, size)
     for name in TURBO_PRESETS
-    for size in cuda_decode.SUPPORTED_HEAD_SIZES
+    for size in SUPPORTED_HEAD_SIZES
 ]
 EXTEND_LAYOUTS = [x for x in LAYOUTS if not cuda_extend.unsupported_reason(x)]
 # Triton's kernels have an instance for each; of k4v3 the halves are the others'.

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,

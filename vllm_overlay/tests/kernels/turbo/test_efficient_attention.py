@@ -17,7 +17,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.ops.turbo import prefill, reference
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 
-from .backend_utils import flash_attn_stand_in
+from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
 
 # The operator pads the LSE of each sequence to a multiple of this.
@@ -95,7 +95,7 @@ def test_which_heads_it_serves(monkeypatch, version, is_cuda):
 
 def flash_attn_4():
     """What prefill calls for heads of 512, if it is not the operator."""
-    found = prefill.get_flash_attn(512) if ON_GPU else None
+    found = flash_attn_of_gpu(512)
     if found is None or found is efficient_attention:
         pytest.skip("vLLM has no FlashAttention 4 for heads of 512 here")
     return found

@@ -15,17 +15,13 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     plan_prefill,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
-from vllm.v1.attention.ops.turbo.prefill import (
-    get_flash_attn,
-    prefill_attention,
-)
+from vllm.v1.attention.ops.turbo.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
-from .backend_utils import flash_attn_stand_in
+from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import (
     DEVICE,
     FP16,
-    ON_GPU,
     all_pages,
     all_presets,
     assert_by_2x_rule,
@@ -200,7 +196,7 @@ def flash_attns(head_size: int) -> list:
     """
     functions = [partial(flash_attn_stand_in, lse_of_none=math.inf)]
     functions.append(partial(flash_attn_stand_in, lse_of_none=-math.inf))
-    real = get_flash_attn(head_size) if ON_GPU else None
+    real = flash_attn_of_gpu(head_size)
     return functions if real is None else [*functions, real]
 
 

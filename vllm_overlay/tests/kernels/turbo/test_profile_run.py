@@ -260,6 +260,7 @@ def test_longest_extend_of_unlike_layers(folder):
     impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
     for impl in impls:
         impl.runner.kernels = TritonKernels(extend_attention=check_scratch)
+        impl.runner.capability = None  # nothing was measured
     common = Batch.make(impls[0], [(32, 40), (33, 40)]).common
     built = make_shared_builder(config, impls).build(0, common)
     assert max_extend_len(HEAD_SIZE, MANY // NUM_KV_HEADS) == 32

@@ -11,7 +11,6 @@ import torch
 
 from vllm.v1.attention.ops.turbo import warm_up as module
 from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
-from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 from vllm.v1.attention.ops.turbo.warm_up import small_step
 
@@ -110,8 +109,15 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     for impl in layers:
         set_path(impl, path)
     first, second = (profile(impl, monkeypatch) for impl in layers)
-    has_extends = layers[0].runner.kernels.extend_attention is not None
-    num_extends = 2 if has_extends else 0
+    runner = layers[0].runner
+    merged_lens, output_lens = [], []
+    if runner.kernels.extend_attention is not None:
+        merged_lens = [1, runner.max_extend_len]
+    if runner.extends_to_outputs:
+        group = NUM_HEADS // NUM_KV_HEADS
+        sizes = runner.layout, group, runner.max_extend_len
+        output_lens = runner.kernels.output_lens(*sizes)
+    num_extends = len(merged_lens) + len(output_lens)
     num_prefills = 3  # of lengths that a step of 128 tokens has room for
     lens = [1] * num_prefills + [3, 3] + [1] * num_extends
     assert [batch.decode_query_len for batch in first] == lens and second == []
@@ -122,12 +128,11 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
     ]
     for batch in first:
         assert batch.num_decodes == 1 and len(batch.prefill.slices[0].cached) == 2
-    longest = max_extend_len(HEAD_SIZE, NUM_HEADS // NUM_KV_HEADS)
     extends = [each.query_len for batch in first for each in batch.extends]
-    assert extends == ([1, longest] if has_extends else [])
+    assert extends == merged_lens + output_lens
     other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))
     set_path(other, path)
-    assert len(profile(other, monkeypatch)) == num_prefills + num_extends
+    assert len(profile(other, monkeypatch)) == num_prefills + len(merged_lens)
 
 
 @requires_triton

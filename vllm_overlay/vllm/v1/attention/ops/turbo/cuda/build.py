@@ -26,6 +26,8 @@ from vllm.v1.attention.ops.turbo.cuda.built import find_built, publish, replace_
 logger = init_logger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
+# Heads that the kernels are for; decode_columns and extends are for fewer.
+SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # The header of constants that sources include: see constants.py.
 HEADER_NAME = "turbo_constants.h"
 # Of the compiler's output, in a message.

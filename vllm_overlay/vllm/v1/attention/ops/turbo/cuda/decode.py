@@ -15,6 +15,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode_columns
 from vllm.v1.attention.ops.turbo.cuda.build import (
+    SUPPORTED_HEAD_SIZES,
     CudaModule,
     build_and_load,
     capability_of,
@@ -34,7 +35,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
 )
 
-SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # Queries of a KV head that attend at once; more do in further passes. The tensor core
 # has eight columns: with four queries they are shared by two halves of the work, and
 # with 16 each decoded fragment is multiplied by two of queries.

@@ -8,7 +8,11 @@ from functools import cache
 import torch
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    SUPPORTED_HEAD_SIZES,
+    CudaModule,
+    build_and_load,
+)
 from vllm.v1.attention.ops.turbo.cuda.constants import (
     head_size_header,
     instance_suffix,
@@ -22,7 +26,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
 )
 
-SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
 _WINDOW_HEADS = 4
 # Newest tokens of an extend that a row attends to by itself, one after the other. On an

@@ -14,7 +14,11 @@ from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, capability_of
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    SUPPORTED_HEAD_SIZES,
+    CudaModule,
+    capability_of,
+)
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 # Compute capability -> bytes of shared memory that a block can have: what modules are
@@ -164,7 +168,7 @@ def _served_layers(
 def all_modules(
     capability: int,
     cache_dtypes: Iterable[str] = TURBO_PRESETS,
-    head_sizes: Iterable[int] = cuda_decode.SUPPORTED_HEAD_SIZES,
+    head_sizes: Iterable[int] = SUPPORTED_HEAD_SIZES,
 ) -> dict[str, CudaModule]:
     """What serving may ask for on GPUs of an architecture, whatever the model.
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import regex as re
 
 from vllm.v1.attention.ops.turbo.cuda.build import (
+    SUPPORTED_HEAD_SIZES,
     CudaModule,
     module_name,
     version_of_tvm_ffi,
@@ -45,7 +46,6 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     find_nvcc,
     nvcc_release,
 )
-from vllm.v1.attention.ops.turbo.cuda.decode import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES

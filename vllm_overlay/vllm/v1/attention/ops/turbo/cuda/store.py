@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
+from vllm.v1.attention.ops.turbo.cuda.build import (
+    SUPPORTED_HEAD_SIZES,
+    CudaModule,
+    build_and_load,
+)
 from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
 from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     level_tables,
@@ -72,7 +76,14 @@ def instance(
 def module(
     layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
 ) -> CudaModule:
-    """What is built, for layers with an offset of K or a recent window or without."""
+    """What is built, for layers with an offset of K or a recent window or without.
+
+    Raises:
+        RuntimeError: If there is no instance for the layout.
+
+    """
+    if layout.head_size not in SUPPORTED_HEAD_SIZES:
+        raise RuntimeError(f"head size {layout.head_size} has no CUDA store kernel")
     return CudaModule(
         "store",
         instance(layout, has_key_offset, with_window),

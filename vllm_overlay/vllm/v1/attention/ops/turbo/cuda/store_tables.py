@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat, fp32
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rotation import (
@@ -217,52 +218,38 @@ def search_constants(layout: TurboFormat | LatentFormat) -> SearchConstants:
 def rotation_fragments(
     head_size: int, device: torch.device, for_query: bool = False
 ) -> torch.Tensor:
-    """The rotation as the kernel's tensor-core operands.
+    """The rotation as the kernel's tensor-core operands: its first 16 coordinates.
 
-    Row i, of 16, of output block o is a rotated coordinate. For K and V, rows i and i +
-    8 belong to scale groups that a lane has; for q they are neighbours. The order of
-    columns is that of store/rotate.cuh. Sizes that are powers of two need only the
-    first block.
+    For K and V, rows i and i + 8 belong to scale groups that a lane has; for q they are
+    neighbours. The order of columns is that of store/rotate.cuh.
 
     Returns:
-        (out blocks, in blocks, 32 lanes, 8) fp16.
+        (in blocks, 32 lanes, 8) fp16.
 
     """
+    assert head_size in SUPPORTED_HEAD_SIZES, head_size
     matrix = rotation_matrix(head_size, torch.device("cpu"), torch.float32)
     vectors = 2 if head_size == 64 else 1
     in_blocks = vectors * head_size // _MMA_ROWS
     num_groups = head_size // fmt.SCALE_GROUP
-    lane_groups = -(-num_groups // _MMA_COLUMNS)
-    out_blocks = in_blocks if for_query else lane_groups * fmt.SCALE_GROUP // 2
-    if head_size & (head_size - 1) == 0:
-        out_blocks = 1
-    fragments = torch.zeros(out_blocks, in_blocks, _WARP_LANES, 8)
+    fragments = torch.zeros(in_blocks, _WARP_LANES, 8)
     vector_lanes = _MMA_COLUMNS // vectors
     loaders = 4 // vectors
-    for out in range(out_blocks):
-        for lane in range(_WARP_LANES):
-            for half in range(2):
-                vector, place = divmod(lane // 4, vector_lanes)
-                if for_query:
-                    r = (out * vector_lanes + place) * 2 + half
-                elif lane_groups == 1:
-                    r = (2 * out + half) * num_groups + place
-                    if place >= num_groups:
-                        continue
-                else:
-                    group = place + _MMA_COLUMNS * half
-                    r = out * num_groups + group
-                    if group >= num_groups:
-                        continue
-                if lane % 4 // loaders != vector:
-                    continue
-                first = 4 * (lane % loaders)
-                for block in range(in_blocks):
-                    d = block * (_MMA_ROWS // vectors) + first
-                    # Registers: rows i and i + 8 of the first pair, then of the second.
-                    row = fragments[out, block, lane]
-                    row[2 * half : 2 * half + 2] = matrix[d : d + 2, r]
-                    row[4 + 2 * half : 6 + 2 * half] = matrix[d + 2 : d + 4, r]
+    for lane in range(_WARP_LANES):
+        for half in range(2):
+            vector, place = divmod(lane // 4, vector_lanes)
+            r = place + min(num_groups, _MMA_COLUMNS) * half
+            if for_query:
+                r = place * 2 + half
+            if lane % 4 // loaders != vector:
+                continue
+            first = 4 * (lane % loaders)
+            for block in range(in_blocks):
+                d = block * (_MMA_ROWS // vectors) + first
+                # Registers: rows i and i + 8 of the first pair, then of the second.
+                row = fragments[block, lane]
+                row[2 * half : 2 * half + 2] = matrix[d : d + 2, r]
+                row[4 + 2 * half : 6 + 2 * half] = matrix[d + 2 : d + 4, r]
     return fragments.to(device=device, dtype=torch.float16)
 
 

@@ -29,9 +29,8 @@ constexpr int kMmaRows = 16;
 constexpr int kInBlocks = kColumnVectors * HEAD_SIZE / kMmaRows;
 constexpr int kKvBlocks = kLaneGroups * SCALE_GROUP / 2;
 constexpr int kQueryBlocks = kInBlocks;
-// Orders of powers of two: a product within blocks, then sums and differences
-// of them.
-constexpr bool kIsSylvester = (HEAD_SIZE & (HEAD_SIZE - 1)) == 0;
+// A product within blocks, then sums and differences of them.
+static_assert((HEAD_SIZE & (HEAD_SIZE - 1)) == 0);
 
 template <bool kIsBf16>
 struct Input {
@@ -200,31 +199,20 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
 #pragma unroll
     for (int j = 0; j < 4; ++j) y[i][j] = 0.0f;
   }
-  if constexpr (kIsSylvester) {
+#pragma unroll
+  for (int i = 0; i < kInBlocks; ++i) {
+    mma_f16(y[i], __ldg(matrix + i * 32 + lane), x[i]);
+  }
+#pragma unroll
+  for (int width = 1; width < kInBlocks; width *= 2) {
 #pragma unroll
     for (int i = 0; i < kInBlocks; ++i) {
-      mma_f16(y[i], __ldg(matrix + i * 32 + lane), x[i]);
-    }
+      if (i & width) continue;
 #pragma unroll
-    for (int width = 1; width < kInBlocks; width *= 2) {
-#pragma unroll
-      for (int i = 0; i < kInBlocks; ++i) {
-        if (i & width) continue;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float sum = __fadd_rn(y[i][j], y[i | width][j]);
-          y[i | width][j] = __fsub_rn(y[i][j], y[i | width][j]);
-          y[i][j] = sum;
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int out = 0; out < kOutBlocks; ++out) {
-#pragma unroll
-      for (int i = 0; i < kInBlocks; ++i) {
-        mma_f16(y[out], __ldg(matrix + (out * kInBlocks + i) * 32 + lane),
-                x[i]);
+      for (int j = 0; j < 4; ++j) {
+        const float sum = __fadd_rn(y[i][j], y[i | width][j]);
+        y[i | width][j] = __fsub_rn(y[i][j], y[i | width][j]);
+        y[i][j] = sum;
       }
     }
   }

@@ -16,7 +16,7 @@ namespace turbo {
 // The columns of the product are the eight blocks of a vector (of each PRODUCT,
 // if that has several); what is left are sums and differences of coordinates of
 // four lanes.
-constexpr bool kHasSingles = kIsSylvester && kColumnVectors == 1;
+constexpr bool kHasSingles = kColumnVectors == 1;
 constexpr int kSingleParts = 4;
 constexpr int kSingleElements = SCALE_GROUP / kSingleParts;
 constexpr int kProducts = kHasSingles ? kLaneGroups : 1;
