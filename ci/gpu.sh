@@ -3,16 +3,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # What needs a GPU, or many cores: gpu.sh
 # [kernels|architectures|sanitizer|defects|bench|extend|mla|profile|engine|throughput|
-# models|offload|pictures|serve|quality|lab|latents|equality|dcp|families|checkpoints|
-# check|memory|soak|restarts|image|transfers]...
+# models|offload|pictures|serve|start|quality|lab|latents|equality|dcp|families|
+# checkpoints|check|memory|soak|restarts|image|transfers]...
 #
 # It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to
 # it. Results go to $OUT (benchmarks/results). These variables add arguments:
 # KERNELS_ARGS, ARCHITECTURES_ARGS, SANITIZER_ARGS, DEFECTS_ARGS, BENCH_ARGS,
 # EXTEND_ARGS, MLA_ARGS, PROFILE_ARGS, ENGINE_ARGS, THROUGHPUT_ARGS, MODELS_ARGS,
-# OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, QUALITY_ARGS, LAB_ARGS, LATENTS_ARGS, EQUALITY_ARGS,
-# DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS, MEMORY_ARGS, SOAK_ARGS,
-# RESTARTS_ARGS, IMAGE_ARGS, TRANSFERS_ARGS.
+# OFFLOAD_ARGS, PICTURES_ARGS, SERVE_ARGS, START_ARGS, QUALITY_ARGS, LAB_ARGS,
+# LATENTS_ARGS, EQUALITY_ARGS, DCP_ARGS, FAMILIES_ARGS, CHECKPOINTS_ARGS, CHECK_ARGS,
+# MEMORY_ARGS, SOAK_ARGS, RESTARTS_ARGS, IMAGE_ARGS, TRANSFERS_ARGS.
 #
 # kernels is mostly compilers: KERNELS_ARGS="-n 16 --dist worksteal" for as many cores,
 # which share the GPUs that there are. With "--shard 1/2", too, it is the first of two
@@ -41,6 +41,10 @@
 # back, restores prompts from there, and times decoding in the layouts that suit copies:
 # it starts three engines side by side, which need 90 GB. pictures draws what is in $OUT,
 # and alone needs neither a GPU nor vLLM.
+#
+# start times how long a server takes to be ready, with nothing built before and with
+# everything, in six minutes a round; START_ARGS="--first-round 1" adds another round to
+# the medians.
 #
 # equality holds every way to run requests to one at a time. On two GPUs it is for
 # EQUALITY_ARGS="--prefill stored --jobs 4 --modes tensor_parallel tensor_parallel_heads
@@ -71,13 +75,13 @@ out=${OUT:-$PWD/benchmarks/results}
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null)}"
 export COMMIT PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- kernels architectures sanitizer defects \
-  bench extend mla profile engine throughput models offload pictures serve quality lab \
-  latents equality families checkpoints check memory soak restarts image
+  bench extend mla profile engine throughput models offload pictures serve start \
+  quality lab latents equality families checkpoints check memory soak restarts image
 for section; do
   case $section in
     kernels | architectures | sanitizer | defects | bench | extend | mla | engine) ;;
-    profile | throughput | models | offload | pictures | serve | quality | lab) ;;
-    latents | transfers | image) ;;
+    profile | throughput | models | offload | pictures | serve | start) ;;
+    quality | lab | latents | transfers | image) ;;
     equality | dcp | families | checkpoints | check | memory | soak | restarts) ;;
     *) echo "gpu.sh: no section '$section'" >&2 && exit 2 ;;
   esac
@@ -227,6 +231,11 @@ serve() {
     --output "$out/serve.jsonl" --log "$out/serve.log" "$@"
 }
 
+start() {
+  "$python" benchmarks/turbo_start.py \
+    --output "$out/start.jsonl" --logs "$out/start-logs" "$@"
+}
+
 quality() {
   "$python" scripts/quality.py --jobs 5 \
     --output "$out/quality" --logs "$out/quality-logs" "$@"
@@ -317,6 +326,7 @@ for section; do
     offload) arguments=${OFFLOAD_ARGS:-} ;;
     pictures) arguments=${PICTURES_ARGS:-} ;;
     serve) arguments=${SERVE_ARGS:-} ;;
+    start) arguments=${START_ARGS:-} ;;
     quality) arguments=${QUALITY_ARGS:-} ;;
     lab) arguments=${LAB_ARGS:-} ;;
     latents) arguments=${LATENTS_ARGS:-} ;;

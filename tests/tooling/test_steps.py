@@ -239,6 +239,7 @@ SECTIONS = {
     "offload": "benchmarks/turbo_offload.py",
     "pictures": "benchmarks/pictures.py",
     "serve": "benchmarks/turbo_serve.py",
+    "start": "benchmarks/turbo_start.py",
     "quality": "scripts/quality.py",
     "lab": "tests/quality/lab/choices.py",
     "latents": "tests/quality/lab/latents.py",

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Seconds until `vllm serve` is ready, by cache dtype, with empty caches and full ones.
+
+The model has dummy weights. Every pair of starts has cache folders of its own, for all
+that vLLM, PyTorch, Triton, FlashInfer and the driver keep of what they compile: the
+first start finds them empty, the second one finds what the first one left. A round has
+a pair of each arm, and begins with another arm than the round before. One JSON object
+a line:
+
+* `start`: seconds from the command to an answer of /health; `phases`, which add up to
+  it, each up to a line of the log; `reported`, the seconds that lines of the log give,
+  some of them within a phase.
+* `median`: of all starts alike that the --output file has of this commit and GPU, with
+  the same model and arguments, so that rounds may come from several commands;
+  `beyond_fp8_s` is the difference from fp8's.
+
+An arm is a --kv-cache-dtype; `turbo4:triton` also sets turbo_kernel.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import CONFIGS, ROOT, Report
+from turbo_serve import write_model
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from child_log import last_error  # noqa: E402
+from child_runner import engine_variables, exit_when_told, running  # noqa: E402
+from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
+
+# The folders below the one of a pair of starts, by the variable that names each.
+CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "XDG_CACHE_HOME": "xdg",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "driver",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "CUTE_DSL_CACHE_DIR": "cute_dsl",
+}
+EMPTY, FULL = "empty", "full"
+# The first line that matches ends the phase that it is named for.
+PHASES = {
+    "import": r"Initializing a V1 LLM engine",
+    "initialise": r"Starting to load model",
+    "load": r"Model loading took",
+    "compile": r"torch\.compile took",
+    "profile": r"Available KV cache memory",
+    "allocate": r"GPU KV cache size|Overriding num_gpu_blocks",
+    "capture": r"Graph capturing finished",
+    "warm_up": r"init engine \(",
+    "serve": r"Application startup complete",
+}
+# The rest, to the answer of /health.
+READY = "ready"
+# Each has one group, of seconds; all that lines of the log say are added up.
+REPORTED = {
+    "model_loading": r"Model loading took .* and ([\d.]+) seconds",
+    "torch_compile": r"torch\.compile took ([\d.]+) s in total",
+    "profile_run": r"Initial profiling/warmup run took ([\d.]+) s",
+    "graph_capture": r"Graph capturing finished in ([\d.]+) secs",
+    "init_engine": r"init engine \([^)]*\) took ([\d.]+) s",
+    "cuda_kernels": r"CUDA kernels.*\bbuilt in ([\d.]+) s",
+    "waited_for_kernels": r"CUDA kernels.*\bwaited for ([\d.]+) s",
+}
+# What a start reads, so that the first arm does not wait for the disk.
+READ_PACKAGES = ("vllm", "torch", "triton", "nvidia", "flashinfer", "transformers")
+POLL_S = 0.02
+
+
+def read_packages(names: Iterable[str] = READ_PACKAGES) -> int:
+    """Reads packages into the host's page cache; returns their bytes."""
+    total = 0
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in Path(folder).rglob("*"):
+                if path.is_file():
+                    total += len(path.read_bytes())
+    return total
+
+
+class StampedLog:
+    """The lines of a log that is being written, each with when it came.
+
+    Attributes:
+        lines: Seconds since `start`, and the line.
+
+    """
+
+    def __init__(self, path: Path, start: float) -> None:
+        self.path, self.start = path, start
+        self.lines: list[tuple[float, str]] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follows the log until the block ends."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(ended,))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _follow(self, ended: threading.Event) -> None:
+        rest = ""
+        with self.path.open(errors="replace") as file:
+            while True:
+                is_last = ended.wait(POLL_S)
+                now = time.perf_counter() - self.start
+                *whole, rest = (rest + file.read()).split("\n")
+                self.lines += [(now, line) for line in whole]
+                if is_last:
+                    return
+
+
+def phases(lines: Iterable[tuple[float, str]], seconds: float) -> dict[str, float]:
+    """Returns how long each phase took; one whose line is missing is part of the next.
+
+    Args:
+        lines: Seconds since the start, and a line of the log.
+        seconds: When the server was ready.
+
+    """
+    lines = list(lines)
+    found: dict[str, float] = {}
+    reached = 0.0
+    for name, pattern in PHASES.items():
+        at = next((at for at, line in lines if re.search(pattern, line)), None)
+        if at is not None and at >= reached:
+            found[name], reached = at - reached, at
+    return found | {READY: seconds - reached}
+
+
+def reported(lines: Iterable[str]) -> dict[str, float]:
+    """Returns the seconds that the log gives."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in lines:
+        for name, pattern in REPORTED.items():
+            if match := re.search(pattern, line):
+                found[name] += float(match[1])
+    return dict(found)
+
+
+def cache_variables(folder: Path) -> dict[str, str]:
+    """Returns the variables that keep all caches in a folder."""
+    return {variable: str(folder / name) for variable, name in CACHES.items()}
+
+
+def serve_command(args: argparse.Namespace, arm: str, model: Path) -> list[str]:
+    """Returns `vllm serve` of an arm, up to its address."""
+    cache_dtype, _, kernel = arm.partition(":")
+    options = ["--attention-config.turbo_kernel", kernel] if kernel else []
+    return [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model),
+        "--kv-cache-dtype", cache_dtype, "--load-format", "dummy",
+        "--max-model-len", str(args.max_model_len), *options, *args.serve_args,
+    ]  # fmt: skip
+
+
+def measure_start(command: list[str], log: Path, caches: Path) -> dict[str, Any]:
+    """Starts a server, and ends it when it is ready.
+
+    Returns:
+        The seconds that took, in all and by phase.
+
+    Raises:
+        QuickstartError: If the server ends, or is not ready in time.
+
+    """
+    port = free_port()
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    variables = engine_variables(on_cpu=False) | cache_variables(caches)
+    start = time.perf_counter()
+    with running(command, log, variables) as server:
+        stamped = StampedLog(log, start)
+        with stamped.followed():
+            wait_until_up(server, port, log)
+            seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "phases": phases(stamped.lines, seconds),
+        "reported": reported(line for _, line in stamped.lines),
+    }
+
+
+def run_round(
+    args: argparse.Namespace, number: int, model: Path, report: Report
+) -> int:
+    """Starts each arm twice, and reports; returns how many starts failed."""
+    first = number % len(args.arms)
+    failed = 0
+    for arm in args.arms[first:] + args.arms[:first]:
+        with tempfile.TemporaryDirectory(dir=args.folder) as caches:
+            for state in (EMPTY, FULL):
+                log = args.logs / f"{arm.replace(':', '-')}-{number}-{state}.log"
+                common = {"part": "start", "arm": arm, "caches": state, "round": number}
+                command = serve_command(args, arm, model)
+                try:
+                    row = measure_start(command, log, Path(caches))
+                except (OSError, QuickstartError) as error:
+                    report.row(**common, error=f"{error}: {last_error(log)}")
+                    failed += 1
+                    # The caches are neither empty nor full.
+                    break
+                report.row(**common, **row)
+    return failed
+
+
+def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of medians of starts, empty caches first."""
+    starts: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row.get("part") == "start" and "error" not in row:
+            starts[row["caches"], row["arm"]].append(row)
+    seconds = {
+        key: statistics.median(row["seconds"] for row in alike)
+        for key, alike in starts.items()
+    }
+    found = []
+    for state, arm in sorted(starts):
+        alike = starts[state, arm]
+        names = dict.fromkeys(name for row in alike for name in row["phases"])
+        row: dict[str, Any] = {
+            "part": "median",
+            "arm": arm,
+            "caches": state,
+            "starts": len(alike),
+            "seconds": seconds[state, arm],
+            "all_seconds": sorted(row["seconds"] for row in alike),
+            "phases": {
+                name: statistics.median(row["phases"].get(name, 0.0) for row in alike)
+                for name in names
+            },
+        }
+        if (state, "fp8") in seconds:
+            row["beyond_fp8_s"] = seconds[state, arm] - seconds[state, "fp8"]
+        found.append(row)
+    return found
+
+
+def rows_alike(output: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what a file has of runs with these facts, by whatever command."""
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    same = facts.items() - {("command", facts["command"])}
+    return [row for row in rows if same <= row.items()]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=CONFIGS / "llama-8b")
+    parser.add_argument("--arms", nargs="+", default=["auto", "fp8", "turbo4"])
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="one takes six minutes on an H100"
+    )
+    parser.add_argument(
+        "--first-round", type=int, default=0, help="number of the first"
+    )
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--folder", type=Path, help="where cache folders are made")
+    parser.add_argument("--output", type=Path, help="file that rows are added to")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-start"))
+    parser.add_argument(
+        "serve_args", nargs="*", help="after --: more arguments of vllm serve"
+    )
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    exit_when_told()
+    with tempfile.TemporaryDirectory() as folder:
+        output = args.output or Path(folder) / "rows.jsonl"
+        report = Report(output)
+        report.facts |= {
+            "model": args.config.name,
+            "serve_args": " ".join(
+                ["--max-model-len", str(args.max_model_len), *args.serve_args]
+            ),
+        }
+        model = Path(folder) / "model"
+        model.mkdir()
+        write_model(args.config, model)
+        if args.folder:
+            args.folder.mkdir(parents=True, exist_ok=True)
+        read_packages()
+        numbers = range(args.first_round, args.first_round + args.rounds)
+        failed = sum(run_round(args, number, model, report) for number in numbers)
+        for row in medians(rows_alike(output, report.facts)):
+            report.row(**row)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
