@@ -15,6 +15,7 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.ops.turbo import building
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
@@ -130,7 +131,12 @@ def record_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     def recorder(level: int) -> Callable[..., None]:
         return lambda text, *args, **_: records.append((level, text % args))
 
-    for logger in (kernels.logger, cuda_build.logger, cuda_built.logger):
+    for logger in (
+        kernels.logger,
+        building.logger,
+        cuda_build.logger,
+        cuda_built.logger,
+    ):
         for name, level in (("info", logging.INFO), ("warning", logging.WARNING)):
             monkeypatch.setattr(logger, name, recorder(level))
             monkeypatch.setattr(logger, f"{name}_once", recorder(level), raising=False)

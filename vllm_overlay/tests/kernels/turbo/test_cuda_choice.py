@@ -15,8 +15,8 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import building, runtime
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import runtime
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
@@ -60,14 +60,14 @@ def gpu(monkeypatch, tmp_path):
     flashinfer = set_flashinfer(monkeypatch, tmp_path)
     for module, loader in LOADERS:
         monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
-    kernels.cuda_build_error.cache_clear()
-    kernels._log_traceback.cache_clear()
+    kernels.cuda_builds.cache_clear()
+    building._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield flashinfer
-    kernels.cuda_build_error.cache_clear()
-    kernels._log_traceback.cache_clear()
+    kernels.cuda_builds.cache_clear()
+    building._log_traceback.cache_clear()
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
@@ -270,10 +270,10 @@ def test_cpu(monkeypatch, tmp_path, choice):
 
 @requires_triton
 @pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
-def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
+def test_kernels_are_chosen_once_when_they_are_asked_for(monkeypatch, tmp_path):
     impl = make_impl(make_vllm_config(tmp_path))
     set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
-    calls = []
+    calls, builds = [], []
 
     def record(*args) -> str:
         calls.append(args)
@@ -282,8 +282,10 @@ def test_kernels_are_chosen_once_before_the_profile_run(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "choose_kernels", record)
     monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
     monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(runtime, "start_builds", lambda *args: builds.append(args))
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert calls == [("auto", impl.runner.layout, 2, 1, False, False, False)]
+    assert builds == [("auto", impl.runner.layout, 2, 1, False, False, False)]
+    assert calls == []
     assert impl.runner.kernels == impl.runner.kernels == "kernels"
-    assert len(calls) == 1
+    assert calls == builds

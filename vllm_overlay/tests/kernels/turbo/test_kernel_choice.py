@@ -54,7 +54,9 @@ def fail(monkeypatch, message: str) -> None:
     def store(*args: object) -> None:
         raise error(message)
 
-    def cuda_kernels(layout: TurboFormat, reason: str = "") -> TritonKernels:
+    def cuda_kernels(
+        layout: TurboFormat, reason: str, capability: int | None
+    ) -> TritonKernels:
         return TritonKernels(reason)._replace(store=store, name=CUDA)
 
     monkeypatch.setattr(kernels, "cuda_kernels", cuda_kernels)

@@ -34,6 +34,7 @@ from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
+from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
@@ -254,6 +255,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.runner.share_cache()
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
+        # Of a model that is loaded to be run, beside its weights.
+        if is_workspace_manager_initialized() and not may_add_key_bias(
+            vllm_config.model_config.hf_text_config
+        ):
+            self.runner.start_builds()
 
     def make_companion_layer(self, layer_name: str) -> TurboWindow | None:
         """Make the layer that has the recent window, if one is wanted."""
@@ -269,8 +275,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         return self.window
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Choose the kernels, for building them may take seconds."""
-        _ = self.runner.chosen_kernels
+        """Begin to build the kernels: only now is it known which, if K has a bias."""
+        self.runner.start_builds()
 
     def forward(
         self,

@@ -321,10 +321,13 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
                 reason = "the CPU platform runs PyTorch's operators"
                 raise ValueError(cuda_refusal(reason))
             self.runner.kernels = reference.TorchLatentKernels()
+        elif is_workspace_manager_initialized():
+            # Of a model that is loaded to be run, beside its weights.
+            self.runner.start_builds()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Choose the kernels, for building them may take seconds."""
-        _ = self.runner.kernels
+        """Begin to build the kernels, if that has not begun."""
+        self.runner.start_builds()
 
     def transform_absorbed_weights(
         self, W_UK: torch.Tensor, W_UV: torch.Tensor

@@ -3,7 +3,6 @@
 """Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo.building import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA, KernelSet
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
@@ -108,21 +108,15 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
 
 
 @cache
-def _log_traceback() -> None:
-    """Log that of the exception being handled, the first in this process."""
-    logger.warning("The turbo CUDA kernels cannot be loaded:", exc_info=True)
-
-
-@cache
-def cuda_build_error(
+def cuda_builds(
     layout: TurboFormat,
     num_queries_per_kv: int,
     query_len: int = 1,
     has_key_offset: bool = False,
     with_window: bool = False,
     has_soft_cap: bool = False,
-) -> str | None:
-    """Build and load the CUDA kernels, side by side; why that failed, if it did.
+) -> ModuleBuilds:
+    """Begin to build and load the CUDA kernels of layers alike, side by side.
 
     Cached, so that a build that fails does so once for all layers.
 
@@ -151,33 +145,51 @@ def cuda_build_error(
             capability=capability,
         )
 
-    return build_error(modules)
+    return ModuleBuilds(modules)
 
 
-def build_error(modules: Callable[[], list["ServingModule"]]) -> str | None:
-    """Build and load modules, side by side; why that failed, if it did.
+def cuda_build_error(layout: TurboFormat, *variant: Any) -> str | None:
+    """Build and load the CUDA kernels; why that failed, if it did.
 
     Args:
-        modules: Imports what builds them, and says which.
+        layout: The cache's format.
+        variant: What else ``cuda_builds`` is told.
 
     """
-    try:
-        loads = modules()
-        # In a forked process PyTorch makes its own threads anew at their first use, and
-        # of threads of ours that use them at the same time all but one would find none.
-        torch.set_num_threads(torch.get_num_threads())
-        # The compiler takes a core for each.
-        with ThreadPoolExecutor(len(loads)) as pool:
-            futures: list[Future[object]] = [pool.submit(load.load) for load in loads]
-            for future in futures:
-                future.result()
-    except RuntimeError as error:
-        return str(error)
-    except Exception as error:
-        # Other releases of FlashInfer and TVM-FFI may fail in any way.
-        _log_traceback()
-        return f"they cannot be loaded ({type(error).__name__}: {error})"
-    return None
+    return cuda_builds(layout, *variant).error
+
+
+def start_builds(choice: str, layout: TurboFormat, *variant: Any) -> None:
+    """Begin to build what ``choose_kernels`` will wait for, if that is CUDA's.
+
+    Args:
+        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
+        layout: The cache's format.
+        variant: What else ``cuda_builds`` is told.
+
+    """
+    start_to_build(
+        choice,
+        lambda: cuda_unsupported_reason(layout),
+        lambda: cuda_builds(layout, *variant),
+    )
+
+
+def start_to_build(
+    choice: str,
+    unsupported_reason: Callable[[], str | None],
+    build: Callable[[], ModuleBuilds],
+) -> None:
+    """Begin to build CUDA's kernels where ``choose_between`` would wait for them.
+
+    Args:
+        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
+        unsupported_reason: Says why there are none of CUDA's, if so.
+        build: Begins to build CUDA's.
+
+    """
+    if choice != "triton" and not _launch_refusal and not unsupported_reason():
+        build()
 
 
 def cuda_refusal(reason: str) -> str:

@@ -26,6 +26,32 @@ from vllm.v1.attention.ops.turbo import interface
 VERSION = 2
 # The buffer of an attention layer. Sleeping engines keep buffers, and no other tensor.
 BUFFER = "turbo_key_offset"
+# What configurations call it that attention's projections have a bias; Qwen2's models
+# always do.
+_BIAS_FLAGS = (
+    "attention_bias",
+    "qkv_bias",
+    "add_qkv_bias",
+    "attn_bias",
+    "use_bias",
+    "use_qkv_bias",
+    "bias",
+)
+_BIASED_MODELS = ("qwen2",)
+
+
+def may_add_key_bias(config: object) -> bool:
+    """Whether a model's configuration lets one expect a bias of K.
+
+    Only its weights tell for sure.
+
+    Args:
+        config: The text model's, of HuggingFace.
+
+    """
+    model_type = getattr(config, "model_type", None) or ""
+    flags = any(bool(getattr(config, flag, False)) for flag in _BIAS_FLAGS)
+    return flags or model_type.startswith(_BIASED_MODELS)
 
 
 def find_rotary(parent: nn.Module) -> RotaryEmbeddingBase | None:

@@ -5,11 +5,12 @@
 from functools import cache
 
 from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo.building import ModuleBuilds
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     ChosenKernels,
-    build_error,
     choose_between,
     may_fall_back,
+    start_to_build,
 )
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
@@ -51,10 +52,10 @@ def cuda_unsupported_reason() -> str | None:
 
 
 @cache
-def cuda_build_error(
+def cuda_builds(
     layout: LatentFormat, num_heads: int, max_query_len: int
-) -> str | None:
-    """Build and load the CUDA kernels, side by side; why that failed, if it did.
+) -> ModuleBuilds:
+    """Begin to build and load the CUDA kernels of layers alike, side by side.
 
     Args:
         layout: The cache's format.
@@ -68,7 +69,25 @@ def cuda_build_error(
 
         return latent_modules(layout, num_heads, max_query_len)
 
-    return build_error(modules)
+    return ModuleBuilds(modules)
+
+
+def cuda_build_error(
+    layout: LatentFormat, num_heads: int, max_query_len: int
+) -> str | None:
+    """Build and load the CUDA kernels; why that failed, if it did."""
+    return cuda_builds(layout, num_heads, max_query_len).error
+
+
+def start_latent_builds(
+    choice: str, layout: LatentFormat, num_heads: int, max_query_len: int
+) -> None:
+    """Begin to build what ``share_latent_kernels`` waits for, of the same arguments."""
+    start_to_build(
+        choice,
+        cuda_unsupported_reason,
+        lambda: cuda_builds(layout, num_heads, max_query_len),
+    )
 
 
 @cache

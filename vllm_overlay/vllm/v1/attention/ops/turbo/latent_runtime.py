@@ -19,7 +19,10 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
-from vllm.v1.attention.ops.turbo.latent_kernel_choice import share_latent_kernels
+from vllm.v1.attention.ops.turbo.latent_kernel_choice import (
+    share_latent_kernels,
+    start_latent_builds,
+)
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,
@@ -155,6 +158,16 @@ class LatentRunner:
         if not current_platform.is_cpu():
             device = torch.accelerator.current_device_index()
             self.num_sms = num_compute_units(device)
+
+    def start_builds(self) -> None:
+        """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
+        if not current_platform.is_cpu():
+            start_latent_builds(
+                self.kernel_choice,
+                self.layout,
+                self.shape.num_heads,
+                self.max_query_len,
+            )
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels[LatentKernels]:

@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
     ChosenKernels,
     current_capability,
     share_kernels,
+    start_builds,
 )
 from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 from vllm.v1.attention.ops.turbo.planning.decode import (
@@ -209,20 +210,30 @@ class TurboRunner:
         piece_tokens = max(limits.piece_tokens, self.max_num_tokens)
         return limits._replace(piece_tokens=piece_tokens)
 
-    @cached_property
-    def chosen_kernels(self) -> ChosenKernels[KernelSet]:
-        """The kernels, shared with layers alike. They may be built here."""
-        if current_platform.is_cpu():
-            return ChosenKernels(None)
-        return share_kernels(
-            self.kernel_choice,
-            self.layout,
+    @property
+    def _kernel_variant(self) -> tuple[int, int, bool, bool, bool]:
+        """What decides on the kernels beside the choice and the layout: see
+        ``choose_kernels``.
+        """
+        return (
             self.context_shape.num_queries_per_kv,
             self.max_query_len,
             self.key_offset is not None,
             self.window_wanted > 0,
             self.logits_soft_cap is not None,
         )
+
+    def start_builds(self) -> None:
+        """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
+        if not current_platform.is_cpu():
+            start_builds(self.kernel_choice, self.layout, *self._kernel_variant)
+
+    @cached_property
+    def chosen_kernels(self) -> ChosenKernels[KernelSet]:
+        """The kernels, shared with layers alike. They may be built here."""
+        if current_platform.is_cpu():
+            return ChosenKernels(None)
+        return share_kernels(self.kernel_choice, self.layout, *self._kernel_variant)
 
     @property
     def kernels(self) -> KernelSet | None:

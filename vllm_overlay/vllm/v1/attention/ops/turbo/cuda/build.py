@@ -33,6 +33,8 @@ HEADER_NAME = "turbo_constants.h"
 # Of the compiler's output, in a message.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
+# What this process has compiled: "KERNEL INSTANCE".
+compiled_modules: list[str] = []
 # The kind of error that launch.cuh throws.
 _LAUNCH_REFUSED = "TurboLaunchRefused"
 
@@ -176,7 +178,8 @@ def _write_header(path: Path, text: str) -> None:
 
 
 def _build(jit: Any, spec: Any, module: CudaModule) -> None:
-    if not spec.jit_library_path.exists():
+    is_new = not spec.jit_library_path.exists()
+    if is_new:
         logger.info(
             "Building the turbo CUDA kernel %s for %s; it is cached afterwards.",
             module.kernel,
@@ -194,6 +197,8 @@ def _build(jit: Any, spec: Any, module: CudaModule) -> None:
             "It takes a complete CUDA toolkit that knows this GPU; the compiler's "
             f"last words:\n{_last_lines(str(error))}",
         ) from error
+    if is_new:
+        compiled_modules.append(f"{module.kernel} {module.instance}")
 
 
 def _load_function(path: Path, name: str) -> Callable[..., None]:

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""CUDA's kernels are built beside weights that load and graphs that compile."""
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+from vllm.v1.attention.ops.turbo import building, runtime
+from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import latent_kernel_choice as latent_kernels
+from vllm.v1.attention.ops.turbo.building import ModuleBuilds
+from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
+from vllm.v1.attention.ops.turbo.cuda import modules as cuda_modules
+from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+
+from .backend_utils import make_vllm_config
+from .build_utils import TIMEOUT_S, record_log, set_platform
+from .utils import ON_GPU, requires_triton
+
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+
+
+class SlowModules:
+    """Modules whose compiler ends when it is told, in place of ``serving_modules``.
+
+    Attributes:
+        begun: Set when all have begun.
+        may_end: To be set for them to end.
+        asked: What they were asked for.
+        error: What one of them raises.
+
+    """
+
+    def __init__(self, count: int = 3) -> None:
+        self.may_end = threading.Event()
+        self.asked: list[tuple] = []
+        self.error: Exception | None = None
+        self.loaded: list[str] = []
+        self._count = count
+        self._all = threading.Barrier(count + 1)
+
+    def __call__(self, *args: object, **variant: object) -> list[ServingModule]:
+        self.asked.append((*args, *variant.values()))
+        names = [f"kernel {number}" for number in range(self._count)]
+        return [
+            ServingModule(name, lambda name=name: self._load(name), None)
+            for name in names
+        ]
+
+    def _load(self, name: str) -> None:
+        self._all.wait(TIMEOUT_S)
+        assert self.may_end.wait(TIMEOUT_S)
+        if self.error is not None and name == "kernel 0":
+            raise self.error
+        cuda_build.compiled_modules.append(name)
+        self.loaded.append(name)
+
+    def wait_for_begin(self) -> None:
+        self._all.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch):
+    found = SlowModules()
+    monkeypatch.setattr(cuda_modules, "serving_modules", found)
+    monkeypatch.setattr(cuda_build, "compiled_modules", [])
+    monkeypatch.setattr(kernels, "_chosen", [])
+    caches = (kernels.cuda_builds, kernels.share_kernels, building._log_traceback)
+    for cached in caches:
+        cached.cache_clear()
+    set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    yield found
+    found.may_end.set()
+    for cached in caches:
+        cached.cache_clear()
+
+
+def make_impl(
+    monkeypatch: pytest.MonkeyPatch, config: VllmConfig, is_served: bool = True
+) -> TurboAttentionImpl:
+    """A layer, of a model that a worker makes or of another."""
+    monkeypatch.setattr(
+        turbo_attn, "is_workspace_manager_initialized", lambda: is_served
+    )
+    monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda _: print)
+    monkeypatch.setattr(runtime, "get_flash_attn", lambda _: print)
+    monkeypatch.setattr(runtime, "num_compute_units", lambda _: 132)
+    with set_current_vllm_config(config):
+        return TurboAttentionImpl(4, 128, 0.1, 1, kv_cache_dtype="turbo4")
+
+
+on_cpu = pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+
+
+@on_cpu
+@requires_triton
+def test_builds_go_on_beside_the_rest_of_a_start(slow, monkeypatch, tmp_path):
+    """They begin with the first layer; whoever asks for the kernels waits for them."""
+    log = record_log(monkeypatch)
+    config = make_vllm_config(tmp_path)
+    layers = [make_impl(monkeypatch, config) for _ in range(2)]
+    slow.wait_for_begin()
+    assert len(slow.asked) == 1, "once for all layers"
+    for layer in layers:
+        layer.process_weights_after_loading(torch.bfloat16)
+    assert slow.loaded == [] and len(slow.asked) == 1
+    assert not any("built in" in text for _, text in log)
+    threading.Timer(0.05, slow.may_end.set).start()
+    for layer in layers:
+        assert layer.runner.kernels.name == "CUDA"
+        assert layer.runner.kernels.reason == "they could be loaded"
+    assert len(slow.loaded) == 3 and len(slow.asked) == 1
+    (line,) = (text for level, text in log if level == logging.INFO)
+    assert "CUDA kernels: 3 of 3 modules were built in " in line
+    assert "The next start finds them built." in line
+
+
+@on_cpu
+@requires_triton
+@pytest.mark.parametrize("choice", ["auto", "cuda"])
+def test_a_failure_is_told_when_kernels_are_asked_for(
+    slow, monkeypatch, tmp_path, choice
+):
+    """It is one for all layers, and comes when no build goes on any more."""
+    log = record_log(monkeypatch)
+    slow.error = RuntimeError("kernel.cu was not compiled")
+    config = make_vllm_config(tmp_path)
+    config.attention_config.turbo_kernel = choice
+    layers = [make_impl(monkeypatch, config) for _ in range(2)]
+    slow.wait_for_begin()
+    for layer in layers:
+        layer.process_weights_after_loading(torch.bfloat16)
+    slow.may_end.set()
+    for layer in layers:
+        if choice == "cuda":
+            with pytest.raises(
+                ValueError, match="kernel.cu was not compiled. Use auto"
+            ):
+                _ = layer.runner.kernels
+        else:
+            assert layer.runner.kernels.name == "Triton"
+    assert len(slow.loaded) == 2 and len(slow.asked) == 1
+    warnings = [text for level, text in log if level == logging.WARNING]
+    because = "Turbo KV cache: Triton kernels, because kernel.cu was not compiled."
+    assert warnings == [because] * (choice == "auto")
+
+
+@on_cpu
+@requires_triton
+@pytest.mark.parametrize("why", ["triton", "unsupported", "refused", "not served"])
+def test_nothing_is_built_that_will_not_be_asked_for(slow, monkeypatch, tmp_path, why):
+    config = make_vllm_config(tmp_path)
+    if why == "triton":
+        config.attention_config.turbo_kernel = "triton"
+    elif why == "unsupported":
+        set_platform(monkeypatch, "cuda", DeviceCapability(7, 5))
+    elif why == "refused":
+        monkeypatch.setattr(kernels, "_launch_refusal", "no kernel image")
+    impl = make_impl(monkeypatch, config, is_served=why != "not served")
+    if why != "not served":
+        impl.process_weights_after_loading(torch.bfloat16)
+        assert impl.runner.kernels.name == "Triton"
+    assert slow.asked == []
+
+
+@on_cpu
+@requires_triton
+def test_a_bias_of_k_is_waited_for(slow, monkeypatch, tmp_path):
+    """The weights say whether there is an offset, which other modules are for."""
+    config = make_vllm_config(tmp_path)
+    config.model_config.hf_text_config.model_type = "qwen2"
+    impl = make_impl(monkeypatch, config)
+    assert slow.asked == []
+    impl.runner.key_offset = torch.zeros(1)
+    impl.process_weights_after_loading(torch.bfloat16)
+    slow.wait_for_begin()
+    slow.may_end.set()
+    assert impl.runner.kernels.name == "CUDA"
+    ((layout, *_, has_key_offset, with_window, has_soft_cap, _),) = slow.asked
+    assert layout == LAYOUT
+    assert (has_key_offset, with_window, has_soft_cap) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "llama", "attention_bias": False, "mlp_bias": True}, False),
+        ({"model_type": "llama", "attention_bias": True}, True),
+        ({"model_type": "qwen2_5_vl_text"}, True),
+        ({"model_type": "qwen3"}, False),
+        ({"qkv_bias": True}, True),
+        ({}, False),
+    ],
+)
+def test_what_lets_expect_a_bias_of_k(config, expected):
+    assert may_add_key_bias(SimpleNamespace(**config)) is expected
+
+
+def test_what_was_built_before_is_not_mentioned(monkeypatch):
+    """No line is logged where this process has compiled nothing of a set."""
+    log = record_log(monkeypatch)
+    monkeypatch.setattr(cuda_build, "compiled_modules", ["kernel 0"])
+    builds = ModuleBuilds(lambda: [ServingModule("kernel 0", lambda: print, None)])
+    assert builds.error is None and log == []
+
+    def compile_one() -> None:
+        cuda_build.compiled_modules.append("kernel 1")
+
+    found = [
+        ServingModule("kernel 0", lambda: print, None),
+        ServingModule("kernel 1", compile_one, None),
+    ]
+    assert ModuleBuilds(lambda: found).error is None
+    ((_, line),) = log
+    assert "1 of 2 modules" in line
+
+
+@on_cpu
+@requires_triton
+def test_latents_are_built_beside_the_rest(slow, monkeypatch):
+    layout = LatentFormat.from_cache_dtype("turbo4", 576)
+    from vllm.v1.attention.ops.turbo.cuda import latent_modules
+
+    monkeypatch.setattr(latent_modules, "latent_modules", slow)
+    monkeypatch.setattr(latent_kernels, "cuda_unsupported_reason", lambda: None)
+    caches = (latent_kernels.cuda_builds, latent_kernels.share_latent_kernels)
+    for cached in caches:
+        cached.cache_clear()
+    arguments = (layout, 16, 1)
+    latent_kernels.start_latent_builds("triton", *arguments)
+    assert slow.asked == []
+    latent_kernels.start_latent_builds("auto", *arguments)
+    slow.wait_for_begin()
+    assert slow.asked == [arguments]
+    slow.may_end.set()
+    chosen = latent_kernels.share_latent_kernels("auto", *arguments)
+    assert chosen.kernels.name == "CUDA" and len(slow.asked) == 1
+    for cached in caches:
+        cached.cache_clear()
