@@ -51,7 +51,9 @@ def test_builds_once_and_says_so(flashinfer, log):
     assert load() == MODULE.header
     (name,) = flashinfer.builds
     assert name.startswith("turbo_decode_turbo4_128_sm90_")
-    assert flashinfer.flags == ["-gencode=arch=compute_90,code=sm_90", "-DB"]
+    target = "-gencode=arch=compute_90,code=sm_90"
+    # After FlashInfer's own -O3: nvcc takes the last one, for host code alone.
+    assert flashinfer.flags == [target, "-O1", "-DB"]
     ((level, text),) = log
     assert level == logging.INFO
     assert "Building" in text and "decode" in text and "turbo4_128" in text

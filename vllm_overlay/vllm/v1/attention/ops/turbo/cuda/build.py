@@ -30,6 +30,9 @@ SOURCE_DIR = Path(__file__).parent / "csrc"
 SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # The header of constants that sources include: see constants.py.
 HEADER_NAME = "turbo_constants.h"
+# Optimisation of the host's code, which checks and launches: FlashInfer's -O3, which
+# comes before it, takes up to 3 s more of a module. Device code has a level of its own.
+_HOST_LEVEL = "-O1"
 # Of the compiler's output, in a message.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
@@ -140,7 +143,7 @@ def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
     if module.is_specific:
         architecture += "a"
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    return [target, *module.flags]
+    return [target, _HOST_LEVEL, *module.flags]
 
 
 def version_of_tvm_ffi() -> str:

@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
 )
 
 # Those of FlashInfer's that have a say in the device code.
-_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
+_FLAGS = ("-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr")
 # Of a library, which finds the CUDA runtime where PyTorch has loaded it. It has no
 # symbols but those that it exports.
 LIBRARY_FLAGS = (
