@@ -7,7 +7,15 @@
 The output has, by instance and architecture, the registers a thread and the bytes of
 spills of the module's kernels, the most of each. It fails where a module does not
 compile, or spills more than is recorded in the file of that name beside this one. To
-record what was found, copy the output there. The libraries can be packed, too.
+record what was found, copy the output there.
+
+    python tests/kernels/turbo/compile_kernels.py --output cuda_resources.json \\
+        --folder libraries --archive turbo-kernels.tar.xz
+
+is for a release: its archive has the libraries of all architectures. What the folder
+has is not compiled again, so that the command may be ended, and given anew, until it
+has compiled all. ``--arch`` is for some of them, on as many machines as there are; a
+last call without it, on a folder that has what all of them left, packs.
 """
 
 import argparse
@@ -16,13 +24,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import regex as re
 
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
+from vllm.v1.attention.ops.turbo.cuda.built import find_in, replace_text
 from vllm.v1.attention.ops.turbo.cuda.compiler import (
     CompileError,
     compile_module,
@@ -41,6 +50,10 @@ from vllm.v1.attention.ops.turbo.cuda.prebuild import (
 
 RECORDED = Path(__file__).with_name("cuda_resources.json")
 _VERBOSE = "-Xptxas=-v"
+# Kernels whose modules take a core up to a minute; others take ten seconds.
+_SLOW = ("store", "latent_store", "latent_decode", "extend_outputs")
+# Modules after which it is said how far this is.
+_PROGRESS = 100
 # Of an archive, for each library in it.
 _MAX_PACKED_BYTES = 70 << 10
 
@@ -110,10 +123,14 @@ def write_table(path: Path, release: str, table: dict[str, dict[str, Any]]) -> N
 
 
 def compile_job(job: Job, nvcc: str, folder: Path | None) -> Resources:
-    """Compile a module, to a library if there is a folder for it."""
+    """Compile a module, to a library if there is a folder for it that has it not."""
     if folder is None:
         return compile_to_ptx(job.module, job.capability, nvcc)[0]
-    return parse_resources(build_library(job, folder, nvcc, (_VERBOSE,)))
+    said = folder / f"{job.library}.ptxas"
+    if find_in(folder, job.library) is None or not said.exists():
+        words = build_library(job, folder, nvcc, (_VERBOSE,))
+        replace_text(said, words)
+    return parse_resources(said.read_text())
 
 
 def compile_all(
@@ -122,9 +139,14 @@ def compile_all(
     """Compile modules; return the table of what they take, and what is wrong."""
     table: dict[str, dict[str, Any]] = {}
     failures = []
+    # No slow one is to begin when all others have ended.
+    jobs = sorted(jobs, key=lambda job: job.module.kernel not in _SLOW)
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(compile_job, job, nvcc, folder) for job in jobs]
-        for job, future in zip(jobs, futures):
+        for number, (job, future) in enumerate(zip(jobs, futures), 1):
+            if number % _PROGRESS == 0:
+                wait([future])
+                print(f"{number} of {len(jobs)}", flush=True)
             name = f"{job.module.kernel} {job.module.instance}"
             try:
                 found = future.result()

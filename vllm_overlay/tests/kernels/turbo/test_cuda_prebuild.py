@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import lzma
 import multiprocessing
 import os
 import subprocess
@@ -209,6 +210,45 @@ def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compile_kernels, "_MAX_PACKED_BYTES", 10)
     assert compile_kernels.main() == 1
     assert "bytes packed, not 10 at most" in capsys.readouterr().out
+
+
+def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, capsys):
+    """To the same table. What was not written whole, or to its end, is made anew."""
+    folder, table = tmp_path / "kept", tmp_path / "table.json"
+    args = ["--modules", FEW, "--arch", "9.0", "--folder", str(folder)]
+    args += ["--output", str(table)]
+    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
+    assert compile_kernels.main() == 0
+    first = table.read_text()
+    made = {path: path.stat().st_mtime_ns for path in folder.glob("*.so")}
+    assert len(made) == 3
+    broken, untold, kept = made
+    broken.write_text("half of")
+    untold.with_suffix(".ptxas").unlink()
+    assert compile_kernels.main() == 0
+    assert table.read_text() == first
+    again = {path for path, then in made.items() if path.stat().st_mtime_ns != then}
+    assert again == {broken, untold} and kept not in again
+    # What spills is told again, too.
+    kept.with_suffix(".ptxas").write_text(
+        "Used 9 registers\n4 bytes spill stores, 4 bytes spill loads"
+    )
+    assert compile_kernels.main() == 1
+    assert "8 bytes of spills, not 0" in capsys.readouterr().out
+
+
+def test_an_archive_of_several_streams(compiler, tmp_path, monkeypatch):
+    """They are compressed side by side, and read as one."""
+    args = ("--output", tmp_path / "made", "--modules", FEW)
+    one, several = tmp_path / "one.tar.xz", tmp_path / "several.tar.xz"
+    assert run("--arch", "9.0", *args, "--archive", one) == 0
+    monkeypatch.setattr(prebuild, "_STREAM_BYTES", 1000)
+    assert run("--arch", "9.0", *args, "--archive", several) == 0
+    magic = b"\xfd7zXZ\x00"
+    assert one.read_bytes().count(magic) == 1 < several.read_bytes().count(magic)
+    assert lzma.decompress(one.read_bytes()) == lzma.decompress(several.read_bytes())
+    with tarfile.open(several) as tar:
+        assert len(tar.getnames()) == 7
 
 
 def test_an_archive_of_several_runs(compiler, tmp_path, monkeypatch):

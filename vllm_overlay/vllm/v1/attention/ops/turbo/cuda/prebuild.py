@@ -58,6 +58,8 @@ _MANIFEST_FORMAT = 1
 # The kernels and what they are generated and called by.
 _PACKAGE_DIR = Path(__file__).parents[1]
 _SOURCES = (".py", ".cu", ".cuh")
+# Of an archive, before it is compressed: those that xz looks back on.
+_STREAM_BYTES = 64 << 20
 # Of the compiler's words, in a message.
 _LAST_CHARS = 2000
 
@@ -204,8 +206,16 @@ def write_manifest(folder: Path, libraries: Iterable[str], nvcc: str) -> dict[st
     return made
 
 
+def _compress(part: memoryview) -> bytes:
+    """A stream of xz."""
+    return lzma.compress(part, preset=9 | lzma.PRESET_EXTREME)
+
+
 def pack(folder: Path, manifest: dict[str, Any], archive: Path) -> int:
     """Pack the libraries of a manifest, and that: bytes that follow from theirs alone.
+
+    They are streams of xz one after the other, which are compressed side by side, and
+    read as one.
 
     Returns:
         The archive's bytes.
@@ -214,17 +224,18 @@ def pack(folder: Path, manifest: dict[str, Any], archive: Path) -> int:
     names = [MANIFEST]
     for name in manifest["libraries"]:
         names += [f"{name}.so", digest_path(Path(f"{name}.so")).name]
-    preset = 9 | lzma.PRESET_EXTREME
-    unfinished = archive.with_name(f"{archive.name}.{os.getpid()}")
-    with (
-        lzma.open(unfinished, "wb", preset=preset) as file,
-        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-    ):
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for name in names:
             data = (folder / name).read_bytes()
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
+    view = whole.getbuffer()
+    parts = [view[i : i + _STREAM_BYTES] for i in range(0, len(view), _STREAM_BYTES)]
+    unfinished = archive.with_name(f"{archive.name}.{os.getpid()}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool, unfinished.open("wb") as file:
+        file.writelines(pool.map(_compress, parts))
     unfinished.replace(archive)
     return archive.stat().st_size
 
