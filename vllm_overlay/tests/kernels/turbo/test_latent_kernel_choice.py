@@ -10,6 +10,8 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.mla import turbo_mla
+from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
 from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
 from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
@@ -23,6 +25,7 @@ from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .backend_utils import one_rank
@@ -45,6 +48,9 @@ class Platform:
 
     def is_cuda(self) -> bool:
         return self.capability is not None
+
+    def is_cpu(self) -> bool:
+        return self.capability is None
 
     def get_device_capability(self) -> DeviceCapability:
         assert self.capability is not None
@@ -155,6 +161,29 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
     runner.kernel_choice = "cuda"
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{REFUSED}"):
         latent_warm_up.warm_up(runner, DEVICE)
+
+
+@cpu_layers
+@pytest.mark.parametrize("is_served", [True, False])
+def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
+    """Of a model that a worker makes; others begin when their weights are there."""
+    calls: list[str] = []
+    monkeypatch.setattr(turbo_mla, "current_platform", Platform((9, 0)))
+    monkeypatch.setattr(
+        turbo_mla, "is_workspace_manager_initialized", lambda: is_served
+    )
+    monkeypatch.setattr(LatentRunner, "start_builds", lambda _: calls.append(stage))
+    stage = "layer"
+    init = TurboMLAImpl.__init__
+
+    def initialise(*args: object, **arguments: object) -> None:
+        nonlocal stage
+        init(*args, **arguments)
+        stage = "weights"
+
+    monkeypatch.setattr(TurboMLAImpl, "__init__", initialise)
+    make_mla_layer(config)
+    assert calls == (["layer"] if is_served else []) + ["weights"]
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 64, 128])
