@@ -15,14 +15,12 @@ from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import building, runtime
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import latent_kernel_choice as latent_kernels
 from vllm.v1.attention.ops.turbo.building import ModuleBuilds
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import modules as cuda_modules
 from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 
 from .backend_utils import make_vllm_config
 from .build_utils import TIMEOUT_S, record_log, set_platform
@@ -226,27 +224,3 @@ def test_what_was_built_before_is_not_mentioned(monkeypatch):
     assert ModuleBuilds(lambda: found).error is None
     ((_, line),) = log
     assert "1 of 2 modules" in line
-
-
-@on_cpu
-@requires_triton
-def test_latents_are_built_beside_the_rest(slow, monkeypatch):
-    layout = LatentFormat.from_cache_dtype("turbo4", 576)
-    from vllm.v1.attention.ops.turbo.cuda import latent_modules
-
-    monkeypatch.setattr(latent_modules, "latent_modules", slow)
-    monkeypatch.setattr(latent_kernels, "cuda_unsupported_reason", lambda: None)
-    caches = (latent_kernels.cuda_builds, latent_kernels.share_latent_kernels)
-    for cached in caches:
-        cached.cache_clear()
-    arguments = (layout, 16, 1)
-    latent_kernels.start_latent_builds("triton", *arguments)
-    assert slow.asked == []
-    latent_kernels.start_latent_builds("auto", *arguments)
-    slow.wait_for_begin()
-    assert slow.asked == [arguments]
-    slow.may_end.set()
-    chosen = latent_kernels.share_latent_kernels("auto", *arguments)
-    assert chosen.kernels.name == "CUDA" and len(slow.asked) == 1
-    for cached in caches:
-        cached.cache_clear()

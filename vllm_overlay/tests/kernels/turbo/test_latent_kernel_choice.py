@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which kernels serve MLA, what is built for them, and what becomes of a refusal."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +17,14 @@ from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
 from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
 from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
+from vllm.v1.attention.ops.turbo.cuda import latent_modules as cuda_latent_modules
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.latent_modules import (
     all_latent_modules,
     latent_modules,
 )
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import plan_for, plans_of
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, ServingModule
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
@@ -29,6 +32,7 @@ from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .backend_utils import one_rank
+from .build_utils import TIMEOUT_S
 from .latent_utils import latent_presets
 from .mla_utils import make_mla_config, make_mla_layer
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
@@ -36,6 +40,7 @@ from .utils import DEVICE, FP16, ON_GPU, requires_triton
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
 GPU = torch.device("cuda", 0)
 REFUSED = "no kernel image is available for execution on the device"
+CUDA_BUILD_ERROR = kernels.cuda_build_error
 
 cpu_layers = pytest.mark.skipif(ON_GPU, reason="the tests' layers are for CPUs")
 
@@ -48,9 +53,6 @@ class Platform:
 
     def is_cuda(self) -> bool:
         return self.capability is not None
-
-    def is_cpu(self) -> bool:
-        return self.capability is None
 
     def get_device_capability(self) -> DeviceCapability:
         assert self.capability is not None
@@ -163,12 +165,36 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
         latent_warm_up.warm_up(runner, DEVICE)
 
 
+@requires_triton
+def test_builds_go_on_until_kernels_are_asked_for(nothing_chosen, monkeypatch):
+    """They are of what will be asked for; Triton's need none."""
+    asked, may_end = [], threading.Event()
+
+    def modules(*args: object) -> list[ServingModule]:
+        asked.append(args)
+        return [ServingModule("kernel", lambda: may_end.wait(TIMEOUT_S), None)]
+
+    monkeypatch.setattr(cuda_latent_modules, "latent_modules", modules)
+    monkeypatch.setattr(kernels, "cuda_build_error", CUDA_BUILD_ERROR)
+    kernels.cuda_builds.cache_clear()
+    kernels.start_latent_builds("triton", LAYOUT, 16, 1)
+    assert asked == []
+    kernels.start_latent_builds("auto", LAYOUT, 16, 1)
+    assert asked == [(LAYOUT, 16, 1)]
+    may_end.set()
+    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    assert chosen.name == CUDA and len(asked) == 1
+    kernels.cuda_builds.cache_clear()
+
+
 @cpu_layers
 @pytest.mark.parametrize("is_served", [True, False])
 def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
     """Of a model that a worker makes; others begin when their weights are there."""
     calls: list[str] = []
-    monkeypatch.setattr(turbo_mla, "current_platform", Platform((9, 0)))
+    # The backend is asked for by the CPU's platform.
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    monkeypatch.setattr(turbo_mla, "current_platform", other)
     monkeypatch.setattr(
         turbo_mla, "is_workspace_manager_initialized", lambda: is_served
     )
