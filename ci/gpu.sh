@@ -21,7 +21,7 @@
 # architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
 # one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
 # bytes. ARCHITECTURES_ARGS="--arch 9.0" is for one; with --folder DIR, too, the archive
-# has what former runs have left there.
+# has what former runs have left there, and a run that was ended is gone on with.
 #
 # sanitizer runs store, decode (of drafts too, uniform and ragged), extend (of few and of
 # many queries), merge and recent windows under compute-sanitizer, and makes sure that
