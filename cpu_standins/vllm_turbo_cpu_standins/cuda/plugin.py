@@ -39,6 +39,7 @@ _SELECTED = re.compile(
     |outputs\.py::test_broken_neighbours\[1-both\]
     |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few|queries)
     |sliding_window\.py::test_sinks\[17-8-newest-outputs-turbo4-128\]
+    |sliding_window\.py::test_sinks_of_each_kv_head\[(1|8)-newest\]
     |soft_cap\.py::test_windows_and_sinks\[17-newest-outputs-turbo4-128\]
     |own_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]

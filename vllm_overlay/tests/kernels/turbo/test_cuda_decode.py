@@ -16,7 +16,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     Partials,
-    RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
@@ -35,6 +34,7 @@ from .utils import (
     num_blocks_for,
     random_pages,
     requires_cuda,
+    rotate_query,
 )
 
 LAYOUTS = [
@@ -77,18 +77,12 @@ def decode(
 ) -> torch.Tensor:
     """Rotate q and decode; scratch and output are NaN before."""
     num_seqs, num_heads, head_size = query.shape
-    rotated = reference.rotate(query.float())
-    scale = torch.full(
-        (num_seqs, num_heads),
-        layout.key_codebook.gain * head_size**-0.5 / math.log(2),
-        device=DEVICE,
-    )
     partial = torch.full(
         (num_seqs * num_splits, num_heads, head_size), math.nan, device=DEVICE
     )
     output = torch.full_like(query, math.nan)
     cuda_decode.decode_attention(
-        RotatedQuery(rotated.to(FP16).contiguous(), scale),
+        rotate_query(query, layout),
         cache,
         layout,
         DecodeBatch(

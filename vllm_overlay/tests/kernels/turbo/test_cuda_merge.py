@@ -173,7 +173,9 @@ def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_spli
 def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtype):
     """As one split more, whose values are zero; alone they give zero."""
     num_heads = 4 * NUM_KV_HEADS
-    sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE).repeat(2)
+    # Those of a KV head's query heads are another's in other places.
+    sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE)
+    sinks = torch.cat([sinks, sinks.roll(1)])
     partial, lse = partial_results(counts, num_splits, num_heads, head_size)
     newest = newest_tokens(len(counts), 4, head_size, torch.float32)
     newest = newest if with_newest else None
@@ -502,7 +504,7 @@ def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
             )
     attended = AttendedTokens(output.to(dtype), own_lse)
     if sinks is not None:
-        sinks = torch.full((num_heads,), sinks, device=DEVICE)
+        sinks = sinks * torch.linspace(-1, 1, num_heads, device=DEVICE)
     results = []
     for tokens in (newest, newest._replace(attended=attended)):
         result = torch.full_like(attended.output, math.nan)

@@ -53,6 +53,7 @@ from .utils import (
     requires_cuda,
     requires_hopper,
     requires_nvidia,
+    rotate_query,
     slots_of,
 )
 
@@ -334,20 +335,16 @@ class Batch:
     ) -> torch.Tensor:
         """(T, Hq, D); scratch and output are NaN before."""
         num_partials = len(self.seq_lens) * self.query_len * num_splits
-        rotated = reference.rotate(self.query.float()).to(FP16).contiguous()
-        gain = self.layout.key_codebook.gain
-        scale = gain * self.scale / math.log(2)
         shape = (num_partials, self.num_heads, self.layout.head_size)
         partial = torch.full(shape, math.nan, device=DEVICE)
-        output = torch.full(rotated.shape, math.nan, device=DEVICE).to(self.query)
+        output = torch.full(self.query.shape, math.nan, device=DEVICE).to(self.query)
         starts = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
         newest = NewestTokens(self.query, self.key, self.value, self.scale)
         cache, table = self.seen or (self.cache, self.table)
-        query = RotatedQuery(
-            rotated, torch.full(rotated.shape[:2], scale, device=DEVICE)
-        )
+        is_original = kernel == "outputs"
+        query = rotate_query(self.query, self.layout)
         ATTENTION[kernel](
-            OriginalQuery(self.query, self.scale) if kernel == "outputs" else query,
+            OriginalQuery(self.query, self.scale) if is_original else query,
             cache,
             self.layout,
             DecodeBatch(
@@ -552,12 +549,10 @@ def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
     starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
     seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE)
     lens = torch.ones_like(seq_lens)
-    rotated = reference.rotate(batch.query.float()).to(FP16).contiguous()
-    scale = LAYOUT.key_codebook.gain * batch.scale / math.log(2)
     shape = (4 * batch.query_len * 8, batch.num_heads, 128)
     partial = torch.empty(shape, device=DEVICE)
     newest = NewestTokens(batch.query, batch.key, batch.value, batch.scale)
-    query = RotatedQuery(rotated, torch.full(rotated.shape[:2], scale, device=DEVICE))
+    query = rotate_query(batch.query, LAYOUT)
     arguments = (
         OriginalQuery(batch.query, batch.scale) if kernel == "outputs" else query,
         batch.cache,

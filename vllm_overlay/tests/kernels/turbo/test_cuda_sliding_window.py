@@ -27,7 +27,15 @@ from .test_cuda_offset import (
     kernels,
     some_layouts,
 )
-from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda, slots_of
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    gaussian,
+    requires_cuda,
+    requires_hopper,
+    slots_of,
+)
 
 pytestmark = requires_cuda
 
@@ -38,7 +46,8 @@ SEGMENT = interface.OFFSET_SEGMENT
 # Windows that begin within segments, and that have several.
 SEGMENT_WINDOWS = [17, SEGMENT, 2 * SEGMENT + 5]
 LONG = [SEGMENT + 20, 5, 3 * SEGMENT + 56, 2 * SEGMENT, 0]
-# Of heads, in turns: none, hardly any, some and nearly all of the weight.
+# Of a KV head's query heads, in turns: none, hardly any, some and nearly all of the
+# weight. The next KV head's begin one later.
 SINKS = [float("-inf"), -20.0, 0.0, 20.0]
 
 
@@ -62,8 +71,9 @@ def check_offset(
 
 
 def sinks_of(batch: Batch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    sinks = torch.tensor(SINKS, dtype=dtype, device=DEVICE)
-    return sinks.repeat(-(-batch.num_heads // len(SINKS)))[: batch.num_heads]
+    heads = torch.arange(batch.num_heads)
+    turns = heads + heads // (batch.num_heads // NUM_KV_HEADS)
+    return torch.tensor(SINKS, dtype=dtype)[turns % len(SINKS)].to(DEVICE)
 
 
 @decodes
@@ -189,6 +199,16 @@ def test_sinks(layout, kernel, with_newest, num_splits, window):
     batch.sinks = None
     with pytest.raises(AssertionError, match="allowed"):
         batch.check(kernel, with_newest, output)
+
+
+@requires_hopper
+@newest_or_stored
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_sinks_of_each_kv_head(with_newest, num_splits):
+    """Both have a pass that blocks have whole, or parts of."""
+    batch = Batch(LAYOUT, [300], 16, 4)
+    batch.sinks = sinks_of(batch, FP16)
+    check(batch, "outputs", with_newest, num_splits)
 
 
 @kernels

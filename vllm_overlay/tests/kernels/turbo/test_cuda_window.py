@@ -45,6 +45,7 @@ from .utils import (
     load_context,
     model_dtypes,
     requires_cuda,
+    rotate_query,
 )
 
 pytestmark = requires_cuda
@@ -172,12 +173,10 @@ class Scene:
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
         query = self.query[:total]
-        rotated = reference.rotate(query.float()).half().contiguous()
         query_len = max(b - a for a, b in zip(self.starts, self.starts[1:]))
         shape = (len(self.lens) * query_len * num_splits, heads, size)
         partial = torch.full(shape, math.nan, device=DEVICE)
         scale = size**-0.5
-        factor = scale * self.layout.key_codebook.gain / math.log(2)
         output = torch.full(query.shape, math.nan, dtype=dtype, device=DEVICE)
         offset = None
         if self.offsets is not None:
@@ -189,7 +188,7 @@ class Scene:
         if attends_before:
             newest = newest._replace(attended=self.attended(newest, **options))
         ATTENTION[kernel](
-            RotatedQuery(rotated, torch.full(rotated.shape[:2], factor, device=DEVICE)),
+            rotate_query(query, self.layout),
             self.caches[0],
             self.layout,
             DecodeBatch(

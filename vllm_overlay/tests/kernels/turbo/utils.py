@@ -388,9 +388,14 @@ def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
 
     By its definition: Triton compiles or interprets a store for longer than what is
     tested takes, and tests of the stores and of the backend have the kernels' own.
+
+    Powers of two follow from a query's numbers, so that its neighbours have others:
+    those of the largest number, as stores have them, are nearly all the same.
     """
-    rotated = reference.rotate(query)
-    unit = power_of_two(torch.frexp(rotated.abs().amax(-1)).exponent)
+    rotated = reference.rotate(query.float())
+    turns = (16 * rotated[..., 0].nan_to_num()).floor().remainder(4)
+    exponents = torch.frexp(rotated.abs().amax(-1).nan_to_num()).exponent
+    unit = power_of_two(exponents + turns.to(exponents))
     factor = query.shape[-1] ** -0.5 * math.log2(math.e) * layout.key_codebook.gain
     return RotatedQuery((rotated / unit[..., None]).half(), unit * factor)
 
