@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
     get_kv_quant_mode,
     kv_cache_format_id,
 )
@@ -47,7 +48,7 @@ from .backend_utils import (
 )
 from .refusal_cases import make_layer
 
-LAYER = "layers.0.attn"
+LAYER, WINDOWED = "layers.0.attn", "layers.1.attn"
 NUM_BLOCKS = 4
 # As a release wrote them, another one, and one that says nothing.
 IDS = ("1", "2", "")
@@ -88,9 +89,28 @@ def make_spec(
     )
 
 
-def cache_of(spec: FullAttentionSpec) -> KVCacheConfig:
-    group = KVCacheGroupSpec([LAYER], FullAttentionSpec.merge([spec, spec]))
-    return KVCacheConfig(NUM_BLOCKS, [], [group])
+def make_window_spec(spec: FullAttentionSpec) -> SlidingWindowSpec:
+    """As the spec, of layers with a sliding window."""
+    return SlidingWindowSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        kv_quant_mode=spec.kv_quant_mode,
+        state_content_bytes=spec.state_content_bytes,
+        format_id=spec.format_id,
+        sliding_window=8 * BLOCK_SIZE,
+    )
+
+
+def cache_of(*specs: FullAttentionSpec) -> KVCacheConfig:
+    """Of a group of layers each, of which all but the first have a window."""
+    first, *others = specs
+    merged = [FullAttentionSpec.merge([first, first]), *map(make_window_spec, others)]
+    groups = [
+        KVCacheGroupSpec([name], spec) for name, spec in zip((LAYER, WINDOWED), merged)
+    ]
+    return KVCacheConfig(NUM_BLOCKS, [], groups)
 
 
 def with_connector(config: VllmConfig, name: str, **extra: object) -> VllmConfig:
@@ -125,13 +145,16 @@ def test_formats_of_groups():
     assert kv_cache_format_id("fp8", groups[1:2]) == "fp8"
 
 
-def nixl_hash(config: VllmConfig, spec: FullAttentionSpec) -> str:
+def nixl_hash(config: VllmConfig, *specs: FullAttentionSpec) -> str:
     """As a worker tells it to others, once it has registered its cache."""
     pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
     with_connector(config, "NixlConnector")
-    connector = NixlConnector(config, KVConnectorRole.WORKER, cache_of(spec))
-    shape = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, spec.state_content_size_bytes
-    connector.register_kv_caches({LAYER: torch.zeros(shape, dtype=torch.uint8)})
+    connector = NixlConnector(config, KVConnectorRole.WORKER, cache_of(*specs))
+    shape = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, specs[0].state_content_size_bytes
+    names = (LAYER, WINDOWED)[: len(specs)]
+    connector.register_kv_caches(
+        {name: torch.zeros(shape, dtype=torch.uint8) for name in names}
+    )
     worker = connector.connector_worker
     assert worker is not None
     found = worker.compat_hash
@@ -149,9 +172,9 @@ def test_nixl_hash(make_config: MakeConfig):
     assert hashes[""] == compute_nixl_compatibility_hash(config, "TURBO")
 
 
-def offload_folder(config: VllmConfig, spec: FullAttentionSpec) -> str:
+def offload_folder(config: VllmConfig, *specs: FullAttentionSpec) -> str:
     with_connector(config, "OffloadingConnector", cpu_bytes_to_use=1 << 20)
-    offloading = build_offloading_config(config, cache_of(spec))
+    offloading = build_offloading_config(config, cache_of(*specs))
     made = OffloadingSpecFactory.create_spec(offloading)
     return FileMapper.from_offloading_spec("root", made).base_path
 
@@ -188,17 +211,17 @@ def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
 
 
-def mooncake_key(config: VllmConfig, spec: FullAttentionSpec) -> str:
-    """Of a block, as a worker stores it."""
+def mooncake_key(config: VllmConfig, *specs: FullAttentionSpec) -> str:
+    """Of a block of the first group, as a worker stores it."""
     with_connector(config, "MooncakeStoreConnector")
     # The first rank of a stage has a server for the scheduler.
     config.parallel_config.rank = 1
     try:
-        worker = MooncakeStoreWorker(config, cache_of(spec))
+        worker = MooncakeStoreWorker(config, cache_of(*specs))
     finally:
         config.parallel_config.rank = 0
-    (database,) = worker.token_dbs
-    return database.store_layout.key_for(0, b"hash")
+    assert len(worker.token_dbs) == len(specs)
+    return worker.token_dbs[0].store_layout.key_for(0, b"hash")
 
 
 def test_mooncake_keys(make_config: MakeConfig, mooncake: None):
@@ -206,6 +229,17 @@ def test_mooncake_keys(make_config: MakeConfig, mooncake: None):
     keys = {name: mooncake_key(config, make_spec("turbo4", name)) for name in IDS}
     assert len(set(keys.values())) == len(IDS)
     assert mooncake_key(config, make_spec("turbo4", IDS[0])) == keys[IDS[0]]
+
+
+@pytest.mark.parametrize("tell", [nixl_hash, offload_folder, mooncake_key])
+def test_ids_of_all_groups_count(make_config: MakeConfig, mooncake: None, tell):
+    """Pages of one group are read with those of the others."""
+    config = make_config("turbo4")
+    pairs = [("1", "2"), ("1", "3"), ("4", "2")]
+    found = {
+        tell(config, *(make_spec("turbo4", name) for name in names)) for names in pairs
+    }
+    assert len(found) == len(pairs)
 
 
 def test_mooncake_keys_of_dtypes(make_config: MakeConfig, mooncake: None):
