@@ -44,6 +44,7 @@ from .utils import (
     BF16,
     DEVICE,
     FP16,
+    INVALID_BLOCK,
     ON_GPU,
     all_presets,
     assert_by_2x_rule,
@@ -396,6 +397,31 @@ def test_padding(folder, monkeypatch, path):
     unpadded = Rank.common
     monkeypatch.setattr(Rank, "common", lambda rank: unpadded(rank, padded_reqs=2))
     scene.check(scene.run(path))
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_padding_with_query_tokens(folder, monkeypatch, query_len):
+    """Its requests have as many as the others, of no sequence: what blocks they name is
+    not followed.
+    """
+    contexts, num_padded = [31, 2], 2
+    scene = Scene(folder, monkeypatch, [(query_len, context) for context in contexts])
+    for rank in scene.ranks:
+        common = rank.common(num_padded)
+        starts = query_len * torch.arange(len(contexts) + num_padded + 1).int()
+        common = common.replace(
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            num_actual_tokens=int(starts[-1]),
+            slot_mapping=torch.nn.functional.pad(
+                common.slot_mapping, (0, query_len * num_padded), value=-1
+            ),
+        )
+        common.block_table_tensor[len(contexts) :] = INVALID_BLOCK
+        local_lens = rank.impl.runner.context_parallel.local_lens
+        local = local_lens(torch.tensor(contexts)) + query_len
+        found = rank.build(common).local_seq_lens
+        assert found.tolist() == [*local.tolist(), *[0] * num_padded]
 
 
 def test_lengths_stay_where_they_are(folder, monkeypatch):

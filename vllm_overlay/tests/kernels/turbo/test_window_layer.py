@@ -3,6 +3,7 @@
 """The layer that has a recent window: when there is one, its blocks and its cost."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -25,6 +26,7 @@ from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.core.kv_cache_planning import get_kv_cache_configs, get_kv_cache_groups
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
@@ -63,6 +65,7 @@ def add_layers(
     config: VllmConfig,
     num_layers: int = 1,
     sliding_windows: tuple[int | None, ...] = (),
+    chunk: int | None = None,
 ) -> dict[str, Any]:
     """Registers layers as models do, and returns all that are registered.
 
@@ -70,20 +73,24 @@ def add_layers(
         config: The engine's.
         num_layers: How many.
         sliding_windows: Theirs, in turns.
+        chunk: Tokens of a chunk of chunked local attention; None for no chunks.
 
     """
     windows = itertools.cycle(sliding_windows or (None,))
     with set_current_vllm_config(config), set_default_torch_dtype(BF16):
         for i, sliding_window in zip(range(num_layers), windows):
-            Attention(
-                4,
-                128,
-                128**-0.5,
-                2,
-                cache_config=config.cache_config,
-                per_layer_sliding_window=sliding_window,
-                prefix=f"layers.{i}.attn",
-            )
+            arguments: dict[str, Any] = {
+                "num_heads": 4,
+                "head_size": 128,
+                "scale": 128**-0.5,
+                "num_kv_heads": 2,
+                "cache_config": config.cache_config,
+                "prefix": f"layers.{i}.attn",
+            }
+            if chunk is None:
+                Attention(per_layer_sliding_window=sliding_window, **arguments)
+            else:
+                ChunkedLocalAttention(attention_chunk_size=chunk, **arguments)
     return config.compilation_config.static_forward_context
 
 
@@ -140,6 +147,29 @@ def test_drafters_have_none(folder: Path):
         layer.is_draft_layer = True
     assert list(get_kv_cache_spec(config)) == [MAIN]
     assert layers[MAIN].impl.window.of_step() is None
+
+
+def test_chunked_local_layers_have_none(folder: Path):
+    """To them each chunk is a request, and a request's block is not a chunk's."""
+    config = make_config(folder, 7, block_size=64)
+    window = add_layers(config, chunk=128)[WINDOW]
+    assert isinstance(window, TurboWindow)
+    specs = get_kv_cache_spec(config)
+    assert list(specs) == [MAIN] and type(specs[MAIN]) is ChunkedLocalAttentionSpec
+    assert window.num_tokens == 0 and window.of_step() is None
+
+
+def test_pages_are_as_large_as_the_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where these end in padding."""
+    config = make_config(folder, block_size=64)
+    layers = add_layers(config)
+    spec = layers[MAIN].get_kv_cache_spec(config)
+    padded = replace(spec, page_size_padded=spec.page_size_bytes + 4096)
+    monkeypatch.setattr(layers[MAIN], "get_kv_cache_spec", lambda config: padded)
+    window = layers[WINDOW].get_kv_cache_spec(config)
+    assert window.page_size_bytes == padded.page_size_bytes
 
 
 def test_more_than_a_block_has_room_for(folder: Path):
