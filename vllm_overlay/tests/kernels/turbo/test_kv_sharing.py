@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
@@ -145,6 +145,20 @@ def test_images(tmp_path: Path, path, window):
     requests = [(3, 40), (1, 50), (40, 70), (20, 0)]
     ranges: Ranges = {0: [(40, 45)], 2: [(65, 80), (90, 100)], 3: [(1, 15)]}
     check(config, requests, path, window, ranges)
+
+
+@requires_triton
+@pytest.mark.parametrize("path", KERNELS)
+def test_spans_longer_than_a_piece(tmp_path: Path, path, monkeypatch):
+    """The layer that reads has room for all of an image, the one that stores need not:
+    its own tokens are raw.
+    """
+    monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", True)
+    config = make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=128)
+    target, sharing = make_layers(config, path)
+    pieces = [impl.runner.prefill_limits.piece_tokens for impl in (target, sharing)]
+    assert pieces == [64, 128]
+    check(config, [(1, 31), (100, 20)], path, None, {1: [(22, 118)]})
 
 
 @requires_triton

@@ -383,6 +383,7 @@ def test_plan(stored):
             assert len(parts) == len(own)
             for tokens, each in zip(own, parts):
                 for part in each:
+                    assert part.num_queries > 0
                     assert part.query_start_loc.tolist() == [0, part.num_queries]
                     assert part.cu_lens.tolist() == [0, part.num_keys]
                     assert (part.runs is not None) == stored
