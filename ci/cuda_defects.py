@@ -225,6 +225,31 @@ DEFECTS = {
         "test_cuda_extend.py::test_splits",
         "outputs and padded",
     ),
+    # A pass has more ranges than there is room for its results, where there are more
+    # blocks than an emulated GPU has.
+    "extend-ranges": Defect(
+        "extend/ranges.cuh",
+        "(longest + p.num_splits - 2) / (p.num_splits - 1)",
+        "longest / (p.num_splits - 1)",
+        "test_cuda_extend.py::test_ranges_by_the_room_for_splits",
+        "extend",
+    ),
+    # Operands of warpgroups' products are overwritten in shared memory, while these
+    # read them.
+    "rows-keys": Defect(
+        "extend_rows/produce.cuh",
+        "wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);",
+        ";",
+        "test_cuda_extend.py::test_splits",
+        "rows and one",
+    ),
+    "outputs-values": Defect(
+        "extend_rows/produce.cuh",
+        "wait_for(shared.empty_values[stage.index], stage.parity ^ 1);",
+        ";",
+        "test_cuda_extend.py::test_splits",
+        "outputs and one",
+    ),
     # What is not finite is added with a weight of zero.
     "outputs-broken": Defect(
         "extend_rows/own_tiles.cuh",

@@ -128,8 +128,51 @@ __global__ void follow(const Params p) {
   p.y[thread] = x;
 }
 
+// y[8] = sums of x[8, 16], in fp16, by a product of a warpgroup with ones.
+__global__ void multiply_group(const Params p) {
+  extern __shared__ __align__(16) float row[];
+  auto* const operand = reinterpret_cast<__half*>(row);
+  const int thread = threadIdx.x;
+  constexpr int kColumns = 8, kDepth = 16, kHalf = 8 * kColumns;
+  if (thread < 32) {
+    for (int i = thread; i < kColumns * kDepth; i += 32) {
+      const int column = i / kDepth, k = i % kDepth;
+      operand[k / 8 * kHalf + column * 8 + k % 8] = __float2half_rn(p.x[i]);
+    }
+  }
+  if (p.defect != 1) __syncthreads();
+  const uint32_t ones = 0x3C003C00;
+  const uint32_t address =
+      static_cast<uint32_t>(__cvta_generic_to_shared(operand));
+  const uint64_t leading = kHalf * sizeof(__half) / 16;
+  const uint64_t descriptor = address / 16 | leading << 16 | leading << 32;
+  float d[4] = {};
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %9, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(ones), "r"(ones), "r"(ones), "r"(ones), "l"(descriptor), "r"(0));
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  const __half zero = __float2half_rn(0.0f);
+  if (p.defect == 2 && thread == 0) operand[0] = zero;
+  if (p.defect == 3) {
+    __syncthreads();
+    if (thread == 64) operand[1] = zero;
+    __syncthreads();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(0) : "memory");
+  if (p.defect == 4) __syncthreads();
+  if (p.defect >= 4 && thread == 0) operand[0] = zero;
+  if (thread < 4) p.y[2 * thread] = d[0], p.y[2 * thread + 1] = d[1];
+}
+
 using Kernel = void (*)(Params);
-constexpr Kernel kKernels[] = {sum, reverse, halves, copy, multiply, follow};
+constexpr Kernel kKernels[] = {sum,      reverse, halves,        copy,
+                               multiply, follow,  multiply_group};
 
 using tvm::ffi::TensorView;
 
@@ -137,7 +180,8 @@ void emulated(int64_t kernel, TensorView x, TensorView y, int64_t defect,
               int64_t blocks) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
+  config.blockDim =
+      dim3(kKernels[kernel] == multiply_group ? 2 * kThreads : kThreads);
   config.dynamicSmemBytes = kThreads * sizeof(float);
   const Params params = {static_cast<const float*>(x.data_ptr()),
                          static_cast<float*>(y.data_ptr()),

@@ -11,7 +11,7 @@ from vllm_turbo_cpu_standins.cuda import build
 from vllm_turbo_cpu_standins.cuda.translate import translate
 
 SOURCE = Path(__file__).parent / "emulated.cu"
-SUM, REVERSE, HALVES, COPY, MULTIPLY, FOLLOW = range(6)
+SUM, REVERSE, HALVES, COPY, MULTIPLY, FOLLOW, MULTIPLY_GROUP = range(7)
 THREADS = 64
 needs_compiler = pytest.mark.skipif(
     build.compiler() is None, reason="needs a C++ compiler"
@@ -57,6 +57,16 @@ def test_a_matrix_product(emulated):
 
 
 @needs_compiler
+@pytest.mark.parametrize("overwritten", [0, 4])
+def test_a_product_of_a_warpgroup(emulated, overwritten):
+    """Its operand may be overwritten when all have waited for it."""
+    x = torch.randint(-9, 10, (8, 16)).float()
+    y = torch.zeros(8)
+    emulated(MULTIPLY_GROUP, x, y, overwritten, 1)
+    assert torch.equal(y, x.sum(1))
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "kernel, defect, message",
     [
@@ -74,6 +84,10 @@ def test_a_matrix_product(emulated):
         (COPY, 1, "reads 4 bytes that a copy is on its way to"),
         (FOLLOW, 1, "writes 4 bytes before it has waited for the kernel before it"),
         (FOLLOW, 2, "thread 32 .* ends without having waited"),
+        (MULTIPLY_GROUP, 1, r"product reads 16 bytes that thread \d+ writes"),
+        (MULTIPLY_GROUP, 2, "writes 2 bytes that a product reads that has not been"),
+        (MULTIPLY_GROUP, 3, "writes 2 bytes that a product reads that has not been"),
+        (MULTIPLY_GROUP, 5, r"writes 2 bytes that thread \d+ reads, and nothing"),
     ],
 )
 def test_mistakes_are_seen(emulated, kernel, defect, message):

@@ -35,18 +35,21 @@ _SELECTED = re.compile(
     |extend\.py::test_queries_of_any_size\[(stored-bf16-40|newest-fp16--100)\]
     |extend\.py::test_what_is_copied
     |sliding_window\.py::test_ragged_extends\[15-newest-(turbo4-128|k4v3-256)-extend\]
+    |sliding_window\.py::test_ragged_extends\[15-newest-turbo4-128-outputs\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]
     |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few|queries)
     |sliding_window\.py::test_sinks\[17-8-newest-outputs-turbo4-128\]
     |sliding_window\.py::test_sinks_of_each_kv_head\[(1|8)-newest\]
     |soft_cap\.py::test_windows_and_sinks\[17-newest-outputs-turbo4-128\]
+    |soft_cap\.py::test_extends\[33-2\.0-newest-turbo4-128-(rows|extend)\]
+    |soft_cap\.py::test_decodes\[2-16-2\.0-newest-turbo4-128-columns\]
     |own_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store|decodes\[3-6)[-[]3952-128-cuda\]
     |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
     |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
     |window\.py::test_(tokens_that|a_prefix|no_row)
-    |window\.py::test_attention\[turbo4-128-offset-8-cuda\]
+    |window\.py::test_attention\[(turbo4-128-offset|turbo4-256-plain)-8-cuda\]
     |window\.py::test_sliding_window\[turbo4-128-offset-8-cuda-20\]
     |window\.py::test_newest.*\[offset-20-rows\]
     |merge\.py::test_what_attention.*\[1\.5-bf16-128\]

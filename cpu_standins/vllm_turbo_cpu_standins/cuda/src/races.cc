@@ -8,7 +8,8 @@
 //
 // A thread has a clock, which its barriers advance, and knows how far it has
 // seen the others'. Memory has, of two bytes each, who wrote them last and who
-// read them since. Single bytes are not looked at.
+// read them since. Single bytes are not looked at. Products of warpgroups read
+// their operands until they are waited for.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -33,6 +34,8 @@ struct Cell {
   uint32_t write_block = 0, write_clock = 0;
   uint32_t read_block = 0;
   int reads = -1;  // by threads of read_block
+  uint32_t products_block = 0;
+  uint32_t products = 0;  // of products_block that read it and are not done
   uint16_t write_thread = 0;
   bool is_atomic = false;       // the write
   bool is_read_widely = false;  // by more blocks of the launch than one
@@ -47,6 +50,7 @@ std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page = 0;
 Page* last = nullptr;
 std::vector<WarpReads> pool;
+int unused = -1;  // of the pool: the first, and so on by next
 // Blocks and launches are numbered; of older launches nothing is known.
 uint32_t block_number = 0, first_of_launch = 0;
 
@@ -101,11 +105,29 @@ void note_read(Cell& cell) {
   int i = cell.reads;
   while (i >= 0 && pool[i].warp != warp) i = pool[i].next;
   if (i < 0) {
-    i = int(pool.size());
-    pool.push_back({.warp = warp, .next = cell.reads});
+    i = unused;
+    if (i >= 0) {
+      unused = pool[i].next;
+    } else {
+      i = int(pool.size());
+      pool.emplace_back();
+    }
+    pool[i] = {.warp = warp, .next = cell.reads};
     cell.reads = i;
   }
   pool[i].clocks[current % kWarpSize] = clocks[current];
+}
+
+void forget_reads(Cell& cell) {
+  if (cell.read_block == block_number) {
+    while (cell.reads >= 0) {
+      const int next = pool[cell.reads].next;
+      pool[cell.reads].next = unused;
+      unused = cell.reads;
+      cell.reads = next;
+    }
+  }
+  cell.read_block = 0, cell.reads = -1, cell.is_read_widely = false;
 }
 
 void note_write(Cell& cell, const Access& access) {
@@ -113,7 +135,7 @@ void note_write(Cell& cell, const Access& access) {
   cell.write_clock = clocks[current];
   cell.write_thread = uint16_t(current);
   cell.is_atomic = access.is_atomic;
-  cell.read_block = 0, cell.reads = -1, cell.is_read_widely = false;
+  forget_reads(cell);
   if (access.is_copy) cell.is_copied = false;
 }
 
@@ -139,6 +161,8 @@ Conflict conflict_of(const Cell& cell, const Access& access, bool is_shared) {
       cell.write_block >= first_of_launch)
     return {"another block writes"};
   if (!access.writes) return {};
+  if (cell.products_block == block_number && cell.products > 0)
+    return {"a product reads that has not been waited for"};
   const int reader = racing_reader(cell);
   if (reader >= 0) return {"reads", reader};
   if (!is_shared &&
@@ -160,6 +184,7 @@ void begin_launch_races() {
 void begin_block_races() {
   ++block_number;
   pool.clear();
+  unused = -1;
   clocks.assign(block.threads.size(), 1);
   seen.assign(clocks.size() * clocks.size(), 0);
   seen_by_all = 0;
@@ -221,6 +246,30 @@ void check_race(const Access& access, bool is_shared) {
     } else {
       note_read(cell);
     }
+  }
+}
+
+void begin_product_read(const Site& site, const void* p, size_t bytes) {
+  const Access access = {.p = p, .bytes = bytes, .writes = false};
+  for (size_t i = 0; i < bytes; i += kCellBytes) {
+    Cell& cell = cell_of(static_cast<const uint8_t*>(p) + i);
+    const Conflict conflict = conflict_of(cell, access, true);
+    if (conflict.what != nullptr)
+      fail(site, "a product reads " + std::to_string(bytes) + " bytes " +
+                     conflict.text() + ", and nothing orders the two");
+    if (cell.products_block != block_number) {
+      cell.products_block = block_number;
+      cell.products = 0;
+    }
+    ++cell.products;
+  }
+}
+
+void end_product_read(const void* p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kCellBytes) {
+    Cell& cell = cell_of(static_cast<const uint8_t*>(p) + i);
+    --cell.products;
+    note_read(cell);
   }
 }
 

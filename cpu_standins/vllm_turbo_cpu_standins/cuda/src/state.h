@@ -89,6 +89,10 @@ void see(const Clocks& from);
 void check_race(const Access& access, bool is_shared);
 // Bytes that a copy is on its way to; nothing else may touch them.
 void mark_copied(const void* p, size_t bytes);
+// From now on, and until its end, a product of the running thread's warp reads
+// shared memory: nothing may write there. The end is a read of the thread's.
+void begin_product_read(const Site& site, const void* p, size_t bytes);
+void end_product_read(const void* p, size_t bytes);
 // Look at what the running thread has written since.
 void settle();
 

@@ -60,6 +60,10 @@ uint32_t stride_of(uint64_t descriptor) {
 }
 bool is_swizzled(uint64_t descriptor) { return descriptor >> 62 == 1; }
 
+// Bytes of neighbouring numbers of an operand.
+constexpr int kChunkBytes = 16, kChunkNumbers = 8;
+constexpr int kDepth = 16;
+
 double half_at(const Site& site, uint32_t address) {
   uint16_t bits;
   std::memcpy(&bits, shared_pointer(site, address, 2), 2);
@@ -68,39 +72,69 @@ double half_at(const Site& site, uint32_t address) {
 
 // Of an operand whose rows have 128 bytes of the depth, of which the 16-byte
 // chunks are swizzled.
-double deep_at(const Site& site, uint64_t descriptor, int row, int k) {
+uint32_t deep_place(uint64_t descriptor, int row, int k) {
   const uint32_t place = address_of(descriptor) +
                          row / 8 * stride_of(descriptor) + row % 8 * 128 +
                          k * 2;
-  return half_at(site, place ^ (place >> 7 & 7) << 4);
+  return place ^ (place >> 7 & 7) << 4;
 }
 
 // Else A of shared memory has its rows contiguous, 64 of them in 128 bytes of
 // which the 16-byte chunks are swizzled.
-double a_at(const Site& site, uint64_t descriptor, int row, int k) {
+uint32_t a_place(const Site& site, const GroupProduct& product, int row,
+                 int k) {
+  const uint64_t descriptor = product.a_descriptor;
   if (!is_swizzled(descriptor)) fail(site, "A is not swizzled by 128 bytes");
+  if (product.is_deep) return deep_place(descriptor, row, k);
   const uint32_t place = address_of(descriptor) +
                          k / 8 * stride_of(descriptor) + k % 8 * 128 + row * 2;
-  return half_at(site, place ^ (place >> 7 & 7) << 4);
+  return place ^ (place >> 7 & 7) << 4;
 }
 
 // B may be of core matrices, each of 8 times 16 bytes; the leading offset is
 // along the depth, for what has been tried on a GPU.
-double b_at(const Site& site, uint64_t descriptor, bool depth_is_contiguous,
-            int k, int column) {
+uint32_t b_place(const Site& site, const GroupProduct& product, int k,
+                 int column) {
+  const uint64_t descriptor = product.b_descriptor;
   if (is_swizzled(descriptor)) {
-    if (!depth_is_contiguous) fail(site, "B is swizzled");
-    return deep_at(site, descriptor, column, k);
+    if (!product.is_deep) fail(site, "B is swizzled");
+    return deep_place(descriptor, column, k);
   }
-  const int inner = depth_is_contiguous ? column % 8 * 16 + k % 8 * 2
-                                        : k % 8 * 16 + column % 8 * 2;
-  return half_at(site, address_of(descriptor) + inner +
-                           k / 8 * leading_of(descriptor) +
-                           column / 8 * stride_of(descriptor));
+  const int inner = product.is_deep ? column % 8 * 16 + k % 8 * 2
+                                    : k % 8 * 16 + column % 8 * 2;
+  return address_of(descriptor) + inner + k / 8 * leading_of(descriptor) +
+         column / 8 * stride_of(descriptor);
 }
 
+// Call visit with each chunk that a warpgroup reads of the operands in shared
+// memory. Which of its warps reads which rows of A is nowhere said, so that all
+// read all.
+template <typename F>
+void for_each_chunk(const Site& site, const GroupProduct& product,
+                    const F& visit) {
+  const int across = product.is_deep ? 1 : kChunkNumbers;
+  const int along = product.is_deep ? kChunkNumbers : 1;
+  const auto chunk = [&](uint32_t address) {
+    visit(shared_pointer(site, address, kChunkBytes));
+  };
+  for (int k = 0; k < kDepth; k += along) {
+    if (!product.a_in_registers) {
+      for (int row = 0; row < 64; row += across)
+        chunk(a_place(site, product, row, k));
+    }
+    for (int column = 0; column < 2 * product.num_numbers; column += across)
+      chunk(b_place(site, product, k, column));
+  }
+}
+
+// What a warp does as one is its first lane's.
+struct AsFirstLane {
+  const int before = current;
+  AsFirstLane() { current -= current % kWarpSize; }
+  ~AsFirstLane() { current = before; }
+};
+
 void multiply(const Site& site, const WarpProduct& product, int warp) {
-  constexpr int kDepth = 16;
   const GroupProduct& any = product.lanes[0];
   double a[16][kDepth];
   for (int row = 0; row < 16; ++row) {
@@ -109,18 +143,15 @@ void multiply(const Site& site, const WarpProduct& product, int warp) {
         const uint32_t word =
             product.lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
         a[row][k] = half_to_float(uint16_t(word >> (k % 2 * 16)));
-      } else if (any.is_deep) {
-        if (!is_swizzled(any.a_descriptor)) fail(site, "A is not swizzled");
-        a[row][k] = deep_at(site, any.a_descriptor, 16 * warp + row, k);
       } else {
-        a[row][k] = a_at(site, any.a_descriptor, 16 * warp + row, k);
+        a[row][k] = half_at(site, a_place(site, any, 16 * warp + row, k));
       }
     }
   }
   for (int column = 0; column < 2 * any.num_numbers; ++column) {
     double b[kDepth];
     for (int k = 0; k < kDepth; ++k)
-      b[k] = b_at(site, any.b_descriptor, any.is_deep, k, column);
+      b[k] = half_at(site, b_place(site, any, k, column));
     for (int row = 0; row < 16; ++row) {
       float& d = *product.lanes[row % 8 * 4 + column % 8 / 2]
                       .d[column / 8 * 4 + row / 8 * 2 + column % 2];
@@ -129,6 +160,9 @@ void multiply(const Site& site, const WarpProduct& product, int warp) {
       d = float(sum);
     }
   }
+  const AsFirstLane first_lane;
+  for_each_chunk(site, any,
+                 [](const uint8_t* p) { end_product_read(p, kChunkBytes); });
 }
 
 WarpProducts& own_products() { return warp_products[current / kWarpSize]; }
@@ -181,12 +215,21 @@ void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
 }
 
 void multiply_group(const Site& site, GroupProduct& product) {
-  together("wgmma", site, kAllLanes, &product,
+  struct Own {
+    const Site* site;
+    GroupProduct* product;
+  } own = {&site, &product};
+  together("wgmma", site, kAllLanes, &own,
            [](void* const(&operands)[kWarpSize]) {
              WarpProduct all;
              for (int lane = 0; lane < kWarpSize; ++lane)
-               all.lanes[lane] = *static_cast<GroupProduct*>(operands[lane]);
+               all.lanes[lane] = *static_cast<Own*>(operands[lane])->product;
              own_products().open_group.push_back(all);
+             const Site& site = *static_cast<Own*>(operands[0])->site;
+             const AsFirstLane first_lane;
+             for_each_chunk(site, all.lanes[0], [&](const uint8_t* p) {
+               begin_product_read(site, p, kChunkBytes);
+             });
            });
 }
 

@@ -46,6 +46,7 @@ from .utils import (
 
 # A multiple of the kernels' steps.
 STEP = 128
+ROWS_OF_FIVE_STEPS = pytest.param("rows", 320, marks=requires_hopper)
 
 
 def check(
@@ -106,6 +107,15 @@ def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
 def test_splits(kernel, with_newest, num_splits, seq_lens):
     """Ranges of blocks begin anywhere, and a block has several."""
     check(kernel, Batch(LAYOUT, seq_lens, 16, 4, BF16), with_newest, num_splits)
+
+
+@requires_cuda
+@pytest.mark.parametrize("kernel, length", [("extend", 160), ROWS_OF_FIVE_STEPS])
+def test_ranges_by_the_room_for_splits(kernel, length):
+    """There are as many blocks as steps, but a pass of five may have four splits. An
+    emulated GPU has too few blocks to show it.
+    """
+    check(kernel, Batch(LAYOUT, [length], 7, 4, BF16), False, 4)
 
 
 @requires_cuda
