@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 from vllm_turbo_cpu_standins.offloading import emulate_offloading
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
@@ -34,6 +36,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
+from vllm.v1.attention.ops.turbo.weight_updates import WeightUpdates
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, kv_cache_format_id
 from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
@@ -121,6 +124,17 @@ def without_key_offset() -> Iterator[None]:
         yield
     finally:
         key_bias.set_key_offsets = set_key_offsets
+
+
+@contextmanager
+def fixed_key_offset() -> Iterator[None]:
+    """Lets layers take off K what they did at the start, whatever weights they have."""
+    before_step = WeightUpdates.before_step
+    WeightUpdates.before_step = lambda updates, step: None
+    try:
+        yield
+    finally:
+        WeightUpdates.before_step = before_step
 
 
 @contextmanager
@@ -231,6 +245,47 @@ def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
         Scheduler.schedule = schedule
 
 
+def copy_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Has a model's parameters be others', as some trainers do: by their places."""
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        own[name].data.copy_(weight)
+
+
+def parameters_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns a model's parameters, as they are once a checkpoint is loaded."""
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    model.load_weights(iter(weights.items()))
+    found = {name: x.clone() for name, x in model.named_parameters()}
+    copy_parameters(model, before)
+    return found
+
+
+def load(llm: LLM, folder: str, way: str) -> None:
+    """Has an engine load a model's weights, as it does when it has started."""
+    weights = load_file(Path(folder) / "model.safetensors")
+    if way == "load_weights":
+        # Without a value that tells.
+        llm.apply_model(lambda model: bool(model.load_weights(iter(weights.items()))))
+    elif way == "copy":
+        parameters = llm.apply_model(lambda model: parameters_of(model, weights))[0]
+        llm.apply_model(lambda model: copy_parameters(model, parameters))
+    elif way == "kernel format":
+        parameters = llm.apply_model(lambda model: parameters_of(model, weights))[0]
+        told = {"weights_iterator": parameters.items(), "is_checkpoint_format": False}
+        with torch.no_grad():
+            llm.collective_rpc("reload_weights", kwargs=told)
+    elif way == "iterator":
+        told = {"weights_iterator": iter(weights.items())}
+        llm.collective_rpc("reload_weights", kwargs=told)
+    else:
+        assert way == "path", way
+        # A loader of dummy weights reads no folder.
+        change = {"load_config": {"load_format": "safetensors"}}
+        llm.collective_rpc("update_config", args=(change,))
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
 def wait_for(path: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Waits for the other engine's file; the harness ends what waits for nothing."""
     while not path.exists():
@@ -335,6 +390,8 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily for a call's prompts, all at once or one by one."""
     if call["forgets"] or call["forgets_host"]:
         llm.reset_prefix_cache(reset_connector=call["forgets_host"])
+    if call["loaded"] is not None:
+        load(llm, call["loaded"], call["way"])
     if call["pooled"] is not None:
         return run_pooled(llm, call)
     requests = [
@@ -458,6 +515,8 @@ def run_job(job_path: Path, result_path: Path) -> None:
                 stack.enter_context(short_offset_segments(engine["offset_segment"]))
             if engine["without_key_offset"]:
                 stack.enter_context(without_key_offset())
+            if engine["fixed_key_offset"]:
+                stack.enter_context(fixed_key_offset())
             if engine["misled_drafter"]:
                 stack.enter_context(misled_drafter())
             results[name] = run_engine(engine)

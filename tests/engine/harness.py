@@ -53,6 +53,8 @@ class Call:
             all of it is written to where it goes from there.
         reloaded: A model folder whose weights are loaded in mid-request.
         remade_key_offset: Whether what is taken off K follows them: a defect.
+        loaded: A model folder whose weights are loaded before, after `forgets`.
+        way: How: one of `engine_child.WAYS`.
         handed_over: A file for what another engine needs to go on after the prompts;
             this one lives on until that engine has done so.
         dies: Whether the process is killed instead, once the file is there.
@@ -72,6 +74,8 @@ class Call:
     forgets_host: bool = False
     reloaded: str | None = None
     remade_key_offset: bool = False
+    loaded: str | None = None
+    way: str = "load_weights"
     handed_over: str | None = None
     dies: bool = False
     taken_over: str | None = None
@@ -94,6 +98,7 @@ class Engine:
         may_fail: Whether an error at the start is a result.
         nan_token: A token whose embedding is NaN.
         without_key_offset: Whether K is stored with its bias.
+        fixed_key_offset: Whether what is taken off K stays that of the start: a defect.
         offset_segment: Tokens that share an offset of K, if not as many as are served.
         misled_drafter: Whether Gemma 4's drafter reads other layers' caches: a defect.
 
@@ -106,6 +111,7 @@ class Engine:
     may_fail: bool = False
     nan_token: int | None = None
     without_key_offset: bool = False
+    fixed_key_offset: bool = False
     offset_segment: int | None = None
     misled_drafter: bool = False
 

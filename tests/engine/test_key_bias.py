@@ -66,7 +66,9 @@ def logs(result: dict[str, Any], jobs: Jobs) -> tuple[str, str]:
 
 
 def test_layers_with_an_offset_are_counted(logs: tuple[str, str]):
-    assert "bias of K" not in logs[0]
+    """And are warned of when requests run that an offset of the new bias is not for."""
+    (line,) = (line for line in logs[0].splitlines() if "bias of K" in line)
+    assert "up to 115 apart" in line and "requests are running" in line
     assert re.search(r"K offset: (\d+) of \1 layers", logs[0])
 
 

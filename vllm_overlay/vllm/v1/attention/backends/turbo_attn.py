@@ -277,6 +277,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Begin to build the kernels: only now is it known which, if K has a bias."""
         self.runner.start_builds()
+        if self.runner.key_bias is not None:
+            self.runner.key_bias.note_loading()
 
     def forward(
         self,

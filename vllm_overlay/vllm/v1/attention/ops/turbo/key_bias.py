@@ -9,6 +9,7 @@ have biases of several hundred.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import key_offset, refusals
@@ -43,7 +45,7 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
 
 
 def _find_key_projection(
-    layer: Attention, parent: nn.Module
+    layer: Attention, parent: nn.Module, is_processed: bool = False
 ) -> tuple[LinearBase, torch.Tensor] | None:
     """What adds a bias to K, and the bias: see ``find_key_bias``."""
     for name, module in parent.named_children():
@@ -51,6 +53,8 @@ def _find_key_projection(
         bias = getattr(linear, "bias", None)
         if bias is None:
             continue
+        if is_processed and isinstance(linear, LinearBase) and is_permuted(linear):
+            bias = in_order_of_heads(bias)
         if isinstance(linear, QKVParallelLinear):
             start = linear.num_heads * linear.head_size
             bias = bias[start : start + linear.num_kv_heads * linear.head_size]
@@ -80,9 +84,9 @@ def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
     return found and found[1]
 
 
-def _is_permuted(linear: LinearBase) -> bool:
+def is_permuted(linear: LinearBase) -> bool:
     """Whether Marlin has the bias in its own order: of weights that are quantised while
-    they are loaded, or come out of a cache as they are used.
+    they are loaded, or come out of a cache as they are used, and of all in the end.
     """
     is_processed = is_weights_pre_processed() or getattr(
         linear, "_already_called_process_weights_after_loading", False
@@ -91,6 +95,70 @@ def _is_permuted(linear: LinearBase) -> bool:
         return False
     parts = vars(linear.quant_method).values()
     return any("Marlin" in type(part).__name__ for part in parts)
+
+
+def in_order_of_heads(bias: torch.Tensor) -> torch.Tensor:
+    """A bias that Marlin has in its own order, (N,), in that of a checkpoint."""
+    _, order = get_scale_perms()
+    if bias.numel() % len(order):
+        return bias
+    back = torch.tensor(order, device=bias.device).argsort()
+    return bias.view(-1, len(order))[:, back].flatten()
+
+
+@dataclass
+class KeyBias:
+    """The bias that a layer adds to K, and how an offset follows from it.
+
+    Attributes:
+        layer: The attention layer.
+        parent: The module that holds it.
+        rotary: How K is rotated, from ``key_offset.mean_rotary``; None if it is not.
+        loaded: (num_kv_heads, head_size) fp32 on the CPU, what the layer's offset is
+            made of, or would be.
+        is_legible: Whether it can be read from the weights as kernels have them; None
+            until these are made.
+        was_reloaded: Whether weights were loaded since somebody has looked.
+
+    """
+
+    layer: Attention
+    parent: nn.Module
+    rotary: RotaryEmbeddingBase | None
+    loaded: torch.Tensor
+    is_legible: bool | None = None
+    was_reloaded: bool = False
+
+    def read(self) -> torch.Tensor | None:
+        """The bias that the layer has now: (num_kv_heads, head_size), on any device."""
+        found = _find_key_projection(self.layer, self.parent, is_processed=True)
+        return found and found[1]
+
+    def note_loading(self) -> None:
+        """Note that weights were loaded and are as kernels have them.
+
+        The first are those that ``loaded`` was read of: what reads otherwise now is in
+        an order that is not known, and is not read again.
+        """
+        if self.is_legible is None:
+            bias = self.read()
+            self.is_legible = bias is not None and torch.equal(
+                bias.to("cpu", torch.float32), self.loaded
+            )
+        else:
+            self.was_reloaded = True
+
+    def set_offset(self, bias: torch.Tensor) -> None:
+        """Have the layer's offset follow from a bias, where kernels have it already.
+
+        Args:
+            bias: (num_kv_heads, head_size) fp32 on the CPU.
+
+        """
+        self.loaded = bias
+        table = self.layer.impl.runner.key_offset
+        if table is not None:
+            table.copy_(key_offset.mean_rotated(bias, self.rotary))
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:
@@ -125,8 +193,8 @@ def set_key_offsets(model: nn.Module) -> None:
     Layers with a soft cap have none, nor do those whose cache they read: what scores
     lack is added to them, and behind a tanh that would not be what it was before.
 
-    The offset is made once. It stays if weights are loaded again: pages that were
-    stored with it live on, and any offset is exact.
+    The offset is where kernels read it from now on. Of weights that are loaded later
+    it follows between requests: see ``weight_updates``.
 
     Args:
         model: A model with its checkpoint's weights, not processed yet.
@@ -144,9 +212,15 @@ def set_key_offsets(model: nn.Module) -> None:
         if hasattr(layer, key_offset.BUFFER) or is_normalised(parent):
             continue
         found = _find_key_projection(layer, parent)
-        if found is None or _is_permuted(found[0]):
+        if found is None or is_permuted(found[0]):
             continue
-        bias = found[1]
+        bias, runner = found[1], layer.impl.runner
+        rotary = key_offset.find_rotary(parent)
+        if rotary is not None and rotary not in means:
+            means[rotary] = key_offset.mean_rotary(rotary)
+        runner.key_bias = KeyBias(
+            layer, parent, means[rotary], bias.to("cpu", torch.float32, copy=True)
+        )
         if not bias.any():
             continue
         if layer.layer_name in without:
@@ -156,34 +230,32 @@ def set_key_offsets(model: nn.Module) -> None:
                 "get back what they lack."
             )
             continue
-        if layer.impl.runner.context_parallel is not None:
+        if runner.context_parallel is not None:
             # A rank's tokens in a row are of several segments.
             reasons = [refusals.DCP_OF_KEY_OFFSETS]
             raise ValueError(refusals.refusal(layer.kv_cache_dtype, reasons))
-        rotary = key_offset.find_rotary(parent)
-        if rotary is not None and rotary not in means:
-            means[rotary] = key_offset.mean_rotary(rotary)
         offset = key_offset.mean_rotated(bias, means[rotary])
         layer.register_buffer(
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )
-        layer.impl.runner.key_offset = getattr(layer, key_offset.BUFFER)
+        runner.key_offset = getattr(layer, key_offset.BUFFER)
         replicas = getattr(found[0], "num_kv_head_replicas", 1)
-        layer.impl.runner.key_offset_replicas = replicas
+        runner.key_offset_replicas = replicas
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:
             layer.impl.runner.key_offset = target.impl.runner.key_offset
 
 
-def warn_of_key_biases(model: nn.Module) -> None:
+def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
     """Warn of layers whose keys a turbo dtype stores badly, with what to do.
 
     Args:
-        model: A model with its checkpoint's weights, not processed yet.
+        norms: The longest bias of K of a KV head, by layer name, of layers that take no
+            offset off.
+        model: What the model is called.
 
     """
-    norms = key_bias_norms(model)
     found = {name: norm for name, norm in norms.items() if norm > LONGEST_KEY_BIAS}
     if not found or get_tensor_model_parallel_rank() != 0:
         return
@@ -199,12 +271,22 @@ def warn_of_key_biases(model: nn.Module) -> None:
         "turbo KV cache stores keys so badly that answers suffer. Keep these layers "
         "in the model's dtype: --kv-cache-dtype-skip-layers %s",
         ", ".join(layers),
-        type(model).__name__,
+        model,
         max(found.values()),
         LONGEST_KEY_BIAS,
         " ".join([*skipped, *layers]),
         scope="process",
     )
+
+
+def warn_of_key_biases(model: nn.Module) -> None:
+    """Warn of a model's layers whose keys a turbo dtype stores badly.
+
+    Args:
+        model: A model with its checkpoint's weights, not processed yet.
+
+    """
+    warn_of_long_biases(key_bias_norms(model), type(model).__name__)
 
 
 def prepare_key_biases(model: nn.Module) -> None:

@@ -5,7 +5,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -72,6 +72,9 @@ from vllm.v1.worker.workspace import (
     is_workspace_manager_initialized,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.key_bias import KeyBias
+
 
 def num_draft_slots(vllm_config: VllmConfig) -> int:
     """Query tokens a request that a drafter's first pass has beyond those of the step
@@ -125,7 +128,9 @@ class TurboRunner:
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing, as with a soft cap, under which scores cannot
-            get back what they lack. It is set when weights have been loaded, once.
+            get back what they lack. It is set when weights have been loaded, and
+            stays where it is.
+        key_bias: What it follows from; None without a bias.
         key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
         is_beside_offset: Whether a layer that shares its plan has an offset.
         shares_cache: Whether another layer stores, whose cache all is read from.
@@ -180,6 +185,7 @@ class TurboRunner:
         self.sinks = sinks
         self.logits_soft_cap = logits_soft_cap
         self.key_offset: torch.Tensor | None = None
+        self.key_bias: KeyBias | None = None
         self.key_offset_replicas = 1
         self.is_beside_offset = False
         self.window_wanted = window_wanted

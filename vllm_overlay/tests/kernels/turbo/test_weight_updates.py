@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The offset of K follows weights that are loaded after an engine has started, however
+they are, while no request has keys that were stored with it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    marlin_permute_bias,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.v1.attention.ops.turbo import key_bias, weight_updates
+from vllm.v1.attention.ops.turbo.key_offset import mean_rotary, mean_rotated
+from vllm.v1.attention.ops.turbo.weight_updates import WeightUpdates, follow_weights
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+from .backend_utils import make_vllm_config, one_rank
+from .test_key_bias import (
+    HEAD_SIZE,
+    KV_HEADS,
+    MarlinFP8Kernel,
+    SelfAttention,
+    found_bias,
+    load_biases,
+    make_module,
+    make_rotary,
+    set_norm,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("ranks")):
+        yield
+
+
+@pytest.fixture
+def config(ranks: None, tmp_path) -> Iterator[VllmConfig]:
+    """An engine's own: its layers are those of the test."""
+    config = make_vllm_config(tmp_path)
+    with set_current_vllm_config(config):
+        yield config
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is warned of."""
+    found: list[str] = []
+
+    def note(message: str, *args: object, **others: object) -> None:
+        found.append(message % args)
+
+    monkeypatch.setattr(weight_updates.logger, "warning", note)
+    for logger in (weight_updates.logger, key_bias.logger):
+        monkeypatch.setattr(logger, "warning_once", note)
+    return found
+
+
+def step(
+    new: dict[str, int] | None = None,
+    old: int = 0,
+    finished: tuple[str, ...] = (),
+    preempted: tuple[str, ...] = (),
+    resumed: tuple[str, ...] = (),
+) -> SchedulerOutput:
+    """What a worker is told: new requests and the tokens that each has from the prefix
+    cache, and the number of others that run.
+    """
+    output = SchedulerOutput.make_empty()
+    requests = (new or {}).items()
+    output.scheduled_new_reqs = [
+        SimpleNamespace(req_id=name, num_computed_tokens=hit) for name, hit in requests
+    ]
+    output.finished_req_ids = set(finished)
+    output.preempted_req_ids = set(preempted)
+    output.scheduled_cached_reqs.resumed_req_ids = set(resumed)
+    output.total_num_scheduled_tokens = len(requests) + old + len(resumed)
+    return output
+
+
+def start(*modules: SelfAttention) -> None:
+    """Have an engine start with a model: its weights are loaded, then processed."""
+    key_bias.set_key_offsets(nn.ModuleList(modules))
+    for module in modules:
+        module.attn.impl.process_weights_after_loading(torch.bfloat16)
+
+
+def started_module(config: VllmConfig) -> SelfAttention:
+    """With the weights of ``load_format="dummy"``."""
+    module = make_module(config)
+    module.rotary_emb = make_rotary(config)
+    # Kernels of a CPU's have weights in another order, which matters to no bias.
+    module.qkv_proj.quant_method = None
+    record_metadata_for_reloading(module)
+    nn.init.uniform_(module.qkv_proj.bias, -1e-3, 1e-3)
+    start(module)
+    return module
+
+
+def table_of(module: SelfAttention) -> torch.Tensor:
+    table = module.attn.impl.runner.key_offset
+    assert table is not None
+    return table
+
+
+def wanted(module: SelfAttention) -> torch.Tensor:
+    """The table of the bias that a module has now."""
+    return mean_rotated(found_bias(module), mean_rotary(module.rotary_emb))
+
+
+def reload(module: SelfAttention, config: VllmConfig) -> None:
+    """As ``reload_weights`` and weight transfer engines do."""
+    initialize_layerwise_reload(module)
+    load_biases(module.qkv_proj)
+    finalize_layerwise_reload(module, config.model_config)
+
+
+def replace(module: SelfAttention, config: VllmConfig) -> None:
+    bias = torch.full_like(module.qkv_proj.bias, 3.0)
+    module.qkv_proj.bias = nn.Parameter(bias, requires_grad=False)
+
+
+Load = Callable[[SelfAttention, VllmConfig], Any]
+WAYS: dict[str, Load] = {
+    "model.load_weights": lambda module, config: load_biases(module.qkv_proj),
+    "reload_weights": reload,
+    "a copy": lambda module, config: found_bias(module).fill_(2),
+    "a copy of data": lambda module, config: module.qkv_proj.bias.data.fill_(2),
+    "another parameter": replace,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_load_weights(config: VllmConfig, way: str):
+    """The table is that of an engine that starts with these weights, where CUDA graphs
+    read it.
+    """
+    module = started_module(config)
+    table = table_of(module)
+    assert table.abs().max() < 1e-2
+    updates, address = WeightUpdates(config), table.data_ptr()
+    WAYS[way](module, config)
+    updates.before_step(step({"a": 0}))
+    assert table_of(module) is table and table.data_ptr() == address
+    assert torch.equal(table, wanted(module)) and table.abs().max() > 0.5
+
+
+def test_worker_follows_the_weights(config: VllmConfig):
+    class Runner:
+        """Has the offset of the step's weights when it runs."""
+
+        def execute_model(self, output: SchedulerOutput, tensors: object) -> None:
+            assert torch.equal(table_of(module), wanted(module))
+
+    class FakeWorker:
+        """What ``Worker.execute_model`` reads of a worker."""
+
+        _pp_send_work: list[Any] = []
+        use_v2_model_runner = False
+        model_runner = Runner()
+        vllm_config = config
+
+        def annotate_profile(self, output: SchedulerOutput):
+            return nullcontext()
+
+    module, worker = started_module(config), FakeWorker()
+    for name in "ab":
+        load_biases(module.qkv_proj)
+        found_bias(module).mul_(1 + ord(name))
+        Worker.execute_model(worker, step({name: 0}))
+        Worker.execute_model(worker, step(finished=(name,)))
+
+
+def test_no_request_is_read_with_another_offset(config: VllmConfig, said: list[str]):
+    """Neither one that is scheduled nor one that waits; the offset follows when the
+    last has ended.
+    """
+    module = started_module(config)
+    load_biases(module.qkv_proj)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0, "b": 0}))
+    before = table_of(module).clone()
+    set_norm(module, 300)
+    updates.last_step_s -= 1
+    updates.before_step(step(old=1, finished=("a",)))
+    assert torch.equal(table_of(module), before)
+    (line,) = said
+    assert "up to 268 apart" in line and "pause with clear_cache" in line
+    updates.last_step_s -= 1
+    updates.before_step(step({"c": 0}))
+    updates.before_step(step({"d": 0}, finished=("c",)))
+    updates.before_step(step(finished=("b", "d")))
+    assert torch.equal(table_of(module), before) and len(said) == 1
+    updates.before_step(step({"e": 0}))
+    assert torch.equal(table_of(module), wanted(module)) and len(said) == 1
+
+
+def test_reloading_is_noticed_without_a_pause(config: VllmConfig, said: list[str]):
+    module = started_module(config)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    initialize_layerwise_reload(module)
+    module.qkv_proj.bias.weight_loader(
+        module.qkv_proj.bias, torch.full((KV_HEADS * HEAD_SIZE,), 9.0), "k"
+    )
+    finalize_layerwise_reload(module, config.model_config)
+    updates.before_step(step(old=1))
+    (line,) = said
+    assert f"up to {9 * HEAD_SIZE**0.5:.0f} apart" in line
+
+
+def test_little_is_followed_later_and_not_warned_of(
+    config: VllmConfig, said: list[str]
+):
+    """As of a step of training."""
+    module = started_module(config)
+    load_biases(module.qkv_proj)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    found_bias(module).mul_(1.01)
+    updates.last_step_s -= 1
+    updates.before_step(step(old=1))
+    assert not torch.equal(table_of(module), wanted(module))
+    updates.before_step(step({"b": 0}, finished=("a",)))
+    assert torch.equal(table_of(module), wanted(module)) and not said
+
+
+def test_preempted_requests_have_no_keys(config: VllmConfig):
+    """As ``reset_prefix_cache(reset_running_requests=True)`` leaves them."""
+    module = started_module(config)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    load_biases(module.qkv_proj)
+    updates.before_step(step(preempted=("a",), resumed=("a",)))
+    assert torch.equal(table_of(module), wanted(module))
+    # It has some again.
+    found_bias(module).mul_(2)
+    updates.last_step_s -= 1
+    updates.before_step(step(old=1))
+    assert not torch.equal(table_of(module), wanted(module))
+
+
+def test_running_requests_wait_for_nothing(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Reading waits for the device: it is done where there is nothing to wait for."""
+    module, read = started_module(config), []
+    monkeypatch.setattr(weight_updates, "PAUSE_S", 3600)
+    monkeypatch.setattr(key_bias.KeyBias, "read", lambda self: read.append(self))
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    assert len(read) == 1
+    for _ in range(3):
+        updates.before_step(step(old=1))
+    updates.before_step(step({"b": 0}))
+    updates.before_step(step(old=1, finished=("a",)))
+    updates.before_step(step(finished=("b",)))
+    assert len(read) == 1
+    assert module.attn.impl.runner.key_bias in read
+
+
+def test_layers_without_a_bias_cost_nothing(config: VllmConfig):
+    module = make_module(config, bias=False)
+    start(module)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    assert not updates.layers and not updates.running
+
+
+def test_an_offset_that_others_were_told_of_stays(config: VllmConfig, said: list[str]):
+    """What a connector says of its blocks cannot be said anew."""
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both"
+    )
+    module = started_module(config)
+    before = table_of(module).clone()
+    set_norm(module, 300)
+    updates = WeightUpdates(config)
+    for name in "ab":
+        updates.before_step(step({name: 0}))
+        updates.before_step(step(finished=(name,)))
+    assert torch.equal(table_of(module), before)
+    (line,) = said
+    assert "--load-format auto" in line and "--kv-transfer-config" in line
+
+
+def test_blocks_of_the_weights_before_are_warned_of(
+    config: VllmConfig, said: list[str]
+):
+    module = started_module(config)
+    load_biases(module.qkv_proj)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    updates.before_step(step(finished=("a",)))
+    set_norm(module, 300)
+    updates.before_step(step({"b": 32, "c": 0}))
+    assert torch.equal(table_of(module), wanted(module))
+    (line,) = said
+    assert "reset_prefix_cache" in line
+
+
+def test_a_bias_where_none_was_is_warned_of(config: VllmConfig, said: list[str]):
+    """Kernels were chosen without an offset, so it gets none."""
+    module = make_module(config)
+    module.qkv_proj.bias.data.zero_()
+    start(module)
+    updates = WeightUpdates(config)
+    set_norm(module, 300)
+    updates.before_step(step({"a": 0}))
+    assert module.attn.impl.runner.key_offset is None
+    number = module.attn.layer_name.split(".")[2]
+    (line,) = said
+    assert line.endswith(f"--kv-cache-dtype-skip-layers {number}")
+
+
+def test_a_bias_that_is_not_finite_is_not_followed(config: VllmConfig):
+    module = started_module(config)
+    updates, before = WeightUpdates(config), table_of(module).clone()
+    found_bias(module)[0, 0] = torch.nan
+    updates.before_step(step({"a": 0}))
+    assert torch.equal(table_of(module), before)
+
+
+def test_a_bias_in_an_order_of_marlins(config: VllmConfig):
+    """It is put back in order, of weights that are loaded later, too."""
+    module = make_module(config)
+    module.rotary_emb = make_rotary(config)
+    projection = module.qkv_proj
+    loaded = load_biases(projection)
+    key_bias.set_key_offsets(nn.ModuleList([module]))
+
+    def process() -> None:
+        projection.bias.data = marlin_permute_bias(projection.bias.data)
+        projection.quant_method.kernel = MarlinFP8Kernel()
+        projection._already_called_process_weights_after_loading = True
+        module.attn.impl.process_weights_after_loading(torch.bfloat16)
+
+    process()
+    updates, before = WeightUpdates(config), table_of(module).clone()
+    assert len(updates.layers) == 1
+    updates.before_step(step({"a": 0}))
+    assert torch.equal(table_of(module), before)
+    load_biases(projection)
+    projection.bias.data *= 3
+    process()
+    updates.before_step(step({"b": 0}, finished=("a",)))
+    means = mean_rotary(module.rotary_emb)
+    assert torch.equal(table_of(module), mean_rotated(3 * loaded, means))
+
+
+def test_a_bias_in_an_unknown_order_is_not_followed(config: VllmConfig):
+    module = make_module(config)
+    load_biases(module.qkv_proj)
+    key_bias.set_key_offsets(nn.ModuleList([module]))
+    module.qkv_proj.bias.data = module.qkv_proj.bias.data.flip(0)
+    module.attn.impl.process_weights_after_loading(torch.bfloat16)
+    before = table_of(module).clone()
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    assert not updates.layers and torch.equal(table_of(module), before)
+
+
+def test_each_worker_has_its_own(config: VllmConfig):
+    class FakeWorker:
+        vllm_config = config
+
+    module = started_module(config)
+    follow_weights(FakeWorker(), step({"a": 0}))
+    load_biases(module.qkv_proj)
+    # The other's request is none of this one's.
+    follow_weights(FakeWorker(), step({"b": 0}))
+    assert torch.equal(table_of(module), wanted(module))

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What turbo pages have of the weights follows weights that are loaded later.
+
+That is the offset of K (see ``key_offset``). Engines that start with dummy weights, for
+reinforcement learning, get theirs before the first request, and others after each
+update, by ways that tell nobody. So the biases of K are looked at before the first step
+of requests when none was running: the device has nothing else to do then.
+"""
+
+import time
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.v1.attention.ops.turbo import key_offset
+from vllm.v1.attention.ops.turbo.key_bias import (
+    LONGEST_KEY_BIAS,
+    KeyBias,
+    warn_of_long_biases,
+)
+from vllm.v1.attention.ops.turbo.startup import turbo_impls
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.worker_base import WorkerBase
+
+logger = init_logger(__name__)
+
+# Seconds between steps of running requests after which biases are looked at, too:
+# seldom does a step take as long, and loading weights takes longer.
+PAUSE_S = 0.25
+
+# Why an offset does not follow, or what follows from it, and the way out.
+WHILE_REQUESTS_RUN = (
+    "requests are running whose keys were stored with it. It follows when none runs: "
+    "before weights are loaded let requests end, or pause with clear_cache"
+)
+WITH_A_CONNECTOR = (
+    "a KV connector was told at the start what its blocks follow from. Start the "
+    "engine with the weights (--load-format auto), or without --kv-transfer-config"
+)
+STALE_BLOCKS = (
+    "Weights were loaded whose bias of K is up to %.0f apart from that before, and "
+    "requests found blocks in the prefix cache that are of the weights before. Call "
+    "reset_prefix_cache after weights are loaded, whatever the cache dtype."
+)
+LOST_BIASES = (
+    "Turbo KV cache: a bias of K that the model had at the start is not found any "
+    "more. The offset of K stays; if answers suffer, start the engine anew."
+)
+
+
+class WeightUpdates:
+    """Has the offsets of K on this rank follow the weights, between requests.
+
+    Attributes:
+        layers: The biases that offsets follow from.
+
+    Args:
+        vllm_config: The engine's configuration, its weights loaded.
+
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.impls = turbo_impls(vllm_config)
+        biases = (impl.runner.key_bias for impl in self.impls)
+        self.layers: list[KeyBias] = [x for x in biases if x and x.is_legible]
+        self.running: set[str] = set()
+        self.last_step_s = time.monotonic()
+        self.seen = self._flat([x.loaded for x in self.layers])
+
+    @staticmethod
+    def _flat(biases: list[torch.Tensor]) -> torch.Tensor:
+        """All in a row, fp32 on the CPU: one copy, which waits for the device."""
+        if not biases:
+            return torch.empty(0)
+        device = biases[0].device
+        row = torch.cat([bias.to(device).flatten() for bias in biases])
+        return row.to("cpu", torch.float32)
+
+    def before_step(self, step: SchedulerOutput) -> None:
+        """Look whether weights were loaded, where it costs nothing, and follow them.
+
+        Args:
+            step: What the model is about to run.
+
+        """
+        if not self.layers:
+            return
+        now_s = time.monotonic()
+        has_paused = now_s - self.last_step_s > PAUSE_S
+        self.last_step_s = now_s
+        self.running -= step.finished_req_ids
+        self.running -= step.preempted_req_ids or set()
+        is_idle = not self.running
+        self.running.update(request.req_id for request in step.scheduled_new_reqs)
+        self.running |= step.scheduled_cached_reqs.resumed_req_ids
+        if step.total_num_scheduled_tokens == 0:
+            return
+        were_reloaded = any(layer.was_reloaded for layer in self.layers)
+        if is_idle or has_paused or were_reloaded:
+            hits = any(x.num_computed_tokens > 0 for x in step.scheduled_new_reqs)
+            self._look(is_idle, hits)
+
+    def _look(self, is_idle: bool, has_prefix_hits: bool) -> None:
+        """Compare the biases with those that offsets were made of."""
+        for layer in self.layers:
+            layer.was_reloaded = False
+        biases = [bias for x in self.layers if (bias := x.read()) is not None]
+        if len(biases) < len(self.layers):
+            logger.warning_once(LOST_BIASES)
+            return
+        row = self._flat(biases)
+        # Nothing can be done about a NaN, which all outputs are then.
+        if not row.isfinite().all():
+            return
+        made_of = self._flat([x.loaded for x in self.layers])
+        if torch.equal(row, made_of):
+            return
+        parts = row.split([x.loaded.numel() for x in self.layers])
+        now = [part.view_as(x.loaded) for part, x in zip(parts, self.layers)]
+        apart = max(
+            (bias - x.loaded).norm(dim=-1).max().item()
+            for bias, x in zip(now, self.layers)
+        )
+        is_long = apart > LONGEST_KEY_BIAS
+        has_connector = self.vllm_config.kv_transfer_config is not None
+        if is_idle and not has_connector:
+            self._follow(now)
+            if is_long and has_prefix_hits:
+                logger.warning(STALE_BLOCKS, apart)
+        elif is_long and not torch.equal(row, self.seen):
+            logger.warning(
+                "Weights were loaded whose bias of K is up to %.0f apart from the one "
+                "that the offset of K is made of. Beyond %.0f a turbo KV cache stores "
+                "keys so badly that answers suffer. The offset stays, for %s.",
+                apart,
+                LONGEST_KEY_BIAS,
+                WITH_A_CONNECTOR if has_connector else WHILE_REQUESTS_RUN,
+            )
+        self.seen = row
+
+    def _follow(self, biases: list[torch.Tensor]) -> None:
+        """Have offsets follow from biases, one of each layer."""
+        without = {}
+        for bias, layer in zip(biases, self.layers):
+            layer.set_offset(bias)
+            if layer.layer.impl.runner.key_offset is None:
+                without[layer.layer.layer_name] = bias.norm(dim=-1).max().item()
+        offsets = [impl.runner.key_offset for impl in self.impls]
+        logger.info(
+            "KV cache %s: the offset of K follows the weights that were loaded, in %d "
+            "of %d layers (%s).",
+            self.impls[0].kv_cache_dtype,
+            sum(offset is not None for offset in offsets),
+            len(offsets),
+            key_offset.digest(offsets),
+        )
+        with set_current_vllm_config(self.vllm_config):
+            warn_of_long_biases(without, self.vllm_config.model_config.architecture)
+
+
+_UPDATES: WeakKeyDictionary[WorkerBase, WeightUpdates] = WeakKeyDictionary()
+
+
+def follow_weights(worker: WorkerBase, step: SchedulerOutput) -> None:
+    """Have what turbo pages have of the weights follow what was loaded since.
+
+    Args:
+        worker: Which is about to run a step of its model, loaded.
+        step: The scheduler's output.
+
+    """
+    updates = _UPDATES.get(worker)
+    if updates is None:
+        updates = _UPDATES[worker] = WeightUpdates(worker.vllm_config)
+    updates.before_step(step)
