@@ -469,6 +469,13 @@ def pages(worker: Any) -> dict[str, tuple[int, bool]]:
     return found
 
 
+def key_offsets(worker: Any) -> list[list[float]]:
+    """Returns what each layer takes off K of the last tokens that RoPE is for."""
+    model = worker.model_runner.get_model()
+    tables = [layer.impl.runner.key_offset for layer, _ in key_bias.turbo_layers(model)]
+    return [table[-1].flatten().tolist() for table in tables if table is not None]
+
+
 def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
     """Starts one engine, runs its calls in order, and takes it down.
 
@@ -489,6 +496,7 @@ def run_engine(engine: dict[str, Any]) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "num_tokens": config.cache_config.kv_cache_size_tokens,
         "pages": llm.collective_rpc(pages)[0],
+        "key_offsets": llm.collective_rpc(key_offsets)[0],
         "num_kv_cache_groups": len(groups),
         "format": kv_cache_format_id(config.cache_config.cache_dtype, groups),
         "calls": {name: run_call(llm, call) for name, call in engine["calls"].items()},

@@ -159,7 +159,8 @@ def run_job(
 
     Returns:
         By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
-        a layer's, and whether some are padding), `num_kv_cache_groups`, `format` (what
+        a layer's, and whether some are padding), `key_offsets` (what each layer
+        takes off K of the last tokens), `num_kv_cache_groups`, `format` (what
         the scheduler is told of its pages' bytes) and `calls`, if
         drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
         (`tokens`, `logprobs` and `finish_reason`, or `data` if pooled, and

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A Qwen2 whose biases of K are longer than the turbo dtypes bear without an offset."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -33,7 +34,9 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     other = with_other_biases(tmp_path_factory.mktemp("qwen2") / "other")
     prompts = trained.prompts()
 
-    def engine(dtype: str, remade: bool = False, **options: Any) -> Engine:
+    def engine(
+        dtype: str, remade: bool = False, impl: str = "vllm", **options: Any
+    ) -> Engine:
         calls = {
             "reloaded": Call(
                 prompts, MAX_TOKENS, reloaded=other, remade_key_offset=remade
@@ -41,9 +44,11 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         }
         if not remade:
             calls = {"batched": Call(prompts, MAX_TOKENS)} | calls
+        if impl == "transformers":
+            del calls["reloaded"]
         # Prompts have some six segments, and come in chunks that end within them.
         args = {"kv_cache_dtype": dtype, "max_num_batched_tokens": 600}
-        args |= {"enable_chunked_prefill": True}
+        args |= {"enable_chunked_prefill": True, "model_impl": impl}
         return Engine(args, calls, model=str(TRAINED), offset_segment=64, **options)
 
     # What is said once a process would be said in the first engine.
@@ -52,6 +57,7 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         "offset": engine("turbo4"),
         "none": engine("turbo4", without_key_offset=True),
         "remade": engine("turbo4", remade=True),
+        "transformers": engine("turbo4", impl="transformers"),
     }
     return jobs.start("key-bias", "v1", engines).result()
 
@@ -114,6 +120,16 @@ def test_another_bias_in_mid_request(result: dict[str, Any]):
         assert calls["reloaded"] != calls["batched"]
     found = divergence(result, "auto", "offset", "reloaded")
     assert divergence(result, "auto", "remade", "reloaded") > 3 * found
+
+
+def test_modeling_code_of_transformers(result: dict[str, Any]):
+    """Where RoPE is the model's, not the layer's."""
+    assert all(right(result, "transformers"))
+    own, other = (result[name]["key_offsets"] for name in ("offset", "transformers"))
+    assert len(own) == len(other) == 5
+    for first, second in zip(own, other):
+        norm = math.hypot(*first)
+        assert norm > 1 and math.dist(first, second) < 1e-3 * norm
 
 
 def test_formats_are_those_of_the_offsets(result: dict[str, Any]):

@@ -320,7 +320,7 @@ def test_the_offset_does_not_depend_on_the_dtype(tmp_path: Path, name):
 def test_without_a_rotation_the_offset_is_the_bias():
     bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
     assert torch.equal(mean_rotated(bias, None), bias.float().cpu()[None])
-    assert find_rotary(nn.Sequential(nn.Linear(2, 2))) is None
+    assert find_rotary(*[nn.Sequential(nn.Linear(2, 2))] * 2) is None
 
 
 @requires_triton

@@ -8,7 +8,7 @@ RoPE, so a checkpoint tells how bad this is: see Qwen2.5-7B, whose first and las
 have biases of several hundred.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import key_offset, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
@@ -32,6 +32,21 @@ logger = init_logger(__name__)
 LONGEST_KEY_BIAS = 40.0
 # What models call a norm of K, or of Q and K. It follows the bias, and bounds K.
 KEY_NORMS = ("k_norm", "key_norm", "k_layernorm", "key_layernorm", "qk_norm")
+CAPPED_LAYERS = (
+    "Turbo KV cache: no offset is taken off K where logits have a soft cap, though the "
+    "model adds a bias to it: scores behind a tanh cannot get back what they lack."
+)
+UNKNOWN_ROTATION = (
+    "Turbo KV cache: no offset is taken off K in layers %s, though the model adds a "
+    "bias to it: how %s rotates K is not known. If vLLM has the model itself, use "
+    "--model-impl vllm."
+)
+LAGGING_POSITIONS = (
+    "Turbo KV cache: images and videos of more than %d tokens in a sequence leave more "
+    "than %.0f of the bias of K in layers %s, because they take fewer positions than "
+    "tokens: keys behind them are stored badly. For such sequences keep these layers "
+    "in the model's dtype: --kv-cache-dtype-skip-layers %s"
+)
 
 
 def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
@@ -124,7 +139,7 @@ class KeyBias:
 
     layer: Attention
     parent: nn.Module
-    rotary: RotaryEmbeddingBase | None
+    rotary: key_offset.Rotary | None
     loaded: torch.Tensor
     is_legible: bool | None = None
     was_reloaded: bool = False
@@ -191,7 +206,8 @@ def set_key_offsets(model: nn.Module) -> None:
     """Have layers that add a bias to K take an offset off it: see ``key_offset``.
 
     Layers with a soft cap have none, nor do those whose cache they read: what scores
-    lack is added to them, and behind a tanh that would not be what it was before.
+    lack is added to them, and behind a tanh that would not be what it was before. Nor
+    do layers of which it is not known how RoPE rotates K.
 
     The offset is where kernels read it from now on. Of weights that are loaded later
     it follows between requests: see ``weight_updates``.
@@ -207,7 +223,8 @@ def set_key_offsets(model: nn.Module) -> None:
     capped = [x for x in layers.values() if x.impl.runner.logits_soft_cap is not None]
     without = {x.layer_name for x in capped}
     without |= {x.kv_sharing_target_layer_name for x in capped}
-    means: dict[nn.Module | None, RotaryEmbeddingBase | None] = {None: None}
+    means: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
+    unknown: dict[str, str] = {}
     for layer, parent in turbo_layers(model):
         if hasattr(layer, key_offset.BUFFER) or is_normalised(parent):
             continue
@@ -215,20 +232,20 @@ def set_key_offsets(model: nn.Module) -> None:
         if found is None or is_permuted(found[0]):
             continue
         bias, runner = found[1], layer.impl.runner
-        rotary = key_offset.find_rotary(parent)
-        if rotary is not None and rotary not in means:
-            means[rotary] = key_offset.mean_rotary(rotary)
-        runner.key_bias = KeyBias(
-            layer, parent, means[rotary], bias.to("cpu", torch.float32, copy=True)
-        )
-        if not bias.any():
+        rotary = None
+        try:
+            rotary = key_offset.find_rotary(parent, model)
+            if rotary is not None and rotary not in means:
+                means[rotary] = key_offset.mean_rotary(rotary)
+        except key_offset.UnknownRotation as error:
+            if bias.any():
+                unknown[layer.layer_name] = str(error)
+        loaded = bias.to("cpu", torch.float32, copy=True)
+        runner.key_bias = KeyBias(layer, parent, means.get(rotary), loaded)
+        if not bias.any() or layer.layer_name in unknown:
             continue
         if layer.layer_name in without:
-            logger.info_once(
-                "Turbo KV cache: no offset is taken off K where logits have a soft "
-                "cap, though the model adds a bias to it: scores behind a tanh cannot "
-                "get back what they lack."
-            )
+            logger.info_once(CAPPED_LAYERS)
             continue
         if runner.context_parallel is not None:
             # A rank's tokens in a row are of several segments.
@@ -241,10 +258,21 @@ def set_key_offsets(model: nn.Module) -> None:
         runner.key_offset = getattr(layer, key_offset.BUFFER)
         replicas = getattr(found[0], "num_kv_head_replicas", 1)
         runner.key_offset_replicas = replicas
+    if unknown:
+        names = ", ".join(map(_number, unknown))
+        classes = " or ".join(sorted(set(unknown.values())))
+        logger.warning_once(UNKNOWN_ROTATION, names, classes, scope="process")
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:
             layer.impl.runner.key_offset = target.impl.runner.key_offset
+
+
+def _number(layer_name: str) -> str:
+    """Of a layer, as ``--kv-cache-dtype-skip-layers`` has it; its name if it has none,
+    which cannot be named there.
+    """
+    return next((part for part in layer_name.split(".") if part.isdigit()), layer_name)
 
 
 def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
@@ -259,11 +287,7 @@ def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
     found = {name: norm for name, norm in norms.items() if norm > LONGEST_KEY_BIAS}
     if not found or get_tensor_model_parallel_rank() != 0:
         return
-    # As ``Attention`` reads the flag; a layer without a number cannot be named in it.
-    layers = [
-        next((part for part in name.split(".") if part.isdigit()), name)
-        for name in found
-    ]
+    layers = list(map(_number, found))
     config = get_current_vllm_config_or_none()
     skipped = config.cache_config.kv_cache_dtype_skip_layers if config else []
     logger.warning_once(
@@ -289,6 +313,34 @@ def warn_of_key_biases(model: nn.Module) -> None:
     warn_of_long_biases(key_bias_norms(model), type(model).__name__)
 
 
+def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
+    """Warn of layers whose positions may be so far behind places in the sequence that
+    the offset of a place leaves too much of a long bias: see ``lag_until``.
+    """
+    config = get_current_vllm_config_or_none()
+    model_config = config and config.model_config
+    longest = model_config.max_model_len if model_config else 0
+    lags = {}
+    for bias in biases:
+        table = bias.layer.impl.runner.key_offset
+        if table is not None and isinstance(bias.rotary, MRotaryEmbedding):
+            lag = key_offset.lag_until(table.cpu(), LONGEST_KEY_BIAS)
+            if lag is not None and (longest <= 0 or lag < longest):
+                lags[bias.layer.layer_name] = lag
+    if not lags or config is None or get_tensor_model_parallel_rank() != 0:
+        return
+    layers = list(map(_number, lags))
+    skipped = [*config.cache_config.kv_cache_dtype_skip_layers, *layers]
+    logger.warning_once(
+        LAGGING_POSITIONS,
+        min(lags.values()),
+        LONGEST_KEY_BIAS,
+        ", ".join(layers),
+        " ".join(skipped),
+        scope="process",
+    )
+
+
 def prepare_key_biases(model: nn.Module) -> None:
     """Take an offset off K in layers that add a bias to it, and warn of those that
     cannot have one.
@@ -299,3 +351,5 @@ def prepare_key_biases(model: nn.Module) -> None:
     """
     set_key_offsets(model)
     warn_of_key_biases(model)
+    biases = (layer.impl.runner.key_bias for layer, _ in turbo_layers(model))
+    warn_of_lagging_positions(bias for bias in biases if bias is not None)

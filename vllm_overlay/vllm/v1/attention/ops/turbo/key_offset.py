@@ -14,12 +14,18 @@ ranks, dtypes or devices. Equal checkpoints make equal bytes.
 
 import copy
 import hashlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import regex as re
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
 from vllm.v1.attention.ops.turbo import interface
 
 # Of the rule below: another changes the bytes of models with a bias.
@@ -38,6 +44,10 @@ _BIAS_FLAGS = (
     "bias",
 )
 _BIASED_MODELS = ("qwen2",)
+# Of Transformers: the function that rotates, and the types of RoPE whose frequencies do
+# not follow from a batch.
+ROTATE = "apply_rotary_pos_emb"
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def may_add_key_bias(config: object) -> bool:
@@ -54,35 +64,139 @@ def may_add_key_bias(config: object) -> bool:
     return flags or model_type.startswith(_BIASED_MODELS)
 
 
-def find_rotary(parent: nn.Module) -> RotaryEmbeddingBase | None:
-    """The rotary embedding beside an attention layer; None if there is none."""
-    found = (x for x in parent.children() if isinstance(x, RotaryEmbeddingBase))
-    return next(found, None)
+class UnknownRotation(Exception):
+    """How RoPE rotates K of a layer is not known: no offset can be made for it."""
 
 
-def mean_rotary(rotary: RotaryEmbeddingBase) -> RotaryEmbeddingBase:
+class TransformersRotary:
+    """How segments are rotated on average where Transformers' modeling code has RoPE.
+
+    Its model computes cosines and sines once, and a function beside it rotates K of all
+    layers. Such a rotation is linear in them, too.
+
+    Args:
+        rotary: The model's module.
+
+    Raises:
+        UnknownRotation: If the module or the function is not like most.
+
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        name = type(rotary).__name__
+        rotate = getattr(sys.modules[type(rotary).__module__], ROTATE, None)
+        if rotate is None or getattr(rotary, "rope_type", None) not in FIXED_ROPE_TYPES:
+            raise UnknownRotation(name)
+        self.rotate: Callable[..., Any] = rotate
+        own: Any = copy.deepcopy(rotary).cpu()
+        rope = getattr(own.config, "rope_parameters", None) or {}
+        scaled = rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0)
+        count = max(own.max_seq_len_cached, int(scaled))
+        means = []
+        for places in torch.arange(count, device="cpu").split(interface.OFFSET_SEGMENT):
+            tables = own(torch.empty(1, device="cpu"), places[None])
+            if any(table.shape[:-1] != (1, len(places)) for table in tables):
+                raise UnknownRotation(name)
+            means.append([table[0].double().mean(0).float() for table in tables])
+        self.cos, self.sin = (torch.stack(parts) for parts in zip(*means))
+
+    def rotated(self, bias: torch.Tensor) -> torch.Tensor:
+        """See ``mean_rotated``."""
+        keys = bias[None, :, None].repeat(1, 1, len(self.cos), 1)
+        _, rotated = self.rotate(keys, keys, self.cos[None], self.sin[None])
+        return rotated[0].transpose(0, 1).contiguous()
+
+
+Rotary = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding | TransformersRotary
+
+
+def _rotary_beside(parent: nn.Module) -> nn.Module | None:
+    known = RotaryEmbeddingBase, Phi3LongRoPEScaledRotaryEmbedding
+    return next((x for x in parent.children() if isinstance(x, known)), None)
+
+
+def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
+    """What rotates K of an attention layer; None if nothing does.
+
+    Args:
+        parent: The module that holds the layer. vLLM's models have RoPE beside it, but
+            in layers without.
+        model: The whole model. One of Transformers' has RoPE there, for all layers.
+
+    Raises:
+        UnknownRotation: If there is RoPE in the model, but none that is known to rotate
+            this layer's keys, or not to. Its class is the message.
+
+    """
+    modules = list(model.modules())
+    rotaries = [x for x in modules if re.search("Rotary|R[oO]PE", type(x).__name__)]
+    beside = _rotary_beside(parent)
+    if beside is not None or not rotaries:
+        return beside
+    if any(type(x) is type(parent) and _rotary_beside(x) for x in modules):
+        return None
+    modeling = type(parent).__module__
+    own = [x for x in rotaries if type(x).__module__ == modeling]
+    # A module with the function that rotates is a model's of Transformers.
+    if len(own) == 1 and hasattr(sys.modules.get(modeling), ROTATE):
+        return own[0]
+    raise UnknownRotation(type((own or rotaries)[0]).__name__)
+
+
+def mean_rotary(rotary: nn.Module) -> Rotary:
     """A copy on the CPU whose position g rotates as segment g does on average.
 
     Its cosines and sines are means over the segment's positions; a rotation is linear
     in them. They are made anew, in fp32: the layer's own are rounded to the model's
     dtype, and calling it with another would change them.
+
+    Args:
+        rotary: From ``find_rotary``.
+
+    Raises:
+        UnknownRotation: If it is of Transformers, and not like most.
+
     """
-    means = copy.deepcopy(rotary).cpu()
-    with torch.device("cpu"):
+    means: Any
+    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
+        means = copy.deepcopy(rotary).cpu()
+        with torch.device("cpu"):
+            table = _table_in_use(means)
+    elif isinstance(rotary, RotaryEmbeddingBase):
+        means = copy.deepcopy(rotary).cpu()
+        with torch.device("cpu"):
+            try:
+                table = means._compute_cos_sin_cache()
+            except TypeError:  # of a class that has several
+                table = means.cos_sin_cache
+    else:
         try:
-            table = means._compute_cos_sin_cache()
-        except TypeError:  # of a class that has several
-            table = means.cos_sin_cache
+            return TransformersRotary(rotary)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+            raise UnknownRotation(type(rotary).__name__) from e
     # One by one: a table of a million positions has half a gigabyte in fp32.
     segments = table.split(interface.OFFSET_SEGMENT)
     means.cos_sin_cache = torch.stack([x.double().mean(0) for x in segments]).float()
+    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
+        means.long_short_cos_sin_cache, means.use_long_rope = means.cos_sin_cache, False
     return means
 
 
+def _table_in_use(rotary: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
+    """Cosines and sines of the factors that an engine uses, of short or long ones."""
+    if rotary.use_long_rope:
+        return rotary._compute_cos_sin_cache(
+            rotary.max_position_embeddings, rotary.long_factor, rotary.long_mscale
+        )
+    return rotary._compute_cos_sin_cache(
+        rotary.original_max_position_embeddings,
+        rotary.short_factor,
+        rotary.short_mscale,
+    )
+
+
 @torch.no_grad()
-def mean_rotated(
-    bias: torch.Tensor, rotary: RotaryEmbeddingBase | None
-) -> torch.Tensor:
+def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """The mean of a rotated bias over each segment of the positions.
 
     Args:
@@ -96,11 +210,35 @@ def mean_rotated(
     bias = bias.detach().to("cpu", torch.float32)
     if rotary is None:
         return bias[None].clone()
+    if isinstance(rotary, TransformersRotary):
+        return rotary.rotated(bias)
     segments = torch.arange(rotary.cos_sin_cache.shape[0])
     key = bias.flatten().repeat(len(segments), 1)
-    _, rotated = rotary.forward_native(segments, key.clone(), key)
+    rotate: Any = getattr(rotary, "forward_native", rotary.forward)
+    _, rotated = rotate(segments, key.clone(), key)
     assert rotated is not None
     return rotated.view(-1, *bias.shape).contiguous()
+
+
+def lag_until(table: torch.Tensor, longest: float) -> int | None:
+    """How far positions may be behind places in a sequence, as M-RoPE's are behind
+    images, before the segment of a place leaves more than so much of a bias.
+
+    Args:
+        table: (G, H, D), from ``mean_rotated``.
+        longest: A Euclidean norm of what is left, of a head.
+
+    Returns:
+        Tokens, in whole segments; None if it never does.
+
+    """
+    # Two means are at most twice the longest of them apart.
+    if 2 * table.norm(dim=-1).max() <= longest:
+        return None
+    for lag in range(1, len(table)):
+        if (table[lag:] - table[:-lag]).norm(dim=-1).max() > longest:
+            return (lag - 1) * interface.OFFSET_SEGMENT
+    return None
 
 
 def digest(offsets: Iterable[torch.Tensor | None]) -> str:

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo import key_offset
 from vllm.v1.attention.ops.turbo.key_bias import (
     LONGEST_KEY_BIAS,
     KeyBias,
+    warn_of_lagging_positions,
     warn_of_long_biases,
 )
 from vllm.v1.attention.ops.turbo.startup import turbo_impls
@@ -160,6 +161,7 @@ class WeightUpdates:
         )
         with set_current_vllm_config(self.vllm_config):
             warn_of_long_biases(without, self.vllm_config.model_config.architecture)
+            warn_of_lagging_positions(self.layers)
 
 
 _UPDATES: WeakKeyDictionary[WorkerBase, WeightUpdates] = WeakKeyDictionary()

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How RoPE rotates a bias of K is found where a model has it, or said to be unknown."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.v1.attention.ops.turbo import interface, key_bias
+from vllm.v1.attention.ops.turbo.key_offset import (
+    UnknownRotation,
+    find_rotary,
+    lag_until,
+    mean_rotary,
+    mean_rotated,
+)
+
+from .backend_utils import make_vllm_config, one_rank
+from .test_key_bias import load_biases, make_module
+from .utils import gaussian
+
+HEAD_SIZE, KV_HEADS = 64, 2
+SEGMENT, POSITIONS = 64, 1024
+BASE = {"rope_theta": 1e4}
+SCALED = BASE | {"factor": 4.0, "original_max_position_embeddings": POSITIONS}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": BASE,
+    "linear": BASE | {"factor": 4.0},
+    "llama3": SCALED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": SCALED,
+    "dynamic": BASE | {"factor": 4.0},
+    "longrope": SCALED
+    | {"short_factor": [1.0] * 32, "long_factor": [1.0 + i for i in range(32)]},
+}
+# By the prefix of its classes. GLM and Cohere rotate neighbours, GLM half of a head.
+MODELS = {"qwen2": "Qwen2", "llama": "Llama", "glm": "Glm", "cohere": "Cohere"}
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
+
+
+@pytest.fixture(scope="module")
+def one_rank_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    with one_rank(tmp_path_factory.mktemp("model")) as config:
+        yield config
+
+
+def transformers_model(name: str = "qwen2", rope: str = "default") -> Any:
+    """RoPE and an attention module as Transformers' modeling code has them."""
+    folder = f"transformers.models.{name}"
+    configuration = importlib.import_module(f"{folder}.configuration_{name}")
+    modeling = importlib.import_module(f"{folder}.modeling_{name}")
+    config = getattr(configuration, f"{MODELS[name]}Config")(
+        hidden_size=4 * HEAD_SIZE,
+        num_attention_heads=4,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_SIZE,
+        num_hidden_layers=1,
+        max_position_embeddings=POSITIONS,
+        rope_parameters=ROPES[rope] | {"rope_type": rope},
+        pad_token_id=0,
+    )
+    model: Any = nn.Module()
+    model.rotary_emb = getattr(modeling, f"{MODELS[name]}RotaryEmbedding")(config)
+    model.attention = getattr(modeling, f"{MODELS[name]}Attention")(config, 0)
+    model.rotate = modeling.apply_rotary_pos_emb
+    return model
+
+
+def mean_of_transformers(model: Any, bias: torch.Tensor, segment: int) -> torch.Tensor:
+    """(H, D): a segment's keys of a bias alone, rotated one by one."""
+    places = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT)
+    cos, sin = model.rotary_emb(bias, places[None])
+    keys = bias[None, :, None].repeat(1, 1, SEGMENT, 1)
+    return model.rotate(keys, keys, cos, sin)[1][0].double().mean(1).float()
+
+
+def table_of(model: Any, bias: torch.Tensor) -> torch.Tensor:
+    rotary = find_rotary(model.attention, model)
+    assert rotary is model.rotary_emb
+    return mean_rotated(bias, mean_rotary(rotary))
+
+
+@pytest.mark.parametrize(
+    "name, rope, count",
+    [(name, "default", POSITIONS) for name in MODELS]
+    + [("qwen2", "linear", POSITIONS), ("llama", "llama3", 4 * POSITIONS)]
+    + [("qwen2", "yarn", 4 * POSITIONS)],
+)
+def test_rope_of_transformers(short_segments, name, rope, count):
+    model = transformers_model(name, rope)
+    bias = 30 * gaussian(KV_HEADS, HEAD_SIZE, seed=3).cpu()
+    table = table_of(model, bias)
+    assert table.shape == (count // SEGMENT, KV_HEADS, HEAD_SIZE)
+    for segment in (0, 1, len(table) - 1):
+        expected = mean_of_transformers(model, bias, segment)
+        assert (table[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
+    assert not torch.allclose(table[0], table[1], atol=1.0)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_follows_a_batch_is_not_known(rope):
+    model = transformers_model("qwen2", rope)
+    rotary = find_rotary(model.attention, model)
+    assert rotary is not None
+    with pytest.raises(UnknownRotation, match="Qwen2RotaryEmbedding"):
+        mean_rotary(rotary)
+
+
+def test_rope_of_another_module_is_not_known():
+    """Such as a vision tower's, or one of two."""
+    model = transformers_model("qwen2")
+    model.attention = transformers_model("llama").attention
+    with pytest.raises(UnknownRotation, match="Qwen2RotaryEmbedding"):
+        find_rotary(model.attention, model)
+    model = transformers_model("qwen2")
+    model.other = transformers_model("qwen2").rotary_emb
+    with pytest.raises(UnknownRotation):
+        find_rotary(model.attention, model)
+
+
+def test_rope_that_is_called_otherwise_is_not_known(monkeypatch):
+    model = transformers_model("qwen2")
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, kind: str):
+        raise AssertionError
+
+    monkeypatch.setattr(type(model.rotary_emb), "forward", forward)
+    with pytest.raises(UnknownRotation):
+        mean_rotary(model.rotary_emb)
+
+
+def test_layers_without_rope_beside_others(one_rank_config):
+    class Attention(nn.Module):
+        """Of a model of vLLM's."""
+
+    rope = get_rope(
+        HEAD_SIZE, POSITIONS, rope_parameters=BASE | {"rope_type": "default"}
+    )
+    with_rope, without = Attention(), Attention()
+    with_rope.rotary_emb = rope
+    model = nn.ModuleList([with_rope, without])
+    assert find_rotary(with_rope, model) is rope
+    assert find_rotary(without, model) is None
+
+
+def test_layers_whose_rotation_is_not_known_have_no_offset(
+    one_rank_config, monkeypatch
+):
+    """And are named: a bias that is taken off as it is would be more than none."""
+    module, said = make_module(one_rank_config), []
+
+    def note(message: str, *args: object, **others: object) -> None:
+        said.append(message % args)
+
+    monkeypatch.setattr(key_bias.logger, "warning_once", note)
+    load_biases(module.qkv_proj)
+    model = nn.ModuleList([module, transformers_model("llama").rotary_emb])
+    key_bias.set_key_offsets(model)
+    assert module.attn.impl.runner.key_offset is None
+    number = module.attn.layer_name.split(".")[2]
+    (line,) = said
+    assert f"layers {number}," in line and "LlamaRotaryEmbedding" in line
+    assert "--model-impl vllm" in line
+
+
+def longrope(tmp_path: Path, max_model_len: int) -> Any:
+    """That of vLLM: of long or short factors, as sequences may be long."""
+    config = make_vllm_config(tmp_path)
+    config.model_config.max_model_len = max_model_len
+    with set_current_vllm_config(config):
+        return get_rope(
+            HEAD_SIZE,
+            max_position=4 * POSITIONS,
+            rope_parameters=ROPES["longrope"] | {"rope_type": "longrope"},
+            dtype=torch.float32,
+        )
+
+
+@pytest.mark.parametrize("positions", [POSITIONS, 4 * POSITIONS])
+def test_longrope(short_segments, tmp_path: Path, positions, monkeypatch):
+    # Made anew: those that are kept are of any length of sequences.
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    rope = longrope(tmp_path, positions)
+    assert rope.use_long_rope == (positions > POSITIONS)
+    parent = nn.ModuleDict({"rotary_emb": rope})
+    bias = 30 * gaussian(KV_HEADS, HEAD_SIZE, seed=3).cpu()
+    assert find_rotary(parent, parent) is rope
+    table = mean_rotated(bias, mean_rotary(rope))
+    assert table.shape == (positions // SEGMENT, KV_HEADS, HEAD_SIZE)
+    for segment in (0, 1, len(table) - 1):
+        places = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT)
+        keys = bias.flatten().repeat(SEGMENT, 1)
+        expected = rope(places, keys, keys.clone())[1].double().mean(0).float()
+        expected = expected.view_as(bias)
+        assert (table[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
+
+
+def slow_bias(norm: float) -> torch.Tensor:
+    """(1, D): alike in the quarter of the pairs that turns slowest."""
+    bias = torch.zeros(2, HEAD_SIZE // 2)
+    bias[:, -HEAD_SIZE // 8 :] = 1
+    return norm * (bias / bias.norm()).view(1, HEAD_SIZE)
+
+
+def left_of(
+    table: torch.Tensor, rotated: Callable[[torch.Tensor], torch.Tensor], place: int
+) -> float:
+    """What a table leaves of a bias at a place, as kernels read it."""
+    segment = min(place // interface.OFFSET_SEGMENT, len(table) - 1)
+    return (rotated(torch.tensor([place])) - table[segment]).norm().item()
+
+
+@pytest.mark.parametrize("place, unrotated", [(8191, 55), (32767, 210), (131071, 530)])
+def test_how_much_of_a_long_bias_is_left(place, unrotated):
+    """Qwen2.5's biases are so long and so slow. Beyond 40 the layer would be warned of,
+    and a bias that is taken off as it is leaves more than all of it.
+    """
+    model = transformers_model("qwen2")
+    config = model.rotary_emb.config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e6}
+    config.max_position_embeddings = 131072
+    model.rotary_emb = type(model.rotary_emb)(config)
+    bias = slow_bias(460)
+
+    def rotated(places: torch.Tensor) -> torch.Tensor:
+        cos, sin = model.rotary_emb(bias, places[None])
+        return model.rotate(bias[None, :, None], bias[None, :, None], cos, sin)[1]
+
+    assert left_of(table_of(model, bias), rotated, place) < 10
+    found = left_of(mean_rotated(bias, None), rotated, place)
+    assert found == pytest.approx(unrotated, rel=0.1)
+
+
+def mrope(positions: int) -> Any:
+    """As Qwen2-VL has it, of smaller heads."""
+    return get_rope(
+        HEAD_SIZE,
+        positions,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+        dtype=torch.float32,
+    )
+
+
+def test_how_much_is_left_behind_an_image(one_rank_config):
+    """An image of 16384 tokens takes 128 positions: keys behind it are of positions
+    that are so far behind their places. Of a bias in the slowest quarter of the pairs a
+    quarter is left there, of one in the slowest pair a fortieth; without an image the
+    segment of the place leaves little.
+    """
+    rope = mrope(32768)
+    slowest = torch.zeros(1, HEAD_SIZE)
+    slowest[:, [HEAD_SIZE // 2 - 1, HEAD_SIZE - 1]] = 0.5**0.5
+
+    def left(bias: torch.Tensor, place: int, position: int) -> float:
+        table = mean_rotated(bias, mean_rotary(rope))
+        key = bias.flatten()[None].clone()
+        rotated = rope.forward_native(torch.tensor([position]), key.clone(), key)[1]
+        segment = place // interface.OFFSET_SEGMENT
+        return (rotated.view_as(bias) - table[segment]).norm().item()
+
+    place = 16384 + 1500
+    behind = place - 16384 + 128
+    assert left(slow_bias(1), place, place) < 0.02
+    assert left(slow_bias(1), place, behind) == pytest.approx(0.25, abs=0.02)
+    assert left(slowest, place, place) < 0.001
+    assert left(slowest, place, behind) == pytest.approx(1 / 40, abs=0.002)
+
+
+def test_the_lag_that_is_warned_of(one_rank_config):
+    """Up to it what is left is no more than that, and beyond it somewhere is."""
+    segment = interface.OFFSET_SEGMENT
+    table = mean_rotated(slow_bias(460), mean_rotary(mrope(65536)))
+    lag = lag_until(table, 40)
+    assert lag is not None and lag == 4096
+    count = lag // segment
+    assert (table[count:] - table[:-count]).norm(dim=-1).max() <= 40
+    count += 1
+    assert (table[count:] - table[:-count]).norm(dim=-1).max() > 40
+    assert lag_until(mean_rotated(slow_bias(20), mean_rotary(mrope(65536))), 40) is None
+
+
+@pytest.mark.parametrize("max_model_len, is_warned_of", [(65536, True), (4096, False)])
+def test_long_lags_are_warned_of(
+    one_rank_config, monkeypatch, max_model_len, is_warned_of
+):
+    module, said = make_module(one_rank_config), []
+    module.rotary_emb = mrope(65536)
+    monkeypatch.setattr(one_rank_config.model_config, "max_model_len", max_model_len)
+
+    def note(message: str, *args: object, **others: object) -> None:
+        said.append(message % args)
+
+    monkeypatch.setattr(key_bias.logger, "warning_once", note)
+    bias = key_bias.find_key_bias(module.attn, module)
+    bias.copy_(slow_bias(460).expand_as(bias))
+    key_bias.prepare_key_biases(nn.ModuleList([module]))
+    number = module.attn.layer_name.split(".")[2]
+    assert len(said) == is_warned_of
+    for line in said:
+        assert "images and videos of more than" in line
+        assert line.endswith(f"--kv-cache-dtype-skip-layers {number}")
