@@ -10,6 +10,7 @@ have biases of several hundred.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import key_offset, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+    from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 logger = init_logger(__name__)
 
@@ -57,6 +62,10 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
                 layer.kv_cache_dtype
             ):
                 yield layer, parent
+
+
+def _runner(layer: Attention) -> "TurboRunner":
+    return cast("TurboAttentionImpl", layer.impl).runner
 
 
 def _find_key_projection(
@@ -144,6 +153,11 @@ class KeyBias:
     is_legible: bool | None = None
     was_reloaded: bool = False
 
+    @property
+    def table(self) -> torch.Tensor | None:
+        """(G, num_kv_heads, head_size) fp32: the offset; None if there is none."""
+        return _runner(self.layer).key_offset
+
     def read(self) -> torch.Tensor | None:
         """The bias that the layer has now: (num_kv_heads, head_size), on any device."""
         found = _find_key_projection(self.layer, self.parent, is_processed=True)
@@ -171,9 +185,8 @@ class KeyBias:
 
         """
         self.loaded = bias
-        table = self.layer.impl.runner.key_offset
-        if table is not None:
-            table.copy_(key_offset.mean_rotated(bias, self.rotary))
+        if self.table is not None:
+            self.table.copy_(key_offset.mean_rotated(bias, self.rotary))
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:
@@ -220,9 +233,9 @@ def set_key_offsets(model: nn.Module) -> None:
 
     """
     layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
-    capped = [x for x in layers.values() if x.impl.runner.logits_soft_cap is not None]
+    capped = [x for x in layers.values() if _runner(x).logits_soft_cap is not None]
     without = {x.layer_name for x in capped}
-    without |= {x.kv_sharing_target_layer_name for x in capped}
+    without |= {x.kv_sharing_target_layer_name or "" for x in capped}
     means: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
     unknown: dict[str, str] = {}
     for layer, parent in turbo_layers(model):
@@ -231,7 +244,7 @@ def set_key_offsets(model: nn.Module) -> None:
         found = _find_key_projection(layer, parent)
         if found is None or is_permuted(found[0]):
             continue
-        bias, runner = found[1], layer.impl.runner
+        bias, runner = found[1], _runner(layer)
         rotary = None
         try:
             rotary = key_offset.find_rotary(parent, model)
@@ -265,7 +278,7 @@ def set_key_offsets(model: nn.Module) -> None:
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:
-            layer.impl.runner.key_offset = target.impl.runner.key_offset
+            _runner(layer).key_offset = _runner(target).key_offset
 
 
 def _number(layer_name: str) -> str:
@@ -322,9 +335,8 @@ def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
     longest = model_config.max_model_len if model_config else 0
     lags = {}
     for bias in biases:
-        table = bias.layer.impl.runner.key_offset
-        if table is not None and isinstance(bias.rotary, MRotaryEmbedding):
-            lag = key_offset.lag_until(table.cpu(), LONGEST_KEY_BIAS)
+        if bias.table is not None and isinstance(bias.rotary, MRotaryEmbedding):
+            lag = key_offset.lag_until(bias.table.cpu(), LONGEST_KEY_BIAS)
             if lag is not None and (longest <= 0 or lag < longest):
                 lags[bias.layer.layer_name] = lag
     if not lags or config is None or get_tensor_model_parallel_rank() != 0:
@@ -351,5 +363,5 @@ def prepare_key_biases(model: nn.Module) -> None:
     """
     set_key_offsets(model)
     warn_of_key_biases(model)
-    biases = (layer.impl.runner.key_bias for layer, _ in turbo_layers(model))
+    biases = (_runner(layer).key_bias for layer, _ in turbo_layers(model))
     warn_of_lagging_positions(bias for bias in biases if bias is not None)

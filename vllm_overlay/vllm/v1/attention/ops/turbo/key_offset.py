@@ -212,7 +212,8 @@ def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return bias[None].clone()
     if isinstance(rotary, TransformersRotary):
         return rotary.rotated(bias)
-    segments = torch.arange(rotary.cos_sin_cache.shape[0])
+    table: Any = rotary.cos_sin_cache
+    segments = torch.arange(len(table))
     key = bias.flatten().repeat(len(segments), 1)
     rotate: Any = getattr(rotary, "forward_native", rotary.forward)
     _, rotated = rotate(segments, key.clone(), key)

@@ -148,7 +148,7 @@ class WeightUpdates:
         without = {}
         for bias, layer in zip(biases, self.layers):
             layer.set_offset(bias)
-            if layer.layer.impl.runner.key_offset is None:
+            if layer.table is None:
                 without[layer.layer.layer_name] = bias.norm(dim=-1).max().item()
         offsets = [impl.runner.key_offset for impl in self.impls]
         logger.info(
