@@ -70,7 +70,7 @@ class WeightUpdates:
         self.layers: list[KeyBias] = [x for x in biases if x and x.is_legible]
         self.running: set[str] = set()
         self.last_step_s = time.monotonic()
-        self.seen = self._flat([x.loaded for x in self.layers])
+        self.made_of = self.seen = self._flat([x.loaded for x in self.layers])
 
     @staticmethod
     def _flat(biases: list[torch.Tensor]) -> torch.Tensor:
@@ -117,8 +117,7 @@ class WeightUpdates:
         # Nothing can be done about a NaN, which all outputs are then.
         if not row.isfinite().all():
             return
-        made_of = self._flat([x.loaded for x in self.layers])
-        if torch.equal(row, made_of):
+        if torch.equal(row, self.made_of):
             return
         parts = row.split([x.loaded.numel() for x in self.layers])
         now = [part.view_as(x.loaded) for part, x in zip(parts, self.layers)]
@@ -130,6 +129,7 @@ class WeightUpdates:
         has_connector = self.vllm_config.kv_transfer_config is not None
         if is_idle and not has_connector:
             self._follow(now)
+            self.made_of = row
             if is_long and has_prefix_hits:
                 logger.warning(STALE_BLOCKS, apart)
         elif is_long and not torch.equal(row, self.seen):
