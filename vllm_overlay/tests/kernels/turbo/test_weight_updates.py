@@ -313,6 +313,28 @@ def test_blocks_of_the_weights_before_are_warned_of(
     assert "reset_prefix_cache" in line
 
 
+@pytest.mark.parametrize("factor", [1, 3])
+def test_sleep_that_drops_weights(config: VllmConfig, factor: int):
+    """Buffers come back, as ``Worker.wake_up`` has them, and weights are loaded: the
+    same ones or others.
+    """
+    module = started_module(config)
+    load_biases(module.qkv_proj)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    table, before = table_of(module), table_of(module).clone()
+    saved = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    table.fill_(7)
+    module.qkv_proj.bias.data.fill_(torch.nan)
+    for name, buffer in module.named_buffers():
+        buffer.data.copy_(saved[name])
+    load_biases(module.qkv_proj)
+    module.qkv_proj.bias.data *= factor
+    updates.before_step(step({"b": 0}, finished=("a",)))
+    assert table_of(module) is table and torch.equal(table, wanted(module))
+    assert torch.equal(table, before) == (factor == 1)
+
+
 def test_a_bias_where_none_was_is_warned_of(config: VllmConfig, said: list[str]):
     """Kernels were chosen without an offset, so it gets none."""
     module = make_module(config)
