@@ -36,10 +36,11 @@ FLAGS: dict[str, dict[str, Any]] = {
 MESSAGES = (
     # Of several backends that the platform asked, what TURBO or TURBO_MLA said.
     r"No valid attention backend found.*TURBO(?:_MLA)?: "
-    r"\[(.*?), use --kv-cache-dtype [^\]]*\].*",
+    r"\[(.*?)(?:, use --kv-cache-dtype [^\]]*)?\].*",
     r"Selected backend \S+ is not valid for this configuration\. "
     r"Reason: \[[\"'](.*?)[\"'](?:, .*)?\]",
-    r"--kv-cache-dtype \S+ does not support this: (.*)\. Use --kv-cache-dtype .*",
+    r"--kv-cache-dtype \S+ does not support this: (.*?)\."
+    r"(?: Use --kv-cache-dtype .*)?",
     r"[\w.]+: (attention backend \S+ does not support --kv-cache-dtype \S+)\. .*",
 )
 

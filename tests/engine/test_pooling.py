@@ -108,4 +108,4 @@ def test_vectors_from_prefix_hits(result: dict[str, Any]):
 
 def test_bidirectional_models_are_refused(result: dict[str, Any]):
     error = result["bidirectional"]["error"]
-    assert f"--kv-cache-dtype {DTYPE} does not support this: attention type" in error
+    assert f"--kv-cache-dtype {DTYPE} does not support this: encoder-only at" in error

@@ -33,7 +33,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
     get_turbo_backend_path,
 )
-from vllm.v1.attention.ops.turbo.refusals import REASONS
+from vllm.v1.attention.ops.turbo.reasons import REASONS, Reason
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -98,17 +98,27 @@ def select_on_cuda(
 
 
 SELECTIONS = {
-    "head size 72": (dict(head_size=72), "head_size"),
-    "head size 160": (dict(head_size=160), "head_size"),
-    "block size 24": (dict(block_size=24), "block_size"),
-    "sparse": (dict(use_sparse=True), "sparse"),
+    "head size 72": (dict(head_size=72), "head_size 72 .supported: 64, 80, .*512"),
+    "head size 160": (dict(head_size=160), "head_size 160 .supported"),
+    "block size 24": (
+        dict(block_size=24),
+        "block_size 24 .supported: multiples of 16; leave out --block-size",
+    ),
+    "block size 8": (dict(block_size=8), "block_size 8 .supported: multiples of 16"),
+    "sparse": (dict(use_sparse=True), "sparse attention"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
-    "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
-    "PCP": (dict(use_pcp=True), "PCP"),
+    "batch invariance": (
+        dict(use_batch_invariant=True),
+        "batch invariance .unset VLLM_BATCH_INVARIANT",
+    ),
+    "PCP": (dict(use_pcp=True), "leave out --prefill-context-parallel-size"),
     "R-SWA": (dict(use_rswa=True), "R-SWA"),
-    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
-    "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
-    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),
+    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
+    "encoder only": (
+        dict(attn_type=AttentionType.ENCODER_ONLY),
+        "encoder-only attention",
+    ),
+    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
 }
 
 
@@ -128,15 +138,19 @@ IMPL_ARGUMENTS = {
     "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
     "sliding window of large heads": (
         dict(sliding_window=128, head_size=512),
-        "sliding window of heads .*--kv-cache-dtype-skip-layers sliding_window",
+        "sliding window of 128 tokens of head_size 512 .supported: head_size of up to "
+        "256; --kv-cache-dtype-skip-layers sliding_window",
     ),
     "soft cap of large heads": (
         dict(logits_soft_cap=30.0, head_size=512),
-        "soft cap of heads of more than 256",
+        "soft cap of 30 of head_size 512",
     ),
-    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
-    "encoder only": (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
-    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "encoder_decoder"),
+    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
+    "encoder only": (
+        dict(attn_type=AttentionType.ENCODER_ONLY),
+        "encoder-only attention",
+    ),
+    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
     "unknown argument": (dict(chunk_lookback=4), "chunk_lookback"),
     "pooled layer that is skipped": (
         dict(kv_cache_dtype="auto"),
@@ -213,8 +227,11 @@ SPECS = {
     "sinks": (lambda: make_spec(SinkFullAttentionSpec, sink_len=4), "SinkFull"),
     # PrefillPrefixLMAttention's, whose metadata have causal=False.
     "prefix LM": (lambda: make_spec(non_causal=True), "non-causal"),
-    "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v|size of V"),
-    "pooled": (lambda: make_spec(tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
+    "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v 32 .*K, 64"),
+    "pooled": (
+        lambda: make_spec(tokens_per_state=Fraction(1, 4)),
+        "tokens_per_state 1/4",
+    ),
 }
 
 
@@ -236,10 +253,18 @@ WITH_DCP = {
     "stored": (
         lambda config: dcp_config(config, turbo_prefill="stored"),
         {},
-        "DCP with turbo_prefill stored .leave it at raw",
+        "DCP with turbo_prefill stored .leave out --attention-config.turbo_prefill",
     ),
-    "sliding window": (dcp_config, dict(sliding_window=64), "DCP of a sliding window"),
-    "head size": (dcp_config, dict(head_size=96), "DCP of heads of neither"),
+    "sliding window": (
+        dcp_config,
+        dict(sliding_window=64),
+        "DCP of a sliding window.*leave out --dec",
+    ),
+    "head size": (
+        dcp_config,
+        dict(head_size=96),
+        "DCP of head_size 96 .supported: 64, 128, 256; leave out --decode-c",
+    ),
     "shared cache": (
         dcp_config,
         dict(kv_sharing_target_layer_name="layers.0.attn"),
@@ -327,26 +352,27 @@ def share_with_skipped(config: VllmConfig, skipped: int) -> None:
     TurboMetadataBuilder(make_spec(), [packed.layer_name], config, DEVICE)
 
 
-def reasons_of(call: Callable[[], object]) -> list[str]:
+def reasons_of(call: Callable[[], object], name: str = "turbo4") -> list[str]:
     """What the message of a refusal names."""
     with pytest.raises((ValueError, NotImplementedError)) as raised:
         call()
-    found = re.search(
-        r"--kv-cache-dtype turbo4 does not support this: (.*)\. "
-        r"Use --kv-cache-dtype fp8 or auto instead\.$",
+    found = re.fullmatch(
+        rf"--kv-cache-dtype {name} does not support this: (.*?)\."
+        r"(?: Use --kv-cache-dtype fp8 or auto instead\.)?",
         str(raised.value),
     )
     assert found is not None, raised.value
-    return found[1].split("; ")
+    # Brackets have semicolons of their own.
+    return re.findall(r"(?! )(?:[^;(]|\([^)]*\))+", found[1])
 
 
-def listed(reason: str, reasons: tuple[str, ...] = REASONS) -> str:
+def pattern(reason: Reason) -> str:
+    """What matches a reason with whatever values."""
+    return re.sub("<[^>]*>", "[^<>]+", re.escape(str(reason), literal_spaces=True))
+
+
+def listed(text: str, reasons: tuple[Reason, ...] = REASONS) -> Reason:
     """The reason as the list has it: one of them, and no other."""
-    (found,) = (
-        each
-        for each in reasons
-        if re.fullmatch(
-            re.sub("<[^>]*>", ".+", re.escape(each, literal_spaces=True)), reason
-        )
-    )
+    (found,) = (each for each in reasons if re.fullmatch(pattern(each), text))
+    assert "None" not in text
     return found

@@ -32,12 +32,9 @@ from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
-from vllm.v1.attention.ops.turbo.refusals import (
-    LAYER_ARGUMENTS,
-    MLA_REASONS,
-    REASONS,
-    SPEC_FEATURES,
-)
+from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
+from vllm.v1.attention.ops.turbo.refusals import LAYER_ARGUMENTS, SPEC_FEATURES
+from vllm.v1.attention.ops.turbo.settings import check_layers
 from vllm.v1.attention.ops.turbo.startup import check_layer
 
 from .backend_utils import Batch, make_vllm_config
@@ -94,7 +91,7 @@ def backend_reasons() -> Iterator[str]:
         if name.startswith(("use_", "has_"))
     }
     for attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
-        yield from TurboAttentionBackend.unsupported_features(
+        found = TurboAttentionBackend.unsupported_features(
             head_size=72,
             dtype=torch.int8,
             kv_cache_dtype="turbo4",
@@ -103,6 +100,7 @@ def backend_reasons() -> Iterator[str]:
             attn_type=attn_type,
             **flags,
         )
+        yield from map(str, found)
 
 
 def other_backend_reasons() -> Iterator[str]:
@@ -142,6 +140,11 @@ def make_pooled_impl(config: VllmConfig) -> None:
         make_impl(dcp_config(config))
 
 
+def skip_no_layer(config: VllmConfig) -> None:
+    config.cache_config.kv_cache_dtype_skip_layers = ["9"]
+    check_layers({}, config)
+
+
 def add_key_bias(config: VllmConfig) -> None:
     """In a layer whose context ranks share."""
     layer = make_layer(config)
@@ -176,6 +179,7 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
         partial(make_impl, transfer_config(config, "FlexKVConnectorV1")),
         partial(forward, output_scale=torch.ones(())),
         partial(check_layer, "layers.1.attn", own_layer, config),
+        partial(skip_no_layer, make_vllm_config(tmp_path)),
         partial(update_alone, config),
         partial(make_impl, fast_prefill_config(config)),
         partial(share_with_skipped, make_vllm_config(tmp_path), 0),
@@ -208,8 +212,8 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
 
 
 def test_every_refusal_is_documented():
-    assert documented("Refused") == list(REASONS)
-    assert documented("Refused with MLA") == list(MLA_REASONS)
+    assert documented("Refused") == list(map(str, REASONS))
+    assert documented("Refused with MLA") == list(map(str, MLA_REASONS))
 
 
 def test_every_connector_is_documented():

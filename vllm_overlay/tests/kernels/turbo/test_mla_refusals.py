@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import regex as re
 import torch
 from torch import nn
 
@@ -27,12 +26,8 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
-from vllm.v1.attention.ops.turbo.refusals import (
-    MLA_REASONS,
-    MLA_SETTINGS,
-    MLA_SPEC_FEATURES,
-    REASONS,
-)
+from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
+from vllm.v1.attention.ops.turbo.refusals import MLA_SETTINGS, MLA_SPEC_FEATURES
 from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -85,17 +80,20 @@ def config(folder: Path, rank: VllmConfig) -> VllmConfig:
 MLA = dict(use_mla=True, head_size=576)
 selectors = pytest.mark.parametrize("select", [select, select_on_cuda])
 SELECTIONS = {
-    "head size 192": (dict(head_size=192), "head_size"),
-    "head size 640": (dict(head_size=640), "head_size"),
-    "block size 24": (dict(block_size=24), "block_size"),
+    "head size 192": (dict(head_size=192), "head_size 192 .supported: 320, 512, 576"),
+    "head size 640": (dict(head_size=640), "head_size 640"),
+    "block size 24": (dict(block_size=24), "block_size 24 .supported: multiples of 16"),
     "sparse": (dict(use_sparse=True), "sparse"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
-    "PCP": (dict(use_pcp=True), "PCP"),
-    "DCP": (dict(use_dcp=True), "DCP"),
+    "PCP": (dict(use_pcp=True), "--prefill-context-parallel-size"),
+    "DCP": (dict(use_dcp=True), "--decode-context-parallel-size"),
     "R-SWA": (dict(use_rswa=True), "R-SWA"),
     "adaptive verification": (dict(use_adaptive_verification=True), "adaptive"),
-    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder"),
+    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
+    "sinks": (dict(has_sink=True), "attention sinks of MLA"),
+    "sliding window": (dict(has_sliding_window=True), "sliding window of MLA"),
+    "images": (dict(use_mm_prefix=True), "--language-model-only"),
 }
 
 
@@ -110,23 +108,25 @@ def test_selection(select, name):
 
 @selectors
 def test_one_vector_has_one_width(select):
-    with refused("k4v3 of MLA, where K and V are one vector .use turbo4 or turbo3", ""):
+    with refused(
+        "k4v3 of MLA, where K and V are one vector .supported: turbo4, turbo3", ""
+    ):
         select(name="k4v3", **MLA)
 
 
 @selectors
 @pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
 def test_other_backend(select, backend):
-    with refused("TURBO_MLA alone: drop --attention-backend"):
+    with refused("TURBO_MLA.*drop --attention-backend"):
         select(AttentionBackendEnum[backend], **MLA)
     assert "turbo_mla" in select(AttentionBackendEnum.TURBO_MLA, **MLA)
 
 
 @selectors
 def test_backend_of_other_attention(select):
-    with refused("TURBO.*MLA|MLA not supported"):
+    with refused("attention backend TURBO.*pass TURBO_MLA"):
         select(AttentionBackendEnum.TURBO, **MLA)
-    with refused("TURBO_MLA|non-MLA"):
+    with refused("attention backend TURBO_MLA.*pass TURBO"):
         select(AttentionBackendEnum.TURBO_MLA)
 
 
@@ -145,7 +145,7 @@ def test_other_platforms(name, monkeypatch):
 def test_fp32_needs_a_cpu(monkeypatch):
     assert "turbo_mla" in select(dtype=FP32, **MLA)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    with refused("dtype"):
+    with refused("dtype float32"):
         select(dtype=FP32, **MLA)
 
 
@@ -194,7 +194,7 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
         lambda config: with_setting(
             config, "cache_config", kv_cache_dtype_skip_layers=["7"]
         ),
-        "MLA with --kv-cache-dtype-skip-layers",
+        "MLA with --kv-cache-dtype-skip-layers 7 ",
     ),
     "quantized queries": (
         lambda config: with_setting(
@@ -202,22 +202,25 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
         ),
         "leave out --attention-config.use_prefill_query_quantization",
     ),
-    "fused update": (fused_update, "leave out fuse_rope_kvcache_cat_mla"),
+    "fused update": (
+        fused_update,
+        "leave out --compilation-config.pass_config.fuse_rope_kvcache_cat_mla",
+    ),
     "sinks": (sink_config, "attention sinks of MLA"),
-    "DSpark": (partial(speculative_config, method="dspark"), "DSpark"),
-    "DFlash": (partial(speculative_config, method="dflash"), "DFlash"),
+    "DSpark": (partial(speculative_config, method="dspark"), "method dspark"),
+    "DFlash": (partial(speculative_config, method="dflash"), "method dflash"),
     "adaptive verification": (with_adaptive_verification, "adaptive"),
     "PCP": (
         lambda config: with_setting(
             config, "parallel_config", prefill_context_parallel_size=2
         ),
-        "PCP",
+        "--prefill-context-parallel-size",
     ),
     "DCP": (
         lambda config: with_setting(
             config, "parallel_config", decode_context_parallel_size=2
         ),
-        "DCP",
+        "--decode-context-parallel-size",
     ),
     "hidden states": (
         partial(speculative_config, method="extract_hidden_states"),
@@ -453,16 +456,21 @@ def beside(config: VllmConfig) -> None:
     current_platform.update_block_size_for_backend(config)
 
 
-def cuda_reasons(config: VllmConfig) -> Iterator[str]:
+def selection_reasons(config: VllmConfig) -> Iterator[str]:
     """What validation finds, where the platform has a list of backends."""
+    flags = {
+        name: True
+        for name in selector_config()._fields
+        if name.startswith(("use_", "has_"))
+    }
     for backend, changes in (
         (TritonMLABackend, MLA),
-        (TurboMLABackend, MLA | dict(use_adaptive_verification=True)),
+        (TurboMLABackend, MLA | flags | dict(use_sparse=False)),
         (TurboMLABackend, {}),
     ):
         selection = selector_config(**changes)._asdict()
         reasons = backend.validate_configuration(device_capability=None, **selection)
-        yield from (x for x in reasons if not x.startswith(("use --", "head_size")))
+        yield from (x for x in reasons if not x.startswith("use --"))
 
 
 def test_the_list_of_reasons_is_complete(config, folder):
@@ -471,31 +479,13 @@ def test_the_list_of_reasons_is_complete(config, folder):
         *(partial(make_impl, change(config)) for change, _ in SETTINGS.values()),
         partial(make_impl, config, sliding_window=64),
         partial(make_impl, config, kv_lora_rank=448),
-        partial(make_impl, config, kv_cache_dtype="k4v3"),
         *(partial(make_builder, config, make) for make, _ in SPECS.values()),
         partial(beside, make_mla_config(folder)),
     ]
-    reasons = [
-        reason.replace("k4v3", "turbo4")
-        for call in calls
-        for reason in mla_reasons_of(call)
-    ]
-    reasons += cuda_reasons(config)
-    found = {listed(reason, (*REASONS, *MLA_REASONS)) for reason in reasons}
+    texts = [text for call in calls for text in reasons_of(call)]
+    texts += reasons_of(partial(make_impl, config, kv_cache_dtype="k4v3"), "k4v3")
+    texts += selection_reasons(config)
+    found = {listed(text, (*REASONS, *MLA_REASONS)) for text in texts}
     assert found - set(REASONS) == set(MLA_REASONS)
     assert not set(REASONS) & set(MLA_REASONS)
     assert {*MLA_SETTINGS, *MLA_SPEC_FEATURES} <= {*REASONS, *MLA_REASONS}
-
-
-def mla_reasons_of(call: Callable[[], object]) -> list[str]:
-    """As ``reasons_of``, of any dtype."""
-    with pytest.raises(ValueError) as raised:
-        call()
-    message = re.sub(
-        "--kv-cache-dtype k4v3", "--kv-cache-dtype turbo4", str(raised.value)
-    )
-
-    def again() -> None:
-        raise ValueError(message)
-
-    return reasons_of(again)

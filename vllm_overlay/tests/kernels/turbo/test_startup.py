@@ -192,7 +192,8 @@ def test_layer_of_its_own_kind(tmp_path, platform, backend, spec):
     config = add_layers(tmp_path, OwnAttention(backend, spec))
     message = (
         "--kv-cache-dtype turbo4 does not support this: layer layers.1.attn of "
-        rf"LlamaForCausalLM \(OwnAttention, {backend.get_name()}\)\. "
+        rf"LlamaForCausalLM \(OwnAttention, {backend.get_name()}\) "
+        r"\(supported: vLLM's own attention layers\)\. "
         "Use --kv-cache-dtype fp8 or auto instead"
     )
     with pytest.raises(ValueError, match=message):

@@ -256,7 +256,7 @@ def test_groups(
 # By reason, what an engine is started with, and what else is changed.
 CASES: dict[str, dict[str, Any]] = {
     "turbo_prefill is stored": {"attention_config": {"turbo_prefill": "stored"}},
-    "first model runner": {},
+    "model runner V1": {},
     "hybrid KV cache manager is disabled": {"disable_hybrid_kv_cache_manager": True},
     "context parallelism": {},
     "hybrid model": {},
@@ -267,7 +267,7 @@ def hindered(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, window: int | str
 ) -> VllmConfig:
     config = make_config(folder, window, **CASES[reason])
-    if reason == "first model runner":
+    if reason == "model runner V1":
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     if reason == "context parallelism":
         config.parallel_config.decode_context_parallel_size = 2

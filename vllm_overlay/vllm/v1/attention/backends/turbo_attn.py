@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.turbo_metadata import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
-from vllm.v1.attention.ops.turbo import reference, refusals
+from vllm.v1.attention.ops.turbo import reasons, reference, refusals
 from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
@@ -73,20 +73,20 @@ def get_turbo_backend_path(
         from vllm.v1.attention.backends.mla import turbo_mla
 
         backend = turbo_mla.TurboMLABackend
-    reasons = backend.unsupported_features(
+    found = backend.unsupported_features(
         device_capability=device_capability, **selector_config._asdict()
     )
     if current_platform.is_rocm():
-        reasons.append(refusals.ROCM)
+        found.append(reasons.ROCM)
     if current_platform.is_xpu():
-        reasons.append(refusals.XPU)
+        found.append(reasons.XPU)
     cache_dtype = selector_config.kv_cache_dtype
     name = backend.get_name()
     if selected_backend is not None and selected_backend.name != name:
         chosen = selected_backend.name
-        reasons.append(refusals.backend_reason(cache_dtype, chosen, name))
-    if reasons:
-        raise ValueError(refusals.refusal(cache_dtype, reasons))
+        found.append(refusals.backend_reason(cache_dtype, chosen, name))
+    if found:
+        raise ValueError(refusals.refusal(cache_dtype, found))
     module, qualname = backend.full_cls_name()
     return f"{module}.{qualname}"
 
@@ -129,11 +129,6 @@ class TurboAttentionBackend(TurboPagesBackend):
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | None) -> bool:
         return is_turbo_cache_dtype(kv_cache_dtype)
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        # They are a checkpoint's, for FP8, and not read.
-        return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -205,33 +200,41 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             sliding_window = None
         # Zero is none, for models that pass it.
         logits_soft_cap = float(logits_soft_cap) if logits_soft_cap else None
-        reasons = refusals.unsupported_layer_arguments(
+        found = refusals.unsupported_layer_arguments(
             attn_type, {"alibi_slopes": alibi_slopes} | unsupported
         )
-        reasons += refusals.unsupported_settings(vllm_config)
-        reasons += unsupported_connectors(vllm_config.kv_transfer_config)
+        found += refusals.unsupported_settings(vllm_config)
+        found += unsupported_connectors(vllm_config.kv_transfer_config)
         if not is_turbo_cache_dtype(kv_cache_dtype):
             # Its model chooses the backend by the dtype of the others.
-            reasons.append(refusals.SKIPPED_POOLED_LAYER)
+            found.append(reasons.SKIPPED_POOLED_LAYER)
         if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
-            reasons.append(refusals.NO_FLASH_ATTN)
+            found.append(reasons.NO_FLASH_ATTN.of(head_size=head_size))
         if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-            reasons.append(refusals.SLIDING_WINDOW_OF_LARGE_HEADS)
+            found.append(
+                reasons.SLIDING_WINDOW_OF_LARGE_HEADS.of(
+                    sliding_window=sliding_window, head_size=head_size
+                )
+            )
         if logits_soft_cap is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-            reasons.append(refusals.SOFT_CAP_OF_LARGE_HEADS)
+            found.append(
+                reasons.SOFT_CAP_OF_LARGE_HEADS.of(
+                    logits_soft_cap=f"{logits_soft_cap:g}", head_size=head_size
+                )
+            )
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            reasons += refusals.unsupported_with_dcp(
+            found += refusals.unsupported_with_dcp(
                 vllm_config,
                 head_size,
                 has_sliding_window=sliding_window is not None,
                 is_pooled=self.states_per_token != 1,
                 shares_cache=kv_sharing_target_layer_name is not None,
             )
-        if reasons:
+        if found:
             named = kv_cache_dtype
             if not is_turbo_cache_dtype(named):
                 named = vllm_config.cache_config.cache_dtype
-            raise ValueError(refusals.refusal(named, reasons))
+            raise ValueError(refusals.refusal(named, found))
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size
@@ -309,13 +312,13 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(
-                refusals.refusal(self.kv_cache_dtype, [refusals.FUSED_OUTPUT])
+                refusals.refusal(self.kv_cache_dtype, [reasons.FUSED_OUTPUT])
             )
         if key is None or value is None:
             # Whose cache is read may be told when the layer is made, or later.
             if self.runner.context_parallel is not None:
-                reasons = [refusals.DCP_OF_SHARED_CACHES]
-                raise ValueError(refusals.refusal(self.kv_cache_dtype, reasons))
+                found = [reasons.DCP_OF_SHARED_CACHES]
+                raise ValueError(refusals.refusal(self.kv_cache_dtype, found))
             self.runner.share_cache()
         if attn_metadata is None:
             if self.runner.kernels is not None and is_workspace_manager_initialized():
@@ -375,7 +378,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 or slot_mapping.data_ptr() != step.slot_mapping.data_ptr()
             ):
                 raise NotImplementedError(
-                    refusals.refusal(self.kv_cache_dtype, [refusals.FOREIGN_TOKENS])
+                    refusals.refusal(self.kv_cache_dtype, [reasons.FOREIGN_TOKENS])
                 )
             offset = step.key_offset(self.runner.key_offset)
         kernels = self.runner.kernels

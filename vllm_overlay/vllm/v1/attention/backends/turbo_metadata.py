@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
 from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
@@ -65,16 +65,16 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
-        reasons = refusals.unsupported_spec_features(kv_cache_spec)
+        found = refusals.unsupported_spec_features(kv_cache_spec)
         speculative = vllm_config.speculative_config
         self.has_device_query_lens = (
             speculative is not None and speculative.enable_adaptive_verification
         )
         # Where prompts' tokens are among those of decodes is not known then.
         if self.has_device_query_lens and vllm_config.model_config.is_mm_prefix_lm:
-            reasons.append(refusals.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
-        if reasons:
-            raise ValueError(refusals.refusal(self.cache_dtype, reasons))
+            found.append(reasons.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
+        if found:
+            raise ValueError(refusals.refusal(self.cache_dtype, found))
         # Lengths of a shared context have none of the query tokens.
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
@@ -98,8 +98,8 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self.context_parallel = runners[0].context_parallel
         if self.context_parallel is not None:
             if type(kv_cache_spec) is not FullAttentionSpec:
-                reasons = [refusals.DCP_OF_WINDOWS]
-                raise ValueError(refusals.refusal(self.cache_dtype, reasons))
+                found = [reasons.DCP_OF_WINDOWS]
+                raise ValueError(refusals.refusal(self.cache_dtype, found))
             # What decodes need is worked out from what the drafter updates.
             self.supports_draft_decode_metadata_update = False
             # Where CUDA graphs read it.
@@ -155,7 +155,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(
-                refusals.refusal(self.cache_dtype, [refusals.NON_CAUSAL])
+                refusals.refusal(self.cache_dtype, [reasons.NON_CAUSAL])
             )
         # Not by whether they are prefilled.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
@@ -246,9 +246,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
                 for first, last in ranges[span.request]
                 if first <= span.position <= last
             )
-            if max(lens, default=0) > self.unclamped_window:
-                reasons = [refusals.MM_PREFIX_BEYOND_WINDOW]
-                raise NotImplementedError(refusals.refusal(self.cache_dtype, reasons))
+            longest = max(lens, default=0)
+            if longest > self.unclamped_window:
+                reason = reasons.MM_PREFIX_BEYOND_WINDOW.of(
+                    num_tokens=longest, sliding_window=self.unclamped_window
+                )
+                raise NotImplementedError(refusals.refusal(self.cache_dtype, [reason]))
         return spans
 
     def _plan_prefills(

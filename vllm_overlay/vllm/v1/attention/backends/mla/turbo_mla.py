@@ -34,7 +34,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
 from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
@@ -155,10 +155,10 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        reasons = refusals.unsupported_mla_spec(kv_cache_spec)
-        if reasons:
+        found = refusals.unsupported_mla_spec(kv_cache_spec)
+        if found:
             cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
-            raise ValueError(refusals.refusal(cache_dtype, reasons))
+            raise ValueError(refusals.refusal(cache_dtype, found))
         self.reorder_batch_threshold = absorbed_query_len(vllm_config)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, TurboMLAMetadata
@@ -198,7 +198,7 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
         if common_attn_metadata.causal is not True:
             cache_dtype = self.kv_cache_spec.kv_quant_mode.name.lower()
             raise NotImplementedError(
-                refusals.refusal(cache_dtype, [refusals.NON_CAUSAL])
+                refusals.refusal(cache_dtype, [reasons.NON_CAUSAL])
             )
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         prefill = metadata.prefill
@@ -277,17 +277,17 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         }
         own = refusals.MLA_ARGUMENTS
         arguments |= {name: x for name, x in mla_args.items() if name not in own}
-        reasons = refusals.unsupported_layer_arguments(attn_type, arguments)
+        found = refusals.unsupported_layer_arguments(attn_type, arguments)
         if sliding_window is not None:
-            reasons.append(refusals.MLA_SLIDING_WINDOW)
+            found.append(reasons.MLA_SLIDING_WINDOW)
         if kv_cache_dtype not in LATENT_PRESETS:
-            reasons.append(refusals.one_vector_reason(kv_cache_dtype))
-        reasons += refusals.unsupported_mla_sizes(kv_lora_rank, qk_rope_head_dim)
-        reasons += refusals.unsupported_settings(vllm_config)
-        reasons += refusals.unsupported_mla_settings(vllm_config)
-        reasons += unsupported_connectors(vllm_config.kv_transfer_config, True)
-        if reasons:
-            raise ValueError(refusals.refusal(kv_cache_dtype, reasons))
+            found.append(refusals.one_vector_reason(kv_cache_dtype))
+        found += refusals.unsupported_mla_sizes(kv_lora_rank, qk_rope_head_dim)
+        found += refusals.unsupported_settings(vllm_config)
+        found += refusals.unsupported_mla_settings(vllm_config)
+        found += unsupported_connectors(vllm_config.kv_transfer_config, True)
+        if found:
+            raise ValueError(refusals.refusal(kv_cache_dtype, found))
         window = vllm_config.attention_config.turbo_window
         if window not in ("auto", 0):
             raise ValueError(refusals.window_refusal(window, refusals.MLA_WINDOW))

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.reasons import Reason
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 
@@ -25,26 +25,30 @@ class TurboPagesBackend(AttentionBackend):
         return super().supports_dtype(dtype)
 
     @classmethod
-    def validate_configuration(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        *args: Any,
-        **kwargs: Any,
+    def validate_configuration(  # type: ignore[override]
+        cls, **configuration: Any
     ) -> list[str]:
-        """As the base class; of a turbo dtype the last reason is the way out."""
-        reasons = cls.unsupported_features(
-            head_size, dtype, kv_cache_dtype, *args, **kwargs
-        )
-        if reasons and is_turbo_cache_dtype(kv_cache_dtype):
-            reasons.append(refusals.way_out(kv_cache_dtype))
-        return reasons
+        """As the base class; of a turbo dtype with values and ways out."""
+        cache_dtype = configuration["kv_cache_dtype"]
+        if not is_turbo_cache_dtype(cache_dtype):
+            return super().validate_configuration(**configuration)
+        found = cls.unsupported_features(**configuration)
+        words = [str(reason) for reason in found]
+        if any(reason.needs_dtype for reason in found):
+            words.append(refusals.way_out(cache_dtype))
+        return words
 
     @classmethod
-    def unsupported_features(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """What the base class finds in a configuration."""
-        return super().validate_configuration(*args, **kwargs)
+    def unsupported_features(cls, **configuration: Any) -> list[Reason]:
+        """What the base class finds in a configuration of a turbo dtype."""
+        words = super().validate_configuration(**configuration)
+        head_sizes = cls.get_supported_head_sizes()
+        return refusals.borrowed_reasons(words, head_sizes, configuration)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        # They are a checkpoint's, for FP8, and not read.
+        return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm.config import KVTransferConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
+from vllm.v1.attention.ops.turbo.reasons import CONNECTOR, Reason
 
 logger = init_logger(__name__)
 
@@ -110,9 +111,9 @@ UNKNOWN_WITH_MLA = "it is not known to work with MLA: use OffloadingConnector"
 CANONICAL_MLA = "with MLA its pages are cut by tokens: leave out canonical_layout"
 
 
-def connector_reason(name: str, instead: str) -> str:
+def connector_reason(name: str, instead: str) -> Reason:
     """The reason to refuse a connector."""
-    return f"KV connector {name} ({instead})"
+    return CONNECTOR.of(name=name, instead=instead)
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -133,7 +134,7 @@ def _mla_refusal(name: str, connector: Mapping[str, Any]) -> str | None:
 
 def unsupported_connectors(
     transfer: KVTransferConfig | None, is_mla: bool = False
-) -> list[str]:
+) -> list[Reason]:
     """Why the connectors of an engine are refused; warns of those that nobody knows.
 
     Args:
@@ -141,16 +142,16 @@ def unsupported_connectors(
         is_mla: Whether the pages are of MLA.
 
     """
-    reasons = []
+    found = []
     for each in _connectors(vars(transfer) if transfer is not None else {}):
         name = each.get("kv_connector")
         if name is None:
             continue
         verdict = CONNECTORS.get(name)
         if verdict is not None and verdict.state is State.REFUSED:
-            reasons.append(connector_reason(name, verdict.reason))
+            found.append(connector_reason(name, verdict.reason))
         elif is_mla and (refusal := _mla_refusal(name, each)):
-            reasons.append(connector_reason(name, refusal))
+            found.append(connector_reason(name, refusal))
         elif verdict is None or each.get("kv_connector_module_path"):
             logger.warning_once(
                 "KV connector %s is not known to work with turbo KV caches. It may "
@@ -159,4 +160,4 @@ def unsupported_connectors(
                 name,
                 TILE_TOKENS,
             )
-    return reasons
+    return found

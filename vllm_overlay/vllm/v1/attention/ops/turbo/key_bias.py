@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
-from vllm.v1.attention.ops.turbo import key_offset, refusals
+from vllm.v1.attention.ops.turbo import key_offset, reasons, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 
 if TYPE_CHECKING:
@@ -262,8 +262,8 @@ def set_key_offsets(model: nn.Module) -> None:
             continue
         if runner.context_parallel is not None:
             # A rank's tokens in a row are of several segments.
-            reasons = [refusals.DCP_OF_KEY_OFFSETS]
-            raise ValueError(refusals.refusal(layer.kv_cache_dtype, reasons))
+            reason = reasons.DCP_OF_KEY_OFFSETS
+            raise ValueError(refusals.refusal(layer.kv_cache_dtype, [reason]))
         offset = key_offset.mean_rotated(bias, means[rotary])
         layer.register_buffer(
             key_offset.BUFFER, offset.to(bias.device), persistent=False

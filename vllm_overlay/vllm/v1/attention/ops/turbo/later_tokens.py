@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
@@ -55,9 +55,8 @@ def attend_to_later_tokens(
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
 
     if parts and query.shape[2] > FLASH_ATTN_MAX_HEAD_SIZE:
-        raise NotImplementedError(
-            refusals.refusal(layout.name, [refusals.MM_PREFIX_OF_LARGE_HEADS])
-        )
+        reason = reasons.MM_PREFIX_OF_LARGE_HEADS.of(head_size=query.shape[2])
+        raise NotImplementedError(refusals.refusal(layout.name, [reason]))
     for part in parts:
         queries, result = query[part.tokens], output[part.tokens]
         if part.runs is None:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.turbo_window import TurboWindow
-from vllm.v1.attention.ops.turbo import key_offset, refusals
+from vllm.v1.attention.ops.turbo import key_offset, reasons, refusals
 from vllm.v1.attention.ops.turbo.format import (
     TILE_TOKENS,
     TurboFormat,
@@ -69,12 +69,14 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
         content = backend.customize_spec(spec).state_content_bytes
         if is_served and content == layout.slot_size:
             if backend.is_mla() and turbo_impls(vllm_config):
-                reasons = [refusals.MLA_BESIDE_K_AND_V]
-                raise ValueError(refusals.refusal(cache_dtype, reasons))
+                found = [reasons.MLA_BESIDE_K_AND_V]
+                raise ValueError(refusals.refusal(cache_dtype, found))
             return
     model = vllm_config.model_config.architecture
     kind = type(layer).__name__
-    reason = refusals.layer_reason(name, model, kind, backend.get_name())
+    reason = reasons.LAYER.of(
+        name=name, model=model, kind=kind, backend=backend.get_name()
+    )
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
@@ -113,10 +115,13 @@ def share_caches(vllm_config: VllmConfig) -> None:
             continue
         target = layers.get(layer.kv_sharing_target_layer_name, layer)
         if target.kv_cache_dtype != layer.kv_cache_dtype:
-            for dtype in (target.kv_cache_dtype, layer.kv_cache_dtype):
+            dtypes = [target.kv_cache_dtype, layer.kv_cache_dtype]
+            for dtype, other in (dtypes, dtypes[::-1]):
                 if is_turbo_cache_dtype(dtype):
-                    reasons = [refusals.KV_SHARING_OF_OTHER_DTYPES]
-                    raise ValueError(refusals.refusal(dtype, reasons))
+                    reason = reasons.KV_SHARING_OF_OTHER_DTYPES.of(
+                        dtype=dtype, other=other
+                    )
+                    raise ValueError(refusals.refusal(dtype, [reason]))
         if is_turbo_cache_dtype(layer.kv_cache_dtype):
             cast("TurboAttentionImpl", layer.impl).runner.share_cache()
 

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every refusal says what was met, what is supported and which flag helps."""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import fields
+
+import pytest
+import regex as re
+import torch
+
+import vllm.envs as envs
+from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
+from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
+from vllm.v1.attention.ops.turbo import reasons
+from vllm.v1.attention.ops.turbo.connectors import (
+    CANONICAL_MLA,
+    CONNECTORS,
+    UNKNOWN_WITH_MLA,
+    State,
+)
+from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
+from vllm.v1.attention.ops.turbo.refusals import (
+    ATTENTION_KINDS,
+    BORROWED,
+    WINDOW_FEATURES,
+    refusal,
+    window_room,
+)
+
+ALL = {str(reason): reason for reason in (*REASONS, *MLA_REASONS)}
+all_reasons = pytest.mark.parametrize("reason", ALL.values(), ids=ALL)
+WAY_OUT = " Use --kv-cache-dtype fp8 or auto instead."
+SETTING = r"--[a-z][\w.-]*\w|VLLM_\w+"
+# The other values of what varies here are those of other code: a model's argument.
+WITHOUT_VALUES = {reasons.LAYER_ARGUMENT}
+# Configurations whose fields messages name behind a flag.
+CONFIGS = {
+    "--attention-config": AttentionConfig(),
+    "--compilation-config": CompilationConfig(),
+}
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """What ``vllm serve`` takes."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+def test_every_reason_is_listed():
+    defined = {each for each in vars(reasons).values() if isinstance(each, Reason)}
+    assert defined == set(ALL.values())
+
+
+@all_reasons
+def test_message(reason: Reason):
+    """Has all that the reason has, and another dtype where nothing else helps all."""
+    message = refusal("turbo4", [reason])
+    for part in (reason.met, reason.supported, reason.instead):
+        assert part in message
+    assert message.endswith(WAY_OUT) == (not reason.instead or reason.is_partial)
+    is_helped = re.search(SETTING, str(reason)) or message.endswith(WAY_OUT)
+    assert is_helped or reason is reasons.CONNECTOR
+    if "<" in reason.met and reason not in WITHOUT_VALUES:
+        assert reason.supported or reason.instead
+
+
+def test_the_dtype_is_named_once_where_one_reason_needs_it():
+    some, none = reasons.BLOCK_SIZE.of(block_size=8), reasons.ALIBI
+    assert refusal("k4v3", [some]) == (
+        "--kv-cache-dtype k4v3 does not support this: block_size 8 (supported: "
+        "multiples of 16; leave out --block-size, or pass one of these)."
+    )
+    for found in ([some, none], [none, some], [none, none]):
+        assert refusal("turbo4", found).count(WAY_OUT) == 1
+
+
+def check_settings(text: str, options: set[str]) -> None:
+    """Check that what a message names exists."""
+    for setting in re.findall(SETTING, text):
+        if setting.startswith("VLLM_"):
+            assert setting in envs.environment_variables
+            continue
+        option, *path = setting.split(".")
+        assert option in options, setting
+        config = CONFIGS[option] if path else None
+        for name in path:
+            config = getattr(config, name)
+    if "--speculative-config" in text:
+        known = {field.name for field in fields(SpeculativeConfig)}
+        assert set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text)) <= known
+
+
+@all_reasons
+def test_what_helps_exists(reason: Reason, options: set[str]):
+    check_settings(reason.instead, options)
+    check_settings(re.sub(" of --speculative-config", "", reason.met), options)
+
+
+@pytest.mark.parametrize("reason", [*WINDOW_FEATURES, window_room(1, 16, 2)])
+def test_what_helps_a_window_exists(reason: str, options: set[str]):
+    check_settings(reason, options)
+    # A hybrid's blocks cannot be had shorter.
+    assert re.search(SETTING, reason) or "turbo_prefill" in reason or "hybrid" in reason
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_what_helps_a_connector_exists(name: str):
+    verdict = CONNECTORS[name]
+    whys = [UNKNOWN_WITH_MLA, CANONICAL_MLA]
+    whys += [verdict.reason] * (verdict.state is State.REFUSED)
+    way_out = r": (?:use (\w+)|leave it out|leave out canonical_layout)$"
+    for why in whys:
+        instead = re.search(way_out, why)
+        assert instead is not None
+        assert not instead[1] or CONNECTORS[instead[1]].state is not State.REFUSED
+
+
+def appended(function: object) -> set[str]:
+    """The constants that a function appends."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {
+        argument.value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".append")
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+
+
+def words_of(backend: type[AttentionBackend], is_on: bool, attn_type: str) -> set[str]:
+    """What vLLM says of a configuration that has all, or nothing."""
+    parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
+    flags = {x: is_on for x in parameters if x.startswith(("use_", "has_"))}
+    found = AttentionBackend.validate_configuration.__func__(
+        backend,
+        head_size=72,
+        dtype=torch.int8,
+        kv_cache_dtype="turbo4",
+        block_size=24,
+        device_capability=DeviceCapability(7, 5),
+        attn_type=attn_type,
+        **flags,
+    )
+    return set(found)
+
+
+@pytest.mark.parametrize("backend", [TurboAttentionBackend, TurboMLABackend])
+def test_all_words_of_vllm_have_a_reason(backend: type[AttentionBackend]):
+    """A release that can refuse more has to be given reasons for it."""
+    for attn_type in AttentionType:
+        words = words_of(backend, True, attn_type) | words_of(backend, False, attn_type)
+        known = {*BORROWED, f"attention type {attn_type} not supported"}
+        assert words <= known
+    assert set(ATTENTION_KINDS) == set(AttentionType)
+    # What neither backend ever says.
+    assert appended(AttentionBackend.validate_configuration) - set(BORROWED) == {
+        "non-sparse not supported",
+        "per-head quant scales not supported",
+        "KV connector not supported",
+    }
+    assert not backend.is_sparse() and backend.supports_kv_connector()
+    assert backend.supports_per_head_quant_scales()

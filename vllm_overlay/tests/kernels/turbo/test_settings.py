@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Settings that name no layer are refused, and those that do nothing are told."""
+
+from pathlib import Path
+
+import pytest
+import regex as re
+
+from vllm.config import AttentionConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.ops.turbo import settings
+
+from .backend_utils import make_vllm_config
+from .refusal_cases import make_layer, parallel_config, reasons_of
+
+platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
+NUM_LAYERS, WITH_CACHE = 4, 3
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is warned of."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        settings.logger, "warning_once", lambda text, *args: lines.append(text % args)
+    )
+    return lines
+
+
+def make_config(
+    folder: Path, *skipped: str, name: str = "turbo4", **layer: int
+) -> VllmConfig:
+    """Of a model of four layers, the first three of which have K and V."""
+    config = make_vllm_config(folder, name, num_hidden_layers=NUM_LAYERS)
+    config.cache_config.kv_cache_dtype_skip_layers = list(skipped)
+    for _ in range(WITH_CACHE):
+        make_layer(config, **layer)
+    return config
+
+
+def check(config: VllmConfig, platform: type[Platform] = Platform) -> None:
+    platform.update_block_size_for_backend(config)
+
+
+@platforms
+@pytest.mark.parametrize("entry", ["99", "4", "first", "-1", "00", ""])
+def test_no_such_layer(tmp_path, platform, entry):
+    (text,) = reasons_of(lambda: check(make_config(tmp_path, "1", entry), platform))
+    assert text.startswith(f"--kv-cache-dtype-skip-layers {entry}: no layer has such")
+    assert "(supported: 0 to 2, sliding_window; " in text
+
+
+def test_all_entries_that_name_none_are_told(tmp_path):
+    (text,) = reasons_of(lambda: check(make_config(tmp_path, "x", "0", "7")))
+    assert "--kv-cache-dtype-skip-layers x 7: no layer" in text
+
+
+@platforms
+def test_layers_that_are_there(tmp_path, platform, told):
+    check(make_config(tmp_path, "0", "2"), platform)
+    assert told == []
+
+
+def test_a_layer_without_k_and_v(tmp_path, told):
+    """It is there, as those of a hybrid that have a state are."""
+    check(make_config(tmp_path, "0", "3"))
+    (line,) = told
+    assert line.startswith("--kv-cache-dtype-skip-layers 3: no effect")
+
+
+@pytest.mark.parametrize("window, expected", [(None, 1), (64, 0)])
+def test_windows_that_are_not_there(tmp_path, told, window, expected):
+    config = make_config(tmp_path, "sliding_window")
+    make_layer(config, per_layer_sliding_window=window)
+    check(config)
+    assert len(told) == expected
+    assert all("sliding_window: no effect" in line for line in told)
+
+
+def test_layers_of_other_stages(tmp_path, told):
+    """A rank of a pipeline has a part of them, and knows how many there are."""
+    config = make_config(tmp_path, "3", "sliding_window")
+    config = parallel_config(config, pipeline_parallel_size=2)
+    check(config)
+    assert told == []
+    config.cache_config.kv_cache_dtype_skip_layers = ["4"]
+    (text,) = reasons_of(lambda: check(config))
+    assert "(supported: 0 to 3, sliding_window; " in text
+
+
+@platforms
+def test_all_layers_are_left_out(tmp_path, platform, told):
+    check(make_config(tmp_path, "0", "1", "2"), platform)
+    (line,) = told
+    assert re.fullmatch(
+        r"KV cache turbo4: 0 of 3 layers are packed, because "
+        r"--kv-cache-dtype-skip-layers 0 1 2 leaves all of them out\.",
+        line,
+    )
+
+
+def test_a_model_without_k_and_v(tmp_path, told):
+    config = make_vllm_config(tmp_path)
+    settings.check_layers({}, config)
+    (line,) = told
+    assert "0 of 0 layers are packed, because this model has no layers" in line
+
+
+OPTIONS = {"turbo_prefill": "stored", "turbo_kernel": "triton", "turbo_window": 16}
+
+
+@platforms
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_other_dtypes(tmp_path, platform, told, option):
+    config = make_config(tmp_path, name="auto")
+    config.attention_config = AttentionConfig()
+    check(config, platform)
+    assert told == []
+    setattr(config.attention_config, option, OPTIONS[option])
+    check(config, platform)
+    assert told == [
+        f"--attention-config.{option} {OPTIONS[option]}: no effect with "
+        "--kv-cache-dtype auto. Pass turbo4, k4v3 or turbo3."
+    ]
+
+
+def test_all_options_are_known(tmp_path, told):
+    config = make_vllm_config(tmp_path, "auto")
+    names = {name for name in vars(config.attention_config) if "turbo_" in name}
+    assert names == set(settings.OPTIONS) == set(OPTIONS)
+
+
+def test_options_that_have_an_effect(tmp_path, told):
+    """Where one layer has a turbo dtype, a drafter's."""
+    config = make_config(tmp_path, name="auto")
+    config.attention_config.turbo_prefill = "stored"
+    drafter = make_config(tmp_path)
+    layer = make_layer(drafter, prefix="draft.9.attn")
+    config.compilation_config.static_forward_context[layer.layer_name] = layer
+    check(config)
+    assert told == []
