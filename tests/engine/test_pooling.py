@@ -64,6 +64,9 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     for name in models:
         engines |= {f"{name}-{dtype}": engine(name, dtype) for dtype in (OWN, DTYPE)}
         engines[f"{name}-zeroed"] = engine(name, DTYPE, zeroed=True)
+    engines["embedding-stored"] = engine(
+        "embedding", DTYPE, attention_config={"turbo_prefill": "stored"}
+    )
     engines["bidirectional"] = engine(
         "embedding",
         DTYPE,
@@ -104,6 +107,20 @@ def test_vectors_from_prefix_hits(result: dict[str, Any]):
     for name, hits in (("embedding", True), ("reward", False)):
         warm = result[f"{name}-{DTYPE}"]["calls"]["warm"]["requests"]
         assert all(bool(each["num_cached_tokens"]) == hits for each in warm)
+
+
+def test_stored_gives_the_same_from_prefix_hits(result: dict[str, Any]):
+    """But for roundings. Raw, what is cached decides, of which the log warns."""
+
+    def apart(name: str) -> float:
+        pairs = zip(
+            *(result[name]["calls"][call]["requests"] for call in ("cold", "warm")),
+            strict=True,
+        )
+        vectors = [[torch.tensor(each["data"]) for each in pair] for pair in pairs]
+        return max(1 - torch.cosine_similarity(*pair, dim=0).item() for pair in vectors)
+
+    assert 100 * apart("embedding-stored") < apart(f"embedding-{DTYPE}")
 
 
 def test_bidirectional_models_are_refused(result: dict[str, Any]):

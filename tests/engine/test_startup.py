@@ -67,6 +67,8 @@ def test_one_line_has_the_engines_numbers(
     assert "; 0.0 MiB of workspace" in line
     assert f"attends to {'stored' if dtype == 'turbo3' else 'raw'} K and V" in line
     assert ("recent window" in line) == (dtype in started.windowed())
+    of_all = f"; {num_skipped} of {config['num_hidden_layers']} layers are not packed."
+    assert line.endswith(of_all) == bool(num_skipped)
 
 
 def test_capacity_is_what_vllm_says(started: Started):

@@ -11,10 +11,12 @@ import regex as re
 import torch
 
 from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.turbo_attn import (
@@ -27,7 +29,7 @@ from vllm.v1.attention.ops.turbo.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config
-from .refusal_cases import PACKED, OwnAttention
+from .refusal_cases import PACKED, OwnAttention, make_layer
 from .utils import BF16, requires_triton
 
 
@@ -95,6 +97,55 @@ def test_layers_with_a_soft_cap_are_told(monkeypatch, tmp_path):
     line = describe_cache(impls)
     assert "(layers: 1, KV heads: 2, head size: 128; PyTorch" in line
     assert "(layers: 2, KV heads: 2, head size: 128, soft cap: 50; PyTorch" in line
+
+
+def test_layers_that_are_left_out_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    assert "not packed" not in describe_cache(impls)
+    assert "raw K and V; 2 of 5 layers are not packed." in describe_cache(impls, 2)
+    lines: list[str] = []
+    monkeypatch.setattr(
+        startup.logger, "info_once", lambda text, line, scope: lines.append(line)
+    )
+    config = make_vllm_config(tmp_path, num_hidden_layers=3)
+    config.cache_config.kv_cache_dtype_skip_layers = ["1"]
+    for _ in range(3):
+        make_layer(config)
+    startup.log_turbo_cache(config)
+    assert "(layers: 2, " in lines[0]
+    assert lines[0].endswith("; 1 of 3 layers are not packed.")
+
+
+POOLING = dict(runner="pooling", prefill="raw", caching=True, chunked=False)
+
+
+@pytest.mark.parametrize(
+    "changes, flags",
+    [
+        ({}, "--disable-prefix-caching"),
+        ({"caching": False, "chunked": True}, "--disable-chunked-prefill"),
+        ({"chunked": True}, "--disable-prefix-caching --disable-chunked-prefill"),
+        ({"caching": False}, None),
+        ({"prefill": "stored"}, None),
+        ({"runner": "generate"}, None),
+    ],
+    ids=str,
+)
+def test_scores_that_depend_on_what_is_cached(tmp_path, changes, flags):
+    case = POOLING | changes
+    config = make_vllm_config(tmp_path, turbo_prefill=case["prefill"])
+    config.model_config.runner_type = case["runner"]
+    config.cache_config.enable_prefix_caching = case["caching"]
+    config.scheduler_config.enable_chunked_prefill = case["chunked"]
+    advice = startup.pooling_advice(config)
+    if flags is None:
+        assert advice is None
+        return
+    assert f"--attention-config.turbo_prefill stored, or {flags}." in advice
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    known = {name for action in parser._actions for name in action.option_strings}
+    assert set(flags.split()) <= known
 
 
 class Ranks(NamedTuple):

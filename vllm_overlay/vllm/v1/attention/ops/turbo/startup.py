@@ -157,11 +157,12 @@ def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     )
 
 
-def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
+def describe_cache(impls: list["TurboAttentionImpl"], num_unpacked: int = 0) -> str:
     """One line of what a cache stores and how it is served.
 
     Args:
         impls: Of the layers on this rank that have a turbo dtype.
+        num_unpacked: Layers that have another dtype.
 
     """
     num_layers = len(impls)
@@ -177,6 +178,11 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     )
     workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
     shared = f"; {num_shared} more read caches of these" if num_shared else ""
+    unpacked_layers = (
+        f"; {num_unpacked} of {num_layers + num_unpacked} layers are not packed"
+        if num_unpacked
+        else ""
+    )
     seen = "stored" if impls[0].runner.stored else "raw"
     windows = {0 if impl.window is None else impl.window.num_tokens for impl in impls}
     window = ""
@@ -192,7 +198,8 @@ def describe_cache(impls: list["TurboAttentionImpl"]) -> str:
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} K and V{window}{offset}{shared}."
+        f"attends to {seen} K and V{window}{offset}{shared}"
+        f"{unpacked_layers}."
     )
 
 
@@ -259,9 +266,34 @@ def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
     )
 
 
+def pooling_advice(vllm_config: VllmConfig) -> str | None:
+    """What to know of a pooling model's outputs, if they depend on what was cached.
+
+    A request is a prefill alone, which sees its own tokens as they were computed: those
+    that it finds in the cache, and those of its chunks before, as they are stored.
+    """
+    is_pooling = vllm_config.model_config.runner_type == "pooling"
+    if not is_pooling or vllm_config.attention_config.turbo_prefill == "stored":
+        return None
+    features = {
+        "prefix caching": vllm_config.cache_config.enable_prefix_caching,
+        "chunked prefill": vllm_config.scheduler_config.enable_chunked_prefill,
+    }
+    names = [name for name, is_on in features.items() if is_on]
+    if not names:
+        return None
+    flags = " ".join(f"--disable-{name.replace(' ', '-')}" for name in names)
+    return (
+        f"With {' and '.join(names)} one input may get slightly different scores or "
+        "embeddings: tokens of a turbo KV cache are seen as they are stored, others "
+        "raw. Where these are compared, pass --attention-config.turbo_prefill stored, "
+        f"or {flags}."
+    )
+
+
 def log_turbo_cache(vllm_config: VllmConfig) -> None:
     """Log ``describe_cache``, or ``describe_latent_cache``, once, of an engine whose
-    memory is profiled, and what there is to know of its prefix hits.
+    memory is profiled, and what there is to know of its prefix hits and outputs.
 
     Each stage of a pipeline has layers of its own, and each data parallel rank may run
     other kernels: all of them say it. What all ranks run is one line more.
@@ -274,9 +306,18 @@ def log_turbo_cache(vllm_config: VllmConfig) -> None:
     report_kernels("; ".join(sorted(used)))
     if _is_first_of_its_layers():
         if impls:
-            logger.info_once("%s", describe_cache(impls), scope="process")
+            num_unpacked = sum(
+                not is_turbo_cache_dtype(layer.kv_cache_dtype)
+                for layer in get_layers_from_vllm_config(
+                    vllm_config, Attention
+                ).values()
+            )
+            line = describe_cache(impls, num_unpacked)
+            logger.info_once("%s", line, scope="process")
         if latent_impls:
             line = describe_latent_cache(latent_impls)
             logger.info_once("%s", line, scope="process")
         if advice := prefix_hit_advice(vllm_config.cache_config):
             logger.info_once("%s", advice, scope="process")
+        if advice := pooling_advice(vllm_config):
+            logger.warning_once("%s", advice, scope="process")
