@@ -22,10 +22,12 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import (
@@ -350,6 +352,18 @@ def share_with_skipped(config: VllmConfig, skipped: int) -> None:
     assert sorted(dtypes) == ["auto", "turbo4"]
     packed = target if skipped else sharing
     TurboMetadataBuilder(make_spec(), [packed.layer_name], config, DEVICE)
+
+
+@cache
+def serve_parser() -> FlexibleArgumentParser:
+    """What reads the arguments of ``vllm serve`` that configure an engine."""
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def serve_options() -> set[str]:
+    """The arguments that it knows."""
+    actions = serve_parser()._actions
+    return {name for action in actions for name in action.option_strings}
 
 
 def reasons_of(call: Callable[[], object], name: str = "turbo4") -> list[str]:

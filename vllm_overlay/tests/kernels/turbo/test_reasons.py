@@ -13,9 +13,7 @@ import torch
 
 import vllm.envs as envs
 from vllm.config import AttentionConfig, CompilationConfig, SpeculativeConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
@@ -35,6 +33,8 @@ from vllm.v1.attention.ops.turbo.refusals import (
     window_room,
 )
 
+from .refusal_cases import serve_options
+
 ALL = {str(reason): reason for reason in (*REASONS, *MLA_REASONS)}
 all_reasons = pytest.mark.parametrize("reason", ALL.values(), ids=ALL)
 WAY_OUT = " Use --kv-cache-dtype fp8 or auto instead."
@@ -46,13 +46,6 @@ CONFIGS = {
     "--attention-config": AttentionConfig(),
     "--compilation-config": CompilationConfig(),
 }
-
-
-@pytest.fixture(scope="module")
-def options() -> set[str]:
-    """What ``vllm serve`` takes."""
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return {name for action in parser._actions for name in action.option_strings}
 
 
 def test_every_reason_is_listed():
@@ -83,14 +76,14 @@ def test_the_dtype_is_named_once_where_one_reason_needs_it():
         assert refusal("turbo4", found).count(WAY_OUT) == 1
 
 
-def check_settings(text: str, options: set[str]) -> None:
+def check_settings(text: str) -> None:
     """Check that what a message names exists."""
     for setting in re.findall(SETTING, text):
         if setting.startswith("VLLM_"):
             assert setting in envs.environment_variables
             continue
         option, *path = setting.split(".")
-        assert option in options, setting
+        assert option in serve_options(), setting
         config = CONFIGS[option] if path else None
         for name in path:
             config = getattr(config, name)
@@ -100,14 +93,14 @@ def check_settings(text: str, options: set[str]) -> None:
 
 
 @all_reasons
-def test_what_helps_exists(reason: Reason, options: set[str]):
-    check_settings(reason.instead, options)
-    check_settings(re.sub(" of --speculative-config", "", reason.met), options)
+def test_what_helps_exists(reason: Reason):
+    check_settings(reason.instead)
+    check_settings(re.sub(" of --speculative-config", "", reason.met))
 
 
 @pytest.mark.parametrize("reason", [*WINDOW_FEATURES, window_room(1, 16, 2)])
-def test_what_helps_a_window_exists(reason: str, options: set[str]):
-    check_settings(reason, options)
+def test_what_helps_a_window_exists(reason: str):
+    check_settings(reason)
     # A hybrid's blocks cannot be had shorter.
     assert re.search(SETTING, reason) or "turbo_prefill" in reason or "hybrid" in reason
 

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import regex as re
 
-from vllm.config import AttentionConfig, VllmConfig
+from vllm.config import AttentionConfig, CacheConfig, VllmConfig
+from vllm.config.utils import get_attr_docs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.ops.turbo import settings
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 
 from .backend_utils import make_vllm_config
-from .refusal_cases import make_layer, parallel_config, reasons_of
+from .refusal_cases import make_layer, parallel_config, reasons_of, serve_parser
 
 platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
 NUM_LAYERS, WITH_CACHE = 4, 3
@@ -141,3 +143,25 @@ def test_options_that_have_an_effect(tmp_path, told):
     config.compilation_config.static_forward_context[layer.layer_name] = layer
     check(config)
     assert told == []
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_are_found(option, monkeypatch, capsys):
+    """By who asks for help, and who takes them for arguments of their own."""
+    parser, name = serve_parser(), f"--attention-config.{option}"
+    monkeypatch.setattr(parser, "_search_keyword", "turbo")
+    assert f"{name} " in parser.format_help()
+    for given in (f"--{option}", name.replace("_", "-")):
+        with pytest.raises(SystemExit):
+            parser.parse_args([given, "1"])
+        assert f"did you mean {name}?" in capsys.readouterr().err
+
+
+def test_dtypes_and_options_are_explained():
+    help_text = get_attr_docs(CacheConfig)["cache_dtype"]
+    assert all(f'"{name}"' in help_text for name in TURBO_PRESETS)
+    for name in TURBO_PRESETS:
+        ratio = 4 * 128 / TurboFormat.from_cache_dtype(name, 128).slot_size
+        assert f"1/{ratio:.2f}" in help_text
+    assert all(option in help_text for option in OPTIONS)
+    assert set(OPTIONS) <= set(get_attr_docs(AttentionConfig))

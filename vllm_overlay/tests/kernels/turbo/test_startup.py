@@ -11,12 +11,10 @@ import regex as re
 import torch
 
 from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.turbo_attn import (
@@ -29,7 +27,7 @@ from vllm.v1.attention.ops.turbo.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config
-from .refusal_cases import PACKED, OwnAttention, make_layer
+from .refusal_cases import PACKED, OwnAttention, make_layer, serve_options
 from .utils import BF16, requires_triton
 
 
@@ -143,9 +141,7 @@ def test_scores_that_depend_on_what_is_cached(tmp_path, changes, flags):
         assert advice is None
         return
     assert f"--attention-config.turbo_prefill stored, or {flags}." in advice
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    known = {name for action in parser._actions for name in action.option_strings}
-    assert set(flags.split()) <= known
+    assert set(flags.split()) <= serve_options()
 
 
 class Ranks(NamedTuple):
