@@ -22,6 +22,11 @@ pytestmark = pytest.mark.matrix
 DTYPE, OWN = "turbo4", "float16"
 ARGS = {"runner": "pooling", "max_num_batched_tokens": 128}
 ARGS |= {"enable_chunked_prefill": True, "enable_prefix_caching": True}
+UNCACHED = {
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 4096,
+}
 # One less the cosine of what two dtypes give: a third of it is seen. Without attention
 # it is 0.8 and more.
 DISTANCE = 0.01
@@ -67,13 +72,9 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     engines["embedding-stored"] = engine(
         "embedding", DTYPE, attention_config={"turbo_prefill": "stored"}
     )
+    engines["embedding-uncached"] = engine("embedding", DTYPE, **UNCACHED)
     engines["bidirectional"] = engine(
-        "embedding",
-        DTYPE,
-        hf_overrides={"is_causal": False},
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=4096,
+        "embedding", DTYPE, hf_overrides={"is_causal": False}, **UNCACHED
     )
     return jobs.start("pooling", "v1", engines).result()
 
@@ -109,18 +110,27 @@ def test_vectors_from_prefix_hits(result: dict[str, Any]):
         assert all(bool(each["num_cached_tokens"]) == hits for each in warm)
 
 
-def test_stored_gives_the_same_from_prefix_hits(result: dict[str, Any]):
-    """But for roundings. Raw, what is cached decides, of which the log warns."""
+def test_one_prompt_has_one_vector_where_asked_for(result: dict[str, Any]):
+    """With "stored", but for roundings; with nothing cached, that of the own dtype."""
 
-    def apart(name: str) -> float:
+    def apart(one: str, other: str) -> float:
         pairs = zip(
-            *(result[name]["calls"][call]["requests"] for call in ("cold", "warm")),
+            *(
+                result[f"embedding-{name}"]["calls"][call]["requests"]
+                for name, call in (one.split(), other.split())
+            ),
             strict=True,
         )
         vectors = [[torch.tensor(each["data"]) for each in pair] for pair in pairs]
         return max(1 - torch.cosine_similarity(*pair, dim=0).item() for pair in vectors)
 
-    assert 100 * apart("embedding-stored") < apart(f"embedding-{DTYPE}")
+    raw = apart(f"{DTYPE} cold", f"{DTYPE} warm")
+    assert 10 * apart("stored cold", "stored warm") < raw
+    assert 100 * apart("uncached cold", "uncached warm") < raw
+    assert 100 * apart("uncached cold", f"{OWN} cold") < raw
+    # Why it is not the default.
+    from_own = apart(f"{DTYPE} warm", f"{OWN} cold")
+    assert apart("stored cold", f"{OWN} cold") > 2 * from_own
 
 
 def test_bidirectional_models_are_refused(result: dict[str, Any]):

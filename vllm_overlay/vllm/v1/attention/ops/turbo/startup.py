@@ -282,12 +282,12 @@ def pooling_advice(vllm_config: VllmConfig) -> str | None:
     names = [name for name, is_on in features.items() if is_on]
     if not names:
         return None
-    flags = " ".join(f"--disable-{name.replace(' ', '-')}" for name in names)
+    flags = " and ".join(f"--disable-{name.replace(' ', '-')}" for name in names)
     return (
         f"With {' and '.join(names)} one input may get slightly different scores or "
         "embeddings: tokens of a turbo KV cache are seen as they are stored, others "
-        "raw. Where these are compared, pass --attention-config.turbo_prefill stored, "
-        f"or {flags}."
+        f"raw. Where these are compared, pass {flags}, which gives those of the "
+        "model's own dtype, or --attention-config.turbo_prefill stored: less exact."
     )
 
 
