@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 from turbo_plan import report
-from turbo_plan.gpus import ATTENTION, GPUS
+from turbo_plan.cure import cure_of
+from turbo_plan.gpus import ATTENTION, GPUS, parse_gpu
 from turbo_recipes import device
 
 DESCRIBING = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -54,7 +55,13 @@ def positive(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder with a config.json, or a Hub's name")
-    parser.add_argument("--gpu", choices=GPUS, default="H200")
+    parser.add_argument(
+        "--gpu",
+        type=parse_gpu,
+        default="H200",
+        help=f"{', '.join(GPUS)}, or by number GiB:GB/s[:compute capability], as in "
+        "24:936:8.6 (default: H200)",
+    )
     parser.add_argument("--tp", type=positive, default=1, help="GPUs that share it")
     parser.add_argument("--context", type=positive, default=32768, help="of a user")
     parser.add_argument("--users", type=positive, default=64, help="at once")
@@ -79,7 +86,7 @@ def main() -> int:
         model = find_model(args.model)
     except ValueError as error:
         parser.error(str(error))
-    gpu = GPUS[args.gpu]
+    gpu = args.gpu
     # vLLM's are of what this machine lacks.
     logging.disable(logging.WARNING)
     # What vLLM has on a GPU: the backend of nvfp4.
@@ -91,6 +98,7 @@ def main() -> int:
     engine_args = {
         "max_model_len": args.context,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_num_seqs": planner.served_sequences(),
         "tensor_parallel_size": args.tp,
         "trust_remote_code": args.trust_remote_code,
     }
@@ -108,6 +116,7 @@ def main() -> int:
         "is_estimate": not gpu.is_measured,
         "context": args.context,
         "users": args.users,
+        "cure": cure_of(plans, args.tp, args.context),
         "rows": [report.row_of(each, gpu, args.users, args.context) for each in plans],
         "notes": report.notes_of(plans, gpu, args.tp),
     }

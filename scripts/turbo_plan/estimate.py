@@ -5,7 +5,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from turbo_plan.gpus import ATTENTION, LAYER_S, SEQUENCE_S, SMALL_HEAD, WEIGHTS, Gpu
+from turbo_plan.gpus import (
+    ATTENTION,
+    LATENT_SIZE,
+    LAYER_S,
+    SEQUENCE_S,
+    SMALL_HEAD,
+    WEIGHTS,
+    Gpu,
+    latent_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class LayerCache:
         dtype: The cache's, if the layer has the model's own instead of the asked one.
         queries: Heads that attend to a KV head, if that is known.
         readings: How often a step reads it.
+        is_latent: Whether it is of MLA, whose heads share one vector.
 
     """
 
@@ -68,10 +78,22 @@ class LayerCache:
     dtype: str | None = None
     queries: int = 0
     readings: int = 1
+    is_latent: bool = False
 
     def read(self, context: int) -> float:
         """Bytes of attention that a sequence has to be read of, once."""
         return self.token * min(context, self.window or context)
+
+    def seconds(self, gpu: Gpu, dtype: str, context: int) -> float | None:
+        """Seconds that attention takes of a sequence; None if nothing tells them."""
+        dtype = self.dtype or dtype
+        if self.is_latent:
+            if self.head_size != LATENT_SIZE or self.window:
+                return None
+            token = latent_seconds(gpu, dtype, self.queries, self.token)
+            return None if token is None else token * context
+        efficiency = ATTENTION[dtype][self.head_size > SMALL_HEAD]
+        return self.readings * self.read(context) / efficiency / gpu.bandwidth
 
 
 @dataclass(frozen=True)
@@ -92,20 +114,28 @@ class Model:
         """What each token of a context adds."""
         return sum(layer.token for layer in self.cache if not layer.window)
 
-    def user_bytes(self, context: int) -> float:
-        """What a sequence has beside: states, and layers with windows."""
-        windows = sum(layer.read(context) for layer in self.cache if layer.window)
-        return windows + sum(layer.state for layer in self.cache)
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence has of states, whatever its context."""
+        return sum(layer.state for layer in self.cache)
 
-    def tpot(self, gpu: Gpu, dtype: str, users: int, context: int) -> float:
-        """Seconds to an output token, of so many users with so much context each."""
+    def user_bytes(self, context: int) -> float:
+        """What a sequence with so much context takes in all."""
+        return self.state_bytes + sum(layer.read(context) for layer in self.cache)
+
+    def tpot(self, gpu: Gpu, dtype: str, users: int, context: int) -> float | None:
+        """Seconds to an output token, of so many users with so much context each.
+
+        None if nothing was measured that tells them.
+        """
         weights = self.weights
         read = weights.dense + sum(each.read(users) for each in weights.experts)
         # A state is read and written.
-        read += 2 * users * sum(layer.state for layer in self.cache)
-        seconds = read / WEIGHTS
+        read += 2 * users * self.state_bytes
+        seconds = read / WEIGHTS / gpu.bandwidth
         for layer in self.cache:
-            efficiency = ATTENTION[layer.dtype or dtype][layer.head_size > SMALL_HEAD]
-            seconds += users * layer.readings * layer.read(context) / efficiency
-        fixed = weights.layers * LAYER_S + users * SEQUENCE_S
-        return seconds / gpu.bandwidth + fixed
+            attention = layer.seconds(gpu, dtype, context)
+            if attention is None:
+                return None
+            seconds += users * attention
+        return seconds + weights.layers * LAYER_S + users * SEQUENCE_S

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """GPUs, by their data sheets, and how much of an H200's bandwidth was measured."""
 
+import argparse
+import re
 from dataclasses import dataclass
 
 from turbo_recipes.device import H200, Device
@@ -36,7 +38,42 @@ GPUS = {
     "RTX-4090": Gpu(Device("NVIDIA RTX 4090", int(23.5 * GIB), (8, 9), 128), 1.008e12),
     "L4": Gpu(Device("NVIDIA L4", int(22.0 * GIB), (8, 9), 58), 0.3e12),
     "L40S": Gpu(Device("NVIDIA L40S", int(44.4 * GIB), (8, 9), 142), 0.864e12),
+    "RTX-3090": Gpu(Device("NVIDIA RTX 3090", int(23.6 * GIB), (8, 6), 82), 0.936e12),
+    "RTX-5090": Gpu(Device("NVIDIA RTX 5090", int(31.3 * GIB), (12, 0), 170), 1.792e12),
+    "A6000": Gpu(Device("NVIDIA RTX A6000", int(47.4 * GIB), (8, 6), 84), 0.768e12),
+    "RTX-PRO-6000": Gpu(
+        Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * GIB), (12, 0), 188), 1.792e12
+    ),
+    "B200": Gpu(Device("NVIDIA B200", int(178.0 * GIB), (10, 0), 148), 8.0e12),
+    # Its memory is the system's, too.
+    "GB10": Gpu(Device("NVIDIA GB10", int(119.0 * GIB), (12, 1), 48), 0.273e12),
 }
+# Of a GPU that is given by numbers, without its own.
+CAPABILITY, NUM_SMS = (8, 0), 108
+NUMBERS = re.compile(r"(\d+\.?\d*):(\d+\.?\d*)(?::(\d+)\.(\d))?")
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Returns a GPU by its name, or by numbers: `GIB:GB_S`, `GIB:GB_S:CAPABILITY`.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is neither.
+
+    """
+    if text in GPUS:
+        return GPUS[text]
+    numbers = NUMBERS.fullmatch(text)
+    if numbers is None or not float(numbers[1]) or not float(numbers[2]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(GPUS)}; another one is given by its GiB "
+            "of memory and GB/s, as in 24:936, or with its compute capability, as in "
+            "24:936:8.6"
+        )
+    capability = (int(numbers[3]), int(numbers[4])) if numbers[3] else CAPABILITY
+    memory = int(float(numbers[1]) * GIB)
+    name = f"a GPU of {numbers[1]} GiB and {numbers[2]} GB/s"
+    return Gpu(Device(name, memory, capability, NUM_SMS), float(numbers[2]) * 1e9)
+
 
 # Of the bandwidth, by cache dtype, for heads of up to 128 and for larger ones: what
 # decode attention reads its cache at. An H200, `ci/gpu.sh bench`, decode.jsonl, commit
@@ -57,3 +94,39 @@ MEASURED_QUERIES = 8
 WEIGHTS = 0.9
 LAYER_S = 42e-6
 SEQUENCE_S = 9e-6
+
+# Microseconds of decode attention to latents of MLA, by cache dtype and query heads of
+# a GPU, and how many bytes they read: an H200, `ci/gpu.sh mla`, mla.jsonl, 32 x 32768
+# tokens. Fewer bits are bound by arithmetic, so that it goes with multiprocessors too.
+LATENT_US = {
+    "auto": {8: 284.7, 16: 286.1, 20: 288.6, 32: 288.2, 64: 294.6, 128: 464.6},
+    "fp8": {8: 210.8, 16: 211.2, 20: 210.8, 32: 212.5, 64: 218.9, 128: 406.9},
+    "turbo4": {8: 175.5, 16: 202.3, 20: 219.1, 32: 246.9, 64: 386.2, 128: 713.2},
+}
+LATENT_TOKENS = 32 * 32768
+# Of a latent of 512 and a rotary key of 64.
+LATENT_SIZE = 576
+# The kernels are Hopper's.
+LATENT_CAPABILITY = (9, 0)
+
+
+def latent_seconds(gpu: Gpu, dtype: str, queries: int, token: float) -> float | None:
+    """Returns the seconds that a token of a sequence's context takes MLA's attention.
+
+    Args:
+        gpu: The one that reads.
+        dtype: The cache's.
+        queries: Heads that attend, on a GPU.
+        token: Bytes of a token and layer.
+
+    Returns:
+        None where nothing was measured to tell it by.
+
+    """
+    measured = LATENT_US.get(dtype, {})
+    heads = next((count for count in measured if count >= queries), None)
+    if heads is None or gpu.device.capability != LATENT_CAPABILITY:
+        return None
+    as_measured = measured[heads] * 1e-6 / LATENT_TOKENS
+    as_computed = as_measured * H200.num_sms / gpu.device.num_sms
+    return max(as_computed, token / (WEIGHTS * gpu.bandwidth))

@@ -7,6 +7,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from turbo_plan.estimate import Experts, LayerCache, Model, Weights
 from turbo_plan.gpus import GIB, Gpu
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.interfaces import supports_multimodal
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.ops.turbo.cuda.decode import num_queries_at_once
 from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
@@ -40,6 +43,9 @@ from vllm.v1.kv_cache_interface import (
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 # Beside weights and activations: CUDA's context, the kernels' workspaces.
 OTHER_BYTES = int(0.6 * GIB)
+# Of a sequence and a token of the vocabulary: logits in the model's dtype and in fp32,
+# and what the sampler makes of them. An H100's 1024 sequences of a Llama of 8B's shape.
+SAMPLING_BYTES = 12
 # What a layer's specification has that does not see everything.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
@@ -56,6 +62,8 @@ class Planned:
         tokens: That fit, of sequences as long as the context; 0 if none fits.
         users: With the context, that fit.
         block_size: Tokens.
+        heads: Query heads of the whole model, which GPUs divide.
+        is_quantised: Whether the weights are.
 
     """
 
@@ -66,6 +74,8 @@ class Planned:
     tokens: int = 0
     users: float = 0
     block_size: int = 0
+    heads: int = 0
+    is_quantised: bool = False
 
 
 def checkpoint_bytes(folder: Path) -> int | None:
@@ -135,6 +145,7 @@ def cache_of(name: str, spec: KVCacheSpec, config: VllmConfig) -> LayerCache | N
         dtype="auto" if spec.dtype == config.model_config.dtype else None,
         queries=queries,
         readings=readings,
+        is_latent=isinstance(spec, MLAAttentionSpec),
     )
 
 
@@ -147,7 +158,25 @@ def activation_bytes(config: VllmConfig) -> int:
     expert = chosen * (getattr(text, "moe_intermediate_size", None) or inner)
     inner = max(inner, expert) // config.parallel_config.tensor_parallel_size
     values = 3 * inner + (4 + chosen) * hidden
-    return 2 * values * config.scheduler_config.max_num_batched_tokens
+    layers = 2 * values * config.scheduler_config.max_num_batched_tokens
+    vocabulary = config.model_config.get_vocab_size()
+    rows = config.scheduler_config.max_num_seqs
+    # A layer's are gone when tokens are sampled.
+    return max(layers, SAMPLING_BYTES * rows * vocabulary)
+
+
+def served_sequences() -> int:
+    """How many requests a server has at once if it is not told."""
+    _, at_once = EngineArgs.get_batch_defaults(1)
+    return at_once[UsageContext.OPENAI_API_SERVER]
+
+
+def why(error: Exception) -> str:
+    """What an error says, on one line, without pydantic's heading and input."""
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    message = re.sub(r"^\w+: \d+ validation errors? for \w+ ", "", message)
+    message = re.sub(r"^(Value error|Assertion failed), ", "", message)
+    return message.partition(" [type=")[0].partition(" For further information")[0]
 
 
 def divide(tensor_parallel: int) -> None:
@@ -177,8 +206,7 @@ def plan(
     try:
         build.make(shape, model, built, own | args)
     except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        return Planned(dtype, message.partition(" For further information")[0])
+        return Planned(dtype, why(error))
     config = built.config
     assert config is not None and built.model is not None
     size = checkpoint_bytes(Path(model))
@@ -207,4 +235,6 @@ def plan(
         tokens=tokens,
         users=users,
         block_size=config.cache_config.block_size,
+        heads=config.model_config.model_arch_config.total_num_attention_heads,
+        is_quantised=config.model_config.quantization is not None,
     )

@@ -2,18 +2,24 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A plan as numbers, as text and as a picture."""
 
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turbo_plan.gpus import GIB, MEASURED_QUERIES, Gpu
+from turbo_plan.gpus import GIB, LATENT_US, MEASURED_QUERIES, Gpu
 
 if TYPE_CHECKING:
     from turbo_plan.planner import Planned
 
 HEADER = ("KV cache", "bytes a token", "MiB a user", "tokens", "users", "ms a token")
+STATES = "of states"
+# Of a list that vLLM gives of its attention backends.
+BACKEND = re.compile(r"(\w+): \[([^\]]*)\]")
+UNKNOWN_DTYPE = "kv_cache_dtype not supported"
 ROOT = Path(__file__).resolve().parents[2]
 UNMEASURED = (
     "An estimate: of {} nothing was measured, and an H200's efficiencies stand."
@@ -25,6 +31,10 @@ ALONE = (
 MANY = (
     "An estimate of time: attention was not measured alone with more than {} query "
     "heads a KV head, of which this model has {}."
+)
+LATENTS = (
+    "No time: attention of MLA was measured on GPUs like the H200 alone, of {} to a "
+    "latent of 512, and depends on arithmetic too."
 )
 APART = "The time that GPUs take to exchange what layers give is not counted."
 
@@ -42,10 +52,12 @@ def row_of(planned: "Planned", gpu: Gpu, users: int, context: int) -> dict[str, 
         "kv_cache_bytes": planned.cache_bytes,
         "bytes_per_token": model.token_bytes,
         "bytes_per_user": model.user_bytes(context),
+        "state_bytes_per_user": model.state_bytes,
         "tokens": planned.tokens,
         "users": int(planned.users),
         "block_size": planned.block_size,
-        "tpot_ms": seconds * 1e3 if fits else None,
+        "fits": fits,
+        "tpot_ms": seconds * 1e3 if fits and seconds is not None else None,
     }
 
 
@@ -58,10 +70,59 @@ def notes_of(plans: Sequence["Planned"], gpu: Gpu, tensor_parallel: int) -> list
         layer.state or layer.window for layer in layers
     ):
         notes.append(ALONE)
-    queries = max((layer.queries for layer in layers), default=0)
+    times = (each.model.tpot(gpu, each.dtype, 1, 1) for each in plans if each.model)
+    if None in times:
+        notes.append(LATENTS.format(", ".join(LATENT_US)))
+    queries = max((x.queries for x in layers if not x.is_latent), default=0)
     if queries > MEASURED_QUERIES:
         notes.append(MANY.format(MEASURED_QUERIES, queries))
     return notes + [APART] * (tensor_parallel > 1)
+
+
+def short_reason(dtype: str, reason: str) -> str:
+    """What a refusal says of a dtype, of all that vLLM's backends say."""
+    backends = {
+        name: [each for each in said.split(", ") if each != UNKNOWN_DTYPE]
+        for name, said in BACKEND.findall(reason.rpartition("Reasons: ")[2])
+    }
+    if not backends:
+        return reason
+    own = {name: x for name, x in backends.items() if name.startswith("TURBO")}
+    if dtype.startswith(("turbo", "k4v3")) and any(own.values()):
+        backends = {name: x for name, x in own.items() if name != "TURBOQUANT"} or own
+    said = (f"{name}: {', '.join(each)}" for name, each in backends.items() if each)
+    return "; ".join(said) or "no attention backend on this GPU has this dtype"
+
+
+def refusals(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a reason, with the dtypes that it is of, and what is served instead."""
+    served = [row["kv_cache_dtype"] for row in rows if "refused" not in row]
+    dtypes = defaultdict(list)
+    for row in rows:
+        if "refused" in row:
+            dtype = row["kv_cache_dtype"]
+            dtypes[short_reason(dtype, row["refused"])].append(dtype)
+    lines = [f"{', '.join(each)}: {reason}" for reason, each in dtypes.items()]
+    if lines and served:
+        lines.append(f"Served instead: --kv-cache-dtype {', '.join(served)}")
+    return lines
+
+
+def cells_of(row: dict[str, Any], has_states: bool) -> list[str]:
+    """One dtype's line of the table."""
+    if "refused" in row:
+        return [row["kv_cache_dtype"], "refused"]
+    time, mib = row["tpot_ms"], 2**20
+    states = [f"{row['state_bytes_per_user'] / mib:,.1f}"] if has_states else []
+    return [
+        row["kv_cache_dtype"],
+        f"{row['bytes_per_token']:,.0f}",
+        f"{row['bytes_per_user'] / mib:,.1f}",
+        *states,
+        f"{row['tokens']:,}",
+        f"{row['users']:,}",
+        "no room" if not row["fits"] else "-" if time is None else f"{time:.2f}",
+    ]
 
 
 def table(content: dict[str, Any]) -> str:
@@ -78,28 +139,13 @@ def table(content: dict[str, Any]) -> str:
         lines.append(
             f"Of each GPU: {weights:.1f} GiB of weights, {left:.1f} for the cache"
         )
-        if left <= 0:
-            lines.append(
-                "The weights do not fit: take more GPUs, --tp, or quantise them."
-            )
-    lines += ["", "".join(f"{name:>14}" for name in HEADER)]
-    for row in content["rows"]:
-        if "refused" in row:
-            # Of attention, what each of vLLM's backends says.
-            reason = row["refused"].rpartition("Reasons: ")[2]
-            lines.append(f"{row['kv_cache_dtype']:>14}  {reason[:300]}")
-            continue
-        time = row["tpot_ms"]
-        cells = (
-            row["kv_cache_dtype"],
-            f"{row['bytes_per_token']:,.0f}",
-            f"{row['bytes_per_user'] / 2**20:,.1f}",
-            f"{row['tokens']:,}",
-            f"{row['users']:,}",
-            "no room" if time is None else f"{time:.2f}",
-        )
-        lines.append("".join(f"{cell:>14}" for cell in cells))
-    return "\n".join([*lines, "", *content["notes"]]).rstrip()
+    lines += [content["cure"]] if content["cure"] else []
+    has_states = any(row["state_bytes_per_user"] for row in served)
+    header = [*HEADER[:3], *([STATES] if has_states else []), *HEADER[3:]]
+    grid = [header, *(cells_of(row, has_states) for row in content["rows"])]
+    lines += ["", *("".join(f"{cell:>14}" for cell in line) for line in grid), ""]
+    lines += refusals(content["rows"])
+    return "\n".join([*lines, *content["notes"]]).rstrip()
 
 
 def user_counts(most: float) -> list[int]:
@@ -125,12 +171,13 @@ def draw(
             continue
         look = next(look for look in LOOKS if planned.dtype in look.arms)
         times = [
-            1e3 * planned.model.tpot(gpu, planned.dtype, count, context)
-            for count in counts
+            planned.model.tpot(gpu, planned.dtype, count, context) for count in counts
         ]
         left.bar(look.label, counts[-1], color=look.colour)
         style = {"color": look.colour, "marker": look.marker, "markersize": 4}
-        right.plot(counts, times, label=look.label, **style)
+        if None not in times:
+            milliseconds = [1e3 * seconds for seconds in times if seconds]
+            right.plot(counts, milliseconds, label=look.label, **style)
     left.set_ylabel(f"users of {context} tokens that fit")
     right.set(xscale="log", xlabel="users", ylabel="time per output token, ms")
     right.set_ylim(bottom=0)

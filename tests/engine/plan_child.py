@@ -42,6 +42,7 @@ def plan_run(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         gpu_memory_utilization=run["utilization"],
         max_model_len=run["context"],
         max_num_batched_tokens=8192,
+        max_num_seqs=64,
     )
     if planned.model is None:
         return {"refused": planned.refused}

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """scripts/plan.py, held to what engines on an H200 had and took."""
 
+import argparse
 import json
 import os
 import shlex
@@ -17,9 +18,18 @@ from harness import SCRIPTS
 ROOT = SCRIPTS.parent
 sys.path.insert(0, str(SCRIPTS))
 
+from turbo_plan.cure import smallest_parallel  # noqa: E402
 from turbo_plan.estimate import Experts, LayerCache, Model, Weights  # noqa: E402
-from turbo_plan.gpus import ATTENTION, GPUS  # noqa: E402
-from turbo_plan.report import user_counts  # noqa: E402
+from turbo_plan.gpus import (  # noqa: E402
+    ATTENTION,
+    GIB,
+    GPUS,
+    LATENT_US,
+    WEIGHTS,
+    latent_seconds,
+    parse_gpu,
+)
+from turbo_plan.report import refusals, table, user_counts  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/h200"
 # The longest contexts of the shapes that a file's engines were made for, unless their
@@ -173,8 +183,9 @@ def test_what_a_step_reads():
     state = LayerCache(state=1000)
     model = Model(Weights(size=1, dense=0, layers=0), [full, window, state])
     assert model.token_bytes == 4
-    assert model.user_bytes(100) == 4 * 16 + 1000
-    assert model.user_bytes(10) == 4 * 10 + 1000
+    assert model.state_bytes == 1000
+    assert model.user_bytes(100) == 4 * 100 + 4 * 16 + 1000
+    assert model.user_bytes(10) == 2 * 4 * 10 + 1000
 
     def tpot(cache: LayerCache, dtype: str, context: int) -> float:
         alone = Model(Weights(size=1, dense=0, layers=0), [cache])
@@ -188,6 +199,108 @@ def test_what_a_step_reads():
     assert tpot(twice, "turbo4", 10**6) - fixed == pytest.approx(2 * read)
     own = LayerCache(token=4, head_size=128, dtype="auto")
     assert tpot(own, "turbo4", 10**6) == tpot(full, "auto", 10**6)
+    # It is read and written, whatever the context.
+    of_state = 2 * 1000 / WEIGHTS / H200.bandwidth
+    assert tpot(state, "turbo4", 10**6) == pytest.approx(fixed + of_state, rel=1e-9)
+    weights = Model(Weights(size=1, dense=900, layers=2, experts=[experts]), [])
+    one, two = (weights.tpot(H200, "auto", users, 1) for users in (1, 2))
+    assert two - one == pytest.approx(150 / WEIGHTS / H200.bandwidth + 9e-6)
+    assert one == pytest.approx(1100 / WEIGHTS / H200.bandwidth + 2 * 42e-6 + 9e-6)
+
+
+def test_times_of_latents_are_the_measured_ones():
+    """By attention to MLA's latents alone, without an engine."""
+    arms = {"bf16": "auto", "fp8": "fp8", "turbo4": "turbo4"}
+    measured: dict[str, dict[int, float]] = {name: {} for name in arms.values()}
+    for line in (RESULTS / "mla.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row.get("part") != "attention" or row["arm"] not in arms:
+            continue
+        sequences, context, heads, queries = map(int, row["shape"].split("x"))
+        if (sequences, context, queries) == (32, 32768, 1):
+            measured[arms[row["arm"]]][heads] = row["median_us"]
+    for dtype, times in LATENT_US.items():
+        assert times == pytest.approx(measured[dtype], abs=0.06), dtype
+
+
+# Microseconds of an H100 80GB, by the benchmark of `ci/gpu.sh mla`: 32 x 32768 tokens.
+H100_LATENTS = {
+    ("auto", 16): 418, ("fp8", 16): 230, ("turbo4", 16): 201,
+    ("auto", 64): 432, ("fp8", 64): 240, ("turbo4", 64): 382,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arm", "measured"), H100_LATENTS.items())
+def test_latents_on_another_hopper(arm: tuple[str, int], measured: float):
+    """Its bandwidth is 0.7 of an H200's, and its arithmetic the same."""
+    token = {"auto": 1152, "fp8": 576, "turbo4": 340}[arm[0]]
+    seconds = latent_seconds(GPUS["H100"], *arm, token)
+    assert seconds is not None
+    assert 1e6 * 32 * 32768 * seconds == pytest.approx(measured, rel=0.1)
+
+
+def test_what_was_not_measured_of_latents_has_no_time():
+    assert latent_seconds(H200, "turbo3", 16, 276) is None
+    assert latent_seconds(GPUS["A100"], "turbo4", 16, 340) is None
+    assert latent_seconds(H200, "turbo4", 256, 340) is None
+    latent = LayerCache(token=340, head_size=576, queries=16, is_latent=True)
+    narrow = LayerCache(token=204, head_size=320, queries=16, is_latent=True)
+    times = [
+        Model(Weights(1, 0, 0), [cache]).tpot(H200, "turbo4", 32, 32768)
+        for cache in (latent, narrow)
+    ]
+    assert times[1] is None
+    assert times[0] == pytest.approx(202.3e-6 + 32 * 9e-6)
+
+
+def test_gpus_by_number():
+    gpu = parse_gpu("24:936.5:8.6")
+    assert gpu.device.memory == 24 * GIB and gpu.bandwidth == 936.5e9
+    assert gpu.device.capability == (8, 6) and not gpu.is_measured
+    assert parse_gpu("141:4800").device.capability == (8, 0)
+    assert parse_gpu("RTX-3090") is GPUS["RTX-3090"]
+    for wrong in ("RTX-9999", "24", "24:0", "0:936", "24:936:8", "-1:936"):
+        with pytest.raises(argparse.ArgumentTypeError, match="24:936:8.6"):
+            parse_gpu(wrong)
+
+
+def test_the_fewest_gpus_that_fit():
+    assert smallest_parallel(100, 60, heads=32, at_least=1) == 2
+    assert smallest_parallel(100, 30, heads=32, at_least=1) == 4
+    # As many as divide the heads.
+    assert smallest_parallel(100, 30, heads=6, at_least=1) == 0
+    assert smallest_parallel(100, 0.1, heads=64, at_least=1) == 0
+
+
+def test_reasons_are_below_the_table():
+    said = (
+        "Reasons: {FLASH_ATTN: [kv_cache_dtype not supported], TURBO_MLA: [k4v3 of "
+        "MLA], TURBOQUANT: [use_mla]}"
+    )
+    no_backend = "x. Reasons: {FLASH_ATTN: [kv_cache_dtype not supported]}"
+    rows = [
+        {"kv_cache_dtype": "k4v3", "refused": said},
+        {"kv_cache_dtype": "turbo3", "refused": "too long"},
+        {"kv_cache_dtype": "turbo4", "refused": "too long"},
+        {"kv_cache_dtype": "nvfp4", "refused": no_backend},
+        {"kv_cache_dtype": "auto", "weights_bytes": 0, "kv_cache_bytes": 0,
+         "bytes_per_token": 4, "bytes_per_user": 2**20, "state_bytes_per_user": 0,
+         "tokens": 1, "users": 1, "fits": True, "tpot_ms": None},
+    ]  # fmt: skip
+    below = [
+        "k4v3: TURBO_MLA: k4v3 of MLA",
+        "turbo3, turbo4: too long",
+        "nvfp4: no attention backend on this GPU has this dtype",
+        "Served instead: --kv-cache-dtype auto",
+    ]
+    assert refusals(rows) == below
+    about = {"model": "m", "gpus": 1, "gpu": "g", "users": 1, "context": 1, "cure": ""}
+    lines = table(about | {"rows": rows, "notes": []}).splitlines()
+    assert [line.split() for line in lines[4:6]] == [
+        ["k4v3", "refused"], ["turbo3", "refused"],
+    ]  # fmt: skip
+    assert lines[8].split() == ["auto", "4", "1.0", "1", "1", "-"]
+    assert lines[-4:] == below
 
 
 def test_users_that_are_drawn():
@@ -220,12 +333,33 @@ def test_a_plan_for_two_gpus(tmp_path: Path):
     assert token["auto"] == 5 * 2 * 64 * 2 and token["fp8"] == token["auto"] / 2
     packed = (token["turbo4"], token["k4v3"], token["turbo3"])
     assert packed == (5 * 68, 5 * 60, 5 * 52)
+    assert {row["bytes_per_user"] // 1024 for row in rows.values()} == set(
+        token.values()
+    )
     for row in rows.values():
         assert row["users"] == row["tokens"] // 1024 and row["tpot_ms"] > 0
     assert content["is_estimate"] and content["gpus"] == 2
     notes = " ".join(content["notes"])
     assert "NVIDIA L4 nothing was measured" in notes and "GPUs take to exch" in notes
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_is_too_large_says_what_is_not():
+    config = ROOT / "benchmarks/configs/llama-8b"
+    args = "--gpu", "12:360:8.6", "--kv-cache-dtype", "turbo4", "--context", "4096"
+    done = run_plan(config, *args)
+    assert "The weights do not fit: take --tp 2 or weights of 8 bits" in done.stdout
+
+
+def test_a_server_has_as_many_tokens():
+    """A Llama of 8B's shape on an H100 80GB, with vLLM's default of requests at once:
+    what an engine had with `--gpu-memory-utilization 0.85`.
+    """
+    args = "--gpu", "H100", "--gpu-memory-utilization", "0.85", "--json"
+    dtypes = "--kv-cache-dtype", "auto", "fp8", "turbo4"
+    done = run_plan(ROOT / "benchmarks/configs/llama-8b", *args, *dtypes)
+    tokens = [row["tokens"] for row in json.loads(done.stdout)["rows"]]
+    assert tokens == pytest.approx([411_552, 823_184, 1_544_768], rel=TOKENS)
 
 
 def test_what_does_not_go_says_why(tmp_path: Path):
