@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from child_log import last_error
-from child_runner import run_child
+from child_runner import NO_END, run_child
 
 JOB, RESULT, LOG = "job.json", "result.json", "log"
 
@@ -49,7 +49,10 @@ def run_arm(
     wrong = run_child(command, log, variables, time_limit, is_forked=is_forked)
     if (folder / RESULT).exists():
         return None
-    return last_error(log) if wrong else "ended without a result"
+    if not wrong:
+        return "ended without a result"
+    # Its log says where it was, which is no error.
+    return wrong if wrong.startswith(NO_END) else last_error(log)
 
 
 def read_result(folder: Path) -> dict[str, Any]:

@@ -7,18 +7,11 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# KL over fp8's, which most use without a look. It goes with the square of the error:
-# twice fp8's error makes 4 of it, and a quarter is for so few positions. On the small
-# model of this repository (README) turbo4 has 2.2, k4v3 4.0 and turbo3 8.0 of it.
-MAX_FP8_RATIO = 1.25 * 4
-# Nats, instead where fp8 was not measured: as much of the small model's fp8 (0.0039).
-MAX_KL = 0.02
+# KL over fp8's that is as good as it, either way: so few positions tell no more.
+ALIKE = 1.25
 # Nats. So little costs at most half a per cent of perplexity on the average, however
 # much less fp8 has.
 NEGLIGIBLE_KL = 0.005
-# Share of positions with the same likeliest token. Of the small model fp8 has 97.9 %,
-# k4v3 95.7 % and turbo3 93.9 %: fewer than one in twenty change where KL is harmless.
-MIN_TOP1 = 0.95
 # Needles that are lost, beyond those gained, in standard errors of that difference.
 MAX_LOST_ERRORS = 2.0
 # Share of the needles that the reference has to find for them to say anything.
@@ -53,24 +46,35 @@ def loses_needles(needles: Row) -> bool:
     return net > MAX_LOST_ERRORS * stderr
 
 
-def reasons(row: Row, reference: Row, fp8: Row | None) -> list[str]:
-    """Returns what speaks against an arm that ran; nothing if it is safe."""
-    found = []
+def distance(row: Row, fp8: Row | None) -> str:
+    """Returns how far an arm is from the reference, in words, beside fp8 if it ran."""
+    kl = f"KL {row['kl_mean']:.4f} nats"
     if fp8 is None or fp8 is row:
-        if row["kl_mean"] > MAX_KL:
-            found.append(f"KL {row['kl_mean']:.3f} nats")
-    elif row["kl_mean"] > max(NEGLIGIBLE_KL, MAX_FP8_RATIO * fp8["kl_mean"]):
-        found.append(f"KL {row['kl_mean'] / fp8['kl_mean']:.1f} times fp8's")
-    if row["top1"] < MIN_TOP1:
-        found.append(f"top token differs at {1 - row['top1']:.1%}")
-    needles = row["needles"]
-    if says_needles(reference) and loses_needles(needles):
-        found.append(f"{needles['lost']} of {needles['cases']} needles lost")
-    return found
+        top = f"top token differs at {1 - row['top1']:.1%}"
+        return f"{'the measure, ' if row is fp8 else ''}{kl}, {top}"
+    ratio = row["kl_mean"] / max(fp8["kl_mean"], 1e-12)
+    top = f"top token differs at {1 - row['top1']:.1%}, fp8's at {1 - fp8['top1']:.1%}"
+    kl = f"KL {ratio:.2f} times fp8's"
+    if ratio <= 1 / ALIKE:
+        word = "closer than fp8"
+    elif ratio <= ALIKE:
+        word = "as close as fp8"
+    elif row["kl_mean"] <= NEGLIGIBLE_KL:
+        word = f"farther than fp8 by little, {row['kl_mean']:.4f} nats in all"
+    else:
+        word = "farther than fp8"
+    return f"{word} ({kl}, {top}), at {size_of(row, fp8):.0%} of its bytes"
+
+
+def size_of(row: Row, other: Row) -> float:
+    return row["bytes_per_token"] / other["bytes_per_token"]
 
 
 def advise(rows: list[Row]) -> str:
-    """Returns one sentence on all arms but the reference, which is the first."""
+    """Returns one sentence on all arms but the reference, which is the first.
+
+    fp8 is what most serve with, without a look: the others are compared with it.
+    """
     reference, *others = rows
     fp8 = find_fp8(others)
     parts = []
@@ -80,12 +84,16 @@ def advise(rows: list[Row]) -> str:
         if not ran(row):
             parts.append(f"{row['arm']}: not measured")
             continue
-        against = reasons(row, reference, fp8)
-        verdict = f"not ({', '.join(against)})" if against else "safe"
         name = f"{row['arm']} with window" if row.get("window_layers") else row["arm"]
-        parts.append(f"{name}: {verdict}")
+        said = distance(row, fp8)
+        needles = row["needles"]
+        if says_needles(reference) and loses_needles(needles):
+            said += f", but {needles['lost']} of {needles['cases']} needles are lost"
+        parts.append(f"{name}: {said}")
     if not parts:
         return "nothing to advise on"
+    if fp8 is None:
+        parts.append("fp8 was not measured, which others are compared with")
     if not says_needles(reference):
         needles = reference["needles"]
         parts.append(

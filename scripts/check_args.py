@@ -12,12 +12,15 @@ from typing import Any
 
 from arm_process import NO_WINDOW, TURBO_DTYPES
 from check_cases import MIN_CONTEXT, Plan
+from check_jobs import share_memory
 from env import has_gpu
 from quality_cases import HELD_OUT
 
 DTYPES = (*TURBO_DTYPES, "fp8")
 MAX_CONTEXT = 8192
 LAYERS = 3
+# Half of the shortest context.
+MAX_STEPS = MIN_CONTEXT // 2
 # Of an engine on a CPU, unless the user says another.
 CPU_ARGS = {"dtype": "float16"}
 
@@ -43,10 +46,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
              f"(default: {' '.join(DTYPES)})")  # fmt: skip
     add("--text", type=Path, default=HELD_OUT, help="what is decoded, UTF-8")
     add("--max-context", type=int, metavar="TOKENS",
-        help=f"longest sequence (default: {MAX_CONTEXT}, or the model's)")  # fmt: skip
+        help=f"longest sequence, {MIN_CONTEXT} at least "
+             f"(default: {MAX_CONTEXT}, or the model's)")  # fmt: skip
     add("--texts", type=int, default=Plan.texts, help="stretches a context")
     add("--decode-steps", type=int, default=Plan.decode_steps, metavar="TOKENS",
-        help="decoded at the end of each")  # fmt: skip
+        help=f"decoded at the end of each, {MAX_STEPS} at most "
+             f"(default: {Plan.decode_steps})")  # fmt: skip
     add("--top", type=int, default=Plan.top, metavar="K",
         help="tokens told apart; with the vocabulary's size KL is exact")  # fmt: skip
     add("--needles", type=int, default=Plan.cases, help="a context and depth")
@@ -58,6 +63,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--engine-args", type=json_object, default={}, metavar="JSON",
         help='more of LLM\'s: {"tensor_parallel_size": 2}; a quantised head needs '
              '{"hf_overrides": {}}')  # fmt: skip
+    add("--jobs", type=int, metavar="N",
+        help="engines at a time (default: as many as GPU memory and cores are there "
+             "for; 1 without a GPU)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--time-limit", type=float, default=3600, help="seconds for all engines")
     add("--output", type=Path, metavar="DIR", help="default: ./check-MODELNAME")
@@ -76,17 +84,51 @@ def first_lines(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def read_model(args: argparse.Namespace) -> None:
-    """Has vLLM read the model's configuration and tokenizer, as an engine would.
+def check_early(args: argparse.Namespace) -> None:
+    """Checks what needs neither vLLM nor the model's configuration.
+
+    Raises:
+        ValueError: If something is wrong.
+
+    """
+    for name in ("texts", "decode_steps", "top", "needles", "time_limit", "jobs"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} has to be positive, and is {value}")
+    if args.decode_steps > MAX_STEPS:
+        raise ValueError(
+            f"--decode-steps is {args.decode_steps}, and {MAX_STEPS} at most"
+        )
+    if args.max_context is not None and args.max_context < MIN_CONTEXT:
+        raise ValueError(
+            f"--max-context is {args.max_context}, shorter than {MIN_CONTEXT}"
+        )
+    for name in args.kv_cache_dtype:
+        dtype, _, option = name.partition(":")
+        if option and (option != NO_WINDOW or dtype not in TURBO_DTYPES):
+            raise ValueError(
+                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{NO_WINDOW}"
+            )
+    if looks_like_a_folder(args.model) and not Path(args.model).is_dir():
+        raise ValueError(f"no folder {args.model}")
+    if Path(args.model).is_dir() and not (Path(args.model) / "config.json").exists():
+        raise ValueError(f"no config.json in {args.model}")
+    if args.gsm8k is not None and not importlib.util.find_spec("lm_eval"):
+        raise ValueError("--gsm8k needs lm_eval: pip install lm-eval")
+    try:
+        args.text_content = args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {args.text}: {error}") from error
+
+
+def read_model(args: argparse.Namespace) -> Any:
+    """Has vLLM read the model's configuration, which it returns, and tokenizer.
 
     Raises:
         ValueError: If it cannot, or does not know a dtype.
 
     """
-    if looks_like_a_folder(args.model) and not Path(args.model).is_dir():
-        raise ValueError(f"no folder {args.model}")
-    if Path(args.model).is_dir() and not (Path(args.model) / "config.json").exists():
-        raise ValueError(f"no config.json in {args.model}")
     # To import it takes seconds, which --help need not wait for.
     from vllm.config.cache import KV_CACHE_DTYPES
     from vllm.engine.arg_utils import EngineArgs
@@ -94,12 +136,11 @@ def read_model(args: argparse.Namespace) -> None:
 
     # Engines say the same in their logs.
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    # A tokenizer warns of texts longer than the model's context; these are cut.
+    tokenizers = logging.getLogger("transformers.tokenization_utils_base")
+    tokenizers.setLevel(logging.ERROR)
     for name in args.kv_cache_dtype:
-        dtype, _, option = name.partition(":")
-        if option and (option != NO_WINDOW or dtype not in TURBO_DTYPES):
-            raise ValueError(
-                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{NO_WINDOW}"
-            )
+        dtype = name.partition(":")[0]
         if dtype not in KV_CACHE_DTYPES:
             raise ValueError(
                 f"{dtype} is no KV cache dtype of this vLLM, which has "
@@ -118,6 +159,7 @@ def read_model(args: argparse.Namespace) -> None:
     own = str(config.dtype).removeprefix("torch.")
     is_plain = getattr(config.hf_config, "quantization_config", None) is None
     args.unquantised = "auto" if is_plain or own not in KV_CACHE_DTYPES else own
+    return config
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -127,17 +169,9 @@ def complete(args: argparse.Namespace) -> None:
         ValueError: If something is wrong.
 
     """
-    if args.gsm8k is not None and not importlib.util.find_spec("lm_eval"):
-        raise ValueError("--gsm8k needs lm_eval: pip install lm-eval")
-    for name in ("texts", "decode_steps", "top", "needles", "time_limit"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} has to be positive")
-    try:
-        args.text_content = args.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {args.text}: {error}") from error
+    check_early(args)
     args.on_cpu = not has_gpu()
-    read_model(args)
+    config = read_model(args)
     longest = args.max_context or min(MAX_CONTEXT, args.model_context)
     if longest > args.model_context:
         raise ValueError(
@@ -145,8 +179,6 @@ def complete(args: argparse.Namespace) -> None:
         )
     if longest < MIN_CONTEXT:
         raise ValueError(f"a context of {longest} is shorter than {MIN_CONTEXT}")
-    if 2 * args.decode_steps > MIN_CONTEXT:
-        raise ValueError(f"--decode-steps is more than {MIN_CONTEXT // 2}")
     args.plan = Plan(
         max_context=longest,
         texts=args.texts,
@@ -154,6 +186,7 @@ def complete(args: argparse.Namespace) -> None:
         top=args.top,
         cases=args.needles,
     )
+    share_memory(args, config)
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     args.output = args.output or Path(f"check-{name.rpartition('/')[-1]}")
     with contextlib.suppress(FileExistsError):

@@ -20,6 +20,8 @@ from quality_child import Lab
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 
+POLL_S = 0.2
+
 
 def record_path(folder: Path, index: int) -> Path:
     """Returns where the record of a text is."""
@@ -52,6 +54,16 @@ class Check(Lab):
                 for name, heads in statistics.items():
                     of_layer[name] += heads
         return found
+
+    def await_reference(self) -> None:
+        """Waits for the reference's records, of an engine that runs beside this one.
+
+        Who started both ends this one if there will be none.
+        """
+        if self.job["reference"]:
+            stages = Path(self.job["reference"]) / "stages"
+            while not stages.exists() or "decode" not in stages.read_text().split():
+                time.sleep(POLL_S)
 
     def replay(self, index: int, text: list[int]) -> SamplingParams:
         """Returns what decodes a text's end as if it had been sampled, and records."""
@@ -88,6 +100,7 @@ class Check(Lab):
         keys = self.keys()
         self.done("keys", start)
 
+        self.await_reference()
         start = time.perf_counter()
         self.record()
         self.done("decode", start)

@@ -15,13 +15,15 @@ import argparse
 import importlib.util
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,18 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
-from arm_process import NO_WINDOW, TURBO_DTYPES, read_result, run_arm  # noqa: E402
+from arm_process import LOG, TURBO_DTYPES, read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
-from check_args import CPU_ARGS, build_parser, complete  # noqa: E402
+from check_args import build_parser, check_early, complete  # noqa: E402
+from check_arms import (  # noqa: E402
+    REFERENCE,
+    Arm,
+    arm_of,
+    arms_of,
+    engine_args,
+)
 from check_cases import build_cases  # noqa: E402
+from check_cures import with_cure  # noqa: E402
 from check_metrics import (  # noqa: E402
     Records,
     compare_needles,
@@ -41,90 +51,21 @@ from check_metrics import (  # noqa: E402
     greedy_agreement,
     rank_layers,
 )
+from check_progress import Heartbeat  # noqa: E402
 from check_report import markdown  # noqa: E402
 from child_runner import engine_variables, exit_when_told, side_by_side  # noqa: E402
 from common import rounded, run_facts  # noqa: E402
-from quality_cases import HEAD  # noqa: E402
 from quickstart import is_right  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
 
 SCRIPTS = Path(__file__).resolve().parent
 CHILD = SCRIPTS / "check_child.py"
 GSM8K_CHILD = SCRIPTS / "check_gsm8k.py"
 PICTURES = SCRIPTS / "check_pictures.py"
-REFERENCE = "auto"
 # What check_child.py is done with, one after the other.
 STAGES = ("start", "keys", "decode", "greedy", "needles")
-CPU_CACHE_BYTES = 256 << 20
 GSM8K_CONTEXT = 4096
 POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One engine.
-
-    Attributes:
-        name: What it is called in tables.
-        cache_dtype: As on vLLM's command line.
-        skip_layers: Layers whose cache has the model's dtype.
-        has_window: Whether turbo_window is vLLM's default, and not 0.
-
-    """
-
-    name: str
-    cache_dtype: str
-    skip_layers: tuple[str, ...] = ()
-    has_window: bool = True
-
-    def without(self, layer: str) -> "Arm":
-        return replace(
-            self, name=f"{self.name}, layer {layer} in bf16", skip_layers=(layer,)
-        )
-
-
-def arm_of(name: str) -> Arm:
-    """Returns the arm of a dtype, or of one without a window: `turbo4:no-window`."""
-    dtype, _, option = name.partition(":")
-    if dtype == REFERENCE:
-        return Arm(f"{dtype}, again", dtype)
-    return Arm(name, dtype, has_window=option != NO_WINDOW)
-
-
-def arms_of(names: list[str]) -> list[Arm]:
-    """Returns the reference and an arm a dtype; the reference's again shows noise."""
-    return [Arm(REFERENCE, REFERENCE), *map(arm_of, dict.fromkeys(names))]
-
-
-def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of an arm's `LLM`."""
-    is_reference = arm.cache_dtype == REFERENCE
-    options: dict[str, Any] = {
-        "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
-        "max_model_len": args.plan.max_context,
-        "max_num_seqs": 16,
-        # Of a longer prompt, all chunks but the first read the cache.
-        "max_num_batched_tokens": 2048,
-        "enable_prefix_caching": False,
-        # To compile and capture takes longer than what is then computed.
-        "enforce_eager": True,
-        "hf_overrides": HEAD,
-        # The recorder's workspace is not in vLLM's account.
-        "gpu_memory_utilization": 0.85,
-        "seed": args.seed,
-        "disable_log_stats": True,
-    }
-    if arm.skip_layers:
-        options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
-    if args.on_cpu:
-        options |= CPU_ARGS | {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
-        options |= ENGINE_ARGS
-    options |= args.engine_args
-    if not arm.has_window:
-        attention = options.get("attention_config", {})
-        options["attention_config"] = attention | {"turbo_window": 0}
-    return options
 
 
 class Checks:
@@ -142,6 +83,8 @@ class Checks:
         self.cases = build_cases(text, args.plan, tokenizer, args.seed)
         self.deadline = time.monotonic() + args.time_limit
         self.reference = Arm(REFERENCE, REFERENCE)
+        self.running: dict[Arm, float] = {}
+        self.ended = 0
         self.variables = engine_variables(args.on_cpu) | {
             # The probes are then called as they are, and need not be serialised.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -190,7 +133,14 @@ class Checks:
     def run_child(self, child: Path, job: dict[str, Any], folder: Path) -> str | None:
         left = self.deadline - time.monotonic()
         forked = self.args.on_cpu
-        return run_arm(child, job, folder, self.variables, left, is_forked=forked)
+        error = run_arm(child, job, folder, self.variables, left, is_forked=forked)
+        log = folder / LOG
+        if not error or not log.exists():
+            return error and with_cure(error)
+        kept = self.args.output / "logs" / f"{folder.name}.log"
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copyfile(log, kept)
+        return with_cure(error.replace(str(log), str(kept)), kept)
 
     def records(self, arm: Arm, context: int | None = None) -> Records:
         """Returns an arm's records of one context's texts, or of all."""
@@ -239,28 +189,62 @@ class Checks:
         path = self.folder(arm) / "stages"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
+    def status(self) -> str:
+        """Returns what each engine that runs does, on one line."""
+        now = time.monotonic()
+        parts = [
+            f"{arm.name}: {STAGES[min(self.stages(arm), len(STAGES) - 1)]}, "
+            f"{now - start:.0f} s"
+            for arm, start in list(self.running.items())
+        ]
+        return "; ".join([f"{self.ended} ended", *parts])
+
+    def run_whole(self, arm: Arm) -> tuple[str | None, dict[str, Any], float]:
+        """Runs an arm, and GSM8K if that is asked for.
+
+        Returns:
+            What went wrong, what GSM8K adds to the row, and the seconds it took.
+
+        """
+        start = self.running[arm] = time.monotonic()
+        try:
+            error = self.run_arm(arm)
+            asked = self.args.gsm8k is not None and not error and not arm.skip_layers
+            more = self.measure_gsm8k(arm) if asked else {}
+        finally:
+            self.running.pop(arm)
+            self.ended += 1
+        return error, more, time.monotonic() - start
+
+    def row(self, arm: Arm, run: Future) -> dict[str, Any]:
+        """Returns the row of an arm that has ended."""
+        error, more, seconds = run.result()
+        row = {"arm": arm.name, **asdict(arm)}
+        row.pop("name")
+        row |= {"error": error} if error else self.measure(arm)
+        tqdm.write(f"{arm.name}: {error or 'ran'} ({seconds:.0f} s)", file=sys.stdout)
+        sys.stdout.flush()
+        return row | more
+
     def run(self, arms: list[Arm]) -> Iterator[dict[str, Any]]:
-        """Yields each arm's row when it has ended, with progress on a terminal."""
+        """Yields each arm's row when it has ended, with progress on a terminal.
+
+        The reference's comes first: the others are measured by it.
+        """
+        runs = {self.pool.submit(self.run_whole, arm): arm for arm in arms}
+        waiting = set(runs)
+        first = {run for run, arm in runs.items() if arm == self.reference}
         with tqdm(total=len(arms) * len(STAGES), disable=None, unit="part") as bar:
-            for number, arm in enumerate(arms):
-                bar.set_description(arm.name)
-                run = self.pool.submit(self.run_arm, arm)
-                start = time.monotonic()
-                while not wait([run], POLL_S).done:
-                    bar.update(number * len(STAGES) + self.stages(arm) - bar.n)
-                row = {"arm": arm.name, **asdict(arm)}
-                row.pop("name")
-                error = run.result()
-                row |= {"error": error} if error else self.measure(arm)
-                if self.args.gsm8k is not None and not error and not arm.skip_layers:
-                    row |= self.measure_gsm8k(arm)
-                bar.update((number + 1) * len(STAGES) - bar.n)
-                took = f"{time.monotonic() - start:.0f} s"
-                tqdm.write(f"{arm.name}: {error or 'ran'} ({took})", file=sys.stdout)
-                yield row
+            while waiting:
+                ended, _ = wait(first & waiting or waiting, POLL_S, FIRST_COMPLETED)
+                bar.update(sum(map(self.stages, arms)) - bar.n)
+                bar.set_description(", ".join(arm.name for arm in list(self.running)))
+                for run in ended:
+                    waiting.remove(run)
+                    yield self.row(runs[run], run)
 
     def measure_gsm8k(self, arm: Arm) -> dict[str, Any]:
-        error = self.pool.submit(self.run_gsm8k, arm).result()
+        error = self.run_gsm8k(arm)
         if error:
             return {"gsm8k_error": error}
         return {"gsm8k": read_result(self.folder(arm, "gsm8k"))}
@@ -278,7 +262,8 @@ def check_layers(checks: Checks, rows: list[dict[str, Any]]) -> dict[str, Any] |
     packed = turbo[0]
     arm = arm_of(packed["arm"])
     worst = [layer["layer"] for layer in packed["keys"]][: checks.args.layers]
-    measured = list(checks.run([arm.without(layer) for layer in worst]))
+    rows_of = {row["arm"]: row for row in checks.run([arm.without(x) for x in worst])}
+    measured = [rows_of[arm.without(layer).name] for layer in worst]
     skip = layers_to_skip(measured, packed)
     if len(skip) > 1:
         name = f"{arm.name}, layers {', '.join(skip)} in bf16"
@@ -317,9 +302,11 @@ def check(
 
     Each arm that ends is kept in a report of those before it, too.
     """
+    order = {arm.name: number for number, arm in enumerate(arms)}
     rows: list[dict[str, Any]] = []
     for row in checks.run(arms):
         rows.append(row)
+        rows.sort(key=lambda row: order[row["arm"]])
         if not ran(rows[0]):
             raise SystemExit(f"check_model: no reference: {row['error']}")
         keep(report_of(checks, rows))
@@ -353,23 +340,56 @@ def write_report(report: dict[str, Any], output: Path) -> None:
         print(f"{path}, {output / 'kl.svg'}")
 
 
+def check_or_stop(checks: Checks, arms: list[Arm], output: Path) -> dict[str, Any]:
+    """Returns the report; of a run that is stopped prints what there is of it."""
+    kept: dict[str, Any] = {}
+
+    def keep(report: dict[str, Any]) -> None:
+        kept.update(report)
+        write_files(report, output)
+
+    try:
+        return check(checks, arms, keep)
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        if isinstance(stopped, SystemExit) and isinstance(stopped.code, str):
+            raise
+        ended = len(kept.get("arms", []))
+        said = f"check_model: stopped when {ended} of {len(arms)} engines had ended"
+        if not kept:
+            print(f"{said}: there is no report", file=sys.stderr, flush=True)
+            raise
+        print(f"\n{markdown(kept)}\n{said}; {output / 'check.json'}", flush=True)
+        raise
+
+
 def main(words: list[str] | None = None) -> int:
     parser = build_parser(__doc__)
     args = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as folder, side_by_side(1) as pool:
+    try:
+        check_early(args)
+    except ValueError as error:
+        parser.error(str(error))
+    with Heartbeat("reading the model and the text") as beat:
         try:
             complete(args)
-            checks = Checks(args, Path(folder), pool)
         except ValueError as error:
             parser.error(str(error))
-        arms = arms_of(args.kv_cache_dtype)
-        report = check(checks, arms, lambda report: write_files(report, args.output))
+        with tempfile.TemporaryDirectory() as folder, side_by_side(args.jobs) as pool:
+            try:
+                checks = Checks(args, Path(folder), pool)
+            except ValueError as error:
+                parser.error(str(error))
+            arms = arms_of(args.kv_cache_dtype)
+            beat.status = checks.status
+            report = check_or_stop(checks, arms, args.output)
         write_report(report, args.output)
     return 1 if failed(report) else 0
 
 
 if __name__ == "__main__":
     exit_when_told()
+    # In the background it would be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -82,7 +82,25 @@ class Record:
         )
 
     def save(self) -> None:
-        assert not np.isnan(self.logprobs).any(), f"{self.path}: steps are missing"
+        """Writes the file.
+
+        Raises:
+            RuntimeError: If a step was not seen, or its logits are no numbers.
+
+        """
+        steps = len(self.targets)
+        if missing := int((self.top < 0).sum()):
+            raise RuntimeError(
+                f"{missing} of {steps} decode steps of {self.path.stem} were not seen: "
+                "this engine does not run the steps that check_model replays; try "
+                "--engine-args '{\"max_num_seqs\": 1}'"
+            )
+        if broken := int(np.isnan(self.logprobs).any(axis=1).sum()):
+            raise RuntimeError(
+                f"the logits of {broken} of {steps} decode steps of {self.path.stem} "
+                "are not numbers (NaN): the model cannot be served with this cache "
+                "dtype; leave it out of --kv-cache-dtype"
+            )
         np.savez(
             self.path,
             ids=self.ids,

@@ -29,6 +29,8 @@ from vllm_turbo_cpu_standins.settings import engine_environment  # noqa: E402
 STOP_TIMEOUT_S = 10
 # For all processes of a group to say where they are.
 STACKS_S = 5
+# How the message of a time that is up begins.
+NO_END = "no end after"
 # Of all threads.
 running_now: set["subprocess.Popen | ForkedChild"] = set()
 # Those without a child, by their variables.
@@ -216,7 +218,7 @@ def run_child(
             status = process.wait(time_limit)
         except subprocess.TimeoutExpired:
             signal_group(process, signal.SIGABRT, STACKS_S)
-            return f"no end after {time_limit:.0f} s"
+            return f"{NO_END} {time_limit:.0f} s"
     return f"status {status}" if status else None
 
 

@@ -11,11 +11,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    import torch
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Greedy text is then printable: the head's other rows are zero.
@@ -166,24 +167,27 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> dict:
 
 def seeded_weights(
     config: dict, seed: int, head_range: float | None
-) -> dict[str, torch.Tensor]:
+) -> "dict[str, torch.Tensor]":
     """Returns the checkpoint's tensors, in bfloat16.
 
     Norm weights are one, except the query norm's: a larger one sharpens the softmax,
     so that single tokens far back still decide the output.
     """
+    # Commands that need this module's tokens alone need not wait for it.
+    import torch
+
     generator = np.random.Generator(np.random.PCG64(seed))
     hidden = config["hidden_size"]
     head_dim, vocab = config["head_dim"], config["vocab_size"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
 
-    def normal(*shape: int, scale: float | None = None) -> torch.Tensor:
+    def normal(*shape: int, scale: float | None = None) -> "torch.Tensor":
         scale = config["initializer_range"] if scale is None else scale
         values = generator.standard_normal(shape) * scale
         return torch.from_numpy(values).to(torch.bfloat16)
 
-    def constant(size: int, value: float = 1.0) -> torch.Tensor:
+    def constant(size: int, value: float = 1.0) -> "torch.Tensor":
         return torch.full((size,), value, dtype=torch.bfloat16)
 
     weights = {"model.embed_tokens.weight": normal(vocab, hidden)}
@@ -223,6 +227,8 @@ def seeded_weights(
 
 def write_model(folder: Path, args: argparse.Namespace) -> None:
     """Writes config, weights and tokenizer into `folder`, which it makes."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(args, write_tokenizer(folder))
     write_json(folder / "config.json", config)

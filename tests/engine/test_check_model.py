@@ -149,11 +149,13 @@ def test_needles_are_found(rows: dict[str, dict[str, Any]]):
 
 
 def test_a_refused_dtype_loses_no_other(
-    report: dict[str, Any], rows: dict[str, dict[str, Any]]
+    checks: FullChecks, report: dict[str, Any], rows: dict[str, dict[str, Any]]
 ):
     assert "fp8" in rows["fp8"]["error"] and "kl_mean" not in rows["fp8"]
     assert check_model.failed(report)
-    assert report["advice"].endswith("fp8: not measured")
+    assert "; fp8: not measured; fp8 was not measured" in report["advice"]
+    assert (checks.args.output / "logs" / "fp8.log").exists()
+    assert f"log: {checks.args.output / 'logs'}" in rows["fp8"]["error"]
 
 
 def test_what_has_ended_is_kept(

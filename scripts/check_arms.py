@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The engines that `check_model.py` compares."""
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arm_process import NO_WINDOW
+from check_args import CPU_ARGS
+from quality_cases import HEAD
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
+
+REFERENCE = "auto"
+CPU_CACHE_BYTES = 256 << 20
+# Of a GPU's memory, for an engine beside others whose cache has its bytes.
+MIN_FREE = 0.02
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine.
+
+    Attributes:
+        name: What it is called in tables.
+        cache_dtype: As on vLLM's command line.
+        skip_layers: Layers whose cache has the model's dtype.
+        has_window: Whether turbo_window is vLLM's default, and not 0.
+
+    """
+
+    name: str
+    cache_dtype: str
+    skip_layers: tuple[str, ...] = ()
+    has_window: bool = True
+
+    def without(self, layer: str) -> "Arm":
+        return replace(
+            self, name=f"{self.name}, layer {layer} in bf16", skip_layers=(layer,)
+        )
+
+
+def arm_of(name: str) -> Arm:
+    """Returns the arm of a dtype, or of one without a window: `turbo4:no-window`."""
+    dtype, _, option = name.partition(":")
+    if dtype == REFERENCE:
+        return Arm(f"{dtype}, again", dtype)
+    return Arm(name, dtype, has_window=option != NO_WINDOW)
+
+
+def arms_of(names: list[str]) -> list[Arm]:
+    """Returns the reference and an arm a dtype; the reference's again shows noise."""
+    return [Arm(REFERENCE, REFERENCE), *map(arm_of, dict.fromkeys(names))]
+
+
+def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of an arm's `LLM`."""
+    is_reference = arm.cache_dtype == REFERENCE
+    options: dict[str, Any] = {
+        "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
+        "max_model_len": args.plan.max_context,
+        "max_num_seqs": 16,
+        # Of a longer prompt, all chunks but the first read the cache.
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        # To compile and capture takes longer than what is then computed.
+        "enforce_eager": True,
+        "hf_overrides": HEAD,
+        # The recorder's workspace is not in vLLM's account.
+        "gpu_memory_utilization": 0.85,
+        "seed": args.seed,
+        "disable_log_stats": True,
+    }
+    if arm.skip_layers:
+        options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
+    if args.cache_bytes:
+        # Nobody else's memory then counts; the share says what must be free at start.
+        options["kv_cache_memory_bytes"] = args.cache_bytes
+        options["gpu_memory_utilization"] = MIN_FREE
+    if args.on_cpu:
+        options |= CPU_ARGS | {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        options |= ENGINE_ARGS
+    options |= args.engine_args
+    if not arm.has_window:
+        attention = options.get("attention_config", {})
+        options["attention_config"] = attention | {"turbo_window": 0}
+    return options

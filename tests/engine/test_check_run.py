@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How the check of a user's model is run: shares, progress, errors and ends."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import check_jobs
+import check_model
+import numpy as np
+import pytest
+from arm_process import run_arm
+from check_args import build_parser, complete
+from check_cures import with_cure
+from check_progress import Heartbeat
+from child_runner import side_by_side
+from harness import SCRIPTS
+
+MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_steps_without_logits_say_what_to_do(step: int | None, tmp_path: Path):
+    from check_probe import Record
+
+    record = Record(
+        path=tmp_path / "text-3.npz", first=9, targets=[1, 2],
+        ids=np.zeros((2, 4), dtype=np.int64),
+        logprobs=np.zeros((2, 5), dtype=np.float32),
+        target=np.zeros(2, dtype=np.float32), top=np.array([5, -1]),
+        is_reference=True,
+    )  # fmt: skip
+    said = "1 of 2 decode steps of text-3 were not seen.*max_num_seqs"
+    if step is not None:
+        record.top[:] = 5
+        record.logprobs[step] = np.nan
+        said = "logits of 1 of 2 decode steps of text-3 are not numbers.*leave it out"
+    with pytest.raises(RuntimeError, match=said):
+        record.save()
+    assert not record.path.exists()
+
+
+def test_arguments_are_judged_before_vllm_is_imported():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import check_model\n"
+        "try: check_model.main([sys.argv[2], '--decode-steps', '512'])\n"
+        "finally: print('vllm' in sys.modules, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPTS), str(MODEL)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "512, and 256 at most" in done.stderr
+    assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize(
+    ("free", "weights", "wanted", "engines", "asked", "jobs"),
+    [
+        # 135 M parameters on an H100, of 8 and of 3 engines; one of 8 B; one of 70 B.
+        (78, 0.25, 2.8, 8, None, 8),
+        (78, 0.25, 2.8, 3, None, 3),
+        (78, 15, 16, 8, None, 2),
+        (78, 70, 20, 8, None, 1),
+        (78, 15, 16, 8, 3, 3),
+    ],
+)  # fmt: skip
+def test_engines_have_their_shares(
+    free: float, weights: float, wanted: float, engines: int, asked: int, jobs: int
+):
+    sizes = [int(x * GIB) for x in (free, weights, wanted, wanted / 16)]
+    found, cache = check_jobs.split(*sizes, engines, asked)
+    assert found == jobs
+    if jobs == 1:
+        assert cache == 0
+    else:
+        assert cache >= sizes[3] and (asked or cache >= sizes[2])
+        beside = sizes[1] + check_jobs.OTHER_BYTES
+        assert jobs * (cache + beside) <= 0.95 * sizes[0] + 1
+
+
+def test_too_many_engines_are_refused():
+    sizes = [int(x * GIB) for x in (78, 15, 16, 1)]
+    with pytest.raises(ValueError, match="--jobs 4 leaves 18.5 GiB.*--jobs 3 at most"):
+        check_jobs.split(*sizes, 8, 4)
+
+
+def test_a_share_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a GPU that is said to be there; by the user's own numbers if there are any."""
+    monkeypatch.setattr("check_args.has_gpu", lambda: True)
+    monkeypatch.setattr(check_jobs, "free_memory", lambda: 78 * GIB)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+
+    def options(*words: str) -> tuple[int, dict[str, Any]]:
+        words = str(MODEL), "--output", str(tmp_path), *words
+        args = build_parser("").parse_args(words)
+        complete(args)
+        return args.jobs, check_model.engine_args(check_model.arm_of("turbo4"), args)
+
+    jobs, found = options()
+    assert jobs == 5 and found["gpu_memory_utilization"] == 0.02
+    assert jobs * (found["kv_cache_memory_bytes"] + 4 * GIB) < 0.95 * 78 * GIB
+    jobs, found = options("--jobs", "1")
+    assert (jobs, found["gpu_memory_utilization"]) == (1, 0.85)
+    assert "kv_cache_memory_bytes" not in found
+    jobs, found = options("--engine-args", '{"gpu_memory_utilization": 0.3}')
+    assert (jobs, found["gpu_memory_utilization"]) == (1, 0.3)
+    monkeypatch.setattr(check_jobs, "free_memory", lambda: None)
+    assert options()[0] == 1
+    with pytest.raises(ValueError, match="--jobs 2: the GPU's free memory is not know"):
+        options("--jobs", "2")
+
+
+def test_an_engine_waits_for_the_reference(tmp_path: Path):
+    """Whose records it needs, and which runs beside it."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import check_child\n"
+        "check = object.__new__(check_child.Check)\n"
+        "check.job = {'reference': sys.argv[2]}\n"
+        "check.await_reference()"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPTS), str(tmp_path)]
+    variables = os.environ | {"VLLM_TARGET_DEVICE": "cpu"}
+    with subprocess.Popen(command, env=variables) as process:
+        (tmp_path / "stages").write_text("start\nkeys\n")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        (tmp_path / "stages").write_text("start\nkeys\ndecode\n")
+        assert process.wait(120) == 0
+
+
+def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]):
+    with Heartbeat("reading", 0.01) as beat:
+        time.sleep(0.1)
+        beat.status = lambda: "turbo4: decode"
+        time.sleep(0.1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0 s: reading" and lines[-1] == "0 s: turbo4: decode"
+    time.sleep(0.05)
+    assert not capsys.readouterr().out
+
+
+def test_errors_say_what_to_do():
+    memory = "ValueError: No available memory for the cache blocks. Try increasing"
+    assert "--jobs 1" in with_cure(memory) and "log: x" in with_cure(memory, Path("x"))
+    assert "--time-limit" in with_cure("no end after 30 s")
+    assert with_cure("ValueError: no") == "ValueError: no"
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_what_is_stopped_says_what_there_is(
+    stopped: BaseException,
+    has_ended: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(check_model, "markdown", lambda report: "the table")
+
+    def check(_checks: Any, _arms: Any, keep: Any) -> None:
+        if has_ended:
+            keep({"arms": [{"arm": "auto"}, {"arm": "turbo4"}]})
+        raise stopped
+
+    monkeypatch.setattr(check_model, "check", check)
+    arms = check_model.arms_of(["turbo4", "fp8"])
+    with pytest.raises(type(stopped)):
+        check_model.check_or_stop(None, arms, tmp_path)  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    if has_ended:
+        said = f"stopped when 2 of 3 engines had ended; {tmp_path / 'check.json'}"
+        assert "the table" in out and said in out
+        assert (tmp_path / "check.md").read_text() == "the table"
+    else:
+        assert "0 of 3 engines had ended: there is no report" in err
+
+
+class Ended(check_model.Checks):
+    """Engines that end in an order of their own, without a process."""
+
+    def __init__(self, pool: Any, seconds: dict[str, float]) -> None:
+        self.pool = pool
+        self.seconds = seconds
+        self.args = SimpleNamespace(gsm8k=None)
+        self.reference = check_model.Arm("auto", "auto")
+        self.running, self.ended = {}, 0
+
+    def run_arm(self, arm: check_model.Arm) -> str | None:
+        time.sleep(self.seconds[arm.name])
+        return "ValueError: no" if arm.name == "fp8" else None
+
+    def stages(self, arm: check_model.Arm) -> int:
+        return 0
+
+    def measure(self, arm: check_model.Arm) -> dict[str, Any]:
+        return {"kl_mean": 1.0}
+
+
+def test_engines_beside_each_other_are_reported_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """When they end, once the reference has; the report has them as they were named."""
+    kept: list[list[str]] = []
+    monkeypatch.setattr(check_model, "check_layers", lambda *_: None)
+    monkeypatch.setattr(check_model, "report_of", lambda _checks, rows, *_: rows)
+    arms = check_model.arms_of(["turbo4", "fp8", "turbo3"])
+    seconds = {"auto": 0.8, "turbo4": 2.0, "fp8": 0.1, "turbo3": 0.4}
+    with side_by_side(4) as pool:
+        checks = Ended(pool, seconds)
+        checks.args.layers = 0
+        start = time.monotonic()
+        rows = check_model.check(
+            checks, arms, lambda rows: kept.append([row["arm"] for row in rows])
+        )
+        assert time.monotonic() - start < sum(seconds.values())
+    assert [row["arm"] for row in rows] == ["auto", "turbo4", "fp8", "turbo3"]
+    assert kept[0] == ["auto"] and "turbo4" not in kept[2]
+    assert kept[2] == ["auto", "fp8", "turbo3"] and len(kept) == 4
+    assert checks.ended == 4 and not checks.running
+
+
+def test_a_time_that_is_up_is_named(tmp_path: Path):
+    """And not the errors that a log had before."""
+    child = tmp_path / "child.py"
+    child.write_text("import time\nprint('ValueError: no')\ntime.sleep(60)\n")
+    error = run_arm(child, {}, tmp_path / "arm", {}, 1, is_forked=False)
+    assert error == "no end after 1 s"
+    assert with_cure(error) == "no end after 1 s (--time-limit SECONDS gives more)"
