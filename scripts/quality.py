@@ -354,6 +354,27 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def check_disk(lab: Lab, scratch: Path, num_arms: int) -> None:
+    """Says how much disk the arms take, and refuses what is not there.
+
+    Raises:
+        ValueError: If it is not there.
+
+    """
+    vocab_size = json.loads((lab.args.model / "config.json").read_text())["vocab_size"]
+    arm = lab.cases.disk_bytes(vocab_size)
+    free = shutil.disk_usage(scratch).free
+    said = (
+        f"{arm / 1e9:.2f} GB an arm, {num_arms * arm / 1e9:.2f} GB in all, in {scratch}"
+    )
+    if num_arms * arm > free:
+        raise ValueError(
+            f"{said}, where {free / 1e9:.1f} GB are free: set TMPDIR, or give fewer "
+            "--arms or --texts"
+        )
+    print(f"distributions take {said}", flush=True)
+
+
 def keep_logs(scratch: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for log in scratch.glob("*/log"):
@@ -367,6 +388,11 @@ def main() -> int:
         scratch = Path(folder)
         try:
             lab = Lab(args, scratch)
+            check_disk(lab, scratch, len(args.parsed_arms))
+        except (OSError, ValueError) as error:
+            print(f"quality: {error}", file=sys.stderr)
+            return 2
+        try:
             # What has been measured stays if the rest is stopped.
             for rows in run_lab(lab, args.parsed_arms):
                 text = write_report(rows, lab, args)

@@ -102,6 +102,11 @@ class Cases:
         tasks = (len(task["prompt"]) + len(task["answer"]) for task in self.tasks)
         return max(self.plan.context + 1, *tasks, *map(len, self.rivals))
 
+    def disk_bytes(self, vocab_size: int) -> int:
+        """Returns the bytes of an arm's distributions, of the whole vocabulary."""
+        positions = sum(len(x) - 1 + self.plan.decode_steps for x in self.texts)
+        return 4 * vocab_size * (positions + len(self.rivals))
+
     def for_child(self) -> dict[str, Any]:
         return {
             "texts": self.texts,

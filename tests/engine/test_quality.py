@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from quality_cases import (  # noqa: E402
     HELD_OUT,
     KINDS,
     MODEL,
+    Cases,
     Vocabulary,
     build_cases,
     cut,
@@ -170,6 +172,40 @@ def test_texts_share_no_token():
     assert sorted(sum(texts, [])) == sorted(set(sum(texts, [])))
     with pytest.raises(ValueError, match="100 tokens"):
         cut(list(range(100)), 4, 30)
+
+
+def test_a_model_with_other_tokens_is_refused(tmp_path: Path):
+    """Whose ids 256 to 258 are words: prompts would be made of these."""
+    content = json.loads((MODEL / "tokenizer.json").read_text())
+    content["added_tokens"][0]["content"] = "<|im_start|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    run = run_quality(tmp_path / "output", "--model", tmp_path)
+    assert run.returncode == 2
+    assert f"token 256 of {tmp_path} is '<|im_start|>', and not '<|endo" in run.stdout
+    assert "scripts/check_model.py takes any model" in run.stdout
+    with pytest.raises(ValueError, match="no tokenizer.json"):
+        Vocabulary(tmp_path / "output")
+
+
+class LabOnDisk:
+    """Cases of a model with a large vocabulary."""
+
+    def __init__(self, folder: Path, texts: int) -> None:
+        self.args = SimpleNamespace(model=folder)
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 49152}))
+        stretches = [[0] * 8000] * texts
+        self.cases = Cases(quality.FULL, stretches, [], [[0]] * 100)
+
+
+def test_disk_is_told_before_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    quality.check_disk(LabOnDisk(tmp_path, 1), tmp_path, 2)
+    size = 4 * 49152 * (7999 + 2048 + 100)
+    said = f"{size / 1e9:.2f} GB an arm, {2 * size / 1e9:.2f} GB in all, in {tmp_path}"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ValueError, match="are free: set TMPDIR, or give fewer --arms"):
+        quality.check_disk(LabOnDisk(tmp_path, 30), tmp_path, 10**6)
 
 
 @pytest.mark.parametrize("name", ["needle-qwen3", "needle-llama"])

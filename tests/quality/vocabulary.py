@@ -8,6 +8,7 @@ Either has the bytes first, then the special tokens; pairs that were merged foll
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from seeded_model import byte_alphabet, tokenizer_content
 from tasks import END_OF_TEXT, SPECIAL_TOKENS, Case
@@ -41,12 +42,41 @@ def learn_merges(text: bytes, vocab_size: int) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
+def check_tokens(folder: Path, content: dict[str, Any]) -> None:
+    """Checks that the first tokens of a tokenizer.json are those of the tasks.
+
+    Raises:
+        ValueError: If they are not: other ids would be words of the model.
+
+    """
+    model = content["model"]
+    of_id = {index: token for token, index in dict(model.get("vocab", ())).items()}
+    of_id |= {each["id"]: each["content"] for each in content["added_tokens"]}
+    for index, token in enumerate((*byte_alphabet(), *SPECIAL_TOKENS)):
+        if of_id.get(index) != token:
+            raise ValueError(
+                f"token {index} of {folder} is {of_id.get(index)!r}, and not "
+                f"{token!r}: its vocabulary is not that of the models in models/, "
+                "whose tokens the tasks are made of; scripts/check_model.py takes any "
+                "model"
+            )
+
+
 class Vocabulary:
-    """A model's tokens, as its folder has them."""
+    """A model's tokens, as its folder has them: the bytes first, then special ones.
+
+    Raises:
+        ValueError: If the folder has other tokens.
+
+    """
 
     def __init__(self, folder: Path):
         path = folder / "tokenizer.json"
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        if not path.exists():
+            raise ValueError(f"{folder} has no tokenizer.json")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        model = content["model"]
+        check_tokens(folder, content)
         self.has_merges = bool(model["merges"])
         # Special tokens say nothing.
         self.bytes_of = [b""] * max(len(model["vocab"]), 256 + len(SPECIAL_TOKENS))
