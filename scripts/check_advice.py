@@ -92,8 +92,8 @@ def advise(rows: list[Row]) -> str:
         parts.append(f"{name}: {said}")
     if not parts:
         return "nothing to advise on"
-    if fp8 is None:
-        parts.append("fp8 was not measured, which others are compared with")
+    if not any(row["cache_dtype"].startswith("fp8") for row in others):
+        parts.append("with fp8 in --kv-cache-dtype others are compared with it")
     if not says_needles(reference):
         needles = reference["needles"]
         parts.append(

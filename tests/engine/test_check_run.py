@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How the check of a user's model is run: shares, progress, errors and ends."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -231,3 +232,20 @@ def test_a_time_that_is_up_is_named(tmp_path: Path):
     error = run_arm(child, {}, tmp_path / "arm", {}, 1, is_forked=False)
     assert error == "no end after 1 s"
     assert with_cure(error) == "no end after 1 s (--time-limit SECONDS gives more)"
+
+
+def test_long_texts_are_encoded_without_alarm(tmp_path: Path):
+    """A tokenizer warns that what is longer than the context will fail; it is cut."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    logger.addHandler(handler)
+    args = build_parser("").parse_args([str(MODEL), "--output", str(tmp_path)])
+    try:
+        complete(args)
+        args.tokenizer.model_max_length = 100
+        assert len(args.tokenizer.encode("a word " * 1000)) > 100
+    finally:
+        logger.removeHandler(handler)
+    assert not said
