@@ -146,6 +146,21 @@ def test_steps_take_as_long(planned: list[dict[str, Any]]):
     assert compared == 50 and not wrong
 
 
+def test_dtypes_rank_as_measured_with_latents(planned: list[dict[str, Any]]):
+    """Of 24 layers of a model with MLA, where attention is most of a step."""
+    for shape in ("16x32768", "64x4096"):
+        found = {
+            run.arm: (row["tpots"][shape], run.tpots[shape])
+            for run, row in zip(RUNS, planned, strict=True)
+            if run.model == "glm-4.7-flash-dense"
+        }
+        for column in (0, 1):
+            ranked = sorted(found, key=lambda arm: found[arm][column])
+            assert ranked == ["fp8", "turbo4", "auto"], shape
+        for estimate, measured in found.values():
+            assert estimate == pytest.approx(measured, rel=0.2)
+
+
 def test_weights_that_are_read(planned: list[dict[str, Any]]):
     """All of a Llama's but the rows of its embedding; experts apart."""
     rows = {run.model: row for run, row in zip(RUNS, planned, strict=True)}
