@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A plugin of pytest's: a failure is told when it happens, and not at the end alone, and
-so is a test that took long.
+"""A plugin of pytest's: a failure is told when it happens, as is a test that took long.
 
 A run on a GPU that is lent for minutes may not see its end.
 """

@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     Partials,
+    RotatedQuery,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 

@@ -216,8 +216,8 @@ __device__ __forceinline__ void key_scores(
 #pragma unroll
           for (int half = 0; half < kGroupHalves; ++half) {
             const float x = scale[half * kLaneUnits + j];
-            scores[m][c] += __int_as_float(products[j][half][m][c]) *
-                            (j % 2 == 0 ? x : -x);
+            const float product = __int_as_float(products[j][half][m][c]);
+            scores[m][c] += product * (j % 2 == 0 ? x : -x);
           }
         }
       }
