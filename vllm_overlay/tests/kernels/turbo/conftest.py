@@ -24,6 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_amx() -> Iterator[None]:
+    """Whatever the CPU has, vLLM's CPU platform takes the ways of one without AMX."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def round_to_nearest_bf16() -> Iterator[None]:
     """The interpreter cuts off what bf16 has no bits for: up to twice the error, and
     all of it toward zero. With GPUs' rounding, one tolerance serves both.

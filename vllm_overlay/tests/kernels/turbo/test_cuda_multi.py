@@ -28,8 +28,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     OutputScratch,
     Partials,
     RotatedQuery,
+    num_own_tiles,
 )
-from vllm.v1.attention.ops.turbo.planning.scratch import num_own_tiles
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode

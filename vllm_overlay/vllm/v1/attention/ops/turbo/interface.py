@@ -126,6 +126,17 @@ class Partials(NamedTuple):
 OWN_TILE_TOKENS = TILE_TOKENS
 
 
+def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
+    """Tiles that hold query tokens, at most: no two sequences share one.
+
+    Args:
+        num_tokens: Query tokens of all sequences.
+        num_seqs: Sequences.
+
+    """
+    return num_tokens // OWN_TILE_TOKENS + num_seqs
+
+
 class OutputScratch(NamedTuple):
     """Scratch of attention that ends in outputs; see ``KernelSet.output_scratch``.
 

@@ -16,9 +16,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     DecodeBatch,
     SplitsFn,
+    num_own_tiles,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_own_tiles
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 # Query tokens of a step that extends take: as many as their lengths were measured with.
 MAX_EXTEND_TOKENS = 16384

@@ -184,17 +184,6 @@ class PrefillScratch(NamedTuple):
         return [(tensor, shape.dtype) for tensor in tensors]
 
 
-def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
-    """Tiles that hold query tokens, at most: no two sequences share one.
-
-    Args:
-        num_tokens: Query tokens of all sequences.
-        num_seqs: Sequences.
-
-    """
-    return num_tokens // OWN_TILE_TOKENS + num_seqs
-
-
 def num_bytes(specs: TensorSpecs) -> int:
     """Bytes of tensors, without what aligns them."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
