@@ -16,7 +16,9 @@
 #
 # kernels is mostly compilers: KERNELS_ARGS="-n 16 --dist worksteal" for as many cores,
 # which share the GPUs that there are. With "--shard 1/2", too, it is the first of two
-# parts: kernels that the first has built are there for the second.
+# parts: kernels that the first has built are there for the second. When all tests have
+# passed, native_kernels.json says of which sources that was; FAMILIES="cuda/store
+# triton/merge" runs and records those of some kernels alone: ci/native_kernels.py.
 #
 # architectures compiles every CUDA kernel for every architecture, without a GPU: hours of
 # one core. It packs them for scripts/apply.sh --kernels, and fails if they take too many
@@ -92,13 +94,39 @@ if [ "$*" != pictures ] && ! "$python" -c 'import vllm.v1.attention.ops.turbo'; 
   exit 1
 fi
 
+# kernels_passed [ARG]...: record it of a run of all tests, or of those of $FAMILIES.
+kernels_passed() {
+  # shellcheck disable=SC2086 # words are arguments
+  set -- "$@" --passed ${FAMILIES:-}
+  "$python" ci/native_kernels.py --record "$out/native_kernels.json" "$@" \
+    --commit "$COMMIT" \
+    --gpu "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
+}
+
 kernels() {
+  tests=vllm_overlay/tests/kernels/turbo shard='' is_whole=1
+  if [ -n "${FAMILIES:-}" ]; then
+    # shellcheck disable=SC2086 # words are arguments
+    tests=$("$python" ci/native_kernels.py --tests $FAMILIES) || return
+  fi
+  previous=
+  for argument; do
+    case $previous in --shard) shard=$argument ;; esac
+    case $argument in -k | -m | *test_*) is_whole= ;; esac
+    previous=$argument
+  done
+  log=$out/kernels${shard:+-${shard%/*}}.txt
   # Of the processes of -n each would take all cores for references on the CPU.
+  # shellcheck disable=SC2086 # words are arguments
   PYTHONPATH=ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 \
     "$python" -m pytest -q -p no:cacheprovider -p failures_at_once -p shards "$@" \
-    vllm_overlay/tests/kernels/turbo >"$out/kernels.txt" 2>&1
+    $tests >"$log" 2>&1
   set -- $?
-  tail -n 40 "$out/kernels.txt"
+  tail -n 40 "$log"
+  if [ "$1" = 0 ] && [ -n "$is_whole" ]; then
+    # shellcheck disable=SC2086 # words are arguments
+    kernels_passed ${shard:+--shard "$shard"} || return
+  fi
   return "$1"
 }
 

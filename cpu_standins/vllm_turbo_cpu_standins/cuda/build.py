@@ -71,8 +71,17 @@ def _digest(parts: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(arguments: Sequence[str | Path], target: Path) -> Path:
-    """Run the compiler for a target, which is there whole or not at all."""
+def _compile(
+    arguments: Sequence[str | Path], target: Path, is_made: bool = True
+) -> Path:
+    """Run the compiler for a target, which is there whole or not at all.
+
+    Args:
+        arguments: For the compiler.
+        target: The file to make.
+        is_made: Whether the compiler makes it.
+
+    """
     command = compiler()
     if command is None:
         raise CannotBuildError("there is no C++ compiler: install g++, or set CXX")
@@ -86,7 +95,8 @@ def _compile(arguments: Sequence[str | Path], target: Path) -> Path:
         )
         if done.returncode:
             raise CannotBuildError(f"{target.name}:\n{done.stderr}")
-        made.replace(target)
+        if is_made:
+            made.replace(target)
     return target
 
 
@@ -225,6 +235,41 @@ def build(
         linking = [*_LINKING, f"-Wl,-rpath,{runtime().parent}"]
         ffi = tvm_ffi.libinfo.find_libtvm_ffi()
         return _compile([*linking, module, runtime(), ffi], library)
+
+
+def check(
+    source: Path,
+    source_dir: Path,
+    headers: dict[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> None:
+    """Have the compiler read a module, with its templates and static assertions, and
+    make nothing of it: in half a second, if it has not been read before.
+
+    The arguments are those of ``build``.
+
+    Raises:
+        CannotBuildError: With the compiler's words.
+
+    """
+    sources = translated(source, source_dir)
+    headers = headers or {}
+    macros = [flag for flag in flags if flag.startswith("-D")]
+    parts = [*_FLAGS, *macros, tvm_ffi.__version__, _own_text(), str(sources)]
+    folder = cache_dir() / "checked"
+    stamp = folder / _digest([*parts, source.name, *headers, *headers.values()])
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{stamp}.lock"), tempfile.TemporaryDirectory() as scratch:
+        if stamp.exists():
+            return
+        for header, text in headers.items():
+            (Path(scratch) / header).write_text(text)
+        place = sources / source.relative_to(source_dir)
+        arguments = [*_FLAGS, *_MODULE_FLAGS, *macros]
+        arguments += _include_flags(sources, Path(scratch))
+        arguments += ["-include", _prefix(), "-x", "c++", "-fsyntax-only", place]
+        _compile(arguments, stamp, is_made=False)
+        stamp.touch()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -99,7 +99,7 @@ def parse_architecture(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is none of {known}")
 
 
-def _modules(
+def served_modules(
     capability: int, cache_dtypes: Sequence[str], head_sizes: Sequence[int]
 ) -> dict[str, CudaModule]:
     """What serving may ask for on GPUs of an architecture, by name."""
@@ -134,7 +134,7 @@ def jobs_for(
             capability,
         )
         for capability in capabilities
-        for name, module in _modules(capability, cache_dtypes, head_sizes).items()
+        for name, module in served_modules(capability, cache_dtypes, head_sizes).items()
         if re.search(pattern, name)
     ]
 

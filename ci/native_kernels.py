@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which kernels have changed since their tests last passed on a GPU.
+
+    native_kernels.py                        says so in a line
+    native_kernels.py --tests FAMILY...      prints the test files of some families
+    native_kernels.py --passed [FAMILY...]   records that their tests have passed
+        [--shard 1/2] [--gpu NAME] [--commit REV]
+
+A family is a CUDA kernel, such as "cuda/decode", or a file of Triton's that launches
+some, such as "triton/merge". Its digest is of what is compiled: of CUDA's sources, the
+headers of constants and the flags of all its instances on the recorded architecture; of
+Triton's sources and of the formats, without types of arguments. Neither paths nor
+comments nor docstrings count.
+
+Without families --passed is for all, after a whole run of the suite. With --shard it
+counts when all parts have passed, of the same sources.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks/results/native_kernels.json"
+TESTS = ROOT / "vllm_overlay/tests/kernels/turbo"
+TURBO = "vllm.v1.attention.ops.turbo"
+# Of the GPUs that the record is of.
+CAPABILITY = 90
+# What Triton's kernels take constants from.
+FORMATS = ("format", "latent_format", "window_format")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.MULTILINE)
+
+
+def digest(parts: Iterable[str]) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(part.encode() + b"\0")
+    return state.hexdigest()[:16]
+
+
+def normalised_cuda(text: str) -> str:
+    """A source without comments, paths of its own includes, and white space."""
+    return " ".join(_INCLUDE.sub("", _COMMENT.sub(" ", text)).split())
+
+
+def with_included(source: Path, folder: Path) -> set[Path]:
+    """A source, what it includes of a folder, and what that does."""
+    found, unread = {source}, [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop().read_text()):
+            path = folder / name
+            if path.is_file() and path not in found:
+                found.add(path)
+                unread.append(path)
+    return found
+
+
+def normalised_python(text: str) -> str:
+    """A module's code without docstrings, comments and imports."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        node.body = [  # type: ignore[attr-defined]
+            x
+            for x in body
+            if not isinstance(x, (ast.Import, ast.ImportFrom))
+            and not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
+        ]
+    return ast.dump(tree)
+
+
+def imported(path: Path) -> set[str]:
+    """Names of what a Python file imports, dotted, relative ones without dots."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names |= {module, *(f"{module}.{x.name}".lstrip(".") for x in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {x.name for x in node.names}
+    return names
+
+
+def _launches(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(
+        isinstance(x, ast.Call) and isinstance(x.func, ast.Subscript) for x in nodes
+    )
+
+
+def cuda_families() -> Iterator[tuple[str, str]]:
+    """Each CUDA kernel and its digest."""
+    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR, compiler_flags
+    from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
+    from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
+
+    parts: dict[str, set[str]] = {}
+    sources: dict[str, Path] = {}
+    found = served_modules(CAPABILITY, [*TURBO_PRESETS], HEAD_SIZES)
+    for module in found.values():
+        flags = " ".join(compiler_flags(module, str(CAPABILITY)))
+        parts.setdefault(module.kernel, set()).add(f"{flags}\n{module.header}")
+        sources[module.kernel] = module.source
+    for kernel, own in parts.items():
+        paths = with_included(sources[kernel], SOURCE_DIR)
+        texts = {normalised_cuda(path.read_text()) for path in paths}
+        yield f"cuda/{kernel}", digest([*sorted(own), *sorted(texts)])
+
+
+def triton_families() -> Iterator[tuple[str, str]]:
+    """Each file that launches kernels of Triton's, and its digest."""
+    from vllm.v1.attention.ops import turbo
+
+    folder = Path(turbo.__path__[0])
+    files = {f"{TURBO}.triton.{x.stem}": x for x in folder.glob("triton/*.py")}
+    files |= {f"{TURBO}.{name}": folder / f"{name}.py" for name in FORMATS}
+    for path in sorted(folder.glob("triton/*.py")):
+        if not _launches(path):
+            continue
+        closure, unread = {path}, [path]
+        while unread:
+            for name in imported(unread.pop()) & files.keys():
+                if files[name] not in closure:
+                    closure.add(files[name])
+                    unread.append(files[name])
+        texts = sorted(normalised_python(x.read_text()) for x in closure)
+        yield f"triton/{path.stem}", digest(texts)
+
+
+def digests() -> dict[str, str]:
+    """Of all families."""
+    return dict(sorted([*cuda_families(), *triton_families()]))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"families": {}}
+    return json.loads(path.read_text())
+
+
+def changed(found: dict[str, str], record: dict[str, Any]) -> list[str]:
+    """Families whose digests are others than those recorded."""
+    recorded = record["families"]
+    return [
+        name
+        for name, value in found.items()
+        if recorded.get(name, {}).get("digest") != value
+    ]
+
+
+def mark_passed(
+    record: dict[str, Any],
+    found: dict[str, str],
+    families: list[str],
+    shard: str | None,
+    run: dict[str, str],
+) -> None:
+    """Note that the tests of families have passed, or a part of all tests."""
+    if shard is not None:
+        number, _, count = shard.partition("/")
+        begun = record.get("unfinished", {})
+        if begun.get("digests") != found or begun.get("count") != int(count):
+            begun = {"digests": found, "count": int(count), "passed": []}
+        begun["passed"] = sorted({*begun["passed"], int(number)})
+        record["unfinished"] = begun
+        if begun["passed"] != list(range(1, int(count) + 1)):
+            return
+    record.pop("unfinished", None)
+    if families == list(found):
+        record["families"] = {}
+    for name in families:
+        record["families"][name] = {"digest": found[name], **run}
+
+
+def tests_of(families: Iterable[str]) -> list[Path]:
+    """Test files that import families' modules, or helpers that do. Those that reach
+    kernels through the backend alone are for whole runs.
+    """
+    modules = set()
+    for family in families:
+        kind, _, name = family.partition("/")
+        name = "extend_rows" if name == "extend_outputs" else name
+        modules.add(f"{TURBO}.{kind}.{name}")
+    names = {path.stem: imported(path) for path in TESTS.glob("*.py")}
+    found = {stem for stem, own in names.items() if own & modules}
+    while True:
+        more = {
+            stem
+            for stem, own in names.items()
+            if {x.split(".")[0] for x in own} & found
+        }
+        if more <= found:
+            return sorted(TESTS / f"{x}.py" for x in found if x.startswith("test_"))
+        found |= more
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file")
+    parser.add_argument("--tests", nargs="+", metavar="FAMILY")
+    parser.add_argument("--passed", nargs="*", metavar="FAMILY")
+    parser.add_argument("--shard", help="such as 1/2, of a whole run")
+    parser.add_argument("--gpu", default="")
+    parser.add_argument("--commit", default="")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    if find_spec("vllm") is None:
+        print("native_kernels: apply the series to an installed vLLM", file=sys.stderr)
+        return 2
+    found = digests()
+    asked = [*(args.tests or []), *(args.passed or [])]
+    unknown = sorted({*asked} - found.keys())
+    if unknown or (args.shard and args.passed):
+        known = ", ".join(found)
+        words = f"no family {', '.join(unknown)}; there are {known}"
+        if not unknown:
+            words = "--shard is of a whole run, without families"
+        print(f"native_kernels: {words}", file=sys.stderr)
+        return 2
+    if args.tests:
+        print(*tests_of(args.tests), sep="\n")
+        return 0
+    record = read_record(args.record)
+    if args.passed is not None:
+        run = {"gpu": args.gpu, "commit": args.commit, "date": str(date.today())}
+        mark_passed(record, found, args.passed or list(found), args.shard, run)
+        args.record.parent.mkdir(parents=True, exist_ok=True)
+        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    left = changed(found, record)
+    words = ", ".join(left) if left != list(found) else "all"
+    print(f"kernels changed since their tests passed on a GPU: {words or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
