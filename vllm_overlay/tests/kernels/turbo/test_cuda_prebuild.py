@@ -220,7 +220,8 @@ def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
     assert compile_kernels.main() == 0
     first = table.read_text()
-    made = {path: path.stat().st_mtime_ns for path in folder.glob("*.so")}
+    libraries = sorted(folder.glob("*.so"))
+    made = {path: path.stat().st_mtime_ns for path in libraries}
     assert len(made) == 3
     broken, untold, kept = made
     broken.write_text("half of")
@@ -229,7 +230,10 @@ def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, ca
     assert table.read_text() == first
     again = {path for path, then in made.items() if path.stat().st_mtime_ns != then}
     assert again == {broken, untold} and kept not in again
-    # What spills is told again, too.
+    # What spills is told again, too, where it is recorded for this compiler.
+    recorded = tmp_path / "recorded.json"
+    recorded.write_text(first)
+    monkeypatch.setattr(compile_kernels, "RECORDED", recorded)
     kept.with_suffix(".ptxas").write_text(
         "Used 9 registers\n4 bytes spill stores, 4 bytes spill loads"
     )
