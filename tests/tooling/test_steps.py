@@ -106,8 +106,9 @@ def test_all_is_for_the_engine(steps: Run) -> None:
     for args in (["engine", "--all"], ["--all", "engine"], ["--all"]):
         status, calls, said = steps(*args)
         assert status == 0, said
-        assert [call for call in calls if "--all tests/engine" in call] == calls[-1:]
-        assert not any("--all" in call.split() for call in calls[:-1])
+        tested = [call for call in calls if "-m pytest" in call]
+        assert [call for call in calls if "--all tests/engine" in call] == tested[-1:]
+        assert not any("--all" in call.split() for call in tested[:-1])
     _, calls, _ = steps("engine")
     assert calls[-1].endswith("tests/engine") and "--all" not in calls[-1]
     status, calls, said = steps("lint", "--all")
@@ -122,13 +123,15 @@ def test_every_step(steps: Run, tmp_path: Path) -> None:
     assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint --lazy"
     assert calls[1] == "pre-commit run --all-files"
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
-    assert tested[-5:] == [
+    assert tested[-6:] == [
         "tests/tooling",
         "vllm_overlay/tests/kernels/turbo",
         "vllm_overlay/tests/kernels/turbo/test_cuda_*.py",
+        "tests/instances",
         "tests/quality",
         "tests/engine",
     ]
+    assert calls[-1].endswith("python ci/native_kernels.py")
     assert said.splitlines()[-1] == "all passed"
     for number, step in enumerate(
         ("environment", "lint", "series", "tooling", "kernels", "quality", "engine"), 1
@@ -192,7 +195,8 @@ def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> 
 def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
     """The stand-ins tell; what one step exports is not seen by the next."""
     _, calls, _ = steps("kernels", "quality")
-    kernels, emulated, quality = (call for call in calls if "-m pytest" in call)
+    kernels, emulated, read, quality = (call for call in calls if "-m pytest" in call)
+    assert read.endswith(" tests/instances") and "TRITON_INTERPRET" in read
     assert "-p vllm_turbo_cpu_standins.cuda" in emulated
     assert "TRITON_INTERPRET=1" in kernels and "VLLM_TARGET_DEVICE=cpu" in kernels
     assert "-p vllm_turbo_cpu_standins.interpreter" in kernels
@@ -268,6 +272,8 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
             assert calls.pop(0).startswith("ncu ")
         call = calls.pop(0)
         assert path in call.split()
+        if section == "kernels":
+            assert "native_kernels.json --passed" in calls.pop(0)
         assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
         if section == "mla":
             assert "benchmark_turbo_latent_store.py" in calls.pop(0)

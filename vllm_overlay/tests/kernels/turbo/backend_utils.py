@@ -389,9 +389,10 @@ class Batch:
         """Compare each request to attention over what it is to see, later tokens of the
         ranges included.
 
-        CUDA's decode attention takes q in int8 by design, where it says so: the target
-        is attention from q rounded so. The offset of the first segment is taken off all
-        keys: a softmax does not see it, and what is compared to has no large scores.
+        Kernels of decodes rotate q in block fixed point, and CUDA's take it in int8
+        where they say so, by design: the target is attention from q rounded so. The
+        offset of the first segment is taken off all keys: a softmax does not see it,
+        and what is compared to has no large scores.
         Sinks do.
         """
         offset = impl.runner.key_offset
@@ -400,7 +401,7 @@ class Batch:
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
         num_decodes = next(longer, len(lens))
         is_rounded = rounds_queries(impl.runner, lens[:num_decodes])
-        num_rounded = num_decodes if is_rounded else 0
+        num_rotated = 0 if impl.runner.kernels is None else num_decodes
         begin = 0
         options: dict[str, Any] = {
             "sliding_window": impl.runner.sliding_window,
@@ -436,8 +437,10 @@ class Batch:
             is_prefilled = any(
                 min(last, newest) > max(first, context) for first, last in own_ranges
             )
-            if row < num_rounded and not is_prefilled:
-                rotated = reference.round_query(reference.rotate(query))
+            if row < num_rotated and not is_prefilled:
+                rotated = reference.rotate(query)
+                if is_rounded:
+                    rotated = reference.round_query(rotated)
                 rounded = reference.inverse_rotate(rotated)
                 num_newest = num_queries if raw else 0
                 target = attention_of_rounded(

@@ -243,8 +243,6 @@ def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
         config,
         tensor_parallel_size=4,
         decode_context_parallel_size=2,
-        # It is for any number of GPUs here.
-        distributed_executor_backend="mp",
     )
     attention_config = AttentionConfig(turbo_window=0, **attention)
     return with_attribute(changed, "attention_config", attention_config)
@@ -289,6 +287,8 @@ MICRO_BATCHES = {"dual batch overlap": dict(enable_dbo=True), "2": dict(ubatch_s
 
 
 def parallel_config(config: VllmConfig, **changes) -> VllmConfig:
+    # For any number of GPUs.
+    changes = {"distributed_executor_backend": "mp"} | changes
     return with_attribute(config, "parallel_config", ParallelConfig(**changes))
 
 
