@@ -40,6 +40,7 @@ from .backend_utils import (
     make_impl,
     make_vllm_config,
     register,
+    rounds_queries,
     set_path,
     set_scratch,
     with_drafts,
@@ -53,6 +54,7 @@ from .utils import (
     FP16,
     ON_GPU,
     assert_by_2x_rule,
+    attention_of_rounded,
     gaussian,
     load_context,
     new_cache,
@@ -270,29 +272,50 @@ class Layer:
     def check_chunks(
         self, output: torch.Tensor, row: int, begin: int, num_queries: int, context: int
     ) -> None:
-        """Each token of a request sees its chunk."""
+        """Each token of a request sees its chunk. A decode's query is rounded as
+        ``Batch.check`` has it.
+        """
         batch, length = self.batch, context + num_queries
-        layout = self.impl.runner.layout
+        runner = self.impl.runner
+        layout = runner.layout
         key, value = load_context(batch.cache, batch.table[row], length, layout)
         own = slice(begin, begin + num_queries)
-        offset = self.impl.runner.key_offset
-        if offset is not None:
+        shift = torch.zeros_like(key)
+        if runner.key_offset is not None:
             # To its layer, a chunk is a sequence.
             segments = torch.arange(length) % CHUNK // interface.OFFSET_SEGMENT
-            key += offset[segments.clamp(max=len(offset) - 1)]
-        if not self.impl.runner.stored:
+            table = runner.key_offset
+            shift = table[segments.clamp(max=len(table) - 1)].to(key)
+        key += shift
+        if not runner.stored:
             key[context:], value[context:] = batch.key[own], batch.value[own]
+            shift[context:] = 0
+        decode_lens = [n for n, _ in self.requests if n <= runner.max_query_len]
+        is_decode = row < len(decode_lens) and runner.kernels is not None
         for first in range(context // CHUNK * CHUNK, length, CHUNK):
             last = min(first + CHUNK, length)
             queries = slice(begin + max(first - context, 0), begin + last - context)
+            seen = batch.query[queries], key[first:last], value[first:last]
+            target = None
+            if is_decode:
+                rotated = reference.rotate(seen[0])
+                if rounds_queries(runner, decode_lens):
+                    rotated = reference.round_query(rotated)
+                num_newest = last - max(first, context)
+                target = attention_of_rounded(
+                    reference.inverse_rotate(rotated),
+                    *seen,
+                    0 if runner.stored else num_newest,
+                    self.impl.scale,
+                    shift[first:last],
+                )
             assert_by_2x_rule(
                 output[queries],
-                batch.query[queries],
-                key[first:last],
-                value[first:last],
+                *seen,
                 self.impl.scale,
                 self.case["dtype"],
                 True,
+                target,
             )
 
 
