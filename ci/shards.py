@@ -9,6 +9,7 @@ Workers of pytest-xdist take the GPUs that are visible by turns.
 """
 
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -21,6 +22,8 @@ def _share_gpus() -> None:
         return
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if gpus == [""]:
+        if shutil.which("nvidia-smi") is None:
+            return
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
         gpus = [str(i) for i in range(listed.stdout.count("GPU "))]
     if gpus:
