@@ -9,7 +9,7 @@
 
 A family is a CUDA kernel, such as "cuda/decode", or a file of Triton's that launches
 some, such as "triton/merge". Its digest is of what is compiled: of CUDA's sources, the
-headers of constants and the flags of all its instances on the recorded architecture; of
+headers of constants and the flags of all its instances, for any architecture; of
 Triton's sources and of the formats, without types of arguments. Neither paths nor
 comments nor docstrings count.
 
@@ -33,8 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks/results/native_kernels.json"
 TESTS = ROOT / "vllm_overlay/tests/kernels/turbo"
 TURBO = "vllm.v1.attention.ops.turbo"
-# Of the GPUs that the record is of.
-CAPABILITY = 90
 # What Triton's kernels take constants from.
 FORMATS = ("format", "latent_format", "window_format")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -102,17 +100,19 @@ def _launches(path: Path) -> bool:
 
 def cuda_families() -> Iterator[tuple[str, str]]:
     """Each CUDA kernel and its digest."""
-    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR, compiler_flags
+    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+    from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
     from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
     from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 
     parts: dict[str, set[str]] = {}
     sources: dict[str, Path] = {}
-    found = served_modules(CAPABILITY, [*TURBO_PRESETS], HEAD_SIZES)
-    for module in found.values():
-        flags = " ".join(compiler_flags(module, str(CAPABILITY)))
-        parts.setdefault(module.kernel, set()).add(f"{flags}\n{module.header}")
-        sources[module.kernel] = module.source
+    for capability in ARCHITECTURES:
+        found = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
+        for module in found.values():
+            flags = " ".join(module.flags)
+            parts.setdefault(module.kernel, set()).add(f"{flags}\n{module.header}")
+            sources[module.kernel] = module.source
     for kernel, own in parts.items():
         paths = with_included(sources[kernel], SOURCE_DIR)
         texts = {normalised_cuda(path.read_text()) for path in paths}
