@@ -75,4 +75,6 @@ class Report:
         line = json.dumps(rounded(fields) | self.facts)
         for stream in (sys.stdout, self.file):
             if stream:
-                print(line, file=stream, flush=True)
+                # At once: rows come from several threads.
+                stream.write(f"{line}\n")
+                stream.flush()

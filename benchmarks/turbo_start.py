@@ -16,13 +16,18 @@ a line:
   `beyond_fp8_s` is the difference from fp8's.
 
 An arm is a --kv-cache-dtype; `turbo4:triton` also sets turbo_kernel.
+
+With `--at-once N`, N rounds run side by side: each of them has one of the visible GPUs,
+and an equal share of the cores, to itself.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +36,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from common import CONFIGS, ROOT, Report
 from turbo_serve import write_model
@@ -39,7 +45,12 @@ from turbo_serve import write_model
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from child_log import last_error  # noqa: E402
-from child_runner import engine_variables, exit_when_told, running  # noqa: E402
+from child_runner import (  # noqa: E402
+    engine_variables,
+    exit_when_told,
+    running,
+    side_by_side,
+)
 from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
 
 # The folders below the one of a pair of starts, by the variable that names each.
@@ -81,6 +92,17 @@ REPORTED = {
 # What a start reads, so that the first arm does not wait for the disk.
 READ_PACKAGES = ("vllm", "torch", "triton", "nvidia", "flashinfer", "transformers")
 POLL_S = 0.02
+
+
+def gpu_names() -> list[str]:
+    """Returns the names of the host's GPUs."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.split(
+            "\n"
+        )[:-1]
+    except OSError:
+        return []
 
 
 def read_packages(names: Iterable[str] = READ_PACKAGES) -> int:
@@ -175,7 +197,49 @@ def serve_command(args: argparse.Namespace, arm: str, model: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def measure_start(command: list[str], log: Path, caches: Path) -> dict[str, Any]:
+class Place(NamedTuple):
+    """Where the servers of a round run.
+
+    Attributes:
+        gpu: What CUDA_VISIBLE_DEVICES calls it; None for whatever is visible.
+        cores: Numbers of the cores that they may take, of this host.
+
+    """
+
+    gpu: str | None
+    cores: tuple[int, ...]
+
+
+def places(count: int) -> list[Place]:
+    """Returns so many places, which share the GPUs and cores of this process.
+
+    Raises:
+        ValueError: If there are fewer GPUs or cores.
+
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if count == 1:
+        return [Place(None, tuple(cores))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [str(i) for i in range(len(gpu_names()))]
+    else:
+        gpus = [name for name in visible.split(",") if name]
+    share = len(cores) // count
+    if len(gpus) < count or not share:
+        raise ValueError(
+            f"--at-once {count}: a round takes a GPU and a core, and there are "
+            f"{len(gpus)} and {len(cores)}"
+        )
+    return [
+        Place(gpu, tuple(cores[i * share : (i + 1) * share]))
+        for i, gpu in enumerate(gpus[:count])
+    ]
+
+
+def measure_start(
+    command: list[str], log: Path, caches: Path, place: Place
+) -> dict[str, Any]:
     """Starts a server, and ends it when it is ready.
 
     Returns:
@@ -188,6 +252,10 @@ def measure_start(command: list[str], log: Path, caches: Path) -> dict[str, Any]
     port = free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
     variables = engine_variables(on_cpu=False) | cache_variables(caches)
+    if place.gpu is not None:
+        cores = ",".join(map(str, place.cores))
+        command = ["taskset", "--cpu-list", cores, *command]
+        variables["CUDA_VISIBLE_DEVICES"] = place.gpu
     start = time.perf_counter()
     with running(command, log, variables) as server:
         stamped = StampedLog(log, start)
@@ -202,7 +270,7 @@ def measure_start(command: list[str], log: Path, caches: Path) -> dict[str, Any]
 
 
 def run_round(
-    args: argparse.Namespace, number: int, model: Path, report: Report
+    args: argparse.Namespace, number: int, model: Path, report: Report, place: Place
 ) -> int:
     """Starts each arm twice, and reports; returns how many starts failed."""
     first = number % len(args.arms)
@@ -214,7 +282,7 @@ def run_round(
                 common = {"part": "start", "arm": arm, "caches": state, "round": number}
                 command = serve_command(args, arm, model)
                 try:
-                    row = measure_start(command, log, Path(caches))
+                    row = measure_start(command, log, Path(caches), place)
                 except (OSError, QuickstartError) as error:
                     report.row(**common, error=f"{error}: {last_error(log)}")
                     failed += 1
@@ -222,6 +290,26 @@ def run_round(
                     break
                 report.row(**common, **row)
     return failed
+
+
+def run_rounds(
+    args: argparse.Namespace, model: Path, report: Report, where: list[Place]
+) -> int:
+    """Runs the rounds, one in each place at a time; returns how many starts failed."""
+    free: SimpleQueue[Place] = SimpleQueue()
+    for place in where:
+        free.put(place)
+
+    def run_next(number: int) -> int:
+        place = free.get()
+        try:
+            return run_round(args, number, model, report, place)
+        finally:
+            free.put(place)
+
+    numbers = range(args.first_round, args.first_round + args.rounds)
+    with side_by_side(len(where)) as pool:
+        return sum(pool.map(run_next, numbers))
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -273,6 +361,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-round", type=int, default=0, help="number of the first"
     )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rounds side by side, each with a GPU of its own (default: 1)",
+    )
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--folder", type=Path, help="where cache folders are made")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
@@ -284,7 +379,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
+    try:
+        where = places(args.at_once)
+    except ValueError as error:
+        parser.error(str(error))
     exit_when_told()
     with tempfile.TemporaryDirectory() as folder:
         output = args.output or Path(folder) / "rows.jsonl"
@@ -294,6 +394,8 @@ def main() -> int:
             "serve_args": " ".join(
                 ["--max-model-len", str(args.max_model_len), *args.serve_args]
             ),
+            "at_once": args.at_once,
+            "cores": len(where[0].cores),
         }
         model = Path(folder) / "model"
         model.mkdir()
@@ -301,8 +403,7 @@ def main() -> int:
         if args.folder:
             args.folder.mkdir(parents=True, exist_ok=True)
         read_packages()
-        numbers = range(args.first_round, args.first_round + args.rounds)
-        failed = sum(run_round(args, number, model, report) for number in numbers)
+        failed = run_rounds(args, model, report, where)
         for row in medians(rows_alike(output, report.facts)):
             report.row(**row)
     return 1 if failed else 0

@@ -19,6 +19,7 @@ from turbo_start import (  # noqa: E402
     cache_variables,
     medians,
     phases,
+    places,
     reported,
     rows_alike,
     serve_command,
@@ -180,6 +181,39 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     last = rows[-4:]
     assert [row["part"] for row in last] == ["median"] * 4
     assert [row["starts"] for row in last] == [2] * 4
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds side by side have no GPU and no core in common."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(10)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
+    assert places(1) == [(None, tuple(range(10)))]
+    assert places(2) == [("3", (0, 1, 2, 3, 4)), ("1", (5, 6, 7, 8, 9))]
+    with pytest.raises(ValueError, match="--at-once 4: .* there are 3 and 10"):
+        places(4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(turbo_start, "gpu_names", lambda: ["H100"] * 2)
+    assert [place.gpu for place in places(2)] == ["0", "1"]
+
+
+def test_rounds_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each server has its round's GPU, and all rounds count."""
+    core = min(os.sched_getaffinity(0))
+    where = [turbo_start.Place(gpu, (core,)) for gpu in ("5", "7")]
+    monkeypatch.setattr(turbo_start, "places", lambda _count: where)
+    log_gpu = "print(f\"GPU {os.environ['CUDA_VISIBLE_DEVICES']}\", flush=True)\n"
+    server = SERVER.replace("folder.mkdir", f"{log_gpu}folder.mkdir")
+    monkeypatch.setattr(sys.modules[__name__], "SERVER", server)
+    status, rows = _run(
+        monkeypatch, tmp_path, "--arms", "fp8", "--rounds", "3", "--at-once", "2"
+    )
+    assert status == 0
+    assert [row["starts"] for row in rows if row["part"] == "median"] == [3, 3]
+    gpus = set()
+    for number in range(3):
+        lines = (tmp_path / "logs" / f"fp8-{number}-empty.log").read_text().splitlines()
+        gpus.add(lines[1])
+    assert gpus == {"GPU 5", "GPU 7"}
 
 
 def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
