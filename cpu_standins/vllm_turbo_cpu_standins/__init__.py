@@ -22,9 +22,11 @@ def register() -> list[str]:
     if not current_platform.is_cpu():
         return []
     from vllm_turbo_cpu_standins.inspection import inspect_here
+    from vllm_turbo_cpu_standins.quantization import multiply_fp8_without_onednn
     from vllm_turbo_cpu_standins.registry import register_missing
 
     inspect_here()
+    multiply_fp8_without_onednn()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from vllm_turbo_cpu_standins.interpreter import quicken
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_turbo_cpu_standins import registry
+from vllm_turbo_cpu_standins import quantization, registry
 from vllm_turbo_cpu_standins.attention import serve_any_cpu
 from vllm_turbo_cpu_standins.inspection import inspect_here
 
@@ -383,3 +383,18 @@ def test_scales_of_groups_are_refused(ops):
     out = values.to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="whole tensors"):
         ops.static_scaled_fp8_quant(out, values, torch.ones(2), [1, -1])
+
+
+def test_fp8_products_are_not_onednns(monkeypatch):
+    """Its reference takes minutes where another CPU takes a second."""
+    seen = []
+
+    def scaled_mm(*args: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._get_mkldnn_enabled())
+        return args[0]
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    quantization.multiply_fp8_without_onednn()
+    quantization.multiply_fp8_without_onednn()
+    assert torch._scaled_mm(torch.ones(1)) == 1
+    assert seen == [False] and torch._C._get_mkldnn_enabled()
