@@ -13,8 +13,8 @@ long prompt somewhere. Then, for a turbo dtype beside bf16,
   bf16;
 * no more of the device is taken than in bf16, whatever else takes it, but for one
   granule of PyTorch's at the start and one of the driver's since then;
-* vLLM counts the tokens that the blocks hold, and the blocks are as many as the memory
-  for them has room for;
+* vLLM counts the tokens that the blocks hold, less what recent windows take of them,
+  and the blocks are as many as the memory for them has room for;
 * the dtype takes little more than bf16 beside the cache, and its workspace is small.
 
 A context that bf16 has no room for has no row of bf16's to be held to.
@@ -225,16 +225,42 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
         blocks=cache.num_gpu_blocks,
         block_size=cache.block_size,
         tokens=cache.kv_cache_size_tokens,
-        bytes_a_block=bytes_a_block(llm),
+        **planned(llm),
         **({"new_kernels": sorted(later - first)} if args.kernels else {}),
     )
 
 
-def bytes_a_block(llm: Any) -> int:
-    """Returns the bytes of a block in all layers, by the planner's own account."""
+def planned(llm: Any) -> dict[str, int]:
+    """Returns the planner's account: the bytes of a block in all layers, and how many
+    blocks a request has for its recent window.
+    """
+    from vllm.utils.math_utils import cdiv
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     cache = scheduler.kv_cache_config
-    return sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+    # Groups of layers take turns in the same bytes.
+    total = max(tensor.offset + tensor.size for tensor in cache.kv_cache_tensors)
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    window_blocks = sum(
+        cdiv(
+            spec.max_memory_usage_bytes(llm.llm_engine.vllm_config),
+            spec.page_size_bytes,
+        )
+        for spec in specs
+        if isinstance(spec, CircularBufferSpec)
+    )
+    return {
+        "bytes_a_block": total // cache.num_blocks,
+        "window_blocks": window_blocks,
+    }
+
+
+def tokens_held(row: dict[str, Any]) -> int:
+    """Returns the tokens of as many longest requests as the blocks have room for."""
+    length = row["max_model_len"]
+    blocks_a_request = -(-length // row["block_size"]) + row["window_blocks"]
+    return int(row["blocks"] / blocks_a_request * length)
 
 
 def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -282,7 +308,7 @@ def complaints(row: dict[str, Any], baseline: dict[str, Any] | None) -> list[str
     """
     if "workspace_mib" not in row:
         return ["no line at the start"]
-    held = row["blocks"] * row["block_size"]
+    held = tokens_held(row)
     wrong = []
     if held != row["tokens"]:
         wrong.append(f"the blocks hold {held} tokens, vLLM says {row['tokens']}")

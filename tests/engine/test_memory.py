@@ -60,6 +60,8 @@ def row(baseline: dict[str, Any]) -> dict[str, Any]:
         "blocks": blocks,
         "block_size": 16,
         "tokens": 16 * blocks,
+        "max_model_len": 131072,
+        "window_blocks": 0,
         "bytes_a_block": BLOCK_BYTES,
         "cached_tokens": [1000, 2000],
         "workspace_mib": 100.0,
@@ -71,6 +73,14 @@ def test_nothing_is_wrong(row, baseline):
     assert row["extra_mib"] == 100
     assert row["reserved_grown_mib"] == 1024
     assert row["reserved_grown_since_full_step_mib"] == 0
+
+
+def test_recent_windows_take_blocks(row, baseline):
+    """One of each longest request."""
+    row["window_blocks"] = 1
+    assert any("the blocks hold" in text for text in complaints(row, baseline))
+    row["tokens"] = int(row["blocks"] / (131072 / 16 + 1) * 131072)
+    assert complaints(row, baseline) == []
 
 
 def test_what_no_block_fits_in_counts_as_taken(row, baseline):
