@@ -6,6 +6,9 @@ The image's last step runs in a copy of the vLLM that is installed. The engine t
 a path with no more than Triton needs to compile, and an empty cache of FlashInfer's.
 One JSON object, on a line: `wrong`, the kernels that it says it uses, and the seconds
 of the build and of the start.
+
+With --archive the copy gets a release's kernels instead, by `apply.sh --kernels`, and
+nothing is built.
 """
 
 import argparse
@@ -48,8 +51,24 @@ def copy_vllm(target: Path) -> None:
     if spec is None or spec.origin is None:
         raise RuntimeError("vLLM is not installed")
     ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
-    source = Path(spec.origin).parent
-    shutil.copytree(source, target / "vllm", ignore=ignored, copy_function=link_or_copy)
+    package = Path(spec.origin).parent
+    # The series knows by the latter what is installed, and what it has applied.
+    names = ["vllm", *(x.name for x in package.parent.glob("vllm-*.dist-info"))]
+    for name in (*names, ".turbo-series"):
+        source = package.parent / name
+        shutil.copytree(
+            source, target / name, ignore=ignored, copy_function=link_or_copy
+        )
+
+
+def add_kernels(archive: Path | None, capability: str, path: str, site: Path) -> None:
+    """Builds the kernels of the seeded model's layers, or unpacks an archive's."""
+    if archive is None:
+        command = [sys.executable, "-m", BUILD, "--arch", capability, *KERNELS]
+    else:
+        apply = str(ROOT / "scripts" / "apply.sh")
+        command = [apply, "--kernels", str(archive.resolve()), str(site)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
 
 
 def bare_path(folder: Path) -> str:
@@ -81,7 +100,9 @@ def generate(model: str) -> None:
     emit(startup_s=startup_s, tokens=len(output.outputs[0].token_ids))
 
 
-def check(folder: Path, log: Path, time_limit: float) -> dict[str, Any]:
+def check(
+    folder: Path, archive: Path | None, log: Path, time_limit: float
+) -> dict[str, Any]:
     """Returns the row."""
     from vllm.platforms import current_platform
 
@@ -93,11 +114,7 @@ def check(folder: Path, log: Path, time_limit: float) -> dict[str, Any]:
     capability = current_platform.get_device_capability()
     assert capability is not None, "there is no GPU"
     start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", BUILD, "--arch", capability.as_version_str(), *KERNELS],
-        env=os.environ | {"PYTHONPATH": path},
-        check=True,
-    )
+    add_kernels(archive, capability.as_version_str(), path, site)
     build_s = time.perf_counter() - start
     variables = engine_variables(on_cpu=False) | {
         "PYTHONPATH": path,
@@ -121,6 +138,7 @@ def check(folder: Path, log: Path, time_limit: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="file that the row is added to")
+    parser.add_argument("--archive", type=Path, help="a release's kernels")
     parser.add_argument("--log", type=Path, default=Path("/tmp/turbo-image.log"))
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -130,7 +148,7 @@ def main() -> int:
         return 0
     exit_when_told()
     with tempfile.TemporaryDirectory() as name:
-        row = check(Path(name), args.log, args.time_limit)
+        row = check(Path(name), args.archive, args.log, args.time_limit)
     Report(args.output).row(part="image", **row)
     return 1 if row["wrong"] else 0
 

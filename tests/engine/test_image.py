@@ -16,6 +16,10 @@ import tomllib
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+import image  # noqa: E402
+
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 # nvcc, as far as the folder of libraries goes: what is in them is tested elsewhere.
 COMPILER = """#!/bin/sh
@@ -116,6 +120,27 @@ def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path)
     lines = found.splitlines()
     assert len(lines) == 9 + 8  # Of 8.0, and of 9.0, whose extends are others.
     assert all(str(folder) in line for line in lines)
+
+
+def test_a_copy_has_an_archives_kernels(tmp_path: Path):
+    """What `ci/gpu.sh image` starts an engine from."""
+    nvcc, archive, site = (tmp_path / name for name in ("nvcc", "k.tar.xz", "site"))
+    nvcc.write_text(COMPILER)
+    nvcc.chmod(0o755)
+    options = ["--arch", "9.0", *image.KERNELS, "--output", str(tmp_path / "built")]
+    subprocess.run(
+        [sys.executable, "-m", image.BUILD, *options, "--archive", str(archive)],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    image.copy_vllm(site)
+    image.add_kernels(archive, "9.0", str(site), site)
+    bare = os.environ | {"PYTHONPATH": str(site), "PATH": "", "CUDA_HOME": "/nowhere"}
+    command = [sys.executable, "-c", FIND]
+    found = subprocess.check_output(command, env=bare, cwd=tmp_path, text=True)
+    of_hopper = [line for line in found.splitlines() if "sm90" in line]
+    folder = str(site / "vllm/v1/attention/ops/turbo/cuda/prebuilt")
+    assert len(of_hopper) == 8 and all(folder in line for line in of_hopper)
 
 
 def test_the_image_is_of_the_vllm_that_the_series_is_for():
