@@ -55,7 +55,7 @@ _SLOW = ("store", "latent_store", "latent_decode", "extend_outputs")
 # Modules after which it is said how far this is.
 _PROGRESS = 100
 # Of an archive, for each library in it.
-_MAX_PACKED_BYTES = 70 << 10
+_MAX_PACKED_BYTES = 24 << 10
 
 
 class Resources(NamedTuple):
