@@ -50,8 +50,8 @@ def result(jobs: Jobs, folders: dict[str, str]) -> dict[str, Any]:
             options["model"] = folders[BASE]
         return Engine(args, calls, **options)
 
-    updates = {way: loading(weights, way) for way, weights in WAYS.items()}
-    updates |= {
+    loads = {way: loading(weights, way) for way, weights in WAYS.items()}
+    updates = loads | {
         "stale": loading(OTHER, forgets=False),
         "running": Call(prompts, MAX_TOKENS, forgets=True, reloaded=folders[BASE]),
         "after": Call(prompts, MAX_TOKENS, forgets=True),
@@ -63,7 +63,7 @@ def result(jobs: Jobs, folders: dict[str, str]) -> dict[str, Any]:
     }
     engines |= {
         "updates": engine("turbo4", updates),
-        "turbo3": engine("turbo3", {"": loading(BASE)}),
+        "turbo3": engine("turbo3", loads),
         "fixed": engine("turbo4", {"": loading(BASE)}, fixed_key_offset=True),
     }
     return jobs.start("weight-updates", "v1", engines).result()
@@ -99,8 +99,9 @@ def test_answers_are_those_of_an_engine_that_starts_so(
     assert all_right(found)
 
 
-def test_answers_of_three_bits(result: dict[str, Any]):
-    assert all_right(requests(result, "turbo3"))
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_of_three_bits(result: dict[str, Any], way: str):
+    assert all_right(requests(result, "turbo3", way))
 
 
 def test_an_offset_of_dummy_weights_loses_answers(result: dict[str, Any]):
