@@ -5,6 +5,13 @@
 import os
 
 
+def have_no_amx() -> None:
+    """Has vLLM take one way on every CPU: tiles are for ops that the wheel lacks."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def register() -> list[str]:
     """Registers the missing ops, if vLLM runs on its CPU platform.
 
@@ -26,6 +33,7 @@ def register() -> list[str]:
     from vllm_turbo_cpu_standins.registry import register_missing
 
     inspect_here()
+    have_no_amx()
     multiply_fp8_without_onednn()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from vllm_turbo_cpu_standins.interpreter import quicken

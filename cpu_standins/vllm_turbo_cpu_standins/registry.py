@@ -12,7 +12,6 @@ from vllm_turbo_cpu_standins import (
     delta_nets,
     drafting,
     experts,
-    linear,
     paging,
     quantization,
     sampling,
@@ -67,15 +66,6 @@ STANDINS: dict[str, tuple[str, Callable]] = {
         "SymInt parallel_drafting_token_id, SymInt total_input_tokens, "
         "SymInt num_padding_slots_per_request, bool shift_input_ids) -> ()",
         drafting.expand_inputs,
-    ),
-    "convert_weight_packed": (
-        "(Tensor! weight) -> Tensor",
-        linear.convert_weight_packed,
-    ),
-    "weight_packed_linear": (
-        "(Tensor(a0!) out, Tensor(a1) mat1, Tensor(a2) mat2, Tensor(a3)? bias, "
-        "bool is_vnni) -> ()",
-        linear.weight_packed_linear,
     ),
     "cpu_gemm_wna16": (
         "(Tensor input, Tensor q_weight, Tensor(a2!) output, Tensor scales, "

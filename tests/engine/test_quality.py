@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import write_family
 from harness import TIMEOUT_S
 from scenarios import GAIN, TURBO_DTYPES
 
@@ -367,7 +366,7 @@ def test_pictures(folder: Path, name: str):
 @pytest.mark.matrix
 def test_latents_of_mla(tmp_path: Path):
     """They are measured as K and V are, by the backends that serve them."""
-    model = write_family(tmp_path / "model", "deepseek_v2")
+    model = MODEL.with_name("needle-deepseek-v3")
     options = ["--no-pictures", "--texts", 2, "--rivals", 1, "--arms"]
     options += ["auto", "turbo4:TURBO_MLA", "turbo4:TRITON_MLA"]
     run = run_quality(tmp_path, "--model", model, *options)
@@ -375,6 +374,6 @@ def test_latents_of_mla(tmp_path: Path):
     auto, turbo4, other = rows_in(tmp_path).values()
     assert (auto["backends"], turbo4["backends"]) == (["CPU_MLA"], ["TURBO_MLA"])
     ratio = auto["bytes_per_token"] / turbo4["bytes_per_token"]
-    assert ratio == pytest.approx(1152 / 340)
+    assert ratio == pytest.approx(640 / 204)
     assert auto["decode"]["kl_mean"] == 0 < turbo4["decode"]["kl_mean"]
     assert "TRITON_MLA" in other["error"]
