@@ -4,8 +4,7 @@
 """Asks vLLM which models of its recipes a turbo cache dtype serves.
 
 Each model is built without weights, as on an H200, on a machine without a GPU. Without
-arguments, docs/recipes.json and docs/recipes.md are written again, and the numbers and
-tables of the README and of the documentation.
+arguments, docs/recipes.json and docs/recipes.md are written again.
 """
 
 import argparse
@@ -22,10 +21,6 @@ from turbo_series.upstream import load_upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "docs/recipes.json", ROOT / "docs/recipes.md"
-DOCUMENTS = (
-    ROOT / "README.md",
-    ROOT / "vllm_overlay/docs/features/quantization/turbo.md",
-)
 
 
 def one_of_each_kind(shapes: Iterable[Shape]) -> list[Shape]:
@@ -83,6 +78,11 @@ def check_sdist(folder: Path, shapes: Iterable[Shape]) -> list[str]:
     ]
 
 
+def write_page(content: dict[str, Any]) -> None:
+    """Writes docs/recipes.md, which alone has the tables."""
+    PAGE.write_text(table.page(content, load_upstream(ROOT).version))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -96,12 +96,22 @@ def main() -> int:
     parser.add_argument(
         "--sdist", type=Path, help="only compare the ids with an unpacked sdist's"
     )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="only write docs/recipes.md, from the committed docs/recipes.json",
+    )
     args = parser.parse_args()
     if args.kinds and not args.check:
         parser.error("--kinds is for --check")
+    if args.page and (args.check or args.sdist):
+        parser.error("--page neither checks nor builds: pass it alone")
     shapes = load_shapes()
     if args.sdist:
         problems = check_sdist(args.sdist, shapes)
+    elif args.page:
+        write_page(json.loads(JSON.read_text()))
+        problems = []
     elif args.check:
         chosen = one_of_each_kind(shapes) if args.kinds else shapes
         committed = json.loads(JSON.read_text())
@@ -109,9 +119,7 @@ def main() -> int:
     else:
         content = table.make_content(shapes, examine(shapes, True))
         JSON.write_text(table.dump(content))
-        PAGE.write_text(table.page(content, load_upstream(ROOT).version))
-        for path in DOCUMENTS:
-            path.write_text(table.update(path.read_text(), content))
+        write_page(content)
         problems = []
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The verdicts as JSON and as tables for people."""
+"""The verdicts as JSON, and as the tables of docs/recipes.md."""
 
 import json
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,6 +54,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/models.jsonl",
     ),
 }
+# Where the engine of a path of RUNS ran, by the start of the path.
+PLACES = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
 # Architectures of which the text's part has run as a model of its own.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -79,32 +83,58 @@ CAUSES = {
 }
 # What is known of a refused model beyond its message.
 WAYS_OUT = {"flags", "instead"}
-# What documents say in numbers, on however many lines.
-COUNTS = (
-    "{served} of {total} recipes",
-    "{flagged} more with flags",
-    "{families} kinds of model, of {ran} recipes",
-)
+# A sentence of the page for each number of `count`, which is left out where it is 0.
+SENTENCES = {
+    "served": "**{served} of {total} recipes are accepted**: every attention layer of "
+    "the model stores `turbo4`'s bytes.",
+    "flagged": "{flagged} more are accepted with flags that the refusal names, which "
+    "leave layers or images out.",
+    "refused": "{refused} are refused when the engine starts.",
+    "defects": "{defects} do something else: they crash, or start with a layer that "
+    "stores other bytes.",
+    "misled": "{misled} crash with a flag that the refusal names.",
+}
 HEADER = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 # The models of vLLM's recipes
 
-vLLM {version} ships {total} recipes. Each model was built without weights by vLLM's own
-code, with `--kv-cache-dtype turbo4` and what else its recipe's command has, as on one
-H200: its layers, their cache specs, blocks and metadata builders. **{served} of {total}
-are accepted**: all of their attention layers store `turbo4`'s bytes.
-{flagged} more are accepted with flags that the refusal names, which leave layers or
-images out; {refused} are refused in any case. {defects} do something else: crash, or
-start with a layer that stores something else. Of {misled} a flag that the refusal names
-leads to a crash.
+{summary}
 
-Accepted is not run. {families} kinds of model, of {ran} recipes, have run in an engine
-with a turbo dtype, on a CPU or on an H200; of {texts} of these recipes the text's part
-alone, without images.
+vLLM {version} ships these recipes. `scripts/recipes.py` builds each model by vLLM's own
+code, without weights and without a GPU. It passes `--kv-cache-dtype turbo4` and the
+arguments of the recipe's command, and plans the cache of one H200.
 
-The shapes are written by hand ([`shapes.yaml`](../scripts/turbo_recipes/shapes.yaml)
-says of each where it is from), with the number of layers, heads and head sizes of the
-model where they are known. {guessed} recipes' are in part guesses. This page is made by
-`scripts/recipes.py`, which a test holds to the code.
+Accepted does not mean run. {families} kinds of model, of {ran} recipes, have run in an
+engine with a turbo dtype. {texts} of these recipes have run as text alone, without
+images.
+
+The shapes are written by hand.
+[`shapes.yaml`](../scripts/turbo_recipes/shapes.yaml) says where each shape is from. The
+shapes of {guessed} recipes are guesses in part.
+
+`scripts/recipes.py` writes this page and [`recipes.json`](recipes.json) in three
+minutes. `scripts/recipes.py --page` writes the page again from the JSON, and builds no
+model.
+
+"""
+ACCEPTED = """## Accepted
+
+"States" are those of Mamba, gated delta nets or short convolutions: those layers keep
+their own cache. "Text alone" means that no image has run.
+
+"""
+REFUSED = """## Refused
+
+The last column is the dtype to use instead.
+
+"""
+RUN = """## What has run
+
+"""
+ALL = """## All recipes
+
+A served recipe has the number of its layers, of KV heads x head size. A refused recipe
+has the message of the refusal, without the bracket that says what is supported. "Guess"
+marks a shape that is a guess in part.
 
 """
 
@@ -211,32 +241,32 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 def _where(architecture: str) -> str:
     """Where engines have run the architecture: a cell."""
     paths = runs_of(architecture)
-    places = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
     found = [
         place
-        for start, place in places.items()
+        for start, place in PLACES.items()
         if any(path.startswith(start) for path in paths)
     ]
     text = ", text alone" if architecture in TEXT_PARTS else ""
     return " and ".join(found) + text if found else "no"
 
 
+def _layers(verdict: dict[str, Any]) -> str:
+    """The kind of an accepted model's layers: a cell."""
+    kind = "MLA" if verdict.get("mla") else "attention"
+    return f"{kind} and states" if verdict["kind"] == "hybrid" else kind
+
+
 def accepted_table(content: dict[str, Any]) -> str:
-    """The families that are accepted, by the kind of their layers and who ran them."""
-    groups: dict[tuple[bool, bool, bool, str], list[str]] = {}
-    for verdict in verdicts_of(content).values():
-        if verdict["outcome"] == "served":
-            run = _where(verdict["architecture"])
-            is_hybrid = verdict["kind"] == "hybrid"
-            group = is_hybrid, verdict.get("mla", False), run == "no", run
-            groups.setdefault(group, []).append(verdict["family"])
-    rows = [("accepted", "families", "recipes", "run"), ("---",) * 4]
-    for group in sorted(groups):
-        is_hybrid, is_mla, _, run = group
-        kind = "MLA" if is_mla else "attention"
-        kind += " beside states" if is_hybrid else " alone"
-        names = ", ".join(sorted(set(groups[group]), key=str.lower))
-        rows.append((kind, names, str(len(groups[group])), run))
+    """The families that are accepted: a row for each kind of layers and of runs."""
+    groups = Counter(
+        (verdict["family"], _layers(verdict), _where(verdict["architecture"]))
+        for verdict in verdicts_of(content).values()
+        if verdict["outcome"] == "served"
+    )
+    rows = [("family", "layers", "recipes", "has run on"), ("---",) * 4]
+    for group in sorted(groups, key=lambda group: (group[0].lower(), *group)):
+        family, layers, run = group
+        rows.append((family, layers, str(groups[group]), run))
     return _rows(rows)
 
 
@@ -258,8 +288,24 @@ def refused_table(content: dict[str, Any]) -> str:
     return _rows(rows)
 
 
+def run_table() -> str:
+    """The architectures that an engine has run, with the tests and results."""
+    rows = [("model class", *PLACES.values()), ("---",) * (1 + len(PLACES))]
+    for architecture, paths in RUNS.items():
+        links = (
+            ", ".join(
+                f"[{path.split('/')[-1]}](../{path})"
+                for path in paths
+                if path.startswith(start)
+            )
+            for start in PLACES
+        )
+        rows.append((f"`{architecture}`", *links))
+    return _rows(rows)
+
+
 def _what(verdict: dict[str, Any]) -> str:
-    """A cell: what is packed, or the message."""
+    """A cell: the packed layers, or the message."""
     if verdict["outcome"] == "served":
         layers = " + ".join(
             f"{number} layers of {heads} x {size}"
@@ -274,53 +320,47 @@ def _what(verdict: dict[str, Any]) -> str:
         then = verdict.get("flags", {})
         more = ""
         if then.get("outcome") == "refused":
-            more = f"; with the flag, `{then['reason']}`"
+            more = f"; with the flag, `{_short(then['reason'])}`"
         elif then and not flags_that_help(verdict):
             more = f"; with the flag, **{then['outcome']}**: `{then['message']}`"
-        return f"`{verdict['reason']}`{more}; {find_way_out(verdict)}"
+        return f"`{_short(verdict['reason'])}`{more}"
     return f"**{verdict['outcome']}**: {verdict['message']}"
 
 
+def _short(reason: str) -> str:
+    """A refusal's reason without its brackets that say what is supported."""
+    return re.sub(r" \(supported: [^()]*\)", "", reason)
+
+
 def _accepted(verdict: dict[str, Any]) -> str:
+    """A cell: whether a recipe is accepted, or what to pass instead."""
     if verdict["outcome"] == "served":
         return "yes"
-    return "with flags" if flags_that_help(verdict) else "no"
+    if verdict["outcome"] != "refused":
+        return "no"
+    answer = "with flags" if flags_that_help(verdict) else "no"
+    return f"{answer}: {find_way_out(verdict)}"
+
+
+def _summary(content: dict[str, Any]) -> str:
+    """How many recipes are accepted, in sentences; none of them says 0."""
+    numbers = count(content)
+    sentences = (SENTENCES[key].format(**numbers) for key in SENTENCES if numbers[key])
+    return textwrap.fill(
+        " ".join(sentences), 88, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def page(content: dict[str, Any], version: str) -> str:
     """``docs/recipes.md``."""
-    text = HEADER.format(version=version, **count(content))
-    text += "## Accepted\n\n" + accepted_table(content) + "\n"
-    text += "## Refused\n\n" + refused_table(content) + "\n## All\n\n"
-    text += (
-        "Layers are of KV heads x head size. A refusal's reason is as the user sees it,"
-        "\nwithout what vLLM puts around it; `(guess)` marks shapes that are in part "
-        "guesses.\n\n"
-    )
-    rows = [("recipe", "model class", "accepted", "run", "layers, or why not")]
-    rows.append(("---",) * 5)
+    text = HEADER.format(version=version, summary=_summary(content), **count(content))
+    text += ACCEPTED + accepted_table(content) + "\n"
+    text += REFUSED + refused_table(content) + "\n"
+    text += RUN + run_table() + "\n" + ALL
+    rows = [("recipe", "model class", "accepted", "layers, or why not")]
+    rows.append(("---",) * 4)
     for name, verdict in verdicts_of(content).items():
-        runs = runs_of(verdict["architecture"])
-        links = ", ".join(f"[{path.split('/')[-1]}](../{path})" for path in runs)
         guess = " (guess)" if "guess" in verdict["source"] else ""
-        cells = (_accepted(verdict), links, _what(verdict) + guess)
+        cells = (_accepted(verdict), _what(verdict) + guess)
         rows.append((name, f"`{verdict['architecture']}`", *cells))
     return text + _rows(rows)
-
-
-def update(text: str, content: dict[str, Any]) -> str:
-    """A document with this content's numbers and tables in the places of others'."""
-    numbers = count(content)
-    for form in COUNTS:
-        pattern = re.sub(r"\\{\w+\\}", r"\\d+", re.escape(form)).replace(r"\ ", r"\s+")
-        words = iter(form.format(**numbers).split())
-        text = re.sub(
-            pattern,
-            lambda found, words=words: re.sub(r"\S+", lambda _: next(words), found[0]),
-            text,
-            count=1,
-        )
-    for table in (accepted_table(content), refused_table(content)):
-        head = re.escape(table.partition("\n")[0])
-        text = re.sub(rf"{head}\n(?:\|.*\n)+", lambda _, table=table: table, text)
-    return text

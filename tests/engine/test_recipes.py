@@ -9,6 +9,7 @@ builds all, and tries the ways out of what is refused.
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,33 +186,59 @@ def test_page_is_of_the_json(content):
     assert recipes.PAGE.read_text() == page
 
 
-documents = pytest.mark.parametrize("path", recipes.DOCUMENTS, ids=lambda x: x.name)
+def test_page_is_written_from_the_json(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recipes, "PAGE", tmp_path / "recipes.md")
+    monkeypatch.setattr(sys, "argv", ["recipes.py", "--page"])
+    monkeypatch.setattr(recipes, "examine", None)
+    assert recipes.main() == 0
+    assert recipes.PAGE.read_text() == table.page(content, load_upstream(ROOT).version)
 
 
-@documents
-def test_numbers_and_families_are_told(path: Path, content: dict[str, Any]):
-    text = path.read_text()
-    words = " ".join(text.split())
-    for form in table.COUNTS:
-        assert form.format(**table.count(content)) in words
-    for made in (table.accepted_table, table.refused_table):
-        assert made(content) in text
+def test_sentences_of_none_are_left_out(content: dict[str, Any]):
+    def page(number: str, entry: dict[str, Any]) -> str:
+        changed = copy.deepcopy(content)
+        changed["shapes"]["llama"] = entry
+        assert table.count(changed)[number]
+        return " ".join(table.page(changed, "1").split())
+
+    refused = next(
+        entry for entry in content["shapes"].values() if entry["outcome"] == "refused"
+    )
+    served = {"outcome": "served", "flags": ["--some-flag"]}
+    crashed = {"outcome": "defect", "flags": ["--some-flag"], "message": "a crash"}
+    cases = {
+        "flagged": ("accepted with flags", refused | {"flags": served}),
+        "misled": ("crash with a flag", refused | {"flags": crashed}),
+        "defects": ("do something else", refused | crashed | {"flags": {}}),
+    }
+    text = " ".join(table.page(content, "1").split())
+    numbers = table.count(content)
+    for number, (words, entry) in cases.items():
+        assert not numbers[number] and words not in text
+        assert words in page(number, entry)
 
 
-@documents
-def test_documents_are_updated(path: Path, content: dict[str, Any]):
-    text = path.read_text()
-    assert table.update(text, content) == text
-    fewer = copy.deepcopy(content)
-    fewer["shapes"]["llama"] = fewer["shapes"]["gemma-4-e2b"]
-    changed = table.update(text, fewer)
-    assert changed != text
-    words = " ".join(changed.split())
-    for form in table.COUNTS:
-        assert form.format(**table.count(fewer)) in words
-    for made in (table.accepted_table, table.refused_table):
-        assert made(fewer) in changed
-    assert table.update(changed, content) == text
+def test_cells_are_short(content: dict[str, Any]):
+    for line in table.page(content, "1").splitlines():
+        cells = line.split("|") if line.startswith("|") else []
+        assert all(len(cell) <= 160 + 2 for cell in cells), line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "docs/choosing.md",
+        "vllm_overlay/docs/features/quantization/turbo.md",
+    ],
+)
+def test_other_documents_count_as_the_page(name: str, content: dict[str, Any]):
+    numbers = table.count(content)
+    words = " ".join((ROOT / name).read_text().split())
+    for found in re.findall(r"(\d+) of (?:the )?(\d+) recipes", words):
+        assert found == (str(numbers["served"]), str(numbers["total"]))
 
 
 def test_what_ran_is_in_the_repository():
