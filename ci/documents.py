@@ -23,7 +23,10 @@ PATTERNS = (
     "vllm_overlay/docs/features/quantization/*.md",
 )
 # Scripts write these, so a cell may be as long as a list of models is.
-GENERATED = ("docs/recipes.md",)
+GENERATED = (
+    "docs/recipes.md",
+    "vllm_overlay/docs/features/quantization/turbo_refused.md",
+)
 
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 FENCE = re.compile(r"(`{3,}|~{3,})")
