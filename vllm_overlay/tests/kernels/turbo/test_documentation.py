@@ -6,7 +6,6 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,8 +22,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import latent_kernel_choice
-from vllm.v1.attention.ops.turbo.connectors import CONNECTORS
+from vllm.v1.attention.ops.turbo import latent_kernel_choice, launching
+from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
@@ -33,7 +32,13 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
-from vllm.v1.attention.ops.turbo.refusals import LAYER_ARGUMENTS, SPEC_FEATURES
+from vllm.v1.attention.ops.turbo.refusals import (
+    LAYER_ARGUMENTS,
+    MLA_WINDOW,
+    SPEC_FEATURES,
+    WINDOW_FEATURES,
+    window_room,
+)
 from vllm.v1.attention.ops.turbo.settings import check_layers
 from vllm.v1.attention.ops.turbo.startup import check_layer
 
@@ -65,8 +70,7 @@ from .refusal_cases import (
     transfer_config,
     with_adaptive_verification,
 )
-
-PAGE = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
+from .refused_page import CASES, PAGE, render
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +78,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return make_vllm_config(tmp_path_factory.mktemp("model"))
 
 
-def documented(heading: str) -> list[str]:
-    """The messages of the table below a heading, each with what to do about it."""
-    _, found, section = PAGE.read_text().partition(f"### {heading}\n")
+def section(heading: str) -> str:
+    """The part of the page below a heading."""
+    _, found, text = PAGE.read_text().partition(f"\n## {heading}\n")
     assert found
-    section, _, _ = section.partition("\n#")
-    return re.findall(r"^\| `(.+?)` \|(?: [^|]+ \|)+$", section, re.M)
+    return text.partition("\n#")[0]
+
+
+def documented(heading: str) -> list[str]:
+    """The messages of the table below a heading, each with its case or its way out."""
+    return re.findall(r"^\| `(.+?)` \|(?: [^|]+ \|)+$", section(heading), re.M)
 
 
 def backend_reasons() -> Iterator[str]:
@@ -214,15 +222,27 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
 def test_every_refusal_is_documented():
     assert documented("Refused") == list(map(str, REASONS))
     assert documented("Refused with MLA") == list(map(str, MLA_REASONS))
+    assert set(CASES) == {*REASONS, *MLA_REASONS}
+
+
+def test_the_page_is_current():
+    """``python tests/kernels/turbo/refused_page.py`` writes it anew."""
+    assert PAGE.read_text() == render()
+
+
+def test_every_lack_of_a_recent_window_is_documented():
+    reasons = re.findall(r"^\* `(.+)`$", section("No recent window"), re.M)
+    assert reasons == [*WINDOW_FEATURES, *returned(window_room), MLA_WINDOW]
 
 
 def test_every_connector_is_documented():
-    _, found, section = PAGE.read_text().partition("## KV connectors\n")
-    assert found
-    section, _, _ = section.partition("\n## ")
-    rows = re.findall(r"^\| `(.+)` \| (.+?) \| (.+) \|$", section, re.M)
-    verdicts = ((name, *verdict) for name, verdict in CONNECTORS.items())
-    assert rows == [(name, state.value, why) for name, state, why in verdicts]
+    row = r"^\| `(.+)` \| (.+?) \| (yes|refused) \| (.+) \|$"
+    rows = re.findall(row, section("KV connectors"), re.M)
+    assert [(name, state, why) for name, state, _, why in rows] == [
+        (name, verdict.state.value, verdict.reason)
+        for name, verdict in CONNECTORS.items()
+    ]
+    assert {name for name, _, of_mla, _ in rows if of_mla == "yes"} == MLA_CONNECTORS
 
 
 def template(text: ast.expr) -> str:
@@ -248,6 +268,16 @@ def first_arguments(module: ModuleType, function: str) -> list[str]:
     return [template(call.args[0]) for call in calls]
 
 
+def assigned(module: ModuleType, name: str) -> list[str]:
+    """The messages that a name in a module may be given."""
+    values = [
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    return [text for text in map(template, values) if text]
+
+
 def returned(function: Callable) -> list[str]:
     """The messages that a function may return."""
     returns = [
@@ -265,6 +295,8 @@ def test_every_lack_of_cuda_kernels_is_documented():
         *returned(cuda_decode.unsupported_reason),
         *returned(latent_kernel_choice.cuda_unsupported_reason),
         *returned(latent_decode.unsupported_reason),
+        *returned(kernels.refusal_of_other_ranks),
+        *assigned(launching, "reason"),
         *first_arguments(turbo_attn, "cuda_refusal"),
         *first_arguments(cuda_build, "_failure"),
     ]
