@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""README's table of figures, computed again from the committed results."""
+"""README's figures, computed again from the committed results."""
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,8 @@ sys.path.insert(0, str(ROOT / "ci"))
 
 import documents  # noqa: E402
 
+# The commit of the kernels of extends that serve.
+EXTENDS = "7916f84"
 FORMAT = "vllm_overlay/vllm/v1/attention/ops/turbo/format.py"
 HEAD_SIZE = 128
 COLUMNS = ("bf16", "fp8", "turbo4", "k4v3", "turbo3")
@@ -170,6 +173,76 @@ def test_figures_of_the_readme():
         for name, measured in ROWS.items()
     }
     assert table == wanted
+
+
+def times(slow: float, fast: float) -> str:
+    return f"{slow / fast:.1f}"
+
+
+def gain_in_tokens() -> list[str]:
+    """How many times bf16's tokens the least and the most packed dtype hold."""
+    bf16, _, *packed = map(int, count_bytes())
+    return [times(bf16, packed[0]), times(bf16, packed[-1])]
+
+
+def cost_of_the_window() -> list[str]:
+    """Per cent of the time per output token, in the shape where it is most."""
+    found: dict[str, dict[str, float]] = {}
+    for row in read_rows(RESULTS / "engine_window.jsonl"):
+        if row["part"] == "decode":
+            found.setdefault(row["shape"], {})[row["arm"]] = row["tpot_ms"]
+    most = max(shape["turbo4:window"] / shape["turbo4"] for shape in found.values())
+    return [f"{100 * (most - 1):.1f}"]
+
+
+def cost_of_extends() -> list[str]:
+    """The most tokens that are said, and times bf16's attention, of today's kernels."""
+    most_tokens = 64
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in read_rows(RESULTS / "extend.jsonl"):
+        is_said = (
+            row["commit"].startswith(EXTENDS) and row["query_tokens"] <= most_tokens
+        )
+        if is_said and row["way"] in ("bf16", "extend"):
+            shape = row["shape"], row["query_tokens"]
+            found.setdefault(shape, {})[row["way"]] = row["median_us"]
+    most = max(us["extend"] / us["bf16"] for us in found.values())
+    return [str(most_tokens), f"{most:.1f}"]
+
+
+def workspace() -> list[str]:
+    """MiB, the most of all engines that were looked at."""
+    rows = read_rows(RESULTS / "memory.jsonl")
+    return [f"{max(row.get('workspace_mib') or 0 for row in rows):.0f}"]
+
+
+def rows_of_mla() -> list[str]:
+    """The most query heads whose decode takes less time than bf16's."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read_rows(RESULTS / "mla.jsonl"):
+        sequences, _, heads, query_len = map(int, row["shape"].split("x"))
+        is_said = sequences == 32 and query_len == 1 and row["part"] == "attention"
+        if is_said and row["arm"] in ("bf16", "turbo4"):
+            found.setdefault(heads, {})[row["arm"]] = row["median_us"]
+    return [str(max(n for n, us in found.items() if us["turbo4"] < us["bf16"]))]
+
+
+# Sentences of README, and where their figures come from.
+SENTENCES: dict[str, Callable[[], list[str]]] = {
+    r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
+    r"a default that adds at most (\S+) %": cost_of_the_window,
+    r"up to (\d+), take attention up to (\S+) times bf16's time": cost_of_extends,
+    r"Memory: (\d+) MiB of workspace": workspace,
+    r"MLA with more than (\d+) query heads": rows_of_mla,
+}
+
+
+@pytest.mark.parametrize("pattern", SENTENCES)
+def test_figures_of_a_sentence(pattern: str):
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    found = re.search(pattern, words)
+    assert found, "README has no such sentence"
+    assert list(found.groups()) == SENTENCES[pattern]()
 
 
 def test_table_is_found():
