@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What serving compiles in CUDA, as digests: a net for changes that are to change none.
+
+    module_digests.py           compares with the committed digests, and names changes
+    module_digests.py --write   writes them again, for a change that is meant
+
+`modules` has for each architecture and kernel the number of its instances, and a
+digest of their names, flags and headers of constants. `sources` has for each kernel a
+digest of its source and the headers that it includes, without comments and white space.
+A module's name in the cache of built kernels is no such digest, because it changes with
+each comment.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from native_kernels import digest, normalised_cuda, with_included
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "tests/instances/module_digests.json"
+
+
+def find_digests() -> dict[str, Any]:
+    """The digests of the vLLM that this Python imports."""
+    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+    from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+    from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
+    from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
+
+    modules: dict[str, dict[str, str]] = {}
+    sources: dict[str, Path] = {}
+    for capability in ARCHITECTURES:
+        parts: dict[str, list[str]] = defaultdict(list)
+        found = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
+        for module in found.values():
+            flags = " ".join(module.flags)
+            text = f"{module.instance}\n{flags}\n{module.is_specific}\n{module.header}"
+            parts[module.kernel].append(text)
+            sources[module.kernel] = module.source
+        modules[str(capability)] = {
+            kernel: f"{len(texts)} {digest(sorted(texts))}"
+            for kernel, texts in sorted(parts.items())
+        }
+    texts = {
+        kernel: sorted(
+            normalised_cuda(path.read_text())
+            for path in with_included(source, SOURCE_DIR)
+        )
+        for kernel, source in sorted(sources.items())
+    }
+    return {
+        "modules": modules,
+        "sources": {kernel: digest(own) for kernel, own in texts.items()},
+    }
+
+
+def name_changes(found: dict[str, Any], committed: dict[str, Any]) -> list[str]:
+    """A line for each digest that is not the committed one."""
+    changes = []
+    for kernel in sorted(found["sources"].keys() | committed["sources"].keys()):
+        if found["sources"].get(kernel) != committed["sources"].get(kernel):
+            changes.append(f"{kernel}: the source, or a header that it includes")
+    for capability in sorted(found["modules"].keys() | committed["modules"].keys()):
+        now = found["modules"].get(capability, {})
+        before = committed["modules"].get(capability, {})
+        for kernel in sorted(now.keys() | before.keys()):
+            value, old = now.get(kernel, "0 -"), before.get(kernel, "0 -")
+            if value != old:
+                changes.append(
+                    f"{kernel} for sm_{capability}: {value.split()[0]} instances, "
+                    f"where {old.split()[0]} were, or other flags or constants"
+                )
+    return changes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="the digests again")
+    args = parser.parse_args()
+    found = find_digests()
+    if args.write:
+        COMMITTED.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    changes = name_changes(found, json.loads(COMMITTED.read_text()))
+    print("\n".join(changes) or "no module has changed")
+    return 1 if changes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A change of CUDA's modules is a reviewed change of the committed digests."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci"))
+
+from module_digests import COMMITTED, find_digests, name_changes  # noqa: E402
+from native_kernels import normalised_cuda  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, Any]:
+    return json.loads(COMMITTED.read_text())
+
+
+def test_no_module_has_changed(committed: dict[str, Any]):
+    """Is the change meant? Then ci/module_digests.py --write."""
+    assert name_changes(find_digests(), committed) == []
+
+
+def test_changes_are_named(committed: dict[str, Any]):
+    other = copy.deepcopy(committed)
+    other["modules"]["90"]["decode"] = "84 0"
+    del other["modules"]["80"]["merge"]
+    other["sources"]["store"] = "0"
+    changes = name_changes(other, committed)
+    assert [line.split(":")[0] for line in changes] == [
+        "store",
+        "merge for sm_80",
+        "decode for sm_90",
+    ]
+
+
+def test_comments_are_no_change():
+    before = "// Why.\nint f() { return 1; /* one */ }\n"
+    assert normalised_cuda(before) == normalised_cuda("int f() {\n  return 1;\n}")
+    assert normalised_cuda(before) != normalised_cuda("int f() { return 2; }")
