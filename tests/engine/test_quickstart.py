@@ -119,6 +119,14 @@ def test_serves_answers_and_compares(tmp_path: Path):
     assert run.num_processes() == 0
 
 
+@pytest.mark.matrix
+def test_serves_a_real_model(tmp_path: Path):
+    """It is fetched, and answers; whether it is right is no promise of ours."""
+    run = Run(tmp_path / "log", "--model", "smollm2")
+    assert run.end() == 0, run.log.read_text()
+    assert re.search(r"\[5/5\] .*\n +(['\"]).+\1 \(", run.log.read_text())
+
+
 @pytest.mark.parametrize(
     "answer, model, said, status",
     [
