@@ -44,7 +44,6 @@ from turbo_serve import write_model
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from child_log import last_error  # noqa: E402
 from child_runner import (  # noqa: E402
     engine_variables,
     exit_when_told,
@@ -284,7 +283,7 @@ def run_round(
                 try:
                     row = measure_start(command, log, Path(caches), place)
                 except (OSError, QuickstartError) as error:
-                    report.row(**common, error=f"{error}: {last_error(log)}")
+                    report.row(**common, error=str(error))
                     failed += 1
                     # The caches are neither empty nor full.
                     break

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(ROOT / "cpu_standins"))
 
+from child_log import last_error  # noqa: E402
 from child_runner import exit_when_told, running  # noqa: E402
 from env import STAMPS  # noqa: E402
 from vllm_turbo_cpu_standins.settings import (  # noqa: E402
@@ -97,7 +98,9 @@ def wait_until_up(server: subprocess.Popen, port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise QuickstartError(f"the server ended ({server.returncode}); read {log}")
+            raise QuickstartError(
+                f"the server ended ({server.returncode}): {last_error(log)}; read {log}"
+            )
         try:
             request(port, "/health")
             return
@@ -199,6 +202,8 @@ def quickstart(args: argparse.Namespace) -> None:
         print(f"      {answer!r} ({verdict})", flush=True)
         memory = cache_bytes(log, on_cpu)
     show_capacities(python, model, memory, variables, ENGINE_ARGS if on_cpu else {})
+    variable = "export VLLM_TARGET_DEVICE=cpu; " if on_cpu else ""
+    print(f"to go on by hand: {variable}. {venv}/bin/activate")
     if not right and model == str(MODEL):
         raise QuickstartError(f"the small model's answer is wrong; read {log}")
 
@@ -225,7 +230,11 @@ def show_capacities(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(MODEL), help="name, folder, or smollm2")
-    parser.add_argument("--kv-cache-dtype", default="turbo4")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="turbo4",
+        help="turbo4 (the default), k4v3, turbo3, auto, or another of vLLM's",
+    )
     args = parser.parse_args()
     exit_when_told()
     try:

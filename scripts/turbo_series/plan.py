@@ -62,7 +62,7 @@ def describe_left_out(paths: tuple[str, ...]) -> str:
     """One line: how many files were left out, and of which folders."""
     folders = Counter(path.split("/")[0] for path in paths)
     parts = ", ".join(f"{name} {count}" for name, count in sorted(folders.items()))
-    return f"left out {len(paths)} file(s) that this tree has no place for: {parts}"
+    return f"left out {len(paths)} file(s) that are for checkouts alone: {parts}"
 
 
 def apply_patch(git: Git, patch: Patch, files: list[FileDiff], *options: str) -> None:

@@ -53,7 +53,7 @@ WITHOUT_FP8 = "with fp8 in --kv-cache-dtype others are compared with it"
 
 def test_without_fp8_figures_stand_alone():
     failed = {"arm": "fp8", "cache_dtype": "fp8", "error": "no"}
-    said = "turbo4: KL 0.0201 nats, top token differs at 1.0%"
+    said = "turbo4: KL 20.10 millinats, top token differs at 1.0%"
     rows = [AUTO, row("turbo4", 0.0201)]
     assert advise(rows) == f"{said}; {WITHOUT_FP8}"
     assert advise([*rows, failed]) == f"{said}; fp8: not measured"
@@ -68,9 +68,9 @@ def test_without_fp8_figures_stand_alone():
         (0.0081, 0.0100, "as close as fp8 (KL 0.81"),
         (0.0124, 0.0100, "as close as fp8 (KL 1.24"),
         (0.0126, 0.0100, "farther than fp8 (KL 1.26"),
-        (0.0049, 0.0001, "farther than fp8 by little, 0.0049 nats in all (KL 49.00"),
+        (0.0049, 0.0001, "farther than fp8 by little, 4.90 millinats in all (KL 49"),
         (0.0051, 0.0001, "farther than fp8 (KL 51.00"),
-        (0.0010, 0.0, "farther than fp8 by little, 0.0010 nats"),
+        (0.0010, 0.0, "farther than fp8 by little, 1.00 millinats"),
     ],
 )
 def test_dtypes_are_compared_with_fp8(kl: float, fp8: float, words: str):
@@ -81,7 +81,9 @@ def test_dtypes_are_compared_with_fp8(kl: float, fp8: float, words: str):
     assert turbo4.endswith(
         "top token differs at 4.5%, fp8's at 7.7%), at 53% of its bytes"
     )
-    expected = f"fp8: the measure, KL {fp8:.4f} nats, top token differs at 7.7%"
+    expected = (
+        f"fp8: the measure, KL {1000 * fp8:.2f} millinats, top token differs at 7.7%"
+    )
     assert measure == expected
 
 
@@ -251,7 +253,7 @@ def test_cases_without_a_chat_template():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["/no/such"], "no folder /no/such"),
+        (["/no/such"], "no model in /no/such: there is no config.json"),
         ([str(ROOT / "models")], "no config.json"),
         ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
         ([str(MODEL), "--kv-cache-dtype", "fp8:no-window"], "fp8:no-window is no arm"),

@@ -16,7 +16,7 @@ import check_model
 import numpy as np
 import pytest
 from arm_process import run_arm
-from check_args import build_parser, complete
+from check_args import build_parser, check_early, complete
 from check_cures import with_cure
 from check_progress import Heartbeat
 from child_runner import side_by_side
@@ -47,16 +47,51 @@ def test_steps_without_logits_say_what_to_do(step: int | None, tmp_path: Path):
     assert not record.path.exists()
 
 
-def test_arguments_are_judged_before_vllm_is_imported():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((str(MODEL), "--decode-steps", "512"), "512, and 256 at most"),
+        (("./missing",), "no model in ./missing: there is no config.json"),
+        (("a/b/missing",), "no model in a/b/missing: there is no config.json"),
+        (("missing/",), "no model in missing/: there is no config.json"),
+        (("empty",), "no model in empty: there is no config.json"),
+        (("mute",), "no tokenizer in mute: there is no tokenizer.json, tokenizer.mod"),
+        ((str(MODEL), "--kv-cache-dtyp", "fp8"), "unrecognized arguments: --kv-cache"),
+    ],
+)
+def test_arguments_are_judged_before_vllm_is_imported(
+    words: tuple[str, ...], said: str, tmp_path: Path
+):
+    for name in ("empty", "mute"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mute" / "config.json").write_text("{}")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import check_model\n"
-        "try: check_model.main([sys.argv[2], '--decode-steps', '512'])\n"
+        "try: check_model.main(sys.argv[2:])\n"
         "finally: print('vllm' in sys.modules, 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(SCRIPTS), str(MODEL)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "512, and 256 at most" in done.stderr
+    command = [sys.executable, "-c", code, str(SCRIPTS), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])
+def test_names_are_left_to_the_hub(name: str):
+    assert check_early(build_parser("").parse_args([name])) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model.v3", "tekken.json", "vocab.json"])
+def test_tokenizers_of_other_kinds(name: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text("")
+    check_early(build_parser("").parse_args([str(tmp_path)]))
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    words = [str(tmp_path), "--engine-args", '{"tokenizer": "gpt2"}']
+    check_early(build_parser("").parse_args(words))
 
 
 @pytest.mark.parametrize(

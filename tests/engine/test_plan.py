@@ -273,10 +273,22 @@ def test_gpus_by_number():
     assert gpu.device.memory == 24 * GIB and gpu.bandwidth == 936.5e9
     assert gpu.device.capability == (8, 6) and not gpu.is_measured
     assert parse_gpu("141:4800").device.capability == (8, 0)
-    assert parse_gpu("RTX-3090") is GPUS["RTX-3090"]
     for wrong in ("RTX-9999", "24", "24:0", "0:936", "24:936:8", "-1:936"):
-        with pytest.raises(argparse.ArgumentTypeError, match="24:936:8.6"):
+        said = f"'{wrong}' is not in the list: H200, .*24:936:8.6"
+        with pytest.raises(argparse.ArgumentTypeError, match=said):
             parse_gpu(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("RTX-3090", "RTX-3090"), ("RTX 4090", "RTX-4090"), ("h200", "H200"),
+     ("NVIDIA H200", "H200"), ("nvidia-rtx 5090", "RTX-5090"), ("a100 40gb", "A100-40GB"),
+     ("NVIDIA A100", "A100"), ("NVIDIA RTX A6000", "A6000"),
+     ("NVIDIA RTX PRO 6000 Blackwell", "RTX-PRO-6000")],
+)  # fmt: skip
+def test_gpus_by_name(text: str, name: str):
+    """In any case, with spaces or hyphens, and as the plan's first line has them."""
+    assert parse_gpu(text) is GPUS[name]
 
 
 def test_the_fewest_gpus_that_fit():
@@ -316,6 +328,23 @@ def test_reasons_are_below_the_table():
     ]  # fmt: skip
     assert lines[8].split() == ["auto", "4", "1.0", "1", "1", "-"]
     assert lines[-4:] == below
+
+
+def test_what_does_not_fit_has_no_size_and_no_time():
+    row = {
+        "kv_cache_dtype": "auto", "weights_bytes": 30 * GIB,
+        "kv_cache_bytes": int(-18.8 * GIB), "bytes_per_token": 4,
+        "bytes_per_user": 2**20, "state_bytes_per_user": 0, "tokens": 0, "users": 0,
+        "fits": False, "tpot_ms": None,
+    }  # fmt: skip
+    about = {"model": "m", "gpus": 1, "gpu": "g", "users": 9, "context": 1, "notes": []}
+    said = table(about | {"rows": [row], "cure": "The weights do not fit."})
+    assert "30.0 GiB of weights, nothing for the cache (18.8 GiB short)\n" in said
+    assert said.splitlines()[-1].split() == ["auto", "4", "1.0", "0", "0", "-"]
+    row |= {"kv_cache_bytes": GIB, "tokens": 8, "users": 8}
+    said = table(about | {"rows": [row], "cure": ""})
+    assert "30.0 GiB of weights, 1.0 for the cache\n" in said
+    assert said.splitlines()[-1] == "No time is given where 9 users do not fit: auto."
 
 
 def test_users_that_are_drawn():
@@ -381,9 +410,42 @@ def test_what_does_not_go_says_why(tmp_path: Path):
     refusal = "--context", "9000", "--kv-cache-dtype", "turbo4"
     done = run_plan(ROOT / "models/needle-qwen3", *refusal)
     assert done.returncode == 1 and "max_model_len (9000) is greater" in done.stdout
-    done = run_plan(tmp_path / "nothing", HF_ENDPOINT="http://127.0.0.1:9")
-    assert (
-        done.returncode == 2 and "a folder with its config.json will do" in done.stderr
+    for missing in (tmp_path / "nothing", ROOT / "models"):
+        done = run_plan(missing)
+        said = f"no model in {missing}: there is no config.json"
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_name_that_the_hub_does_not_have():
+    done = run_plan("no-such--name", HF_ENDPOINT="http://127.0.0.1:9")
+    said = "a folder with its config.json will do"
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_arguments_are_not_abbreviated():
+    done = run_plan(ROOT / "models/needle-llama", "--user", "3")
+    assert done.returncode == 2 and "unrecognized arguments: --user" in done.stderr
+    said = " ".join(run_plan("--help").stdout.split())
+    for default in ("(default: 1).", "(default: 32768).", "(default: 64)."):
+        assert default in said
+
+
+@pytest.mark.parametrize("script", ["plan.py", "check_model.py"])
+@pytest.mark.parametrize("packages", [(), ("torch", "vllm")])
+def test_a_python_without_the_series(
+    packages: tuple[str, ...], script: str, tmp_path: Path
+):
+    """One without packages, and one with a vLLM that nothing was applied to."""
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    # Without site-packages, so that those above are all that there are.
+    command = [sys.executable, "-S", SCRIPTS / script, "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"{script}: this Python has no vLLM with the series applied: run "
+        "scripts/apply.sh, or activate the environment that has it "
+        "(. .venv/bin/activate)\n"
     )
-    done = run_plan(ROOT / "models")
-    assert done.returncode == 2 and "has no config.json" in done.stderr

@@ -230,8 +230,8 @@ def rows_of_mla() -> list[str]:
 # Sentences of README, and where their figures come from.
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
-    r"a default that adds at most (\S+) %": cost_of_the_window,
-    r"up to (\d+), take attention up to (\S+) times bf16's time": cost_of_extends,
+    r"on by default and adds at most (\S+) %": cost_of_the_window,
+    r"attention of up to (\d+) new tokens takes up to (\S+) times bf16's time": cost_of_extends,
     r"Memory: (\d+) MiB of workspace": workspace,
     r"MLA with more than (\d+) query heads": rows_of_mla,
 }
