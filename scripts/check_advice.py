@@ -9,6 +9,7 @@ Row = dict[str, Any]
 
 # KL over fp8's that is as good as it, either way: so few positions tell no more.
 ALIKE = 1.25
+MILLI = 1000
 # Nats. So little costs at most half a per cent of perplexity on the average, however
 # much less fp8 has.
 NEGLIGIBLE_KL = 0.005
@@ -48,7 +49,8 @@ def loses_needles(needles: Row) -> bool:
 
 def distance(row: Row, fp8: Row | None) -> str:
     """Returns how far an arm is from the reference, in words, beside fp8 if it ran."""
-    kl = f"KL {row['kl_mean']:.4f} nats"
+    size = f"{MILLI * row['kl_mean']:.2f} millinats"
+    kl = f"KL {size}"
     if fp8 is None or fp8 is row:
         top = f"top token differs at {1 - row['top1']:.1%}"
         return f"{'the measure, ' if row is fp8 else ''}{kl}, {top}"
@@ -60,7 +62,7 @@ def distance(row: Row, fp8: Row | None) -> str:
     elif ratio <= ALIKE:
         word = "as close as fp8"
     elif row["kl_mean"] <= NEGLIGIBLE_KL:
-        word = f"farther than fp8 by little, {row['kl_mean']:.4f} nats in all"
+        word = f"farther than fp8 by little, {size} in all"
     else:
         word = "farther than fp8"
     return f"{word} ({kl}, {top}), at {size_of(row, fp8):.0%} of its bytes"

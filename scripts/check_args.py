@@ -13,6 +13,7 @@ from typing import Any
 from arm_process import NO_WINDOW, TURBO_DTYPES
 from check_cases import MIN_CONTEXT, Plan
 from check_jobs import share_memory
+from check_needs import check_folder, check_tokenizer
 from env import has_gpu
 from quality_cases import HELD_OUT
 
@@ -37,6 +38,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         prog="check_model.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", help="name or folder")
@@ -70,10 +72,6 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--time-limit", type=float, default=3600, help="seconds for all engines")
     add("--output", type=Path, metavar="DIR", help="default: ./check-MODELNAME")
     return parser
-
-
-def looks_like_a_folder(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def first_lines(error: Exception) -> str:
@@ -110,10 +108,9 @@ def check_early(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{NO_WINDOW}"
             )
-    if looks_like_a_folder(args.model) and not Path(args.model).is_dir():
-        raise ValueError(f"no folder {args.model}")
-    if Path(args.model).is_dir() and not (Path(args.model) / "config.json").exists():
-        raise ValueError(f"no config.json in {args.model}")
+    check_folder(args.model)
+    if "tokenizer" not in args.engine_args:
+        check_tokenizer(args.model)
     if args.gsm8k is not None and not importlib.util.find_spec("lm_eval"):
         raise ValueError("--gsm8k needs lm_eval: pip install lm-eval")
     try:
@@ -144,7 +141,7 @@ def read_model(args: argparse.Namespace) -> Any:
         if dtype not in KV_CACHE_DTYPES:
             raise ValueError(
                 f"{dtype} is no KV cache dtype of this vLLM, which has "
-                f"{', '.join(KV_CACHE_DTYPES)}; scripts/apply.sh applies the series"
+                f"{', '.join(KV_CACHE_DTYPES)}"
             )
     try:
         of_device = CPU_ARGS if args.on_cpu else {}

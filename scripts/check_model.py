@@ -27,11 +27,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from check_needs import require_series
+
+# Before the first package is imported.
+require_series("check_model.py")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
+import numpy as np  # noqa: E402
 from arm_process import LOG, TURBO_DTYPES, read_result, run_arm  # noqa: E402
 from check_advice import advise, layers_to_skip, ran  # noqa: E402
 from check_args import build_parser, check_early, complete  # noqa: E402

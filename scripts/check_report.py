@@ -5,14 +5,13 @@
 from typing import Any
 
 from arm_process import TURBO_DTYPES
-from check_advice import gain_of_layer, ran
+from check_advice import MILLI, gain_of_layer, ran
 from quality_report import table
 
 Row = dict[str, Any]
 
 # Layers of which K is shown; all are in the JSON.
 SHOWN_LAYERS = 5
-MILLI = 1000
 
 
 def cells(row: Row, contexts: list[int], is_reference: bool) -> list[str]:

@@ -15,10 +15,15 @@ import logging
 import sys
 from pathlib import Path
 
-from turbo_plan import report
-from turbo_plan.cure import cure_of
-from turbo_plan.gpus import ATTENTION, GPUS, parse_gpu
-from turbo_recipes import device
+from check_needs import check_folder, require_series
+
+# Before the first package is imported.
+require_series("plan.py")
+
+from turbo_plan import report  # noqa: E402
+from turbo_plan.cure import cure_of  # noqa: E402
+from turbo_plan.gpus import ATTENTION, GPUS, parse_gpu  # noqa: E402
+from turbo_recipes import device  # noqa: E402
 
 DESCRIBING = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -30,11 +35,9 @@ def find_model(name: str) -> Path:
         ValueError: If there is none.
 
     """
-    folder = Path(name)
-    if folder.is_dir():
-        if (folder / "config.json").exists():
-            return folder
-        raise ValueError(f"{folder} has no config.json")
+    check_folder(name)
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
@@ -53,7 +56,9 @@ def positive(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("model", help="a folder with a config.json, or a Hub's name")
     parser.add_argument(
         "--gpu",
@@ -62,9 +67,25 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{', '.join(GPUS)}, or by number GiB:GB/s[:compute capability], as in "
         "24:936:8.6 (default: H200)",
     )
-    parser.add_argument("--tp", type=positive, default=1, help="GPUs that share it")
-    parser.add_argument("--context", type=positive, default=32768, help="of a user")
-    parser.add_argument("--users", type=positive, default=64, help="at once")
+    parser.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        help="Tensor parallelism divides the model among this number of GPUs "
+        "(default: %(default)s).",
+    )
+    parser.add_argument(
+        "--context",
+        type=positive,
+        default=32768,
+        help="Each user has this number of tokens in the cache (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--users",
+        type=positive,
+        default=64,
+        help="The server has this number of users at once (default: %(default)s).",
+    )
     parser.add_argument(
         "--kv-cache-dtype", nargs="+", choices=ATTENTION, default=list(ATTENTION)
     )

@@ -53,21 +53,33 @@ CAPABILITY, NUM_SMS = (8, 0), 108
 NUMBERS = re.compile(r"(\d+\.?\d*):(\d+\.?\d*)(?::(\d+)\.(\d))?")
 
 
+def plain(name: str) -> str:
+    """Returns a GPU's name as it is compared."""
+    return re.sub(r"[\s-]", "", name).casefold().removeprefix("nvidia")
+
+
+# A driver's name that two share is the first one's.
+NAMED = {plain(gpu.device.name): gpu for gpu in reversed(GPUS.values())}
+NAMED |= {plain(name): gpu for name, gpu in GPUS.items()}
+
+
 def parse_gpu(text: str) -> Gpu:
     """Returns a GPU by its name, or by numbers: `GIB:GB_S`, `GIB:GB_S:CAPABILITY`.
+
+    Case, spaces, hyphens and a leading "NVIDIA" make no difference.
 
     Raises:
         argparse.ArgumentTypeError: If it is neither.
 
     """
-    if text in GPUS:
-        return GPUS[text]
+    if gpu := NAMED.get(plain(text)):
+        return gpu
     numbers = NUMBERS.fullmatch(text)
     if numbers is None or not float(numbers[1]) or not float(numbers[2]):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(GPUS)}; another one is given by its GiB "
-            "of memory and GB/s, as in 24:936, or with its compute capability, as in "
-            "24:936:8.6"
+            f"{text!r} is not in the list: {', '.join(GPUS)}; another GPU is given by "
+            "its GiB of memory and GB/s, as in 24:936, or with its compute capability, "
+            "as in 24:936:8.6"
         )
     capability = (int(numbers[3]), int(numbers[4])) if numbers[3] else CAPABILITY
     memory = int(float(numbers[1]) * GIB)

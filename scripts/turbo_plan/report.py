@@ -121,7 +121,7 @@ def cells_of(row: dict[str, Any], has_states: bool) -> list[str]:
         *states,
         f"{row['tokens']:,}",
         f"{row['users']:,}",
-        "no room" if not row["fits"] else "-" if time is None else f"{time:.2f}",
+        "-" if time is None else f"{time:.2f}",
     ]
 
 
@@ -136,15 +136,24 @@ def table(content: dict[str, Any]) -> str:
         weights, left = (
             served[0][name] / GIB for name in ("weights_bytes", "kv_cache_bytes")
         )
-        lines.append(
-            f"Of each GPU: {weights:.1f} GiB of weights, {left:.1f} for the cache"
+        cache = (
+            f"{left:.1f} for the cache"
+            if left > 0
+            else f"nothing for the cache ({-left:.1f} GiB short)"
         )
+        lines.append(f"Of each GPU: {weights:.1f} GiB of weights, {cache}")
     lines += [content["cure"]] if content["cure"] else []
     has_states = any(row["state_bytes_per_user"] for row in served)
     header = [*HEADER[:3], *([STATES] if has_states else []), *HEADER[3:]]
     grid = [header, *(cells_of(row, has_states) for row in content["rows"])]
     lines += ["", *("".join(f"{cell:>14}" for cell in line) for line in grid), ""]
     lines += refusals(content["rows"])
+    crowded = [row["kv_cache_dtype"] for row in served if not row["fits"]]
+    if crowded and not content["cure"]:
+        lines.append(
+            f"No time is given where {content['users']} users do not fit: "
+            f"{', '.join(crowded)}."
+        )
     return "\n".join([*lines, *content["notes"]]).rstrip()
 
 

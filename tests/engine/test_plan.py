@@ -282,8 +282,8 @@ def test_gpus_by_number():
 @pytest.mark.parametrize(
     ("text", "name"),
     [("RTX-3090", "RTX-3090"), ("RTX 4090", "RTX-4090"), ("h200", "H200"),
-     ("NVIDIA H200", "H200"), ("nvidia-rtx 5090", "RTX-5090"), ("a100 40gb", "A100-40GB"),
-     ("NVIDIA A100", "A100"), ("NVIDIA RTX A6000", "A6000"),
+     ("NVIDIA H200", "H200"), ("nvidia-rtx 5090", "RTX-5090"),
+     ("a100 40gb", "A100-40GB"), ("NVIDIA A100", "A100"), ("NVIDIA RTX A6000", "A6000"),
      ("NVIDIA RTX PRO 6000 Blackwell", "RTX-PRO-6000")],
 )  # fmt: skip
 def test_gpus_by_name(text: str, name: str):
