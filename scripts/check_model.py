@@ -373,6 +373,13 @@ def main(words: list[str] | None = None) -> int:
         check_early(args)
     except ValueError as error:
         parser.error(str(error))
+    if not Path(args.model).is_dir():
+        print(
+            f"check_model: no folder {args.model} is here: vLLM asks the Hub for the "
+            "model",
+            file=sys.stderr,
+            flush=True,
+        )
     with Heartbeat("reading the model and the text") as beat:
         try:
             complete(args)

@@ -77,8 +77,18 @@ def test_arguments_are_judged_before_vllm_is_imported(
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])
-def test_names_are_left_to_the_hub(name: str):
-    assert check_early(build_parser("").parse_args([name])) is None
+def test_names_are_left_to_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def ask(_: object) -> None:
+        raise ValueError("asked")
+
+    monkeypatch.setattr(check_model, "complete", ask)
+    with pytest.raises(SystemExit):
+        check_model.main([name])
+    said = capsys.readouterr().err
+    assert f"no folder {name} is here: vLLM asks the Hub for the model" in said
+    assert said.endswith("error: asked\n")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model.v3", "tekken.json", "vocab.json"])
