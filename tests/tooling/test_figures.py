@@ -231,7 +231,7 @@ def rows_of_mla() -> list[str]:
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
     r"on by default and adds at most (\S+) %": cost_of_the_window,
-    r"attention of up to (\d+) new tokens takes up to (\S+) times bf16's time": cost_of_extends,
+    r"up to (\d+) new tokens takes up to (\S+) times bf16's": cost_of_extends,
     r"Memory: (\d+) MiB of workspace": workspace,
     r"MLA with more than (\d+) query heads": rows_of_mla,
 }
