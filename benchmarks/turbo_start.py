@@ -93,15 +93,13 @@ READ_PACKAGES = ("vllm", "torch", "triton", "nvidia", "flashinfer", "transformer
 POLL_S = 0.02
 
 
-def gpu_names() -> list[str]:
-    """Returns the names of the host's GPUs."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def count_gpus() -> int:
+    """Returns the number of the host's GPUs."""
     try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.split(
-            "\n"
-        )[:-1]
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     except OSError:
-        return []
+        return 0
+    return listed.stdout.count("GPU ")
 
 
 def read_packages(names: Iterable[str] = READ_PACKAGES) -> int:
@@ -221,7 +219,7 @@ def places(count: int) -> list[Place]:
         return [Place(None, tuple(cores))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        gpus = [str(i) for i in range(len(gpu_names()))]
+        gpus = [str(i) for i in range(count_gpus())]
     else:
         gpus = [name for name in visible.split(",") if name]
     share = len(cores) // count

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What serving compiles in CUDA, as digests: a net for changes that are to change none.
+"""Digests of the CUDA modules that serving compiles: a net for pure refactorings.
 
     module_digests.py           compares with the committed digests, and names changes
     module_digests.py --write   writes them again, for a change that is meant
@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from native_kernels import digest, normalised_cuda, with_included
+from native_kernels import digest, normalised_sources, served
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "tests/instances/module_digests.json"
@@ -27,35 +27,25 @@ COMMITTED = ROOT / "tests/instances/module_digests.json"
 
 def find_digests() -> dict[str, Any]:
     """The digests of the vLLM that this Python imports."""
-    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
-    from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
-    from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
-    from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
-
-    modules: dict[str, dict[str, str]] = {}
+    parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     sources: dict[str, Path] = {}
-    for capability in ARCHITECTURES:
-        parts: dict[str, list[str]] = defaultdict(list)
-        found = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
-        for module in found.values():
-            flags = " ".join(module.flags)
-            text = f"{module.instance}\n{flags}\n{module.is_specific}\n{module.header}"
-            parts[module.kernel].append(text)
-            sources[module.kernel] = module.source
-        modules[str(capability)] = {
-            kernel: f"{len(texts)} {digest(sorted(texts))}"
-            for kernel, texts in sorted(parts.items())
-        }
-    texts = {
-        kernel: sorted(
-            normalised_cuda(path.read_text())
-            for path in with_included(source, SOURCE_DIR)
-        )
-        for kernel, source in sorted(sources.items())
-    }
+    for capability, module in served():
+        flags = " ".join(module.flags)
+        text = f"{module.instance}\n{flags}\n{module.is_specific}\n{module.header}"
+        parts[str(capability)][module.kernel].append(text)
+        sources[module.kernel] = module.source
     return {
-        "modules": modules,
-        "sources": {kernel: digest(own) for kernel, own in texts.items()},
+        "modules": {
+            capability: {
+                kernel: f"{len(texts)} {digest(sorted(texts))}"
+                for kernel, texts in sorted(own.items())
+            }
+            for capability, own in parts.items()
+        },
+        "sources": {
+            kernel: digest(normalised_sources(source))
+            for kernel, source in sorted(sources.items())
+        },
     }
 
 

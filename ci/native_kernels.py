@@ -98,25 +98,38 @@ def _launches(path: Path) -> bool:
     )
 
 
-def cuda_families() -> Iterator[tuple[str, str]]:
-    """Each CUDA kernel and its digest."""
-    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+def served() -> Iterator[tuple[int, Any]]:
+    """Each CUDA module that serving may ask for, with its compute capability."""
     from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
     from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
     from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 
-    parts: dict[str, set[str]] = {}
-    sources: dict[str, Path] = {}
     for capability in ARCHITECTURES:
         found = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
-        for module in found.values():
-            flags = " ".join(module.flags)
-            parts.setdefault(module.kernel, set()).add(f"{flags}\n{module.header}")
-            sources[module.kernel] = module.source
+        yield from ((capability, module) for module in found.values())
+
+
+def normalised_sources(source: Path) -> list[str]:
+    """A kernel's source and the headers that it includes, normalised and sorted."""
+    from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
+
+    paths = with_included(source, SOURCE_DIR)
+    return sorted({normalised_cuda(path.read_text()) for path in paths})
+
+
+def cuda_families() -> Iterator[tuple[str, str]]:
+    """Each CUDA kernel and its digest."""
+    parts: dict[str, set[str]] = {}
+    sources: dict[str, Path] = {}
+    for _, module in served():
+        flags = " ".join(module.flags)
+        parts.setdefault(module.kernel, set()).add(f"{flags}\n{module.header}")
+        sources[module.kernel] = module.source
     for kernel, own in parts.items():
-        paths = with_included(sources[kernel], SOURCE_DIR)
-        texts = {normalised_cuda(path.read_text()) for path in paths}
-        yield f"cuda/{kernel}", digest([*sorted(own), *sorted(texts)])
+        yield (
+            f"cuda/{kernel}",
+            digest([*sorted(own), *normalised_sources(sources[kernel])]),
+        )
 
 
 def triton_families() -> Iterator[tuple[str, str]]:

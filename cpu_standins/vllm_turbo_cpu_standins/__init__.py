@@ -29,12 +29,9 @@ def register() -> list[str]:
     if not current_platform.is_cpu():
         return []
     from vllm_turbo_cpu_standins.inspection import inspect_here
-    from vllm_turbo_cpu_standins.quantization import multiply_fp8_without_onednn
     from vllm_turbo_cpu_standins.registry import register_missing
 
     inspect_here()
-    have_no_amx()
-    multiply_fp8_without_onednn()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from vllm_turbo_cpu_standins.interpreter import quicken
 
@@ -42,6 +39,11 @@ def register() -> list[str]:
     # A native CPU build registers its ops on this import; look only after it.
     current_platform.import_kernels()
     registered = register_missing()
+    if registered:
+        from vllm_turbo_cpu_standins.quantization import multiply_fp8_without_onednn
+
+        have_no_amx()
+        multiply_fp8_without_onednn()
     if "cpu_attention_with_kv_cache" in registered:
         from vllm_turbo_cpu_standins.attention import serve_any_cpu
 

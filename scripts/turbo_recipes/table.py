@@ -127,7 +127,7 @@ REFUSED = """## Refused
 The last column is the dtype to use instead.
 
 """
-RUN = """## What has run
+RUN = """## Models that have run
 
 """
 ALL = """## All recipes

@@ -195,6 +195,18 @@ def cost_of_the_window() -> list[str]:
     return [f"{100 * (most - 1):.1f}"]
 
 
+def later_runs() -> list[str]:
+    """The least and the most ms per output token of turbo4, without its window."""
+    found = [
+        row["tpot_ms"]
+        for name in ("engine_again", "engine_window", "step")
+        for row in read_rows(RESULTS / f"{name}.jsonl")
+        if row.get("part") == "decode"
+        and (row["arm"], row["shape"]) == ("turbo4", "16x32768")
+    ]
+    return [f"{min(found):.1f}", f"{max(found):.1f}"]
+
+
 def cost_of_extends() -> list[str]:
     """The most tokens that are said, and times bf16's attention, of today's kernels."""
     most_tokens = 64
@@ -230,6 +242,7 @@ def rows_of_mla() -> list[str]:
 # Sentences of README, and where their figures come from.
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
+    r"Later runs of `turbo4` took (\S+) to (\S+) ms at 16 x 32768": later_runs,
     r"on by default and adds at most (\S+) %": cost_of_the_window,
     r"up to (\d+) new tokens takes up to (\S+) times bf16's": cost_of_extends,
     r"Memory: (\d+) MiB of workspace": workspace,

@@ -192,7 +192,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--at-once 4: .* there are 3 and 10"):
         places(4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(turbo_start, "gpu_names", lambda: ["H100"] * 2)
+    monkeypatch.setattr(turbo_start, "count_gpus", lambda: 2)
     assert [place.gpu for place in places(2)] == ["0", "1"]
 
 
