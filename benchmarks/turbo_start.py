@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Seconds until `vllm serve` is ready, by cache dtype, with empty caches and full ones.
 
-The model has dummy weights. Every pair of starts has cache folders of its own, for all
-that vLLM, PyTorch, Triton, FlashInfer and the driver keep of what they compile: the
-first start finds them empty, the second one finds what the first one left. A round has
-a pair of each arm, and begins with another arm than the round before. One JSON object
-a line:
+The model has dummy weights. An arm has cache folders of its own in every round, for all
+that vLLM, PyTorch, Triton, FlashInfer and the driver keep of what they compile: its
+first start finds them empty, its second one finds what the first one left, and so do
+more with `--full-starts N`. A round has each arm, and begins with another arm than the
+round before. One JSON object a line:
 
 * `start`: seconds from the command to an answer of /health; `phases`, which add up to
   it, each up to a line of the log; `reported`, the seconds that lines of the log give,
@@ -17,8 +17,8 @@ a line:
 
 An arm is a --kv-cache-dtype; `turbo4:triton` also sets turbo_kernel.
 
-With `--at-once N`, N rounds run side by side: each of them has one of the visible GPUs,
-and an equal share of the cores, to itself.
+With `--at-once N`, the starts of N arms or rounds run side by side: each of them has one
+of the visible GPUs, and an equal share of the cores, to itself.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def serve_command(args: argparse.Namespace, arm: str, model: Path) -> list[str]:
 
 
 class Place(NamedTuple):
-    """Where the servers of a round run.
+    """Where the servers of an arm run.
 
     Attributes:
         gpu: What CUDA_VISIBLE_DEVICES calls it; None for whatever is visible.
@@ -225,7 +225,7 @@ def places(count: int) -> list[Place]:
     share = len(cores) // count
     if len(gpus) < count or not share:
         raise ValueError(
-            f"--at-once {count}: a round takes a GPU and a core, and there are "
+            f"--at-once {count}: an arm takes a GPU and a core, and there are "
             f"{len(gpus)} and {len(cores)}"
         )
     return [
@@ -266,47 +266,54 @@ def measure_start(
     }
 
 
-def run_round(
-    args: argparse.Namespace, number: int, model: Path, report: Report, place: Place
+def run_arm(
+    args: argparse.Namespace,
+    arm: str,
+    number: int,
+    model: Path,
+    report: Report,
+    place: Place,
 ) -> int:
-    """Starts each arm twice, and reports; returns how many starts failed."""
-    first = number % len(args.arms)
-    failed = 0
-    for arm in args.arms[first:] + args.arms[:first]:
-        with tempfile.TemporaryDirectory(dir=args.folder) as caches:
-            for state in (EMPTY, FULL):
-                log = args.logs / f"{arm.replace(':', '-')}-{number}-{state}.log"
-                common = {"part": "start", "arm": arm, "caches": state, "round": number}
-                command = serve_command(args, arm, model)
-                try:
-                    row = measure_start(command, log, Path(caches), place)
-                except (OSError, QuickstartError) as error:
-                    report.row(**common, error=str(error))
-                    failed += 1
-                    # The caches are neither empty nor full.
-                    break
-                report.row(**common, **row)
-    return failed
+    """Starts an arm of a round, and reports; returns how many starts failed."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as caches:
+        for i in range(1 + args.full_starts):
+            state = FULL if i else EMPTY
+            again = f"-{i}" if i > 1 else ""
+            log = args.logs / f"{arm.replace(':', '-')}-{number}-{state}{again}.log"
+            common = {"part": "start", "arm": arm, "caches": state, "round": number}
+            command = serve_command(args, arm, model)
+            try:
+                row = measure_start(command, log, Path(caches), place)
+            except (OSError, QuickstartError) as error:
+                report.row(**common, error=str(error))
+                # The caches are neither empty nor full.
+                return 1
+            report.row(**common, **row)
+    return 0
 
 
 def run_rounds(
     args: argparse.Namespace, model: Path, report: Report, where: list[Place]
 ) -> int:
-    """Runs the rounds, one in each place at a time; returns how many starts failed."""
+    """Runs the rounds, an arm in each place at a time; returns how many failed."""
     free: SimpleQueue[Place] = SimpleQueue()
     for place in where:
         free.put(place)
 
-    def run_next(number: int) -> int:
+    def run_next(arm: str, number: int) -> int:
         place = free.get()
         try:
-            return run_round(args, number, model, report, place)
+            return run_arm(args, arm, number, model, report, place)
         finally:
             free.put(place)
 
-    numbers = range(args.first_round, args.first_round + args.rounds)
+    ordered = []
+    for number in range(args.first_round, args.first_round + args.rounds):
+        first = number % len(args.arms)
+        arms = args.arms[first:] + args.arms[:first]
+        ordered += [(arm, number) for arm in arms]
     with side_by_side(len(where)) as pool:
-        return sum(pool.map(run_next, numbers))
+        return sum(pool.map(run_next, *zip(*ordered, strict=True)))
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -363,7 +370,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="rounds side by side, each with a GPU of its own (default: 1)",
+        help="arms or rounds side by side, each with a GPU of its own (default: 1)",
+    )
+    parser.add_argument(
+        "--full-starts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="starts of an arm in a round that find all built (default: 1)",
     )
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--folder", type=Path, help="where cache folders are made")

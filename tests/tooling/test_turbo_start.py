@@ -184,7 +184,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds side by side have no GPU and no core in common."""
+    """Servers side by side have no GPU and no core in common."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(10)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     assert places(1) == [(None, tuple(range(10)))]
@@ -197,7 +197,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rounds_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each server has its round's GPU, and all rounds count."""
+    """Each arm of a round has a GPU of its own, and all rounds count."""
     core = min(os.sched_getaffinity(0))
     where = [turbo_start.Place(gpu, (core,)) for gpu in ("5", "7")]
     monkeypatch.setattr(turbo_start, "places", lambda _count: where)
@@ -214,6 +214,20 @@ def test_rounds_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         lines = (tmp_path / "logs" / f"fp8-{number}-empty.log").read_text().splitlines()
         gpus.add(lines[1])
     assert gpus == {"GPU 5", "GPU 7"}
+
+
+def test_more_starts_with_all_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They use one folder of caches, and each counts."""
+    status, rows = _run(monkeypatch, tmp_path, "--arms", "fp8", "--full-starts", "3")
+    assert status == 0
+    starts = [row["caches"] for row in rows if row["part"] == "start"]
+    assert starts == ["empty", "full", "full", "full"]
+    medians = {row["caches"]: row for row in rows if row["part"] == "median"}
+    assert (medians["empty"]["starts"], medians["full"]["starts"]) == (1, 3)
+    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert logs == {f"fp8-0-{s}.log" for s in ("empty", "full", "full-2", "full-3")}
 
 
 def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
