@@ -246,3 +246,31 @@ def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch):
     with memory.launched(names):
         assert names == {"rotate"}
     assert names == {"rotate", "gemm", "store"}
+
+
+def test_a_context_without_room_in_bf16(
+    row: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its row has vLLM's refusal alone, and the turbo dtype is held to no bf16."""
+    refusal = (
+        "To serve at least one request with the model's max seq len (1048576), (128.0 "
+        "GiB KV cache is needed, which is larger than the available KV cache memory "
+        "(112.46 GiB)"
+    )
+    log = f"status 1\nINFO: lines\nValueError: {refusal}. Based on the available ..."
+    rows = {"auto": {"wrong": [log]}, "turbo4": row}
+    monkeypatch.setattr(memory, "run_arm", lambda dtype, *_: dict(rows[dtype]))
+    monkeypatch.setattr(memory, "exit_when_told", lambda: None)
+    judged: list[dict[str, Any] | None] = []
+    monkeypatch.setattr(
+        memory, "complaints", lambda _row, baseline: judged.append(baseline) or []
+    )
+    argv = ["memory.py", "--max-model-lens", "1048576", "--dtypes", "turbo4"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert memory.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    reported = [json.loads(line) for line in printed if line.startswith("{")]
+    assert [row["wrong"] for row in reported] == [[refusal], []]
+    assert judged == [None]
