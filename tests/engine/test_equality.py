@@ -219,6 +219,16 @@ def test_a_mode_has_to_do_what_it_is_for(mode, fault, said):
     assert said in judged(mode, **fault)
 
 
+def test_hopper_has_kernels_of_its_own_for_extends():
+    """Those of an H200's two ranks, each built by one of them."""
+    kept = {name: times for name, times in BUILT.items() if "extend" not in name}
+    hopper = ("extend_rows turbo4_128_r64", "extend_outputs turbo4_128_r64")
+    mode = "tensor_parallel_heads"
+    assert judged(mode, built=kept | dict.fromkeys(hopper, 1)) is None
+    assert "built once" in judged(mode, built=kept | dict.fromkeys(hopper, 2))
+    assert "built once" in judged(mode, built=kept)
+
+
 def test_what_is_nearly_all_suffices():
     assert judged("draft_model", accepted=90) is None
     assert judged("skipped", room=1009) is None
