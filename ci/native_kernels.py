@@ -76,7 +76,18 @@ def normalised_python(text: str) -> str:
             if not isinstance(x, (ast.Import, ast.ImportFrom))
             and not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
         ]
-    return ast.dump(tree)
+    return _dumped(tree)
+
+
+def _dumped(node: object) -> str:
+    """A syntax tree as text, the same of every Python: fields come with releases."""
+    if isinstance(node, list):
+        return f"[{','.join(map(_dumped, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, x) for name, x in ast.iter_fields(node) if x not in (None, [])]
+    inner = ",".join(f"{name}={_dumped(x)}" for name, x in fields)
+    return f"{type(node).__name__}({inner})"
 
 
 def imported(path: Path) -> set[str]:

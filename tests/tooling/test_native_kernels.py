@@ -48,6 +48,22 @@ def test_what_counts_in_python(text, is_same):
     assert same == is_same
 
 
+def test_a_digest_is_the_same_of_every_python():
+    """The text that any release's syntax tree gives, whatever fields it has."""
+    text = "def f(x: int = 1, *, y=None):\n    return -x if y else [f'{x:2}', None]\n"
+    assert native.normalised_python(text) == (
+        "Module(body=[FunctionDef(name='f',args=arguments(args=[arg(arg='x',"
+        "annotation=Name(id='int',ctx=Load()))],kwonlyargs=[arg(arg='y')],"
+        "kw_defaults=[Constant()],defaults=[Constant(value=1)]),"
+        "body=[Return(value=IfExp(test=Name(id='y',ctx=Load()),"
+        "body=UnaryOp(op=USub(),operand=Name(id='x',ctx=Load())),"
+        "orelse=List(elts=[JoinedStr(values=[FormattedValue("
+        "value=Name(id='x',ctx=Load()),conversion=-1,"
+        "format_spec=JoinedStr(values=[Constant(value='2')]))]),Constant()],"
+        "ctx=Load())))])])"
+    )
+
+
 def test_what_a_source_includes(tmp_path):
     (tmp_path / "kernel").mkdir()
     for name, text in {
