@@ -11,12 +11,13 @@ ci/sanitize.py to plant.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -438,11 +439,11 @@ def plant(defect: Defect) -> None:
     cuda_build.SOURCE_DIR = folder
 
 
-def run_test(defect: Defect) -> int:
+def run_test(defect: Defect, *options: str) -> int:
     """Returns pytest's exit status, of a test in this process; ``NOT_PLANTED`` if
     kernels could not be built.
     """
-    arguments = ["-q", "-rN", "--tb=line", "-p", "no:cacheprovider"]
+    arguments = ["-q", "-rN", "--tb=line", "-p", "no:cacheprovider", *options]
     if defect.selected:
         arguments += ["-k", defect.selected]
     failures = BuildFailures()
@@ -456,9 +457,24 @@ def run_apart(name: str, option: str) -> int:
     return subprocess.run(command).returncode
 
 
-def look_for(name: str) -> tuple[int, int]:
-    """Returns how a defect's test ends without it, and with it."""
-    return run_apart(name, "--without"), run_apart(name, "--with")
+def look_for(names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields each defect when its test has ended without it and with it, and how.
+
+    A test of several defects runs once without any.
+    """
+    names = list(names)
+    tests = {name: (DEFECTS[name].test, DEFECTS[name].selected) for name in names}
+    # Most of the time is the compiler's, and each process has a copy of PyTorch.
+    with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
+        planted = {pool.submit(run_apart, name, "--with"): name for name in names}
+        first = {test: name for name, test in tests.items()}
+        sound = {
+            test: pool.submit(run_apart, name, "--without")
+            for test, name in first.items()
+        }
+        for ended in as_completed(planted):
+            name = planted[ended]
+            yield name, (sound[tests[name]].result(), ended.result())
 
 
 def main() -> int:
@@ -473,15 +489,13 @@ def main() -> int:
         except NotPlanted as error:
             print(f"{args.planted}: {error}")
             return NOT_PLANTED
-        return run_test(DEFECTS[args.planted])
+        # Its first failure suffices, and each case may build other kernels.
+        return run_test(DEFECTS[args.planted], "--exitfirst")
     if args.without:
         return run_test(DEFECTS[args.without])
     wrong = []
     names = args.names or of_this_gpu(DEFECTS)
-    # Most of the time is the compiler's.
-    with ThreadPoolExecutor(len(names)) as pool:
-        found = dict(zip(names, pool.map(look_for, names)))
-    for name, statuses in found.items():
+    for name, statuses in look_for(names):
         is_caught = statuses == (PASSED, FAILED)
         wrong += [] if is_caught else [name]
         said = "is caught" if is_caught else f"is not caught: statuses {statuses}"

@@ -83,3 +83,30 @@ def test_what_is_not_built_is_not_caught(
     command = [sys.executable, "-c", script, str(tmp_path)]
     found = subprocess.run(command, cwd=ROOT / "ci", capture_output=True, text=True)
     assert found.returncode == status, found.stdout + found.stderr
+
+
+def test_each_is_said_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A test of several defects runs once without any, and a missed defect is named."""
+    of_a_test: dict[tuple[str, str], list[str]] = {}
+    for name, defect in DEFECTS.items():
+        of_a_test.setdefault((defect.test, defect.selected), []).append(name)
+    names = next(alike for alike in of_a_test.values() if len(alike) > 1)
+    missed = names[0]
+    ran: list[tuple[str, str]] = []
+
+    def run_apart(name: str, option: str) -> int:
+        ran.append((name, option))
+        return FAILED if option == "--with" and name != missed else PASSED
+
+    monkeypatch.setattr(cuda_defects, "run_apart", run_apart)
+    monkeypatch.setattr(sys, "argv", ["cuda_defects.py", *names])
+    assert cuda_defects.main() == 1
+    assert sorted(option for _, option in ran) == ["--with"] * len(names) + [
+        "--without"
+    ]
+    said = set(capsys.readouterr().out.splitlines())
+    assert said == {f"{name} is caught" for name in names[1:]} | {
+        f"{missed} is not caught: statuses (0, 0)"
+    }
