@@ -14,6 +14,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from check_needs import check_folder, require_series
 
@@ -25,6 +26,27 @@ from turbo_plan.cure import cure_of  # noqa: E402
 from turbo_plan.gpus import ATTENTION, GPUS, parse_gpu  # noqa: E402
 from turbo_recipes import device  # noqa: E402
 
+CONTEXT = 32768
+# Arguments of vLLM's that are options here, and those that a plan leaves out.
+OPTIONS = {
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "max_model_len": "--context",
+    "model": "MODEL",
+    "tensor_parallel_size": "--tp",
+}
+NOT_PLANNED = {
+    "quantization": "of weights at load is not planned: give the folder of a quantised "
+    "checkpoint's config.json",
+    **dict.fromkeys(
+        (
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        "is not planned: a plan is for one group of tensor-parallel GPUs (--tp)",
+    ),
+}
 DESCRIBING = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -55,6 +77,27 @@ def positive(text: str) -> int:
     return value
 
 
+def engine_args(text: str) -> dict[str, Any]:
+    """Returns arguments of vLLM's, of which a plan takes all into account.
+
+    Raises:
+        argparse.ArgumentTypeError: If it does not, or they are no JSON object.
+
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('no JSON object, as in {"max_num_seqs": 64}')
+    for name in found:
+        if name in OPTIONS:
+            raise argparse.ArgumentTypeError(f"{name} is {OPTIONS[name]} here")
+        if name in NOT_PLANNED:
+            raise argparse.ArgumentTypeError(f"{name} {NOT_PLANNED[name]}")
+    return found
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], allow_abbrev=False
@@ -77,8 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--context",
         type=positive,
-        default=32768,
-        help="Each user has this number of tokens in the cache (default: %(default)s).",
+        help="Each user has this number of tokens in the cache (default: "
+        f"{CONTEXT}, or the model's).",
     )
     parser.add_argument(
         "--users",
@@ -92,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--max-num-batched-tokens", type=positive, default=8192)
     parser.add_argument(
-        "--engine-args", type=json.loads, default={}, help="more of vLLM's, as JSON"
+        "--engine-args", type=engine_args, default={}, help="more of vLLM's, as JSON"
     )
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--json", action="store_true", help="instead of the table")
@@ -116,18 +159,27 @@ def main() -> int:
     from turbo_recipes import build
 
     build.inspect_in_this_process()
-    engine_args = {
-        "max_model_len": args.context,
+    planned_args = {
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_num_seqs": planner.served_sequences(),
         "tensor_parallel_size": args.tp,
         "trust_remote_code": args.trust_remote_code,
     }
     if args.gpu_memory_utilization is not None:
-        engine_args["gpu_memory_utilization"] = args.gpu_memory_utilization
-    engine_args |= args.engine_args
+        planned_args["gpu_memory_utilization"] = args.gpu_memory_utilization
+    planned_args |= args.engine_args
+    if unknown := planned_args.keys() - planner.known_arguments():
+        parser.error(f"--engine-args: vLLM has no {', '.join(sorted(unknown))}")
+    longest = planner.longest_context(str(model), **planned_args)
+    if args.context is None:
+        args.context = min(CONTEXT, longest or CONTEXT)
+    elif longest is not None and args.context > longest:
+        parser.error(
+            f"--context {args.context}: this model has {longest} tokens at most"
+        )
+    planned_args["max_model_len"] = args.context
     plans = [
-        planner.plan(str(model), dtype, gpu, **engine_args)
+        planner.plan(str(model), dtype, gpu, **planned_args)
         for dtype in args.kv_cache_dtype
     ]
     content = {

@@ -60,6 +60,7 @@ def plain(name: str) -> str:
 
 # A driver's name that two share is the first one's.
 NAMED = {plain(gpu.device.name): gpu for gpu in reversed(GPUS.values())}
+NAMED |= {plain(name).removeprefix("rtx"): gpu for name, gpu in GPUS.items()}
 NAMED |= {plain(name): gpu for name, gpu in GPUS.items()}
 
 

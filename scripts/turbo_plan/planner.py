@@ -8,7 +8,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from turbo_recipes.verdict import Build
 
 from turbo_plan.estimate import Experts, LayerCache, Model, Weights
 from turbo_plan.gpus import GIB, Gpu
+from turbo_plan.report import NO_CACHE
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
@@ -171,6 +172,28 @@ def served_sequences() -> int:
     return at_once[UsageContext.OPENAI_API_SERVER]
 
 
+def known_arguments() -> set[str]:
+    """Names of what vLLM's engine takes."""
+    return {field.name for field in fields(EngineArgs)}
+
+
+def longest_context(model: str, **args: Any) -> int | None:
+    """The tokens that a model has at most; None if vLLM does not read its config.
+
+    Args:
+        model: A folder or a name.
+        **args: Of ``EngineArgs``, without `max_model_len`.
+
+    """
+    try:
+        own = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
+        config = EngineArgs(model, **(own | args)).create_model_config()
+    except Exception:
+        # The plan says why.
+        return None
+    return config.max_model_len
+
+
 def why(error: Exception) -> str:
     """What an error says, on one line, without pydantic's heading and input."""
     message = " ".join(f"{type(error).__name__}: {error}".split())
@@ -209,6 +232,8 @@ def plan(
         return Planned(dtype, why(error))
     config = built.config
     assert config is not None and built.model is not None
+    if not built.specs:
+        return Planned(dtype, NO_CACHE)
     size = checkpoint_bytes(Path(model))
     if size is not None:
         size //= config.parallel_config.tensor_parallel_size

@@ -15,6 +15,12 @@ from turbo_plan.gpus import GIB, LATENT_US, MEASURED_QUERIES, Gpu
 if TYPE_CHECKING:
     from turbo_plan.planner import Planned
 
+# Why a dtype is not planned for an encoder; no dtype is refused then.
+NO_CACHE = (
+    "this model keeps no KV cache, and its dtype changes nothing: leave out "
+    "--kv-cache-dtype"
+)
+
 HEADER = ("KV cache", "bytes a token", "MiB a user", "tokens", "users", "ms a token")
 STATES = "of states"
 # Of a list that vLLM gives of its attention backends.
@@ -111,7 +117,8 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
 def cells_of(row: dict[str, Any], has_states: bool) -> list[str]:
     """One dtype's line of the table."""
     if "refused" in row:
-        return [row["kv_cache_dtype"], "refused"]
+        has_none = row["refused"] == NO_CACHE
+        return [row["kv_cache_dtype"], "no cache" if has_none else "refused"]
     time, mib = row["tpot_ms"], 2**20
     states = [f"{row['state_bytes_per_user'] / mib:,.1f}"] if has_states else []
     return [

@@ -18,6 +18,7 @@ from harness import SCRIPTS
 ROOT = SCRIPTS.parent
 sys.path.insert(0, str(SCRIPTS))
 
+from plan import build_parser as plan_parser  # noqa: E402
 from turbo_plan.cure import smallest_parallel  # noqa: E402
 from turbo_plan.estimate import Experts, LayerCache, Model, Weights  # noqa: E402
 from turbo_plan.gpus import (  # noqa: E402
@@ -407,13 +408,63 @@ def test_a_server_has_as_many_tokens():
 
 
 def test_what_does_not_go_says_why(tmp_path: Path):
-    refusal = "--context", "9000", "--kv-cache-dtype", "turbo4"
-    done = run_plan(ROOT / "models/needle-qwen3", *refusal)
-    assert done.returncode == 1 and "max_model_len (9000) is greater" in done.stdout
+    done = run_plan(ROOT / "models/needle-qwen3", "--context", "9000")
+    said = "--context 9000: this model has 8192 tokens at most"
+    assert done.returncode == 2 and said in done.stderr
     for missing in (tmp_path / "nothing", ROOT / "models"):
         done = run_plan(missing)
         said = f"no model in {missing}: there is no config.json"
         assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_context_is_the_models_at_most():
+    """It is 32768 tokens for a model that has more, and is not told."""
+    args = "--gpu", "4090", "--kv-cache-dtype", "turbo4", "--json"
+    done = run_plan(ROOT / "models/needle-qwen3", *args)
+    content = json.loads(done.stdout)
+    assert content["context"] == 8192 and content["gpu"] == "NVIDIA RTX 4090"
+    assert "refused" not in content["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"tensor_parallel_size": 2}', "tensor_parallel_size is --tp here"),
+        ('{"max_model_len": 2}', "max_model_len is --context here"),
+        ('{"quantization": "fp8"}', "of a quantised checkpoint's config.json"),
+        ('{"pipeline_parallel_size": 2}', "is not planned: a plan is for one group"),
+        ("[1]", "no JSON object"),
+        ("{", "no JSON"),
+    ],
+)
+def test_arguments_that_a_plan_would_ignore(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    """Each is refused, for the plan would be of another server."""
+    with pytest.raises(SystemExit, match="2"):
+        plan_parser().parse_args(["model", "--engine-args", text])
+    assert said in capsys.readouterr().err
+
+
+def test_an_argument_that_vllm_does_not_have():
+    model = ROOT / "models/needle-qwen3"
+    done = run_plan(model, "--engine-args", '{"foo": 1, "max_num_seqs": 4}')
+    assert done.returncode == 2 and "--engine-args: vLLM has no foo" in done.stderr
+
+
+def test_an_encoder_keeps_no_cache(tmp_path: Path):
+    config = {
+        "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 128,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128,
+        "vocab_size": 512, "max_position_embeddings": 128, "type_vocab_size": 2,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_plan(tmp_path, "--kv-cache-dtype", "auto", "turbo4")
+    assert done.returncode == 1
+    assert "this model keeps no KV cache" in done.stdout
+    cells = [line.split() for line in done.stdout.splitlines()]
+    assert ["auto", "no", "cache"] in cells and ["turbo4", "refused"] in cells
 
 
 def test_a_name_that_the_hub_does_not_have():
@@ -426,7 +477,7 @@ def test_arguments_are_not_abbreviated():
     done = run_plan(ROOT / "models/needle-llama", "--user", "3")
     assert done.returncode == 2 and "unrecognized arguments: --user" in done.stderr
     said = " ".join(run_plan("--help").stdout.split())
-    for default in ("(default: 1).", "(default: 32768).", "(default: 64)."):
+    for default in ("(default: 1).", "(default: 32768, or", "(default: 64)."):
         assert default in said
 
 
