@@ -17,8 +17,8 @@ round before. One JSON object a line:
 
 An arm is a --kv-cache-dtype; `turbo4:triton` also sets turbo_kernel.
 
-With `--at-once N`, N arms run side by side, of one round or of several: each of them has
-one of the visible GPUs, and an equal share of the cores, to itself.
+With `--at-once N`, N arms run side by side, of one round or of several: each of them
+has one of the visible GPUs, and an equal share of the cores, to itself.
 """
 
 import argparse

@@ -192,8 +192,11 @@ def quickstart(args: argparse.Namespace) -> None:
     announce(4, f"serving with --kv-cache-dtype {args.kv_cache_dtype}; log: {log}")
     with running(command, log, variables) as server:
         wait_until_up(server, port, log)
-        for line in startup_lines(log):
+        lines = startup_lines(log)
+        for line in lines:
             print(f"      {line}")
+        if on_cpu and any("no recent window" in line for line in lines):
+            print("      (a GPU has a recent window by default)")
         prompt = needle_prompt()
         announce(5, f"after {len(prompt):,} characters of text: {QUESTION}")
         answer = ask(port, model, prompt)
@@ -203,7 +206,8 @@ def quickstart(args: argparse.Namespace) -> None:
         memory = cache_bytes(log, on_cpu)
     show_capacities(python, model, memory, variables, ENGINE_ARGS if on_cpu else {})
     variable = "export VLLM_TARGET_DEVICE=cpu; " if on_cpu else ""
-    print(f"to go on by hand: {variable}. {venv}/bin/activate")
+    why = " (without the variable vLLM looks for a GPU)" if on_cpu else ""
+    print(f"to go on by hand{why}: {variable}. {venv}/bin/activate")
     if not right and model == str(MODEL):
         raise QuickstartError(f"the small model's answer is wrong; read {log}")
 

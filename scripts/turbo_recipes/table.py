@@ -119,7 +119,7 @@ model.
 ACCEPTED = """## Accepted
 
 "States" are those of Mamba, gated delta nets or short convolutions: those layers keep
-their own cache. "Text alone" means that no image has run.
+their own cache. "Text alone" means that no image has run on a GPU.
 
 """
 REFUSED = """## Refused
