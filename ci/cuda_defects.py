@@ -304,8 +304,8 @@ DEFECTS = {
         "extend/weigh.cuh",
         "exp2_approx(soft_cap(scores[i + c] * factor) - acc.reference[r]);",
         "exp2_approx(scores[i + c] * factor - acc.reference[r]);",
-        f"{CAPS}windows_and_sinks",
-        "turbo4 and extend",
+        f"{CAPS}splits",
+        "extend",
     ),
     "outputs-cap": Defect(
         "extend/weigh.cuh",

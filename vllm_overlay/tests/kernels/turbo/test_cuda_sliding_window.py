@@ -134,6 +134,17 @@ def test_splits(kernel, with_newest, num_splits, window):
     check(batch, kernel, with_newest, num_splits)
 
 
+def leave_nan(batch: OffsetBatch, kernel: str, with_newest: bool) -> None:
+    """Have blocks read pages of NaN, which stay in shared memory for the next blocks:
+    a tile that these weigh without having read it is seen then.
+    """
+    cache = batch.cache
+    batch.cache = torch.full_like(cache, 0xFF)
+    output = batch.run(kernel, with_newest)
+    batch.cache = cache
+    assert output.isnan().any()
+
+
 @some_layouts
 @kernels
 @newest_or_stored
@@ -142,6 +153,7 @@ def test_offsets(layout, kernel, with_newest, window):
     """A step has one offset, and so may begin with tiles that nobody sees."""
     query_len = 33 if kernel in EXTENDS else 3
     batch = OffsetBatch(LONG, query_len, 4, layout)
+    leave_nan(batch, kernel, with_newest)
     batch.slide(window)
     check_offset(batch, kernel, with_newest)
 
