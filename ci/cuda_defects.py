@@ -88,7 +88,7 @@ DEFECTS = {
         "decode/segment.cuh",
         "shift(acc[m], {before.x - after.x, before.y - after.y});",
         "",
-        OFFSETS,
+        f"{WINDOWS}splits_with_offsets",
         "not extend",
     ),
     "extend-offset": Defect(

@@ -178,7 +178,9 @@ def test_scores_far_below_zero(kernel):
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 3, 64])
 def test_splits_with_offsets(kernel, with_newest, num_splits):
-    batch = OffsetBatch([6 * SEGMENT + 57, 40, SEGMENT], 3, 4, kind="far")
+    lens = [6 * SEGMENT + 57, 40, SEGMENT]
+    # A window sees several: the last one is that of all further segments.
+    batch = OffsetBatch(lens, 3, 4, kind="far", num_offsets=7)
     batch.slide(2 * SEGMENT + 5)
     check_offset(batch, kernel, with_newest, num_splits)
 
