@@ -370,7 +370,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="arms or rounds side by side, each with a GPU of its own (default: 1)",
+        help="arms side by side, each with a GPU of its own (default: 1)",
     )
     parser.add_argument(
         "--full-starts",

@@ -180,7 +180,7 @@ def build(cases: list[Case]) -> None:
                 serving_modules, layout, group, MOST_QUERY_TOKENS, 33, DEVICE, *options
             )
             loaders = {loader.name: loader for loader in served()}
-            # Those of extends by warps, which run on any GPU here.
+            # Kernels that extend by warps run on any GPU here.
             elsewhere = served(capability=ELSEWHERE)
             loaders |= {x.name: x for x in elsewhere if x.name.startswith("extend ")}
             jobs += [pool.submit(loader.load) for loader in loaders.values()]

@@ -19,7 +19,7 @@ TOKENIZERS = (
 
 
 def has_series() -> bool:
-    """Whether this Python has PyTorch, and a vLLM with the series applied."""
+    """Returns whether this Python has PyTorch and a vLLM with the series applied."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or importlib.util.find_spec("torch") is None:
         return False

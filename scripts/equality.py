@@ -71,7 +71,7 @@ LEAST_ACCEPTED = 0.9
 # Of the tokens that a mode's cache holds: blocks are whole.
 CAPACITY_TOLERANCE = 0.01
 PREFILL = ("stored", "raw")
-# What every layer is served by, on any GPU; extends have kernels by the GPU.
+# Kernels that serve every layer on any GPU; those of extends depend on the GPU.
 KERNELS = {"store", "decode", "merge"}
 # The quiet runs of seeded models come with the modes that need them.
 NAMES = [name for name in MODES if not name.startswith("quiet_")]

@@ -173,12 +173,12 @@ def served_sequences() -> int:
 
 
 def known_arguments() -> set[str]:
-    """Names of what vLLM's engine takes."""
+    """Returns the names of vLLM's engine arguments."""
     return {field.name for field in fields(EngineArgs)}
 
 
 def longest_context(model: str, **args: Any) -> int | None:
-    """The tokens that a model has at most; None if vLLM does not read its config.
+    """Returns a model's longest context; None if vLLM does not read its config.
 
     Args:
         model: A folder or a name.

@@ -220,7 +220,7 @@ def test_a_mode_has_to_do_what_it_is_for(mode, fault, said):
 
 
 def test_hopper_has_kernels_of_its_own_for_extends():
-    """Those of an H200's two ranks, each built by one of them."""
+    """Two ranks of an H200 build extend_rows and extend_outputs, each once."""
     kept = {name: times for name, times in BUILT.items() if "extend" not in name}
     hopper = ("extend_rows turbo4_128_r64", "extend_outputs turbo4_128_r64")
     mode = "tensor_parallel_heads"
