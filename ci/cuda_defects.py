@@ -34,8 +34,24 @@ STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_i
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest, and one that it does not have.
 PASSED, FAILED, NOT_PLANTED = 0, 1, 70
-# What build.py says of a kernel that the compiler does not take.
+# What build.py, and the emulated GPU, say of a kernel that the compiler does not take.
 NOT_BUILT = "was not compiled or linked"
+NOT_EMULATED = "CannotBuildError"
+
+
+class Change(NamedTuple):
+    """A change to a source that changes no result.
+
+    Attributes:
+        source: Its path in ``cuda_build.SOURCE_DIR``.
+        old: The text that is there once.
+        new: The text that is put in its place.
+
+    """
+
+    source: str
+    old: str
+    new: str
 
 
 class Defect(NamedTuple):
@@ -43,11 +59,13 @@ class Defect(NamedTuple):
 
     Attributes:
         source: Its path in ``cuda_build.SOURCE_DIR``.
-        old: What is there, ``times`` times.
-        new: What is put in its place.
-        test: The test, and what selects its cases.
-        selected: pytest's -k.
+        old: The text that is there, ``times`` times.
+        new: The text that is put in its place.
+        test: The test that is to fail.
+        selected: pytest's -k, which selects the test's cases.
         times: How often ``old`` is there.
+        shown_by: A harmless change that is planted, too, or None. A GPU would show the
+            defect by chance without it. The test has to pass with it alone.
 
     """
 
@@ -57,9 +75,26 @@ class Defect(NamedTuple):
     test: str = ""
     selected: str = ""
     times: int = 1
+    shown_by: Change | None = None
 
 
 WAIT = "  wait_for_previous_kernel();\n"
+# All bytes of shared memory that were not written are NaN: no former block's are left.
+EXTEND_FROM_NAN = Change(
+    "extend/extend.cuh",
+    "  if (threadIdx.x == 0) init_stages(shared);\n",
+    "  for (int i = threadIdx.x; i < sizeof(shared); i += blockDim.x)\n"
+    "    shared_bytes[i] = 0xFF;\n"
+    "  __syncthreads();\n"
+    "  if (threadIdx.x == 0) init_stages(shared);\n",
+)
+# Consumers read keys later than producers could write the next ones.
+ROWS_READ_LATE = Change(
+    "extend_rows/consume.cuh",
+    "    queries.multiply(scores, m, all_keys + stage.index * kKeyStage);\n",
+    "    __nanosleep(20000);\n"
+    "    queries.multiply(scores, m, all_keys + stage.index * kKeyStage);\n",
+)
 DEFECTS = {
     # Hidden tokens in tiles that the sequence fills are not masked.
     "decode-hidden": Defect(
@@ -177,6 +212,7 @@ DEFECTS = {
         "false;",
         f"{WINDOWS}offsets",
         "turbo4 and extend",
+        shown_by=EXTEND_FROM_NAN,
     ),
     "columns-unseen": Defect(
         "decode_columns/segment.cuh",
@@ -243,6 +279,7 @@ DEFECTS = {
         ";",
         "test_cuda_extend.py::test_splits",
         "rows and one",
+        shown_by=ROWS_READ_LATE,
     ),
     "outputs-values": Defect(
         "extend_rows/produce.cuh",
@@ -351,6 +388,9 @@ DEFECTS = {
         "decode_columns/decode_columns.cuh", WAIT, "", ATTENTION_WAITS, "columns"
     ),
     "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
+    "rows-wait": Defect(
+        "extend_rows/extend_rows.cuh", WAIT, "", ATTENTION_WAITS, "rows"
+    ),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
 BARRIER = "  __syncthreads();\n"
@@ -416,26 +456,27 @@ class BuildFailures:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Look for what the build says."""
-        self.count += report.failed and NOT_BUILT in report.longreprtext
+        text = report.longreprtext
+        self.count += report.failed and (NOT_BUILT in text or NOT_EMULATED in text)
 
 
-def plant(defect: Defect) -> None:
-    """Let this process build its kernels from a copy of the sources with a defect.
+def plant(change: Defect | Change) -> None:
+    """Let this process build its kernels from a copy of the sources with a change.
 
     Raises:
-        NotPlanted: If what it replaces is not there.
+        NotPlanted: If the text that it replaces is not there.
 
     """
     from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 
     folder = Path(tempfile.mkdtemp()) / "cuda"
     shutil.copytree(cuda_build.SOURCE_DIR, folder)
-    source = folder / defect.source
+    source = folder / change.source
     text = source.read_text()
-    found = text.count(defect.old)
-    if found != defect.times:
-        raise NotPlanted(f"{found} times in {defect.source}: {defect.old}")
-    source.write_text(text.replace(defect.old, defect.new))
+    found = text.count(change.old)
+    if found != (change.times if isinstance(change, Defect) else 1):
+        raise NotPlanted(f"{found} times in {change.source}: {change.old}")
+    source.write_text(text.replace(change.old, change.new))
     cuda_build.SOURCE_DIR = folder
 
 
@@ -463,7 +504,11 @@ def look_for(names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
     A test of several defects runs once without any.
     """
     names = list(names)
-    tests = {name: (DEFECTS[name].test, DEFECTS[name].selected) for name in names}
+    tests = {
+        name: (defect.test, defect.selected, defect.shown_by)
+        for name in names
+        for defect in [DEFECTS[name]]
+    }
     # Most of the time is the compiler's, and each process has a copy of PyTorch.
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         planted = {pool.submit(run_apart, name, "--with"): name for name in names}
@@ -483,16 +528,17 @@ def main() -> int:
     parser.add_argument("--with", dest="planted", choices=DEFECTS, help="run its test")
     parser.add_argument("--without", choices=DEFECTS, help="but plant nothing")
     args = parser.parse_args()
-    if args.planted:
+    if name := args.planted or args.without:
+        defect = DEFECTS[name]
         try:
-            plant(DEFECTS[args.planted])
+            for change in (defect.shown_by, defect if args.planted else None):
+                if change is not None:
+                    plant(change)
         except NotPlanted as error:
-            print(f"{args.planted}: {error}")
+            print(f"{name}: {error}")
             return NOT_PLANTED
-        # Its first failure suffices, and each case may build other kernels.
-        return run_test(DEFECTS[args.planted], "--exitfirst")
-    if args.without:
-        return run_test(DEFECTS[args.without])
+        # The first failure suffices, and each case may build other kernels.
+        return run_test(defect, *(["--exitfirst"] if args.planted else []))
     wrong = []
     names = args.names or of_this_gpu(DEFECTS)
     for name, statuses in look_for(names):

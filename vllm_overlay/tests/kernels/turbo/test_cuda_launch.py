@@ -33,18 +33,16 @@ from .cuda_steps import (
     step_of,
 )
 from .test_cuda_multi import ATTENTION as KERNELS
-from .test_cuda_multi import COLUMNS
+from .test_cuda_multi import COLUMNS, ROWS
 from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
 
 pytestmark = requires_nvidia
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
-ATTENTION = {
-    "decode": cuda_decode.decode_attention,
-    "extend": cuda_extend.extend_attention,
-    "columns": KERNELS["columns"],
+ATTENTION = {"decode": KERNELS["cuda"]} | {
+    name: KERNELS[name] for name in ("extend", "rows", "columns")
 }
-attention = pytest.mark.parametrize("kernel", ["decode", "extend", COLUMNS])
+attention = pytest.mark.parametrize("kernel", ["decode", "extend", ROWS, COLUMNS])
 # So long no launch by the host takes.
 DELAY_NS = 30_000_000
 
