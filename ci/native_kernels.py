@@ -111,7 +111,7 @@ def _launches(path: Path) -> bool:
 
 def served() -> Iterator[tuple[int, Any]]:
     """Each CUDA module that serving may ask for, with its compute capability."""
-    from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+    from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
     from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
     from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 

@@ -17,7 +17,6 @@ import argparse
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +28,9 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
-from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
+from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
+from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     OFFSET_SEGMENT,
@@ -40,6 +41,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RecentWindow,
     RotatedQuery,
+    Variant,
     WindowUpdate,
 )
 from vllm.v1.attention.ops.turbo.window_format import WindowFormat
@@ -149,7 +151,7 @@ def batches(case: Case) -> dict[str, Batch]:
         "many queries by warps": Batch(extend_by_warps, many, (1, 5)),
         "many extends by warps": Batch(extend_by_warps, short_sequences(8), (1,)),
     }
-    if cuda_extend.unsupported_reason(case.layout):
+    if EXTEND.refusal(case.layout):
         return {name: x for name, x in found.items() if x.attend is decode}
     return found
 
@@ -175,15 +177,14 @@ def build(cases: list[Case]) -> None:
     """Build all modules, at once: the compiler is another process."""
     jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
-        for layout, group, *options in cases:
-            served = partial(
-                serving_modules, layout, group, MOST_QUERY_TOKENS, 33, DEVICE, *options
-            )
-            loaders = {loader.name: loader for loader in served()}
+        for layout, group, *features in cases:
+            variant = Variant(*features)
+            demand = Demand(group, MOST_QUERY_TOKENS, 33, variant=variant)
+            loaders = modules_for(FAMILIES, layout, demand, DEVICE)
             # Kernels that extend by warps run on any GPU here.
-            elsewhere = served(capability=ELSEWHERE)
-            loaders |= {x.name: x for x in elsewhere if x.name.startswith("extend ")}
-            jobs += [pool.submit(loader.load) for loader in loaders.values()]
+            demand = demand._replace(capability=ELSEWHERE)
+            loaders += modules_for([EXTEND], layout, demand, DEVICE)
+            jobs += [pool.submit(loader.load) for loader in loaders]
     for job in jobs:
         job.result()
 

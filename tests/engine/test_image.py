@@ -35,13 +35,14 @@ FIND = """
 import sys, torch
 from vllm.v1.attention.ops.turbo.cuda.build import module_name
 from vllm.v1.attention.ops.turbo.cuda.built import find_built
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, serving_modules
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES, Demand, modules_for
+from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import Variant
 layout = TurboFormat.from_cache_dtype("turbo4", 128)
-most, device = (4, 5, 48), torch.device("cuda")
 for capability in (80, 90):
-    options = {"has_key_offset": True, "with_window": True, "capability": capability}
-    for module in serving_modules(layout, *most, device, **options):
+    demand = Demand(4, 5, 48, capability, Variant(key_offset=True, recent_window=True))
+    for module in modules_for(FAMILIES, layout, demand, torch.device("cuda")):
         name = module_name(module.make(ARCHITECTURES[capability]), str(capability))
         print(module.name, find_built(name))
 """

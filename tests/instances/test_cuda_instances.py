@@ -17,7 +17,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     SOURCE_DIR,
     CudaModule,
 )
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 

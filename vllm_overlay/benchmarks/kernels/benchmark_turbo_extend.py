@@ -64,7 +64,7 @@ class Elsewhere(NamedTuple):
 
     def extend_attention(self, *args: Any, **options: Any) -> None:
         """As serving has it there."""
-        from vllm.v1.attention.ops.turbo.cuda import extend
+        from vllm.v1.attention.ops.turbo.cuda import extend, family
 
         def plan_for(*arguments: Any) -> extend.ExtendPlan:
             return extend.ExtendPlan(*self.plan)
@@ -72,7 +72,7 @@ class Elsewhere(NamedTuple):
         with (
             mock.patch.object(extend, "capability_of", lambda device: None),
             mock.patch.object(
-                extend, "shared_memory", lambda device: self.shared_bytes
+                family, "shared_memory", lambda device: self.shared_bytes
             ),
             mock.patch.object(
                 extend, "plan_for", plan_for if self.plan else extend.plan_for

@@ -219,6 +219,7 @@ class TurboArm(Arm):
             OffsetScores,
             Partials,
             RotatedQuery,
+            Variant,
             WindowUpdate,
         )
         from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
@@ -234,8 +235,7 @@ class TurboArm(Arm):
             kernels,
             self.layout,
             group,
-            has_key_offset=has_key_offset,
-            with_window=has_window,
+            variant=Variant(has_key_offset, has_window),
         )
         self.offsets = self.scores = self.step_offset = None
         # By the number of tokens, of one sequence: a graph cannot make them.
@@ -417,7 +417,7 @@ class TurboArm(Arm):
 
     def rounds_queries(self) -> bool:
         from vllm.v1.attention.ops.turbo.cuda import decode
-        from vllm.v1.attention.ops.turbo.interface import CUDA
+        from vllm.v1.attention.ops.turbo.interface import CUDA, Variant
 
         group = self.batch.shape.num_heads // self.batch.shape.num_kv_heads
         return self.kernels.name == CUDA and (
@@ -426,7 +426,7 @@ class TurboArm(Arm):
                 self.layout,
                 group,
                 torch.device(self.batch.device),
-                self.offsets is not None,
+                Variant(self.offsets is not None),
             )
         )
 

@@ -273,9 +273,14 @@ def rounds_queries(runner: TurboRunner, query_lens: list[int]) -> bool:
         runner.layout,
         runner.context_shape.num_queries_per_kv * max(query_lens, default=0),
         DEVICE,
-        runner.key_offset is not None,
-        runner.logits_soft_cap is not None,
+        variant_of(runner),
     )
+
+
+def variant_of(runner: TurboRunner) -> interface.Variant:
+    """The layer's variant, without its recent window."""
+    has_cap = runner.logits_soft_cap is not None
+    return interface.Variant(runner.key_offset is not None, soft_cap=has_cap)
 
 
 # Of requests, the first and last positions of tokens that see each other.
@@ -477,8 +482,7 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
                 path,
                 runner.layout,
                 runner.context_shape.num_queries_per_kv,
-                has_key_offset=runner.key_offset is not None,
-                has_soft_cap=runner.logits_soft_cap is not None,
+                variant=variant_of(runner),
             )
         except ValueError as error:
             pytest.skip(str(error))

@@ -38,7 +38,7 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     find_nvcc,
     nvcc_release,
 )
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.prebuild import (
     Job,
     build_library,

@@ -17,9 +17,10 @@ from vllm.v1.attention.ops.turbo import building, runtime
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.building import ModuleBuilds
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import modules as cuda_modules
-from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
+from vllm.v1.attention.ops.turbo.cuda.family import ServingModule
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import Variant
 from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
 
 from .backend_utils import make_vllm_config
@@ -30,7 +31,7 @@ LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 
 
 class SlowModules:
-    """Modules whose compiler ends when it is told, in place of ``serving_modules``.
+    """Modules whose compiler ends when it is told, in place of ``modules_for``.
 
     Attributes:
         begun: Set when all have begun.
@@ -48,8 +49,8 @@ class SlowModules:
         self._count = count
         self._all = threading.Barrier(count + 1)
 
-    def __call__(self, *args: object, **variant: object) -> list[ServingModule]:
-        self.asked.append((*args, *variant.values()))
+    def __call__(self, *args: object) -> list[ServingModule]:
+        self.asked.append(args)
         names = [f"kernel {number}" for number in range(self._count)]
         return [
             ServingModule(name, lambda name=name: self._load(name), None)
@@ -71,7 +72,7 @@ class SlowModules:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch):
     found = SlowModules()
-    monkeypatch.setattr(cuda_modules, "serving_modules", found)
+    monkeypatch.setattr(cuda_family, "modules_for", found)
     monkeypatch.setattr(cuda_build, "compiled_modules", [])
     monkeypatch.setattr(kernels, "_chosen", [])
     caches = (kernels.cuda_builds, kernels.share_kernels, building._log_traceback)
@@ -186,9 +187,8 @@ def test_a_bias_of_k_is_waited_for(slow, monkeypatch, tmp_path):
     slow.wait_for_begin()
     slow.may_end.set()
     assert impl.runner.kernels.name == "CUDA"
-    ((layout, *_, has_key_offset, with_window, has_soft_cap, _),) = slow.asked
-    assert layout == LAYOUT
-    assert (has_key_offset, with_window, has_soft_cap) == (True, False, False)
+    ((_, layout, demand),) = slow.asked
+    assert layout == LAYOUT and demand.variant == Variant(key_offset=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     find_nvcc,
     nvcc_release,
 )
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.modules import all_modules
 
 from .compile_kernels import (
     RECORDED,

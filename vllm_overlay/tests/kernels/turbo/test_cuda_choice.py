@@ -18,12 +18,15 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import building, runtime
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
-from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda import extend_rows
+from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
+from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
+from vllm.v1.attention.ops.turbo.cuda.family import load_instance
+from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
+from vllm.v1.attention.ops.turbo.cuda.store import STORE
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import PLAIN
 
 from .backend_utils import make_vllm_config
 from .build_utils import (
@@ -38,15 +41,6 @@ from .build_utils import (
 from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
-# What loads each kernel's modules.
-LOADERS = (
-    (cuda_store, "load"),
-    (cuda_decode, "load_instance"),
-    (decode_columns, "load"),
-    (cuda_extend, "load_instance"),
-    (extend_rows, "load"),
-    (cuda_merge, "load"),
-)
 
 
 @pytest.fixture
@@ -58,8 +52,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def gpu(monkeypatch, tmp_path):
     """As far as the choice goes, a GPU, for which no process has loaded anything."""
     flashinfer = set_flashinfer(monkeypatch, tmp_path)
-    for module, loader in LOADERS:
-        monkeypatch.setattr(module, loader, unwrap(getattr(module, loader)))
+    monkeypatch.setattr(cuda_family, "load_instance", unwrap(load_instance))
     kernels.cuda_builds.cache_clear()
     building._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
@@ -184,19 +177,18 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     loaded: list[tuple] = []
-    for module, loader in LOADERS:
-        monkeypatch.setattr(module, loader, lambda *args: loaded.append(args))
+    monkeypatch.setattr(cuda_family, "load_instance", lambda *args: loaded.append(args))
     assert choose(choice) == "cuda"
     # The engine's device, by its index: the one that a cache's tensor has.
     device = torch.device("cuda", 0)
-    expected: list[tuple] = [(LAYOUT, device, False, False), (128, device, False)]
-    expected.append((LAYOUT, 4, device, False, False))
-    variant = device, False, False
+    asked: list[tuple] = [(STORE, LAYOUT, None), (MERGE, 128, None)]
+    asked.append((DECODE, LAYOUT, 4))
     plans = [extend_rows.plan_for(LAYOUT, n) for n in (64, 65)]
-    expected += [(LAYOUT, plan, *variant) for plan in plans]
+    asked += [(ROWS, LAYOUT, plan) for plan in plans]
     plans = [extend_rows.plan_for(LAYOUT, n, True) for n in (64, 65, 256)]
-    expected += [(LAYOUT, plan, *variant, True) for plan in plans]
-    assert sorted(loaded, key=str) == sorted(expected, key=str)
+    asked += [(OUTPUTS, LAYOUT, plan) for plan in plans]
+    assert set(loaded) == {(*args, device, PLAIN) for args in asked}
+    assert len(loaded) == len(asked)
     chosen = kernels.choose_kernels(choice, LAYOUT, 4)
     reasons = {"auto": "they could be loaded", "cuda": "turbo_kernel is cuda"}
     assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
@@ -210,8 +202,7 @@ def test_kernels_are_built_side_by_side(gpu, monkeypatch):
     def load(*args: object) -> None:
         at_once.wait(timeout=TIMEOUT_S)
 
-    for module, loader in LOADERS:
-        monkeypatch.setattr(module, loader, load)
+    monkeypatch.setattr(cuda_family, "load_instance", load)
     assert choose("cuda") == "cuda"
 
 
@@ -285,7 +276,7 @@ def test_kernels_are_chosen_once_when_they_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "start_builds", lambda *args: builds.append(args))
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert builds == [("auto", impl.runner.layout, 2, 1, False, False, False)]
+    assert builds == [("auto", impl.runner.layout, 2, 1, PLAIN)]
     assert calls == []
     assert impl.runner.kernels == impl.runner.kernels == "kernels"
     assert calls == builds

@@ -11,6 +11,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -42,9 +43,7 @@ LAYOUTS = [
     layout
     for name in TURBO_PRESETS
     for size in SUPPORTED_HEAD_SIZES
-    if not cuda_decode.unsupported_reason(
-        layout := TurboFormat.from_cache_dtype(name, size)
-    )
+    if not DECODE.refusal(layout := TurboFormat.from_cache_dtype(name, size))
 ]
 all_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]

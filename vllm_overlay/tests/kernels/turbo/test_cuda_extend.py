@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
+from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
 
@@ -347,15 +348,15 @@ def test_shared_memory_has_room_for_two_stages(capability):
 @pytest.mark.parametrize(
     "kernel, how, sizes",
     [
-        (cuda_decode, 64, (64, 128, 256, 512)),
-        (cuda_extend, cuda_extend.plan_for(LAYOUT, 64), (64, 128, 256)),
+        (DECODE, 64, (64, 128, 256, 512)),
+        (EXTEND, cuda_extend.plan_for(LAYOUT, 64), (64, 128, 256)),
     ],
 )
 def test_head_sizes_without_an_instance_say_so(kernel, how, sizes):
     for size in HEAD_SIZES:
         layout = TurboFormat.from_cache_dtype("turbo4", size)
-        reason = kernel.unsupported_reason(layout)
+        reason = kernel.unsupported_reason(layout, 90)
         assert (reason is None) == (size in sizes)
         if reason is not None:
             with pytest.raises(RuntimeError, match=f"head size {size}"):
-                kernel.module(layout, how, ARCHITECTURES[90])
+                kernel.module(layout, how, shared_bytes=ARCHITECTURES[90])

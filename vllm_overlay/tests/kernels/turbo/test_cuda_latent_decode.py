@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.cuda.build import compiler_flags, module_name
 from vllm.v1.attention.ops.turbo.cuda.compiler import nvcc_release
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     COPYING_SLICES,
     SLICES,
@@ -28,7 +29,6 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     plan_for,
     plans_of,
 )
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as reference
@@ -132,7 +132,7 @@ def test_layouts_and_gpus_without_a_kernel_are_told():
     turbo3 = LatentFormat.from_cache_dtype("turbo3", 576)
     assert latent_decode.serves(LAYOUT) and not latent_decode.serves(turbo3)
     with pytest.raises(RuntimeError, match="turbo3"):
-        latent_decode.module(turbo3, SLICES[0])
+        latent_decode.LATENT_DECODE.module(turbo3, SLICES[0])
 
 
 def test_modules_are_for_their_architecture_alone():
@@ -140,7 +140,7 @@ def test_modules_are_for_their_architecture_alone():
     layouts = [LatentFormat.from_cache_dtype("turbo4", size) for size in LATENT_SIZES]
     names = set()
     for layout, plan in product(layouts, PLANS):
-        module = latent_decode.module(layout, plan)
+        module = latent_decode.LATENT_DECODE.module(layout, plan)
         suffix = "" if plan.teams else "a"
         target = f"compute_90{suffix},code=sm_90{suffix}"
         assert compiler_flags(module, "90")[0].endswith(target)
@@ -155,7 +155,7 @@ def test_modules_are_for_their_architecture_alone():
 def test_compiles_to_products_that_overlap(num_rows):
     """Of the least instance of either kind, ptxas does not serialize products."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
-    module = latent_decode.module(layout, plan_for(num_rows, WARPGROUPS))
+    module = latent_decode.LATENT_DECODE.module(layout, plan_for(num_rows, WARPGROUPS))
     found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.registers <= 255 and found.spills <= 16
     assert "wgmma.mma_async" in ptx
@@ -166,7 +166,9 @@ def test_compiles_to_products_that_overlap(num_rows):
 @pytest.mark.parametrize("capability, is_bulk", [(80, False), (120, True)])
 def test_slices_compile_for_other_gpus(capability, is_bulk):
     """And spill no more than is recorded; that is outside the loop over tiles."""
-    module = latent_decode.module(LAYOUT, plan_for(8, plans_of(capability)))
+    module = latent_decode.LATENT_DECODE.module(
+        LAYOUT, plan_for(8, plans_of(capability))
+    )
     found, ptx = compile_to_ptx(module, capability, NVCC)
     # Of four teams, for whose blocks there is room.
     assert found.registers <= 128

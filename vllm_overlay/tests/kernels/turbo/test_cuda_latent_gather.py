@@ -96,7 +96,9 @@ def test_outputs_that_the_kernel_does_not_take_are_told():
 
 @requires_nvcc
 def test_compiles_without_spills():
-    module = latent_gather.module(LatentFormat.from_cache_dtype("turbo3", 576))
+    module = latent_gather.GATHER.module(
+        LatentFormat.from_cache_dtype("turbo3", 576), None
+    )
     found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.spills == 0
     check_overlap(module.kernel, 90, ptx)

@@ -245,7 +245,9 @@ def test_inputs_that_the_kernel_does_not_take_are_told():
 @requires_nvcc
 @pytest.mark.parametrize("name, capability", [("turbo3", 80), ("turbo4", 90)])
 def test_compiles_without_spills(name, capability):
-    module = latent_store.module(LatentFormat.from_cache_dtype(name, 576))
+    module = latent_store.LATENT_STORE.module(
+        LatentFormat.from_cache_dtype(name, 576), None
+    )
     found, ptx = compile_to_ptx(module, capability, NVCC)
     # Five blocks of 128 threads a multiprocessor.
     assert found.spills == 0 and found.registers <= 96

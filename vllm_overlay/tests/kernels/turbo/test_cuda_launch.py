@@ -14,11 +14,10 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.family import load_instance
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 
@@ -247,18 +246,10 @@ def test_kernels_run_where_their_tensors_are(kernel):
 def other_architecture(monkeypatch: pytest.MonkeyPatch):
     """Kernels are built for GPUs that have nothing in common with this one."""
     number = "80" if current_platform.has_device_capability(90) else "90"
-    loads = (
-        cuda_store.load,
-        cuda_decode.load_instance,
-        cuda_extend.load_instance,
-        cuda_merge.load,
-    )
-    for load in loads:
-        load.cache_clear()
+    load_instance.cache_clear()
     monkeypatch.setattr(cuda_build, "_architecture", lambda device: number)
     yield
-    for load in loads:
-        load.cache_clear()
+    load_instance.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", ["store", "decode", "extend", "merge"])

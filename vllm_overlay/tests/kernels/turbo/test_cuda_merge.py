@@ -29,7 +29,7 @@ def can_build() -> bool:
     if not CAN_RUN_CUDA:
         return False
     try:
-        cuda_merge.load(128, DEVICE)
+        cuda_merge.MERGE.load(128, None, DEVICE)
     except RuntimeError:
         return False
     return True

@@ -5,9 +5,8 @@ CUDA's kernels and Triton's, against causal attention over the stored K and V.
 """
 
 import math
-import sys
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,10 @@ from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import decode_columns, extend_rows
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.decode_columns import COLUMNS as COLUMNS_FAMILY
+from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS as OUTPUTS_FAMILY
+from vllm.v1.attention.ops.turbo.cuda.extend_rows import ROWS as ROWS_FAMILY
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -67,15 +70,10 @@ def decode_on(
     **options: Any,
 ) -> None:
     """Decode by the kernel of GPUs of a compute capability, whatever it serves."""
-    reason = decode_columns.unsupported_reason(layout, capability)
+    reason = COLUMNS_FAMILY.unsupported_reason(layout, capability)
     if capability is not None and reason is not None:
         pytest.skip(reason)
-    variants = frozenset(product((False, True), repeat=2))
-    with (
-        mock.patch.object(cuda_decode, "capability_of", lambda device: capability),
-        mock.patch.object(decode_columns, "SERVED", range(1, sys.maxsize)),
-        mock.patch.object(decode_columns, "SERVED_VARIANTS", variants),
-    ):
+    with mock.patch.object(decode_columns, "serves", lambda *_: reason is None):
         cuda_decode.decode_attention(query, kv_cache, layout, *args, **options)
 
 
@@ -88,9 +86,8 @@ def extend_on(
     **options: Any,
 ) -> None:
     """Extend by the kernel of GPUs of a compute capability, None for any GPU's."""
-    reason = cuda_extend.unsupported_reason(layout)
-    if capability is not None:
-        reason = extend_rows.unsupported_reason(layout, capability)
+    family = EXTEND if capability is None else ROWS_FAMILY
+    reason = family.unsupported_reason(layout, capability)
     if reason is not None:
         pytest.skip(reason)
     with mock.patch.object(cuda_extend, "capability_of", lambda device: capability):
@@ -112,7 +109,7 @@ def extend_to_outputs(
     """Extend by the kernel that needs no merge. With one split blocks have whole
     passes; scratch and output are NaN before.
     """
-    reason = extend_rows.outputs_unsupported_reason(layout, extend_rows.CAPABILITY)
+    reason = OUTPUTS_FAMILY.refusal(layout)
     if reason is not None:
         pytest.skip(reason)
     own_tiles = num_own_tiles(query.vectors.shape[0], batch.num_seqs)
@@ -172,7 +169,7 @@ LAYOUTS = [
     for name in TURBO_PRESETS
     for size in SUPPORTED_HEAD_SIZES
 ]
-EXTEND_LAYOUTS = [x for x in LAYOUTS if not cuda_extend.unsupported_reason(x)]
+EXTEND_LAYOUTS = [x for x in LAYOUTS if not EXTEND.refusal(x)]
 # Triton's kernels have an instance for each; of k4v3 the halves are the others'.
 TRITON_LAYOUTS = [
     layout for layout in LAYOUTS if layout.head_size == 64 and layout.name in PACKINGS
@@ -188,13 +185,13 @@ HOPPER_LAYOUTS = [
         marks=requires_hopper,
         id=f"{kernel}-{layout.name}-{layout.head_size}",
     )
-    for kernel, module, unsupported_reason in (
-        ("rows", extend_rows, extend_rows.unsupported_reason),
-        ("outputs", extend_rows, extend_rows.outputs_unsupported_reason),
-        ("columns", decode_columns, decode_columns.unsupported_reason),
+    for kernel, family in (
+        ("rows", ROWS_FAMILY),
+        ("outputs", OUTPUTS_FAMILY),
+        ("columns", COLUMNS_FAMILY),
     )
     for layout in EXTEND_LAYOUTS
-    if not unsupported_reason(layout, module.CAPABILITY)
+    if not family.refusal(layout)
 ]
 FP16_LAYOUTS = [
     pytest.param("extend", layout, id=f"{layout.name}-{layout.head_size}")

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.decode import tile_warps
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import Variant
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -123,31 +124,31 @@ class Cut(NamedTuple):
     aligned: bool
 
 
-class Variant(NamedTuple):
+class Instance(NamedTuple):
     """A module: of a head size, for keys with an offset or without."""
 
     head_size: int
     has_key_offset: bool
 
 
-VARIANTS = {
-    "plain": Variant(128, False),
-    "offset": Variant(128, True),
-    "shared": Variant(512, False),
+INSTANCES = {
+    "plain": Instance(128, False),
+    "offset": Instance(128, True),
+    "shared": Instance(512, False),
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
-def variant(request) -> Variant:
+@pytest.fixture(scope="module", params=INSTANCES.values(), ids=INSTANCES)
+def instance(request) -> Instance:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory, variant) -> Path:
+def program(tmp_path_factory, instance) -> Path:
     folder = tmp_path_factory.mktemp("partition")
     (folder / "cuda_fp16.h").write_text(SHIM)
-    layout = TurboFormat.from_cache_dtype("turbo4", variant.head_size)
-    header = layout_header(layout, variant.has_key_offset)
+    layout = TurboFormat.from_cache_dtype("turbo4", instance.head_size)
+    header = layout_header(layout, Variant(instance.has_key_offset))
     (folder / HEADER_NAME).write_text(header)
     (folder / "main.cpp").write_text(PROGRAM)
     assert COMPILER is not None
@@ -171,19 +172,19 @@ def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
     return [Cut(a, b, c, bool(d)) for a, b, c, d in rows]
 
 
-def check(case: Case, cut: Cut, variant: Variant) -> None:
+def check(case: Case, cut: Cut, instance: Instance) -> None:
     """Ranges hold every tile of a window, of no pass more than there are splits. With
     an offset of K they begin at even tiles of a sequence, for both of a pair are to
     have the same.
     """
-    assert cut.team_size in (tile_warps(variant.head_size), 4)
+    assert cut.team_size in (tile_warps(instance.head_size), 4)
     assert case.num_warps % cut.team_size == 0
-    unit = 2 if variant.has_key_offset else 1
+    unit = 2 if instance.has_key_offset else 1
     firsts = [max(length - case.sliding_window, 0) for length in case.seq_lens]
     firsts = [first // TILE_TOKENS // unit * unit for first in firsts]
     ends = [-(-length // TILE_TOKENS) for length in case.seq_lens]
     tiles = [end - first for first, end in zip(firsts, ends)]
-    if variant.has_key_offset:
+    if instance.has_key_offset:
         tiles = [tile + tile % 2 for tile in tiles]
         assert cut.range % 2 == 0 or not any(tiles)
     counted = [n for n in tiles for _ in range(case.num_passes)]
@@ -203,15 +204,15 @@ def check(case: Case, cut: Cut, variant: Variant) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("num_seqs", [1, 2, 31, 32, 33, 300])
-def test_sequences_without_cached_tokens(program, variant, num_splits, num_seqs):
+def test_sequences_without_cached_tokens(program, instance, num_splits, num_seqs):
     """Prompts of one token and padding have no tiles, and no range."""
     case = Case(8, 1584, num_splits, ALL_TOKENS, [0] * num_seqs)
     (cut,) = cut_all(program, [case])
     assert cut.num_ranges == 0
-    check(case, cut, variant)
+    check(case, cut, instance)
 
 
-def test_random_batches(program, variant):
+def test_random_batches(program, instance):
     generator = random.Random(0)
     cases = []
     for _ in range(600):
@@ -226,8 +227,8 @@ def test_random_batches(program, variant):
         cases.append(Case(num_passes, num_warps, num_splits, window, lengths))
     cuts = cut_all(program, cases)
     for case, cut in zip(cases, cuts):
-        check(case, cut, variant)
-    assert {cut.team_size for cut in cuts} == {tile_warps(variant.head_size), 4}
+        check(case, cut, instance)
+    assert {cut.team_size for cut in cuts} == {tile_warps(instance.head_size), 4}
     assert {cut.aligned for cut in cuts} == {False, True}
 
 

@@ -29,7 +29,7 @@ from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
 from vllm.v1.attention.ops.turbo.cuda import prebuild
 from vllm.v1.attention.ops.turbo.cuda.build import version_of_tvm_ffi
 from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.startup import describe_cache
 
 from . import compile_kernels

@@ -12,9 +12,9 @@ from vllm.utils import torch_utils
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.store import (
+    STORE,
     StoreTuning,
     default_tuning,
-    load,
     store,
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -46,7 +46,7 @@ def can_build() -> bool:
     if not CAN_RUN_CUDA:
         return False
     try:
-        load(TurboFormat.from_cache_dtype("turbo4", 128), DEVICE)
+        STORE.load(TurboFormat.from_cache_dtype("turbo4", 128), None, DEVICE)
     except RuntimeError:
         return False
     return True

@@ -26,8 +26,9 @@ from vllm.v1.attention.ops.turbo import latent_kernel_choice, launching
 from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import latent_decode
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
+from vllm.v1.attention.ops.turbo.cuda.family import by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
 from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
@@ -292,7 +293,7 @@ def returned(function: Callable) -> list[str]:
 def test_every_lack_of_cuda_kernels_is_documented():
     reasons = [
         *returned(kernels.cuda_unsupported_reason),
-        *returned(cuda_decode.unsupported_reason),
+        *(x.replace("<title>", DECODE.title) for x in returned(by_head_size)),
         *returned(latent_kernel_choice.cuda_unsupported_reason),
         *returned(latent_decode.unsupported_reason),
         *returned(kernels.refusal_of_other_ranks),

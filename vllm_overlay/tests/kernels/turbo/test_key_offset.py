@@ -238,7 +238,9 @@ def test_a_piece_has_tokens_of_one_segment(piece_tokens):
 def test_kernels_write_the_golden_bytes_with_an_offset(name, head_size, path):
     layout = TurboFormat.from_cache_dtype(name, head_size)
     try:
-        kernels = choose_kernels(path, layout, 4, has_key_offset=True)
+        kernels = choose_kernels(
+            path, layout, 4, variant=interface.Variant(key_offset=True)
+        )
     except ValueError as error:
         pytest.skip(str(error))
     found = stored_with_offset(layout, kernels.store, DEVICE)

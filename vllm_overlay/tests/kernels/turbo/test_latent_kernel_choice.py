@@ -16,15 +16,24 @@ from vllm.v1.attention.backends.mla import turbo_mla
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
 from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
 from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
+from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
-from vllm.v1.attention.ops.turbo.cuda import latent_modules as cuda_latent_modules
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.cuda.family import (
+    ARCHITECTURES,
+    Demand,
+    ServingModule,
+    load_instance,
+    modules_for,
+)
+from vllm.v1.attention.ops.turbo.cuda.latent_decode import LATENT_DECODE
+from vllm.v1.attention.ops.turbo.cuda.latent_gather import GATHER
 from vllm.v1.attention.ops.turbo.cuda.latent_modules import (
+    LATENT_FAMILIES,
     all_latent_modules,
-    latent_modules,
 )
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import plan_for, plans_of
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, ServingModule
+from vllm.v1.attention.ops.turbo.cuda.latent_store import LATENT_STORE
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
@@ -105,7 +114,7 @@ def test_triton_decodes_what_cuda_stores(nothing_chosen, choice):
     assert chosen.decode_attention is triton.decode_attention
     assert chosen.num_decode_splits is triton.num_decode_splits
     with pytest.raises(RuntimeError, match="turbo3 has no CUDA decode kernel"):
-        latent_decode.module(layout, plans_of(90)[0])
+        LATENT_DECODE.module(layout, plans_of(90)[0])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -174,13 +183,13 @@ def test_builds_go_on_until_kernels_are_asked_for(nothing_chosen, monkeypatch):
         asked.append(args)
         return [ServingModule("kernel", lambda: may_end.wait(TIMEOUT_S), None)]
 
-    monkeypatch.setattr(cuda_latent_modules, "latent_modules", modules)
+    monkeypatch.setattr(cuda_family, "modules_for", modules)
     monkeypatch.setattr(kernels, "cuda_build_error", CUDA_BUILD_ERROR)
     kernels.cuda_builds.cache_clear()
     kernels.start_latent_builds("triton", LAYOUT, 16, 1)
     assert asked == []
     kernels.start_latent_builds("auto", LAYOUT, 16, 1)
-    assert asked == [(LAYOUT, 16, 1)]
+    assert asked == [(LATENT_FAMILIES, LAYOUT, Demand(16, 1))]
     may_end.set()
     chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
     assert chosen.name == CUDA and len(asked) == 1
@@ -222,23 +231,23 @@ def test_whatever_a_step_asks_for_is_built(
     """And is among what is built before."""
     layout = LatentFormat.from_cache_dtype(name, 576)
     asked = []
-    monkeypatch.setattr(latent_decode, "plans_on", lambda _: plans_of(capability))
-    for kernel in (latent_decode, latent_gather, latent_store):
-        monkeypatch.setattr(kernel, "build_and_load", lambda *args: asked.append(args))
-        kernel.load.cache_clear()
-    found = latent_modules(layout, num_heads, max_query_len, GPU)
+    monkeypatch.setattr(cuda_family, "capability_of", lambda _: capability)
+    monkeypatch.setattr(cuda_family, "build_and_load", lambda *args: asked.append(args))
+    monkeypatch.setattr(cuda_family, "shared_memory", lambda _: 0)
+    load_instance.cache_clear()
+    demand = Demand(num_heads, max_query_len)
+    found = modules_for(LATENT_FAMILIES, layout, demand, GPU)
     for module in found:
         module.load()
     built = {module for module, _ in asked}
     assert built == {module.make(0) for module in found}
     for query_len in range(1, max_query_len + 1) if name == "turbo4" else ():
         plan = plan_for(num_heads * query_len, plans_of(capability))
-        assert latent_decode.module(layout, plan) in built
-    assert {latent_gather.module(layout), latent_store.module(layout)} <= built
+        assert LATENT_DECODE.module(layout, plan) in built
+    assert {x.module(layout, None) for x in (GATHER, LATENT_STORE)} <= built
     before = all_latent_modules(capability, TURBO_PRESETS, LATENT_SIZES)
     assert {m.name: m.make(0) for m in found}.items() <= before.items()
-    for kernel in (latent_decode, latent_gather, latent_store):
-        kernel.load.cache_clear()
+    load_instance.cache_clear()
 
 
 def test_nothing_is_built_where_nothing_serves():

@@ -4,7 +4,6 @@
 from the same arguments, and the output has to be right.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
-from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
+from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -168,18 +168,16 @@ def merge(
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have CUDA's modules launch Triton's kernels; returns which were loaded."""
     loaded = []
+    functions = {"store": store, "decode": attend, "extend": attend, "merge": merge}
 
-    def load(name: str, function: Callable[..., None], layout, *args):
-        loaded.append(name)
-        return function if name == "merge" else partial(function, layout)
+    def load(family: Family, layout, *args):
+        loaded.append(family.kernel)
+        function = functions[family.kernel]
+        return function if function is merge else partial(function, layout)
 
-    for module, name, function in (
-        (cuda_store, "store", store),
-        (cuda_decode, "decode", attend),
-        (cuda_extend, "extend", attend),
-        (cuda_merge, "merge", merge),
-    ):
-        monkeypatch.setattr(module, "load", partial(load, name, function))
+    monkeypatch.setattr(cuda_family, "load_instance", load)
+    for module in (cuda_decode, cuda_extend):
+        monkeypatch.setattr(module, "capability_of", lambda device: None)
     monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
     return loaded
 

@@ -17,7 +17,7 @@ import torch
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+    from vllm.v1.attention.ops.turbo.cuda.family import ServingModule
 
 logger = init_logger(__name__)
 

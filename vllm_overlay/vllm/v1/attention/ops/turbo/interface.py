@@ -24,6 +24,30 @@ OFFSET_SEGMENT = 2048
 TensorSpecs: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
+class Variant(NamedTuple):
+    """The features of a layer that CUDA's kernels are compiled with or without.
+
+    Attributes:
+        key_offset: Whether an offset is taken off K before it is stored.
+        recent_window: Whether there is a recent window.
+        soft_cap: Whether a tanh bounds scores; not with ``key_offset``.
+
+    """
+
+    key_offset: bool = False
+    recent_window: bool = False
+    soft_cap: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """The end of the names of kernels' instances."""
+        names = ("_offset", "_window", "_cap")
+        return "".join(name for name, has in zip(names, self) if has)
+
+
+PLAIN = Variant()
+
+
 class DecodeBatch(NamedTuple):
     """B sequences whose last tokens attend to packed pages in one call.
 

@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.building import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import CUDA, KernelSet
+from vllm.v1.attention.ops.turbo.interface import CUDA, PLAIN, KernelSet, Variant
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+    from vllm.v1.attention.ops.turbo.cuda.family import ServingModule
 
 logger = init_logger(__name__)
 
@@ -80,15 +80,15 @@ def cuda_kernels(
             the kernels that all GPUs have.
 
     """
-    from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-    from vllm.v1.attention.ops.turbo.cuda import extend_rows
+    from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+    from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, extend_outputs
     from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 
     kernels = CudaKernels(reason)
-    if cuda_extend.unsupported_reason(layout):
+    if EXTEND.unsupported_reason(layout, capability):
         return kernels._replace(extend_attention=None)
-    if extend_rows.outputs_unsupported_reason(layout, capability) is None:
-        return kernels._replace(extend_outputs=extend_rows.extend_outputs)
+    if OUTPUTS.unsupported_reason(layout, capability) is None:
+        return kernels._replace(extend_outputs=extend_outputs)
     return kernels
 
 
@@ -102,9 +102,9 @@ def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
     """Why there are no CUDA kernels for this device and layout, if so."""
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
         return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
-    from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+    from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 
-    return cuda_decode.unsupported_reason(layout)
+    return DECODE.unsupported_reason(layout, current_capability())
 
 
 @cache
@@ -112,9 +112,7 @@ def cuda_builds(
     layout: TurboFormat,
     num_queries_per_kv: int,
     query_len: int = 1,
-    has_key_offset: bool = False,
-    with_window: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> ModuleBuilds:
     """Begin to build and load the CUDA kernels of layers alike, side by side.
 
@@ -124,54 +122,46 @@ def cuda_builds(
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
-        has_key_offset: Whether an offset is taken off K.
-        with_window: Whether there is a recent window.
-        has_soft_cap: Whether scores are bounded by a tanh.
+        variant: The layer's variant.
 
     """
 
     def modules() -> list["ServingModule"]:
-        from vllm.v1.attention.ops.turbo.cuda.modules import serving_modules
+        from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
+        from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 
         capability = current_capability()
-        return serving_modules(
-            layout,
-            num_queries_per_kv,
-            query_len,
-            max_extend_len(layout.head_size, num_queries_per_kv, capability),
-            has_key_offset=has_key_offset,
-            with_window=with_window,
-            has_soft_cap=has_soft_cap,
-            capability=capability,
-        )
+        most = max_extend_len(layout.head_size, num_queries_per_kv, capability)
+        demand = Demand(num_queries_per_kv, query_len, most, capability, variant)
+        return modules_for(FAMILIES, layout, demand)
 
     return ModuleBuilds(modules)
 
 
-def cuda_build_error(layout: TurboFormat, *variant: Any) -> str | None:
+def cuda_build_error(layout: TurboFormat, *more: Any) -> str | None:
     """Build and load the CUDA kernels; why that failed, if it did.
 
     Args:
         layout: The cache's format.
-        variant: What else ``cuda_builds`` is told.
+        more: The further arguments of ``cuda_builds``.
 
     """
-    return cuda_builds(layout, *variant).error
+    return cuda_builds(layout, *more).error
 
 
-def start_builds(choice: str, layout: TurboFormat, *variant: Any) -> None:
+def start_builds(choice: str, layout: TurboFormat, *more: Any) -> None:
     """Begin to build what ``choose_kernels`` will wait for, if that is CUDA's.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
         layout: The cache's format.
-        variant: What else ``cuda_builds`` is told.
+        more: The further arguments of ``cuda_builds``.
 
     """
     start_to_build(
         choice,
         lambda: cuda_unsupported_reason(layout),
-        lambda: cuda_builds(layout, *variant),
+        lambda: cuda_builds(layout, *more),
     )
 
 
@@ -205,9 +195,7 @@ def choose_kernels(
     layout: TurboFormat,
     num_queries_per_kv: int,
     query_len: int = 1,
-    has_key_offset: bool = False,
-    with_window: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> KernelSet:
     """The kernels of a layer, built: to be called before the first request.
 
@@ -216,9 +204,7 @@ def choose_kernels(
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
         query_len: Query tokens of a decode request at most.
-        has_key_offset: Whether an offset is taken off K.
-        with_window: Whether there is a recent window.
-        has_soft_cap: Whether scores are bounded by a tanh.
+        variant: The layer's variant.
 
     Raises:
         ValueError: If CUDA's are asked for and cannot be had.
@@ -227,14 +213,7 @@ def choose_kernels(
     return choose_between(
         choice,
         lambda: cuda_unsupported_reason(layout),
-        lambda: cuda_build_error(
-            layout,
-            num_queries_per_kv,
-            query_len,
-            has_key_offset,
-            with_window,
-            has_soft_cap,
-        ),
+        lambda: cuda_build_error(layout, num_queries_per_kv, query_len, variant),
         lambda reason: cuda_kernels(layout, reason, current_capability()),
         triton_kernels,
     )
@@ -283,20 +262,10 @@ def share_kernels(
     layout: TurboFormat,
     num_queries_per_kv: int,
     query_len: int = 1,
-    has_key_offset: bool = False,
-    with_window: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> ChosenKernels[KernelSet]:
     """What ``choose_kernels`` chooses, for all layers alike and their builders."""
-    kernels = choose_kernels(
-        choice,
-        layout,
-        num_queries_per_kv,
-        query_len,
-        has_key_offset,
-        with_window,
-        has_soft_cap,
-    )
+    kernels = choose_kernels(choice, layout, num_queries_per_kv, query_len, variant)
     return may_fall_back(kernels, triton_kernels)
 
 

@@ -65,9 +65,10 @@ def cuda_builds(
     """
 
     def modules():
-        from vllm.v1.attention.ops.turbo.cuda.latent_modules import latent_modules
+        from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
+        from vllm.v1.attention.ops.turbo.cuda.latent_modules import LATENT_FAMILIES
 
-        return latent_modules(layout, num_heads, max_query_len)
+        return modules_for(LATENT_FAMILIES, layout, Demand(num_heads, max_query_len))
 
     return ModuleBuilds(modules)
 

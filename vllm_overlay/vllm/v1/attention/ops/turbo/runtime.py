@@ -27,6 +27,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     RotatedQuery,
     TensorSpecs,
+    Variant,
 )
 from vllm.v1.attention.ops.turbo.kernel_choice import (
     ChosenKernels,
@@ -217,29 +218,26 @@ class TurboRunner:
         return limits._replace(piece_tokens=piece_tokens)
 
     @property
-    def _kernel_variant(self) -> tuple[int, int, bool, bool, bool]:
-        """What decides on the kernels beside the choice and the layout: see
-        ``choose_kernels``.
-        """
-        return (
-            self.context_shape.num_queries_per_kv,
-            self.max_query_len,
+    def _kernel_arguments(self) -> tuple[int, int, Variant]:
+        """The arguments of ``choose_kernels`` beside the choice and the layout."""
+        variant = Variant(
             self.key_offset is not None,
             self.window_wanted > 0,
             self.logits_soft_cap is not None,
         )
+        return self.context_shape.num_queries_per_kv, self.max_query_len, variant
 
     def start_builds(self) -> None:
         """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
         if not current_platform.is_cpu():
-            start_builds(self.kernel_choice, self.layout, *self._kernel_variant)
+            start_builds(self.kernel_choice, self.layout, *self._kernel_arguments)
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels[KernelSet]:
         """The kernels, shared with layers alike. They may be built here."""
         if current_platform.is_cpu():
             return ChosenKernels(None)
-        return share_kernels(self.kernel_choice, self.layout, *self._kernel_variant)
+        return share_kernels(self.kernel_choice, self.layout, *self._kernel_arguments)
 
     @property
     def kernels(self) -> KernelSet | None:

@@ -13,7 +13,13 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, half2_bits
+from vllm.v1.attention.ops.turbo.interface import (
+    LOG2_E,
+    MAX_KV_SPLITS,
+    PLAIN,
+    Variant,
+    half2_bits,
+)
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import LATENT_MAX_SPLITS
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
@@ -249,37 +255,22 @@ def _header(*parts: _Constants) -> str:
     return "\n".join(lines) + "\n"
 
 
-def instance_suffix(
-    has_key_offset: bool, with_window: bool = False, has_soft_cap: bool = False
-) -> str:
-    """What the names of instances end with that are for keys with an offset, keep a
-    recent window, or bound scores.
-    """
-    parts = {"_offset": has_key_offset, "_window": with_window, "_cap": has_soft_cap}
-    return "".join(part for part, is_there in parts.items() if is_there)
+def head_size_header(head_size: int, variant: Variant = PLAIN) -> str:
+    """The constants of the merge, which follow from the head size and the variant."""
+    return _header(_of_head_size(head_size), {"SOFT_CAP": int(variant.soft_cap)})
 
 
-def head_size_header(head_size: int, has_soft_cap: bool = False) -> str:
-    """The constants of the merge: what follows from the head size, and whether scores
-    have a soft cap.
-    """
-    return _header(_of_head_size(head_size), {"SOFT_CAP": int(has_soft_cap)})
-
-
-def layout_header(
-    layout: TurboFormat,
-    has_key_offset: bool = False,
-    with_window: bool = False,
-    has_soft_cap: bool = False,
-) -> str:
-    """The constants of the other kernels: those of the head size and of a layout,
-    whether an offset is taken off K, whether the store keeps a recent window, and
-    whether scores have a soft cap.
+def layout_header(layout: TurboFormat, variant: Variant = PLAIN) -> str:
+    """The constants of the other kernels of K and V: those of the head size, of the
+    variant and of the layout.
     """
     return _header(
         _of_head_size(layout.head_size),
-        {"SOFT_CAP": int(has_soft_cap)},
-        {"KEY_OFFSET": int(has_key_offset), "RECENT_WINDOW": int(with_window)},
+        {"SOFT_CAP": int(variant.soft_cap)},
+        {
+            "KEY_OFFSET": int(variant.key_offset),
+            "RECENT_WINDOW": int(variant.recent_window),
+        },
         _of_pages(layout),
         _of_decoding(layout),
         _of_encoding(layout),

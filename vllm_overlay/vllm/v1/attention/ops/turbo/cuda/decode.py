@@ -8,31 +8,27 @@ queries than attend at once those of some numbers are served, on Hopper, by the 
 of ``decode_columns``.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode_columns
-from vllm.v1.attention.ops.turbo.cuda.build import (
-    SUPPORTED_HEAD_SIZES,
-    CudaModule,
-    build_and_load,
-    capability_of,
-    shared_memory,
-)
-from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, capability_of
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
+    PLAIN,
     DecodeBatch,
     NewestTokens,
     OffsetScores,
     Partials,
     RecentWindow,
     RotatedQuery,
+    Variant,
 )
 
 # Queries of a KV head that attend at once; more do in further passes. The tensor core
@@ -65,13 +61,6 @@ def _max_warps(head_size: int, queries: int) -> int:
     if head_size > 128 or head_size == 128 and queries > 8:
         return 8
     return 16 if head_size < 128 and queries <= 4 else 12
-
-
-def unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why a layout has no CUDA kernels of attention; None if it has."""
-    if layout.head_size not in SUPPORTED_HEAD_SIZES:
-        return f"head size {layout.head_size} has no CUDA decode kernel"
-    return None
 
 
 def tile_warps(head_size: int) -> int:
@@ -121,71 +110,51 @@ def num_queries_at_once(head_size: int, num_queries: int) -> int:
     return next((n for n in served if num_queries <= n), served[-1])
 
 
-def instance(
-    layout: TurboFormat,
-    queries: int,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> str:
-    """The name of a module's instance."""
-    suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
-    return f"{layout.name}_{layout.head_size}_{queries}{suffix}"
+def _served(
+    layout: TurboFormat, demand: Demand
+) -> Iterator[tuple[TurboFormat, int, Variant]]:
+    capability, variant = demand.capability, demand.variant
+    for num_queries in demand.numbers_of_queries(demand.max_query_len):
+        if not decode_columns.serves(layout, num_queries, capability, variant):
+            queries = num_queries_at_once(layout.head_size, num_queries)
+            yield layout, queries, variant
 
 
-def module(
-    layout: TurboFormat,
-    queries: int,
-    shared_bytes: int,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> CudaModule:
-    """What is built, for so many queries of a KV head at once, for GPUs whose blocks
-    have so much shared memory, for cached keys with an offset or without, and for
-    scores with a soft cap or without.
-
-    Raises:
-        RuntimeError: If there is no instance for the layout.
-
-    """
-    reason = unsupported_reason(layout)
-    if reason is not None:
-        raise RuntimeError(reason)
-    warps = num_warps(layout, queries, shared_bytes)
-    by_warp = scales_by_warp(layout, shared_bytes)
-    return CudaModule(
-        "decode",
-        instance(layout, queries, has_key_offset, has_soft_cap),
-        layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        (
-            f"-DDECODE_QUERIES={queries}",
-            f"-DDECODE_WARPS={warps}",
-            f"-DDECODE_SCALES_BY_WARP={int(by_warp)}",
-        ),
-    )
+# Its plans are queries of a KV head that attend at once.
+DECODE = Family[TurboFormat, int](
+    kernel="decode",
+    title="decode kernel",
+    refusal=by_head_size(SUPPORTED_HEAD_SIZES, "decode kernel"),
+    name=lambda layout, queries: f"{layout.name}_{layout.head_size}_{queries}",
+    header=layout_header,
+    served=_served,
+    variants=Variant(key_offset=True, soft_cap=True),
+    defines=lambda layout, queries, shared_bytes: {
+        "DECODE_QUERIES": queries,
+        "DECODE_WARPS": num_warps(layout, queries, shared_bytes),
+        "DECODE_SCALES_BY_WARP": scales_by_warp(layout, shared_bytes),
+    },
+)
 
 
 def rounds_queries(
     layout: TurboFormat,
     num_queries: int,
     device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> bool:
     """Whether queries are used as ``reference.round_query`` has them, in int8; those of
     ``decode_columns`` are used as they are, in fp16. The arguments are ``load``'s.
     """
-    variant = has_key_offset, has_soft_cap
-    return not decode_columns.serves(
-        layout, num_queries, capability_of(device), *variant
-    )
+    capability = capability_of(device)
+    return not decode_columns.serves(layout, num_queries, capability, variant)
 
 
 def load(
     layout: TurboFormat,
     num_queries: int,
     device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -193,33 +162,16 @@ def load(
         layout: The cache's format.
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
-        has_key_offset: Whether an offset was taken off cached keys.
-        has_soft_cap: Whether scores are bounded by a tanh.
+        variant: The layer's variant.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    variant = has_key_offset, has_soft_cap
-    if not rounds_queries(layout, num_queries, device, *variant):
-        return decode_columns.load(layout, device, *variant)
+    if not rounds_queries(layout, num_queries, device, variant):
+        return decode_columns.COLUMNS.load(layout, None, device, variant)
     queries = num_queries_at_once(layout.head_size, num_queries)
-    return load_instance(layout, queries, device, *variant)
-
-
-@cache
-def load_instance(
-    layout: TurboFormat,
-    queries: int,
-    device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> Callable[..., None]:
-    """As ``load``, of one of the modules of a layout."""
-    shared_bytes = shared_memory(device)
-    return build_and_load(
-        module(layout, queries, shared_bytes, has_key_offset, has_soft_cap), device
-    )
+    return DECODE.load(layout, queries, device, variant)
 
 
 def num_kv_splits(
@@ -249,7 +201,7 @@ def num_kv_splits(
 
 def attend(
     load_kernel: Callable[
-        [TurboFormat, int, torch.device, bool, bool], Callable[..., None]
+        [TurboFormat, int, torch.device, Variant], Callable[..., None]
     ],
     query: RotatedQuery,
     kv_cache: torch.Tensor,
@@ -271,8 +223,7 @@ def attend(
     With a window the kernel is also given lengths without its tokens, which the kernel
     before it may have written, and the merge attends to these. ``load_kernel`` gives
     the kernel of a layout, number of queries of a sequence and KV head, device, and
-    whether there are an offset and a soft cap. The other arguments are
-    ``AttentionFn``'s.
+    variant. The other arguments are ``AttentionFn``'s.
     """
     num_tokens, num_heads, _ = query.vectors.shape
     num_kv_heads = kv_cache.shape[1]
@@ -286,11 +237,8 @@ def attend(
     assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_queries = num_heads // num_kv_heads * batch.query_len
     original_query, table, scale = offset or (None, None, 0.0)
-    has_soft_cap = logits_soft_cap is not None
-    kernel = load_kernel(
-        layout, num_queries, kv_cache.device, offset is not None, has_soft_cap
-    )
-    kernel(
+    variant = Variant(offset is not None, soft_cap=logits_soft_cap is not None)
+    load_kernel(layout, num_queries, kv_cache.device, variant)(
         *query,
         kv_cache,
         batch.block_table,
@@ -342,7 +290,7 @@ def decode_attention(
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    The layout is one without an ``unsupported_reason``. S is the most splits of a
+    The layout is one that ``DECODE`` has. S is the most splits of a
     sequence; with S = 1 a result does not depend on the rest of the batch. With
     ``enable_pdl`` kernels may begin, on GPUs that can, before the one before them on
     the stream has ended; they wait for what they read.

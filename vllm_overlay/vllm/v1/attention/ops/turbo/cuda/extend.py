@@ -11,8 +11,7 @@ fp16 exactly, but where a scale is as good as zero beside one above 5120 in its 
 scores have no error but that of the products' fp32 sums.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,22 +19,20 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend_rows
-from vllm.v1.attention.ops.turbo.cuda.build import (
-    CudaModule,
-    build_and_load,
-    capability_of,
-    shared_memory,
-)
-from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
+from vllm.v1.attention.ops.turbo.cuda.build import capability_of
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
+    PLAIN,
     DecodeBatch,
     NewestTokens,
     OffsetScores,
     Partials,
     RecentWindow,
     RotatedQuery,
+    Variant,
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
@@ -110,13 +107,6 @@ _PLANS = {
 }
 
 
-def unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why a layout has no such kernel, so that prefill serves; None if it has."""
-    if layout.head_size not in SUPPORTED_HEAD_SIZES:
-        return f"head size {layout.head_size} has no CUDA extend kernel"
-    return None
-
-
 def plan_for(layout: TurboFormat, num_queries: int) -> ExtendPlan:
     """How so many queries of a sequence and KV head attend."""
     plans = _PLANS[layout.head_size]
@@ -141,53 +131,48 @@ def num_stages(layout: TurboFormat, plan: ExtendPlan, shared_bytes: int) -> int:
     return min(_MAX_STAGES, fitting)
 
 
-def instance(
-    layout: TurboFormat,
-    plan: ExtendPlan,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> str:
-    """The name of a module's instance."""
-    suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
-    return f"{layout.name}_{layout.head_size}_r{plan.rows}{suffix}"
+def _served(
+    layout: TurboFormat, demand: Demand
+) -> Iterator[tuple[TurboFormat, ExtendPlan, Variant]]:
+    if EXTEND.refusal(layout) or _has_rows(layout, demand.capability):
+        return
+    for num_queries in demand.numbers_of_queries(demand.max_extend_len):
+        yield layout, plan_for(layout, num_queries), demand.variant
 
 
-def module(
-    layout: TurboFormat,
-    plan: ExtendPlan,
-    shared_bytes: int,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> CudaModule:
-    """What is built, for GPUs whose blocks have so much shared memory, for cached keys
-    with an offset or without, and for scores with a soft cap or without.
-
-    Raises:
-        RuntimeError: If there is no instance for the layout.
-
-    """
-    reason = unsupported_reason(layout)
-    if reason is not None:
-        raise RuntimeError(reason)
+def _defines(
+    layout: TurboFormat, plan: ExtendPlan, shared_bytes: int
+) -> dict[str, int]:
     numbers = plan._asdict() | {
         "stages": num_stages(layout, plan, shared_bytes),
         "copies": _COPIES,
         "max_shared_bytes": shared_bytes,
     }
-    return CudaModule(
-        "extend",
-        instance(layout, plan, has_key_offset, has_soft_cap),
-        layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        tuple(f"-DEXTEND_{name.upper()}={int(n)}" for name, n in numbers.items()),
-    )
+    return {f"EXTEND_{name.upper()}": n for name, n in numbers.items()}
+
+
+EXTEND = Family[TurboFormat, ExtendPlan](
+    kernel="extend",
+    title="extend kernel",
+    refusal=by_head_size(SUPPORTED_HEAD_SIZES, "extend kernel"),
+    name=lambda layout, plan: f"{layout.name}_{layout.head_size}_r{plan.rows}",
+    header=layout_header,
+    served=_served,
+    variants=Variant(key_offset=True, soft_cap=True),
+    defines=_defines,
+)
+
+
+def _has_rows(layout: TurboFormat, capability: int | None) -> bool:
+    """Whether the kernel of ``extend_rows`` serves in place of this one."""
+    return extend_rows.ROWS.unsupported_reason(layout, capability) is None
 
 
 def load(
     layout: TurboFormat,
     num_queries: int,
     device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
+    variant: Variant = PLAIN,
 ) -> Callable[..., None]:
     """Build, if need be, and load the kernel for a number of queries.
 
@@ -195,33 +180,16 @@ def load(
         layout: The cache's format.
         num_queries: Queries of a sequence and KV head: query heads, times tokens.
         device: Where it is to run.
-        has_key_offset: Whether an offset was taken off cached keys.
-        has_soft_cap: Whether scores are bounded by a tanh.
+        variant: The layer's variant.
 
     Raises:
         RuntimeError: If it cannot be built.
 
     """
-    variant = has_key_offset, has_soft_cap
-    if extend_rows.unsupported_reason(layout, capability_of(device)) is None:
+    if _has_rows(layout, capability_of(device)):
         plan = extend_rows.plan_for(layout, num_queries)
-        return extend_rows.load(layout, plan, device, *variant)
-    return load_instance(layout, plan_for(layout, num_queries), device, *variant)
-
-
-@cache
-def load_instance(
-    layout: TurboFormat,
-    plan: ExtendPlan,
-    device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> Callable[..., None]:
-    """As ``load``, of one of the modules of a layout."""
-    shared_bytes = shared_memory(device)
-    return build_and_load(
-        module(layout, plan, shared_bytes, has_key_offset, has_soft_cap), device
-    )
+        return extend_rows.ROWS.load(layout, plan, device, variant)
+    return EXTEND.load(layout, plan_for(layout, num_queries), device, variant)
 
 
 def num_kv_splits(
@@ -266,7 +234,7 @@ def extend_attention(
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    The layout is one without an ``unsupported_reason``. With ``newest`` the cache is
+    The layout is one that ``EXTEND`` has. With ``newest`` the cache is
     read up to the query tokens, and the merge attends to these, one after the other, or
     adds what attention to them gave.
 

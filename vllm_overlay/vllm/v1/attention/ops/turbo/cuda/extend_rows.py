@@ -13,15 +13,16 @@ rotates queries as it loads them, and the results back if it has all tiles of th
 queries. Only what several blocks have parts of is joined by another kernel.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
-from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
@@ -30,6 +31,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OriginalQuery,
     OutputScratch,
     TensorSpecs,
+    Variant,
     score_factor,
 )
 
@@ -107,32 +109,6 @@ _OUTPUT_PLANS = {
 }
 
 
-def unsupported_reason(layout: TurboFormat, capability: int | None) -> str | None:
-    """Why a layout has no such kernel on GPUs of a compute capability; None if it has.
-
-    Args:
-        layout: The cache's format.
-        capability: Such as 90; None without a GPU.
-
-    """
-    if capability != CAPABILITY:
-        return "GPUs other than Hopper's have no extend kernel of warpgroups"
-    if layout.head_size not in _PLANS:
-        return f"head size {layout.head_size} has no extend kernel of warpgroups"
-    return None
-
-
-def outputs_unsupported_reason(
-    layout: TurboFormat, capability: int | None
-) -> str | None:
-    """The same of the kernel that ends in outputs, for keys without an offset."""
-    reason = unsupported_reason(layout, capability)
-    if reason is None and (layout.name, layout.head_size) not in _OUTPUT_PLANS:
-        layout_name = f"{layout.name} with head size {layout.head_size}"
-        return f"{layout_name} has no extend kernel that ends in outputs"
-    return reason
-
-
 def plan_for(
     layout: TurboFormat, num_queries: int, with_outputs: bool = False
 ) -> RowsPlan:
@@ -149,66 +125,49 @@ def plan_for(
     return next((plan for plan in plans if num_queries <= plan.rows), plans[-1])
 
 
-def instance(
-    layout: TurboFormat,
-    plan: RowsPlan,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-) -> str:
-    """The name of a module's instance."""
-    suffix = instance_suffix(has_key_offset, has_soft_cap=has_soft_cap)
-    return f"{layout.name}_{layout.head_size}_r{plan.rows}{suffix}"
+def _served(
+    layout: TurboFormat, demand: Demand, with_outputs: bool
+) -> Iterator[tuple[TurboFormat, RowsPlan, Variant]]:
+    # Outputs are for keys without an offset. Partial results are for these, too: for
+    # ranks that share the context, and for few requests.
+    family = OUTPUTS if with_outputs else ROWS
+    if with_outputs and demand.variant.key_offset:
+        return
+    if family.unsupported_reason(layout, demand.capability) is not None:
+        return
+    for num_queries in demand.numbers_of_queries(demand.max_extend_len):
+        yield layout, plan_for(layout, num_queries, with_outputs), demand.variant
 
 
-def kernel_name(with_outputs: bool) -> str:
-    """What makes outputs, or partial results."""
-    return "extend_outputs" if with_outputs else "extend_rows"
+def _refuse_outputs(layout: TurboFormat) -> str | None:
+    if (layout.name, layout.head_size) in _OUTPUT_PLANS:
+        return None
+    layout_name = f"{layout.name} with head size {layout.head_size}"
+    return f"{layout_name} has no CUDA extend kernel that ends in outputs"
 
 
-def module(
-    layout: TurboFormat,
-    plan: RowsPlan,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-    with_outputs: bool = False,
-) -> CudaModule:
-    """What is built, for cached keys with an offset or without, for scores with a soft
-    cap or without, and for outputs or for partial results.
-
-    Raises:
-        RuntimeError: If there is no instance for the layout.
-
-    """
-    reason = unsupported_reason(layout, CAPABILITY)
-    if reason is not None:
-        raise RuntimeError(reason)
-    return CudaModule(
-        kernel_name(with_outputs),
-        instance(layout, plan, has_key_offset, has_soft_cap),
-        layout_header(layout, has_key_offset, has_soft_cap=has_soft_cap),
-        tuple(f"-DROWS_{name.upper()}={int(n)}" for name, n in plan._asdict().items()),
-        folder="extend_rows",
-        is_specific=True,
-    )
-
-
-@cache
-def load(
-    layout: TurboFormat,
-    plan: RowsPlan,
-    device: torch.device,
-    has_key_offset: bool = False,
-    has_soft_cap: bool = False,
-    with_outputs: bool = False,
-) -> Callable[..., None]:
-    """Build, if need be, and load an instance.
-
-    Raises:
-        RuntimeError: If it cannot be built.
-
-    """
-    built = module(layout, plan, has_key_offset, has_soft_cap, with_outputs)
-    return build_and_load(built, device)
+_TITLE = "extend kernel of warpgroups"
+ROWS = Family[TurboFormat, RowsPlan](
+    kernel="extend_rows",
+    title=_TITLE,
+    refusal=by_head_size(_PLANS, _TITLE),
+    name=lambda layout, plan: f"{layout.name}_{layout.head_size}_r{plan.rows}",
+    header=layout_header,
+    served=partial(_served, with_outputs=False),
+    variants=Variant(key_offset=True, soft_cap=True),
+    capability=CAPABILITY,
+    defines=lambda layout, plan, _: {
+        f"ROWS_{name.upper()}": n for name, n in plan._asdict().items()
+    },
+    folder="extend_rows",
+    is_specific=lambda plan: True,
+)
+OUTPUTS = replace(
+    ROWS,
+    kernel="extend_outputs",
+    refusal=_refuse_outputs,
+    served=partial(_served, with_outputs=True),
+)
 
 
 def output_scratch(
@@ -258,13 +217,9 @@ def extend_outputs(
     key = value = own_tiles = None
     if newest is not None:
         key, value, own_tiles = newest.key, newest.value, scratch.own_tiles
-    kernel = load(
-        layout,
-        plan_for(layout, num_heads // num_kv_heads * batch.query_len, True),
-        kv_cache.device,
-        has_soft_cap=logits_soft_cap is not None,
-        with_outputs=True,
-    )
+    plan = plan_for(layout, num_heads // num_kv_heads * batch.query_len, True)
+    variant = Variant(soft_cap=logits_soft_cap is not None)
+    kernel = OUTPUTS.load(layout, plan, kv_cache.device, variant)
     kernel(
         query.vectors,
         # The rotation's norm is taken off where it is done.

@@ -6,21 +6,21 @@ As ``cuda.decode``, by instances that ``latent_plans`` has. One persistent grid 
 batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 
 from vllm.platforms import current_platform
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     FIRST_CAPABILITY,
     Plan,
     plan_for,
     plans_of,
 )
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, Variant
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import (
     LATENT_MAX_SPLITS,
@@ -56,51 +56,50 @@ def plans_on(device_id: int) -> tuple[Plan, ...]:
     return plans_of(capability.to_int())
 
 
-def instance(layout: LatentFormat, plan: Plan) -> str:
-    """The name of a module's instance."""
+def _name(layout: LatentFormat, plan: Plan) -> str:
     name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
     if plan.teams:
         name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
     return name
 
 
-def module(layout: LatentFormat, plan: Plan) -> CudaModule:
-    """What is built.
-
-    Raises:
-        RuntimeError: If there is no instance for the layout.
-
-    """
-    if not serves(layout):
-        raise RuntimeError(f"{layout.name} has no CUDA decode kernel of MLA")
-    return CudaModule(
-        "latent_decode",
-        instance(layout, plan),
-        latent_header(layout),
-        (
-            f"-DLATENT_COLUMNS={plan.columns}",
-            f"-DLATENT_STAGES={plan.stages}",
-            f"-DLATENT_EARLY={int(plan.is_early)}",
-            f"-DLATENT_SHARES={int(plan.shares)}",
-            f"-DLATENT_TEAMS={plan.teams}",
-            f"-DLATENT_TILES={plan.tiles}",
-            f"-DLATENT_HELD={plan.held}",
-            f"-DLATENT_BULK={int(plan.is_bulk)}",
-        ),
-        folder="latent",
-        is_specific=not plan.teams,
-    )
+def _refusal(layout: LatentFormat) -> str | None:
+    if serves(layout):
+        return None
+    return f"{layout.name} has no CUDA decode kernel of MLA"
 
 
-@cache
-def load(layout: LatentFormat, plan: Plan, device: torch.device) -> Callable[..., None]:
-    """Build, if need be, and load an instance.
+def _served(
+    layout: LatentFormat, demand: Demand
+) -> Iterator[tuple[LatentFormat, Plan, Variant]]:
+    if serves(layout):
+        assert demand.capability is not None
+        plans = plans_of(demand.capability)
+        numbers = demand.numbers_of_queries(demand.max_query_len)
+        for plan in sorted({plan_for(num_rows, plans) for num_rows in numbers}):
+            yield layout, plan, demand.variant
 
-    Raises:
-        RuntimeError: If it cannot be built.
 
-    """
-    return build_and_load(module(layout, plan), device)
+LATENT_DECODE = Family[LatentFormat, Plan](
+    kernel="latent_decode",
+    title="decode kernel of MLA",
+    refusal=_refusal,
+    name=_name,
+    header=lambda layout, _: latent_header(layout),
+    served=_served,
+    defines=lambda layout, plan, _: {
+        "LATENT_COLUMNS": plan.columns,
+        "LATENT_STAGES": plan.stages,
+        "LATENT_EARLY": plan.is_early,
+        "LATENT_SHARES": plan.shares,
+        "LATENT_TEAMS": plan.teams,
+        "LATENT_TILES": plan.tiles,
+        "LATENT_HELD": plan.held,
+        "LATENT_BULK": plan.is_bulk,
+    },
+    folder="latent",
+    is_specific=lambda plan: not plan.teams,
+)
 
 
 def num_decode_splits(
@@ -179,7 +178,7 @@ def decode_attention(
     if plans is None:
         plans = plans_on(kv_cache.device.index or 0)
     plan = plan_for(query.shape[1] * batch.query_len, plans)
-    load(layout, plan, kv_cache.device)(
+    LATENT_DECODE.load(layout, plan, kv_cache.device)(
         query,
         query_rope,
         kv_cache,

@@ -2,36 +2,21 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Gather for MLA as a CUDA kernel: dequantise cached context for prefill."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
+from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 
-
-def instance(layout: LatentFormat) -> str:
-    """The name of a module's instance."""
-    return f"{layout.name}_{layout.rank}_{layout.rope}"
-
-
-def module(layout: LatentFormat) -> CudaModule:
-    """What is built."""
-    header = latent_header(layout)
-    return CudaModule("latent_gather", instance(layout), header, folder="latent")
-
-
-@cache
-def load(layout: LatentFormat, device: torch.device) -> Callable[..., None]:
-    """Build, if need be, and load the kernel of a layout.
-
-    Raises:
-        RuntimeError: If it cannot be built.
-
-    """
-    return build_and_load(module(layout), device)
+GATHER = Family[LatentFormat, None](
+    kernel="latent_gather",
+    title="gather kernel of MLA",
+    refusal=lambda layout: None,
+    name=lambda layout, _: f"{layout.name}_{layout.rank}_{layout.rope}",
+    header=lambda layout, _: latent_header(layout),
+    served=lambda layout, demand: [(layout, None, demand.variant)],
+    folder="latent",
+)
 
 
 def gather(
@@ -58,7 +43,7 @@ def gather(
     """
     if num_tokens == 0:
         return
-    load(layout, kv_cache.device)(
+    GATHER.load(layout, None, kv_cache.device)(
         kv_cache,
         output,
         block_table,

@@ -2,66 +2,24 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which modules of CUDA kernels MLA may ask for: as ``modules``, for packed latents."""
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from itertools import product
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import CudaModule
-from vllm.v1.attention.ops.turbo.cuda.latent_plans import Plan, plan_for, plans_of
-from vllm.v1.attention.ops.turbo.cuda.modules import ServingModule
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
+from vllm.v1.attention.ops.turbo.cuda.latent_decode import (
+    LATENT_DECODE,
+    unsupported_reason,
+)
+from vllm.v1.attention.ops.turbo.cuda.latent_gather import GATHER
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import plans_of
+from vllm.v1.attention.ops.turbo.cuda.latent_store import LATENT_STORE
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
 
-
-def latent_modules(
-    layout: LatentFormat,
-    num_heads: int,
-    max_query_len: int,
-    device: torch.device | None = None,
-    plans: Sequence[Plan] | None = None,
-) -> list[ServingModule]:
-    """All modules that a layer's batches may ask for, each once.
-
-    Args:
-        layout: The cache's format; of some Triton's kernel decodes.
-        num_heads: Query heads.
-        max_query_len: Query tokens of a request that attends to packed pages, at most.
-        device: The GPU; None for the current one.
-        plans: What there is to attend; None for what serves on the GPU.
-
-    """
-    if device is None:
-        device = torch.device("cuda", torch.accelerator.current_device_index())
-    if plans is None:
-        plans = latent_decode.plans_on(device.index or 0)
-    found = [
-        ServingModule(
-            f"latent_store {latent_store.instance(layout)}",
-            partial(latent_store.load, layout, device),
-            lambda _: latent_store.module(layout),
-        ),
-        ServingModule(
-            f"latent_gather {latent_gather.instance(layout)}",
-            partial(latent_gather.load, layout, device),
-            lambda _: latent_gather.module(layout),
-        ),
-    ]
-    chosen = {
-        plan_for(num_heads * query_len, plans)
-        for query_len in range(1, max_query_len + 1)
-        if latent_decode.serves(layout)
-    }
-    for plan in sorted(chosen):
-        found.append(
-            ServingModule(
-                f"latent_decode {latent_decode.instance(layout, plan)}",
-                partial(latent_decode.load, layout, plan, device),
-                lambda _, plan=plan: latent_decode.module(layout, plan),
-            )
-        )
-    return found
+# The kernels of layers with latents.
+LATENT_FAMILIES = (LATENT_STORE, GATHER, LATENT_DECODE)
 
 
 def all_latent_modules(
@@ -69,28 +27,24 @@ def all_latent_modules(
     cache_dtypes: Iterable[str],
     head_sizes: Iterable[int],
 ) -> dict[str, CudaModule]:
-    """What MLA may ask for on GPUs of an architecture, whatever the model.
+    """The modules that MLA may ask for on GPUs of an architecture, by name.
 
     Args:
         capability: Such as 90.
-        cache_dtypes: Which of the turbo dtypes.
-        head_sizes: Which sizes of a latent and its rotary key together.
-
-    Returns:
-        The modules by name.
+        cache_dtypes: The turbo dtypes; some have no format of latents.
+        head_sizes: Sizes of a latent and its rotary key together.
 
     """
-    if latent_decode.unsupported_reason(capability):
+    if unsupported_reason(capability):
         return {}
+    # One query head has so many query tokens that each plan serves some.
+    max_query_len = max(plan.columns for plan in plans_of(capability))
+    demand = Demand(1, max_query_len, capability=capability)
     device = torch.device("cuda", 0)  # not asked for anything
-    found = {}
-    for name, size in product(cache_dtypes, head_sizes):
-        if name not in LATENT_PRESETS:
-            continue
-        layout = LatentFormat.from_cache_dtype(name, size)
-        # Of one head, so many query tokens that each plan serves some.
-        plans = plans_of(capability)
-        rows = max(plan.columns for plan in plans)
-        for module in latent_modules(layout, 1, rows, device, plans):
-            found[module.name] = module.make(0)
-    return found
+    return {
+        module.name: module.make(0)
+        for name, size in product(cache_dtypes, head_sizes)
+        if name in LATENT_PRESETS
+        for layout in [LatentFormat.from_cache_dtype(name, size)]
+        for module in modules_for(LATENT_FAMILIES, layout, demand, device)
+    }

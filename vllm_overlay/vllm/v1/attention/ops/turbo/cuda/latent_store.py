@@ -2,13 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Store for MLA as a CUDA kernel: quantise latents and rotary keys into pages."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda.build import CudaModule, build_and_load
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_store_header
+from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.cuda.store_tables import level_tables
 from vllm.v1.attention.ops.turbo.latent_format import (
     LATENT_PRESETS,
@@ -33,32 +30,17 @@ def store_sizes(layout: LatentFormat) -> list[int]:
     return [1, _FEW_TOKENS[layout.rank] + 1]
 
 
-def instance(layout: LatentFormat) -> str:
-    """The name of a module's instance."""
-    return f"{layout.name}_{layout.rank}_{layout.rope}"
-
-
-def module(layout: LatentFormat) -> CudaModule:
-    """What is built."""
-    return CudaModule(
-        "latent_store",
-        instance(layout),
-        latent_store_header(layout),
-        # The bytes are exact: no multiply-add may be fused.
-        ("-fmad=false",),
-        folder="latent",
-    )
-
-
-@cache
-def load(layout: LatentFormat, device: torch.device) -> Callable[..., None]:
-    """Build, if need be, and load the kernels of a layout.
-
-    Raises:
-        RuntimeError: If they cannot be built.
-
-    """
-    return build_and_load(module(layout), device)
+LATENT_STORE = Family[LatentFormat, None](
+    kernel="latent_store",
+    title="store kernel of MLA",
+    refusal=lambda layout: None,
+    name=lambda layout, _: f"{layout.name}_{layout.rank}_{layout.rope}",
+    header=lambda layout, _: latent_store_header(layout),
+    served=lambda layout, demand: [(layout, None, demand.variant)],
+    # The bytes are exact: no multiply-add may be fused.
+    flags=("-fmad=false",),
+    folder="latent",
+)
 
 
 def make_tables(rank: int, device: torch.device) -> None:
@@ -106,7 +88,7 @@ def store(
         return
     if parts is None:
         parts = default_parts(num_tokens, layout)
-    load(layout, kv_cache.device)(
+    LATENT_STORE.load(layout, None, kv_cache.device)(
         kv_cache,
         slot_mapping,
         kv_c,

@@ -2,21 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Merge of decode attention's splits as a CUDA kernel: see ``triton.merge``."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo.cuda.build import (
-    SUPPORTED_HEAD_SIZES,
-    CudaModule,
-    build_and_load,
-)
-from vllm.v1.attention.ops.turbo.cuda.constants import (
-    head_size_header,
-    instance_suffix,
-)
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
+from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
@@ -24,6 +15,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OffsetScores,
     Partials,
     RecentWindow,
+    Variant,
 )
 
 # kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
@@ -37,30 +29,22 @@ MAX_MERGED_TOKENS = 16
 _BLOCKS_PER_SM = 4
 
 
-def instance(head_size: int, has_soft_cap: bool = False) -> str:
-    """The name of a module's instance."""
-    return f"{head_size}{instance_suffix(False, has_soft_cap=has_soft_cap)}"
+def _refusal(head_size: int) -> str | None:
+    if head_size in SUPPORTED_HEAD_SIZES:
+        return None
+    return f"head size {head_size} has no CUDA merge kernel"
 
 
-def module(head_size: int, has_soft_cap: bool = False) -> CudaModule:
-    """What is built."""
-    assert head_size in SUPPORTED_HEAD_SIZES, head_size
-    header = head_size_header(head_size, has_soft_cap)
-    return CudaModule("merge", instance(head_size, has_soft_cap), header)
-
-
-@cache
-def load(
-    head_size: int, device: torch.device, has_soft_cap: bool = False
-) -> Callable[..., None]:
-    """Build, if need be, and load the kernel of a head size, for scores with a soft cap
-    or without.
-
-    Raises:
-        RuntimeError: If it cannot be built.
-
-    """
-    return build_and_load(module(head_size, has_soft_cap), device)
+# Its layouts are head sizes.
+MERGE = Family[int, None](
+    kernel="merge",
+    title="merge kernel",
+    refusal=_refusal,
+    name=lambda head_size, _: str(head_size),
+    header=head_size_header,
+    served=lambda layout, demand: [(layout.head_size, None, demand.variant)],
+    variants=Variant(soft_cap=True),
+)
 
 
 def block_warps(head_size: int) -> int:
@@ -193,7 +177,8 @@ def merge_splits(
                 num_rows, num_splits, group, head_size, num_sms
             )
     assert num_warps in (1, 2, 4, block_warps(head_size)), num_warps
-    load(head_size, output.device, logits_soft_cap is not None)(
+    variant = Variant(soft_cap=logits_soft_cap is not None)
+    MERGE.load(head_size, None, output.device, variant)(
         *partials,
         batch.seq_lens,
         output,

@@ -46,7 +46,8 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
     find_nvcc,
     nvcc_release,
 )
-from vllm.v1.attention.ops.turbo.cuda.modules import ARCHITECTURES, all_modules
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
+from vllm.v1.attention.ops.turbo.cuda.modules import all_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
 

@@ -2,18 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Store as a CUDA kernel, built by FlashInfer's JIT: see ``triton.store``."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda.build import (
-    SUPPORTED_HEAD_SIZES,
-    CudaModule,
-    build_and_load,
-)
-from vllm.v1.attention.ops.turbo.cuda.constants import instance_suffix, layout_header
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
+from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     level_tables,
     rotation_fragments,
@@ -23,6 +20,7 @@ from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     KeyOffset,
     RotatedQuery,
+    Variant,
     WindowUpdate,
     score_factor,
 )
@@ -65,48 +63,25 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
     return sorted({1, *(limit + 1 for limit in limits)})
 
 
-def instance(
-    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
-) -> str:
-    """The name of a module's instance."""
-    suffix = instance_suffix(has_key_offset, with_window)
-    return f"{layout.name}_{layout.head_size}{suffix}"
+def _served(
+    layout: TurboFormat, demand: Demand
+) -> Iterator[tuple[TurboFormat, None, Variant]]:
+    # Drafters' layers have no recent window.
+    for has_window in sorted({False, demand.variant.recent_window}):
+        yield layout, None, demand.variant._replace(recent_window=has_window)
 
 
-def module(
-    layout: TurboFormat, has_key_offset: bool = False, with_window: bool = False
-) -> CudaModule:
-    """What is built, for layers with an offset of K or a recent window or without.
-
-    Raises:
-        RuntimeError: If there is no instance for the layout.
-
-    """
-    if layout.head_size not in SUPPORTED_HEAD_SIZES:
-        raise RuntimeError(f"head size {layout.head_size} has no CUDA store kernel")
-    return CudaModule(
-        "store",
-        instance(layout, has_key_offset, with_window),
-        layout_header(layout, has_key_offset, with_window),
-        # The bytes are exact: no multiply-add may be fused.
-        ("-fmad=false",),
-    )
-
-
-@cache
-def load(
-    layout: TurboFormat,
-    device: torch.device,
-    has_key_offset: bool = False,
-    with_window: bool = False,
-) -> Callable[..., None]:
-    """Build, if need be, and load the kernel of a layout.
-
-    Raises:
-        RuntimeError: If it cannot be built.
-
-    """
-    return build_and_load(module(layout, has_key_offset, with_window), device)
+STORE = Family[TurboFormat, None](
+    kernel="store",
+    title="store kernel",
+    refusal=by_head_size(SUPPORTED_HEAD_SIZES, "store kernel"),
+    name=lambda layout, _: f"{layout.name}_{layout.head_size}",
+    header=layout_header,
+    served=_served,
+    variants=Variant(key_offset=True, recent_window=True),
+    # The bytes are exact: no multiply-add may be fused.
+    flags=("-fmad=false",),
+)
 
 
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -188,7 +163,8 @@ def store(
     device = kv_cache.device
     offset_table = None if key_offset is None else key_offset.table
     step = window or key_offset  # of the same sequences
-    load(layout, device, key_offset is not None, window is not None)(
+    variant = Variant(key_offset is not None, window is not None)
+    STORE.load(layout, None, device, variant)(
         kv_cache,
         slot_mapping,
         key,
