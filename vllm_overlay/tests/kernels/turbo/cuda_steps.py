@@ -23,7 +23,14 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
-from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
+from .utils import (
+    BF16,
+    DEVICE,
+    assert_within,
+    make_block_table,
+    num_blocks_for,
+    slots_of,
+)
 
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
@@ -262,8 +269,7 @@ def check_row(
     exact, target = attend_in_pieces(both, *where)
     plain = attend_in_pieces(query[None], *where, dtype=query.dtype)[0].to(query.dtype)
     allowed = 2 * (plain.float() - exact).abs().max() + 2**-11 * exact.abs().max()
-    error = (output.float() - target).abs().max()
-    assert error <= allowed, f"length {length}: error {error:.3g}, not {allowed:.3g}"
+    assert_within(output, target, allowed, f"length {length}")
 
 
 def rotated_attention(
@@ -307,5 +313,4 @@ def assert_close_in_rotated_space(
     # The rotation back of fp32 numbers has rounding of its own.
     largest = expected.abs().amax(-1, keepdim=True)
     allowed = 2.0**-9 * magnitude + 2.0**-18 * largest + 2.0**-22
-    error = (rotated - expected).abs()
-    assert (error <= allowed).all(), (error / allowed).max()
+    assert_within(rotated, expected, allowed)

@@ -27,6 +27,7 @@ from .utils import (
     FP16,
     all_pages,
     assert_by_2x_rule,
+    assert_within,
     fill_cache,
     gaussian,
     load_context,
@@ -213,7 +214,7 @@ def test_one_key_gives_its_value(layout):
     expected = values.repeat_interleave(2, 1).double()
     largest = expected.abs().amax(-1, keepdim=True)
     allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert ((rotated - expected).abs() <= allowed).all()
+    assert_within(rotated, expected, allowed)
 
 
 @requires_cuda

@@ -21,6 +21,7 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
+    assert_within,
     gaussian,
     random_pages,
     requires_cuda,
@@ -155,4 +156,4 @@ def test_gather(head_size, block_size):
     expected_key, expected_value = reference.load(cache, torch.cat(slots), layout)
     assert torch.equal(key[:25].float(), expected_key.half().float())
     allowed = 2.0**-9 * expected_value.abs() + 2.0**-25 * 8
-    assert ((value[:25].float() - expected_value).abs() <= allowed).all()
+    assert_within(value[:25].float(), expected_value, allowed)

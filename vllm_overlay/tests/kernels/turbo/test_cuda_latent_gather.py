@@ -19,6 +19,7 @@ from .utils import (
     BF16,
     DEVICE,
     FP16,
+    assert_within,
     make_block_table,
     num_blocks_for,
     requires_cuda,
@@ -52,7 +53,7 @@ def check_gather(
     # It is computed in fp32.
     norm = expected[:, : layout.rank].norm(dim=-1, keepdim=True)
     allowed = OUTPUT_ROUNDING[dtype] * expected.abs() + 2.0**-22 * norm
-    assert ((found - expected).abs() <= allowed).all()
+    assert_within(found, expected, allowed)
 
 
 @requires_cuda

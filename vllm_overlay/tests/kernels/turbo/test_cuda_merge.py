@@ -22,7 +22,15 @@ from vllm.v1.attention.ops.turbo.triton.merge import (
 )
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
-from .utils import BF16, CAN_RUN_CUDA, DEVICE, FP16, gaussian, requires_nvidia
+from .utils import (
+    BF16,
+    CAN_RUN_CUDA,
+    DEVICE,
+    FP16,
+    assert_within,
+    gaussian,
+    requires_nvidia,
+)
 
 
 def can_build() -> bool:
@@ -157,7 +165,7 @@ def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_spli
         output = merge(*arguments, dtype, newest, num_warps)
         expected = expected_output(*arguments, newest)
         allowed = TOLERANCES[dtype] * expected.abs().max()
-        assert (output - expected).abs().max() <= allowed
+        assert_within(output, expected, allowed)
         again = merge(*arguments, dtype, newest, num_warps)
         assert torch.equal(output, again)
 
@@ -193,7 +201,7 @@ def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtyp
     ).flatten(0, 1)
     expected = expected_output(partial, lse, lengths(counts), newest)
     allowed = TOLERANCES[torch.float32] * expected.abs().max()
-    assert (output - expected).abs().max() <= allowed
+    assert_within(output, expected, allowed)
 
 
 SINKS_NOT_TAKEN = {
@@ -226,7 +234,7 @@ def test_against_triton(head_size, with_newest):
     batch = batch_of(lengths(counts))
     triton_merge(Partials(partial, lse), batch, expected, NUM_KV_HEADS, newest)
     allowed = 2 * TOLERANCES[FP16] * expected.abs().max()
-    assert (output - expected).abs().max() <= allowed
+    assert_within(output, expected, allowed)
 
 
 @requires_cuda

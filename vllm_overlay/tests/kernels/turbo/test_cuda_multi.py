@@ -46,6 +46,7 @@ from .utils import (
     ON_GPU,
     PACKINGS,
     assert_by_2x_rule,
+    assert_within,
     attention_of_rounded,
     fill_cache,
     gaussian,
@@ -470,7 +471,7 @@ def test_as_one_token_after_the_other(kernel, query_len, group):
         batch.seq_lens = [length - query_len + i + 1 for length in seq_lens]
         alone = batch.decode(kernel, False)
         allowed = 2**-9 * alone.abs().max()
-        assert (together[i::query_len] - alone).abs().max() <= allowed
+        assert_within(together[i::query_len], alone, allowed)
 
 
 @all_kernels

@@ -32,6 +32,7 @@ from .test_cuda_multi import (
 from .utils import (
     BF16,
     DEVICE,
+    assert_within,
     gaussian,
     layer_caches,
     load_context,
@@ -163,8 +164,7 @@ class OffsetBatch(Batch):
         )
         allowed = 2 * (plain.double() - target).abs().max().item()
         allowed += 2**-11 * target.abs().max().item()
-        error = (output[part].double() - target).abs().max().item()
-        assert error <= allowed, f"row {row}: error {error:.3g}, not {allowed:.3g}"
+        assert_within(output[part], target, allowed, f"sequence {row}")
 
 
 def check(

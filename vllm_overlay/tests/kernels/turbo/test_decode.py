@@ -20,6 +20,7 @@ from .utils import (
     all_pages,
     all_presets,
     assert_by_2x_rule,
+    assert_within,
     decode,
     fill_cache,
     gaussian,
@@ -185,7 +186,7 @@ def test_one_key_gives_its_value(name, head_size):
     expected = values.repeat_interleave(2, 1).double()
     largest = expected.abs().amax(-1, keepdim=True)
     allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert ((rotated - expected).abs() <= allowed).all()
+    assert_within(rotated, expected, allowed)
 
 
 @packings

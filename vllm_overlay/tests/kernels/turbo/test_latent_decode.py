@@ -26,6 +26,7 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
+    assert_within,
     gaussian,
     make_block_table,
     model_dtypes,
@@ -107,8 +108,7 @@ def check_by_2x_rule(
     plain, _ = reference.attention(whole, keys.to(dtype), values.to(dtype), SCALE)
     allowed = 2 * (plain.float() - expected).abs().max().item()
     allowed += 2**-11 * expected.abs().max().item()
-    error = (output.float() - expected).abs().max().item()
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+    assert_within(output, expected, allowed, "(query, head, coordinate)")
     # Of scores whose operands are rounded to fp16.
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
 
@@ -287,12 +287,12 @@ def test_one_token_gives_its_latent(name, head_size):
     # The kernel evaluates levels in fp16, where a coefficient, times a small scale, may
     # be a subnormal number.
     allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert ((output - expected).abs() <= allowed).all()
+    assert_within(output, expected, allowed)
     keys = torch.cat([latent, rope], -1)
     expected = keys[:, coordinates.to(DEVICE)]
     largest = keys.abs().amax(-1, keepdim=True)
     allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert ((lse - expected).abs() <= allowed).all()
+    assert_within(lse, expected, allowed)
 
 
 def test_nan_of_a_query_stays_its_own():

@@ -15,6 +15,7 @@ from .utils import (
     BF16,
     DEVICE,
     FP16,
+    assert_within,
     make_block_table,
     num_blocks_for,
     requires_triton,
@@ -68,7 +69,7 @@ def check_gather(
     norm = expected[:, : layout.rank].norm(dim=-1, keepdim=True)
     allowed = OUTPUT_ROUNDING[dtype] * expected.abs()
     allowed[:, : layout.rank] += 2.0**-11 * norm * layout.rank**-0.5 * 4
-    assert ((found - expected).abs() <= allowed).all()
+    assert_within(found, expected, allowed)
 
 
 @latent_presets

@@ -341,6 +341,39 @@ def attention_of_rounded(
     return reference.attention(both, keys, value, scale, **options)[0]
 
 
+def assert_within(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    allowed: float | torch.Tensor,
+    name: str = "",
+) -> None:
+    """Check that numbers differ by no more than is allowed, and else say where.
+
+    Args:
+        found: Numbers, of any shape and dtype.
+        expected: Numbers of the same shape. A NaN in either is no match.
+        allowed: The largest error: one number, or a tensor that broadcasts to the
+            shape.
+        name: The numbers' name in the message.
+
+    """
+    error = (found.double() - expected.double()).abs()
+    # Written so that NaN is wrong.
+    wrong = ~(error <= allowed)
+    if not wrong.any():
+        return
+    excess = (error / torch.as_tensor(allowed).to(error)).nan_to_num(nan=math.inf)
+    worst = excess.where(wrong, -1.0).argmax()
+    place = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
+    limit = torch.as_tensor(allowed).expand(error.shape)[place].item()
+    raise AssertionError(
+        f"{name or 'numbers'}: {wrong.sum()} of {wrong.numel()} differ by more than "
+        f"is allowed, {found.isnan().sum()} are NaN; at {place} is "
+        f"{found[place].item():.6g}, expected {expected[place].item():.6g}, error "
+        f"{error[place].item():.3g}, allowed {limit:.3g}"
+    )
+
+
 def assert_by_2x_rule(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -379,8 +412,7 @@ def assert_by_2x_rule(
     if target is not None:
         expected = target
     allowed += 2**-11 * largest
-    error = (output.float() - expected).abs().max().item()
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+    assert_within(output, expected, allowed, "(query, head, coordinate)")
 
 
 def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
