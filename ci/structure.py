@@ -4,7 +4,7 @@
 
 Sets of kernels know nothing of each other, what plans knows of no kernels, and what is
 in PyTorch serves CPUs and tests alone. No module imports itself by way of others. An
-import within a function counts; one for annotations alone does not.
+import within a function counts. One for annotations alone counts for circles.
 """
 
 import ast
@@ -45,17 +45,22 @@ def is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Names of what is imported, of modules and of what they hold."""
+def imported(tree: ast.AST, for_annotations: bool) -> Iterator[str]:
+    """Names of what is imported, of modules and of what they hold, with what is for
+    annotations alone or without.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        is_annotation = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(
+            node.test
+        )
+        if is_annotation and not for_annotations:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         else:
-            yield from imported(node)
+            yield from imported(node, for_annotations)
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -64,7 +69,7 @@ def module_name(path: Path, root: Path) -> str:
     )
 
 
-def read_imports(root: Path) -> dict[str, set[str]]:
+def read_imports(root: Path, for_annotations: bool = False) -> dict[str, set[str]]:
     """The turbo modules below a folder, and the turbo modules that each imports."""
     files = [
         *root.glob(f"{TURBO.replace('.', '/')}/**/*.py"),
@@ -79,13 +84,22 @@ def read_imports(root: Path) -> dict[str, set[str]]:
         return name or None
 
     return {
-        module: {o for name in imported(tree) if (o := owner(name))} - {module}
+        module: {o for name in imported(tree, for_annotations) if (o := owner(name))}
+        - {module}
         for module, tree in trees.items()
     }
 
 
-def complaints(imports: dict[str, set[str]]) -> Iterator[str]:
-    """What is wrong with a graph of imports, a line each."""
+def complaints(
+    imports: dict[str, set[str]], all_imports: dict[str, set[str]] | None = None
+) -> Iterator[str]:
+    """What is wrong with a graph of imports, a line each.
+
+    Args:
+        imports: The modules that each module imports.
+        all_imports: Also those for annotations alone; None if there are no more.
+
+    """
     for module, targets in sorted(imports.items()):
         package = module.removeprefix(f"{TURBO}.").split(".")[0]
         for target in sorted(targets):
@@ -98,14 +112,14 @@ def complaints(imports: dict[str, set[str]]) -> Iterator[str]:
             ):
                 yield f"{module} imports {target}: the reference is for CPUs and tests"
     try:
-        TopologicalSorter(imports).prepare()
+        TopologicalSorter(all_imports or imports).prepare()
     except CycleError as error:
         yield f"modules import each other: {' <- '.join(error.args[1])}"
 
 
 def main(root: Path = ROOT) -> int:
     imports = read_imports(root)
-    found = list(complaints(imports))
+    found = list(complaints(imports, read_imports(root, for_annotations=True)))
     if len(imports) < 2:
         found.append(f"no turbo modules in {root}")
     print("\n".join(found) or f"{len(imports)} modules")

@@ -45,6 +45,13 @@ def test_sound_tree(tmp_path: Path):
     assert result.returncode == 0, result.stdout
 
 
+# Of the wrong ways below.
+CIRCLES = [
+    ("planning__decode", "runtime import run"),
+    ("format", "interface import LOG2_E"),
+]
+
+
 @pytest.mark.parametrize(
     "module, line, words",
     [
@@ -59,13 +66,15 @@ def test_sound_tree(tmp_path: Path):
     ],
 )
 def test_wrong_way(tmp_path: Path, module: str, line: str, words: str):
-    """Also from within a function; not for annotations alone."""
+    """Also from within a function; for annotations alone, if that makes a circle."""
     name = f"ops__turbo__{module}"
     statement = f"from {TURBO}.{line}"
     result = check(tmp_path, **{name: f"def late():\n    {statement}"})
     assert result.returncode == 1 and words in result.stdout, result.stdout
     result = check(tmp_path, **{name: f"if TYPE_CHECKING:\n    {statement}"})
-    assert result.returncode == 0, result.stdout
+    is_circle = "import each other" in result.stdout
+    assert is_circle == ((module, line) in CIRCLES)
+    assert result.returncode == is_circle, result.stdout
 
 
 def test_nothing_to_check(tmp_path: Path):

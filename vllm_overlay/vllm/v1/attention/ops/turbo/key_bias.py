@@ -10,7 +10,7 @@ have biases of several hundred.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -24,11 +24,8 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import key_offset, reasons, refusals
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-    from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 logger = init_logger(__name__)
 
@@ -64,8 +61,22 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
                 yield layer, parent
 
 
-def _runner(layer: Attention) -> "TurboRunner":
-    return cast("TurboAttentionImpl", layer.impl).runner
+class OffsetRunner(Protocol):
+    """What a layer's ``TurboRunner`` has of an offset of K."""
+
+    logits_soft_cap: float | None
+    context_parallel: ContextParallel | None
+    key_bias: "KeyBias | None"
+    key_offset: torch.Tensor | None
+    key_offset_replicas: int
+
+
+class _HasRunner(Protocol):
+    runner: OffsetRunner
+
+
+def _runner(layer: Attention) -> OffsetRunner:
+    return cast(_HasRunner, layer.impl).runner
 
 
 def _find_key_projection(

@@ -3,7 +3,7 @@
 """What is checked and said of a turbo KV cache when an engine starts."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm.config import CacheConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
@@ -19,13 +19,32 @@ from vllm.v1.attention.ops.turbo.format import (
 )
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.rank_report import report_kernels
+from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
-    from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
+    from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner
 
 logger = init_logger(__name__)
+
+
+class TurboImpl(Protocol):
+    """A layer with K and V: see ``TurboAttentionImpl``."""
+
+    num_kv_heads: int
+    head_size: int
+    kv_cache_dtype: str
+    window: TurboWindow | None
+    runner: TurboRunner
+
+
+class TurboLatentImpl(Protocol):
+    """A layer with latents: see ``TurboMLAImpl``."""
+
+    num_heads: int
+    head_size: int
+    kv_cache_dtype: str
+    runner: "LatentRunner"
 
 
 def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -> None:
@@ -80,19 +99,19 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
 
 
-def turbo_impls(vllm_config: VllmConfig) -> list["TurboAttentionImpl"]:
+def turbo_impls(vllm_config: VllmConfig) -> list[TurboImpl]:
     """Of the layers on this rank that store K and V in a turbo dtype."""
     return [
-        cast("TurboAttentionImpl", layer.impl)
+        cast(TurboImpl, layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]
 
 
-def turbo_mla_impls(vllm_config: VllmConfig) -> list["TurboMLAImpl"]:
+def turbo_mla_impls(vllm_config: VllmConfig) -> list[TurboLatentImpl]:
     """Of the layers on this rank that store latents in a turbo dtype."""
     return [
-        cast("TurboMLAImpl", layer.impl)
+        cast(TurboLatentImpl, layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, MLAAttention).values()
         if is_turbo_cache_dtype(layer.kv_cache_dtype)
     ]
@@ -123,10 +142,10 @@ def share_caches(vllm_config: VllmConfig) -> None:
                     )
                     raise ValueError(refusals.refusal(dtype, [reason]))
         if is_turbo_cache_dtype(layer.kv_cache_dtype):
-            cast("TurboAttentionImpl", layer.impl).runner.share_cache()
+            cast(TurboImpl, layer.impl).runner.share_cache()
 
 
-def _kind(impl: "TurboAttentionImpl") -> tuple[object, ...]:
+def _kind(impl: TurboImpl) -> tuple[object, ...]:
     """What layers alike have in common."""
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size
@@ -135,13 +154,13 @@ def _kind(impl: "TurboAttentionImpl") -> tuple[object, ...]:
     return *sizes, runner.sliding_window, *features
 
 
-def _token_bytes(impl: "TurboAttentionImpl") -> int:
+def _token_bytes(impl: TurboImpl) -> int:
     """What a layer stores of a token of a request."""
     runner = impl.runner
     return runner.states_per_token * impl.num_kv_heads * runner.layout.slot_size
 
 
-def _layers(impl: "TurboAttentionImpl", count: int) -> str:
+def _layers(impl: TurboImpl, count: int) -> str:
     """What layers alike store, and by which kernels."""
     slot_bytes = _token_bytes(impl)
     window = impl.runner.sliding_window
@@ -157,7 +176,7 @@ def _layers(impl: "TurboAttentionImpl", count: int) -> str:
     )
 
 
-def describe_cache(impls: list["TurboAttentionImpl"], num_unpacked: int = 0) -> str:
+def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     """One line of what a cache stores and how it is served.
 
     Args:
@@ -203,12 +222,12 @@ def describe_cache(impls: list["TurboAttentionImpl"], num_unpacked: int = 0) -> 
     )
 
 
-def _latent_kind(impl: "TurboMLAImpl") -> tuple[object, ...]:
+def _latent_kind(impl: TurboLatentImpl) -> tuple[object, ...]:
     """What MLA layers alike have in common."""
     return impl.runner.layout, impl.num_heads
 
 
-def _latent_layers(impl: "TurboMLAImpl", count: int) -> str:
+def _latent_layers(impl: TurboLatentImpl, count: int) -> str:
     """What MLA layers alike store, and by which kernels."""
     layout = impl.runner.layout
     return (
@@ -218,7 +237,7 @@ def _latent_layers(impl: "TurboMLAImpl", count: int) -> str:
     )
 
 
-def describe_latent_cache(impls: list["TurboMLAImpl"]) -> str:
+def describe_latent_cache(impls: list[TurboLatentImpl]) -> str:
     """One line of what a cache of latents stores and how it is served.
 
     Args:

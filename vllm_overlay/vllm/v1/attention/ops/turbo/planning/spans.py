@@ -11,15 +11,32 @@ themselves, and the result is merged with that of causal attention.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+
+class Sliced(Protocol):
+    """Query tokens that are attended from at a time."""
+
+    @property
+    def tokens(self) -> slice:
+        """Their place among the prefills'."""
+
+
+class SlicedPlan(Protocol):
+    """A prefill's plan: see ``PrefillPlan``."""
+
+    @property
+    def slices(self) -> Sequence[Sliced]:
+        """The slices of layers without a sliding window."""
+
+    @property
+    def window_slices(self) -> Mapping[int, Sequence[Sliced]]:
+        """The slices of other layers, by their sliding windows."""
 
 
 class Span(NamedTuple):
@@ -187,7 +204,7 @@ def _later_tokens(
 
 def plan_spans(
     spans: list[Span],
-    plan: "PrefillPlan",
+    plan: SlicedPlan,
     block_table: torch.Tensor,
     stored: bool,
     device: torch.device,
