@@ -106,6 +106,7 @@ class ExtendArm(TurboArm):
         elsewhere: Elsewhere | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
+        from vllm.v1.attention.ops.turbo.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
         from vllm.v1.attention.ops.turbo.planning import decode as planning
         from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
@@ -114,7 +115,6 @@ class ExtendArm(TurboArm):
             LayerShape,
             OwnScratch,
         )
-        from vllm.v1.attention.ops.turbo.prefill import get_flash_attn
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
         if elsewhere is not None:
@@ -223,7 +223,7 @@ class PrefillArm(TurboArm):
     def __init__(
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
     ) -> None:
-        from vllm.v1.attention.ops.turbo import prefill
+        from vllm.v1.attention.ops.turbo.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
         from vllm.v1.attention.ops.turbo.planning.scratch import (
             LayerShape,
@@ -246,24 +246,26 @@ class PrefillArm(TurboArm):
             layer, self.plan.max_buffered_tokens(), limits.piece_tokens
         )
         self.scratch = PrefillScratch(*allocate(specs, torch.device(batch.device)))
-        self.flash_attn = prefill.get_flash_attn(shape.head_size)
+        self.flash_attn = get_flash_attn(shape.head_size)
 
     def attention(self) -> None:
+        from vllm.v1.attention.ops.turbo.interface import Scoring
         from vllm.v1.attention.ops.turbo.prefill import prefill_attention
+        from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
 
         batch = self.batch
-        prefill_attention(
+        call = PrefillCall(
             batch.query,
             batch.key,
             batch.value,
             self.cache,
-            self.plan,
-            self.scale,
             self.layout,
+            Scoring(self.scale),
             self.scratch,
             batch.output,
             self.flash_attn,
         )
+        prefill_attention(call, self.plan)
 
 
 def check(arms: dict[str, Arm]) -> None:

@@ -12,7 +12,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import prefill
+from vllm.v1.attention.ops.turbo import prefill_sources
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
@@ -128,7 +128,7 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     set_scratch(monkeypatch, partials=64, slice_tokens=40, piece_tokens=64)
     for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
-    monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
+    monkeypatch.setattr(prefill_sources, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
     config = make_vllm_config(folder, "turbo4", FP16, mode, 16, 256)
     if num_drafts:

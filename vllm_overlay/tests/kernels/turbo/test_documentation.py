@@ -31,7 +31,7 @@ from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.family import by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
-from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
+from vllm.v1.attention.ops.turbo.prefill import check_image_heads
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
@@ -138,9 +138,7 @@ def see_beyond_a_window(config: VllmConfig) -> None:
 
 
 def see_with_large_heads() -> None:
-    x = torch.zeros(2, 1, 512)
-    layout = TurboFormat.from_cache_dtype("turbo4", 512)
-    attend_to_later_tokens(x, x, x, x, [None], 1.0, layout, None, x, x, None, None)
+    check_image_heads(TurboFormat.from_cache_dtype("turbo4", 512))
 
 
 def make_pooled_impl(config: VllmConfig) -> None:

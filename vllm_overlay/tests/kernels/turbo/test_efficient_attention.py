@@ -14,7 +14,7 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
-from vllm.v1.attention.ops.turbo import prefill, reference
+from vllm.v1.attention.ops.turbo import flash, reference
 from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
@@ -77,20 +77,20 @@ def test_which_heads_it_serves(monkeypatch, version, is_cuda):
     """Those that vLLM has no FlashAttention 4 for, whose slices are bounded for it."""
     monkeypatch.setattr(current_platform, "is_cuda", lambda: is_cuda)
     monkeypatch.setattr(current_platform, "is_rocm", lambda: False)
-    monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: True)
-    monkeypatch.setattr(prefill, "get_flash_attn_version", lambda head_size: version)
+    monkeypatch.setattr(flash, "is_flash_attn_varlen_func_available", lambda: True)
+    monkeypatch.setattr(flash, "get_flash_attn_version", lambda head_size: version)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", print, raising=False)
     without = efficient_attention if is_cuda else None
     for head_size in (256, 512):
-        found = prefill.get_flash_attn(head_size)
+        found = flash.get_flash_attn(head_size)
         if version is None or (head_size == 512 and version < 4):
             assert found is (without if head_size == 512 else None)
         else:
             assert isinstance(found, partial)
             assert (found.func, found.keywords) == (print, {"fa_version": version})
-    monkeypatch.setattr(prefill, "is_flash_attn_varlen_func_available", lambda: False)
-    assert prefill.get_flash_attn(256) is None
-    assert prefill.get_flash_attn(512) is without
+    monkeypatch.setattr(flash, "is_flash_attn_varlen_func_available", lambda: False)
+    assert flash.get_flash_attn(256) is None
+    assert flash.get_flash_attn(512) is without
 
 
 def flash_attn_4():

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 
@@ -302,12 +303,10 @@ def test_drafters_see_no_images(folder):
 @requires_triton
 def test_large_heads(folder):
     """What attends to them knows no windows. Gemma 4's have no ranges."""
-    from vllm.v1.attention.ops.turbo.later_tokens import attend_to_later_tokens
+    from vllm.v1.attention.ops.turbo.prefill import check_image_heads
 
-    query = torch.zeros(2, 1, 512)
-    arguments = [query] * 4 + [[None], 1.0, SimpleNamespace(name="turbo4")]
     with pytest.raises(NotImplementedError, match="turbo4.*head_size 512 .*up to 256"):
-        attend_to_later_tokens(*arguments, None, query, query, None, None)
+        check_image_heads(TurboFormat.from_cache_dtype("turbo4", 512))
 
 
 @pytest.mark.parametrize("window", [None, 5, 9, 20])

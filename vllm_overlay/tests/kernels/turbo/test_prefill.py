@@ -10,12 +10,14 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import Scoring
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
     plan_prefill,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
 from vllm.v1.attention.ops.turbo.prefill import prefill_attention
+from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
@@ -247,18 +249,18 @@ def check_prefill(
             torch.full(each, math.nan, dtype=dtype, device=DEVICE) for each, _ in specs
         ]
         output = torch.full_like(query, math.nan)
-        prefill_attention(
+        call = PrefillCall(
             query,
             key,
             value,
             cache,
-            plan,
-            size**-0.5,
             layout,
+            Scoring(size**-0.5),
             None if buffered is None else PrefillScratch(*buffers),
             output,
             flash_attn,
         )
+        prefill_attention(call, plan)
         for row, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
             length = seq_lens[row] if stored else context_lens[row]
             keys, values = load_context(cache, table[row], length, layout)

@@ -7,15 +7,17 @@ import math
 import pytest
 import torch
 
+from vllm.v1.attention.ops.turbo.planning.cuts import (
+    batch_requests,
+    plan_runs,
+    plan_slices,
+)
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     PIECE_BYTES,
     ROW_BYTES,
     PrefillLimits,
-    batch_requests,
     plan_context,
     plan_prefill,
-    plan_runs,
-    plan_slices,
     prefill_limits,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import prefill, runtime
+from vllm.v1.attention.ops.turbo import prefill_sources, runtime
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     DecodeBatch,
@@ -121,7 +121,7 @@ def without_kernels(
     for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
     monkeypatch.setattr(isolate, "isolate_broken_values", no_kernel)
-    monkeypatch.setattr(prefill, "merge_attn_states", no_kernel)
+    monkeypatch.setattr(prefill_sources, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
     if path == "cuda":
         chosen = kernels.cuda_kernels(impl.runner.layout)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.ops.turbo import prefill
+from vllm.v1.attention.ops.turbo import prefill_sources
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import lock_workspace
@@ -181,7 +181,7 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
         (turboquant_attn, "_tq_full_dequant_kv"),
         (triton_prefill, "gather_context"),
         (triton_prefill, "rotate_rows"),
-        (prefill, "merge_attn_states"),
+        (prefill_sources, "merge_attn_states"),
     ):
         monkeypatch.setattr(module, kernel, NoKernel())
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=160)

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
-from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan

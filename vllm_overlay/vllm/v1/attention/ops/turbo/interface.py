@@ -48,6 +48,36 @@ class Variant(NamedTuple):
 PLAIN = Variant()
 
 
+class Scoring(NamedTuple):
+    """How a layer scores keys, when its weights have been loaded.
+
+    Attributes:
+        scale: Softmax scale.
+        sliding_window: Tokens that a query token sees, at most, itself the last; None
+            for all before it.
+        sinks: (Hq,) bf16, fp16 or fp32, contiguous: of each query head a logit beside
+            its scores that weighs nothing but in the sum of weights; None for none.
+        soft_cap: Scores s become cap * tanh(s / cap), in base e and before they are
+            compared to sinks; not with ``key_offset``, for scores under a cap cannot
+            get back what they lack. None: they stay as they are.
+        key_offset: (G, H, D) fp32, contiguous, taken off cached keys: see
+            ``KeyOffset``; None for nothing.
+
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
+    key_offset: torch.Tensor | None = None
+
+    def variant(self, has_window: bool = False) -> Variant:
+        """The variant of kernels, with a recent window or without."""
+        return Variant(
+            self.key_offset is not None, has_window, self.soft_cap is not None
+        )
+
+
 class DecodeBatch(NamedTuple):
     """B sequences whose last tokens attend to packed pages in one call.
 

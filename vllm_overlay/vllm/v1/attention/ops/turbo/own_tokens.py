@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from vllm.v1.attention.ops.turbo.flash import attend
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
     NewestTokens,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import OwnScratch
-from vllm.v1.attention.ops.turbo.varlen_attention import attend
 
 
 def attend_to_own_tokens(

@@ -12,10 +12,10 @@ import torch
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     LocalLensFn,
     PrefillLimits,
-    PrefillPlan,
     plan_prefill,
     prefill_limits,
 )
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.spans import Span, plan_spans
 from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 

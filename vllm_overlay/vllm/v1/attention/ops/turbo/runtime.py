@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionFn,
@@ -26,6 +27,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RecentWindow,
     RotatedQuery,
+    Scoring,
     TensorSpecs,
     Variant,
 )
@@ -50,9 +52,9 @@ from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     PrefillLimits,
-    PrefillPlan,
     prefill_limits,
 )
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
@@ -63,11 +65,8 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
 )
 from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.attention.ops.turbo.prefill import (
-    get_flash_attn,
-    prefill_attention,
-    sliding_window_attention,
-)
+from vllm.v1.attention.ops.turbo.prefill import prefill_attention
+from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     is_workspace_manager_initialized,
@@ -218,13 +217,16 @@ class TurboRunner:
         return limits._replace(piece_tokens=piece_tokens)
 
     @property
+    def scoring(self) -> Scoring:
+        """How it scores keys, by what has been set since the weights were loaded."""
+        cap, offset = self.logits_soft_cap, self.key_offset
+        assert cap is None or offset is None, "capped scores with an offset"
+        return Scoring(self.scale, self.sliding_window, self.sinks, cap, offset)
+
+    @property
     def _kernel_arguments(self) -> tuple[int, int, Variant]:
         """The arguments of ``choose_kernels`` beside the choice and the layout."""
-        variant = Variant(
-            self.key_offset is not None,
-            self.window_wanted > 0,
-            self.logits_soft_cap is not None,
-        )
+        variant = self.scoring.variant(self.window_wanted > 0)
         return self.context_shape.num_queries_per_kv, self.max_query_len, variant
 
     def start_builds(self) -> None:
@@ -379,27 +381,19 @@ class TurboRunner:
             self.context_parallel is not None,
         )
         scratch = take_scratch(specs, query.device)
-        if self.logits_soft_cap is not None:
-            assert self.key_offset is None, "capped scores with an offset"
-        tokens = query, key, value, kv_cache
-        others = (
-            self.scale,
+        call = PrefillCall(
+            query,
+            key,
+            value,
+            kv_cache,
             self.layout,
+            self.scoring,
             PrefillScratch(*scratch) if scratch else None,
             output,
             self.capped_flash_attn,
-            self.key_offset,
-            self.sinks,
+            self.context_parallel,
         )
-        if self.sliding_window is None:
-            later_tokens = None if spans is None else spans.slices
-            prefill_attention(
-                *tokens, plan, *others, later_tokens, self.context_parallel
-            )
-            return
-        slices, window = plan.window_slices[self.sliding_window], self.sliding_window
-        later_tokens = None if spans is None else spans.window_slices[window]
-        sliding_window_attention(*tokens, slices, window, *others, later_tokens)
+        prefill_attention(call, plan, spans)
 
     def _store_and_decode(
         self,

@@ -3,21 +3,29 @@
 """What a prefill does at a time, planned on the host."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.planning.cuts import (
+    batch_requests,
+    plan_runs,
+    plan_slices,
+)
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
+    CachedPiece,
+    CachedRequests,
+    PrefillPlan,
+    PrefillSlice,
+    RawTokens,
+)
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.planning.sliding_window import (
     LEAST_TOKENS,
-    WindowSlice,
     plan_window_slices,
 )
-from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 
 # Dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
@@ -84,139 +92,6 @@ def prefill_limits(
     if shape.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
         slice_tokens, raw_tokens = min(slice_tokens, _RAW_TOKENS), _RAW_TOKENS
     return PrefillLimits(slice_tokens, piece_tokens, raw_tokens, has_key_offset)
-
-
-class RawTokens(NamedTuple):
-    """The tokens of a slice's requests whose K and V are used as computed.
-
-    They are the step's, up to the slice's last: of its first request, too, those that
-    lie before the slice.
-
-    Attributes:
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the R requests.
-        max_len: Most tokens of a request.
-        num_tokens: Tokens of all R requests.
-
-    """
-
-    cu_lens: torch.Tensor
-    max_len: int
-    num_tokens: int
-
-
-class CachedPiece(NamedTuple):
-    """Cached tokens of R requests, a run of each, that are dequantised at a time.
-
-    Attributes:
-        starts: (R,) int32 on the device, position in its request of each run's first.
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the runs.
-        max_len: Tokens of the longest run.
-        num_tokens: Tokens of all runs.
-
-    """
-
-    starts: torch.Tensor
-    cu_lens: torch.Tensor
-    max_len: int
-    num_tokens: int
-
-
-class CachedRequests(NamedTuple):
-    """Requests whose cached tokens are dequantised side by side, R of them: so many
-    that one piece holds all, or one whose tokens take several pieces.
-
-    Attributes:
-        tokens: Place of their query tokens among the slice's.
-        query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most query tokens of a request.
-        block_table: (R, max_blocks) int32 on the device.
-        own: The query tokens, to be read from the cache; None if they are not.
-        context: The cached tokens before them, in pieces.
-
-    """
-
-    tokens: slice
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    block_table: torch.Tensor
-    own: CachedPiece | None
-    context: list[CachedPiece]
-
-    @property
-    def pieces(self) -> list[CachedPiece]:
-        """All that is read from the cache."""
-        return self.context if self.own is None else [self.own, *self.context]
-
-
-class PrefillSlice(NamedTuple):
-    """Query tokens of R prefill requests, one after the other, attended from at a time.
-
-    Attributes:
-        tokens: Place of the query tokens among the prefills'.
-        query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most query tokens of a request.
-        raw: What is used as computed; None if all is read from the cache. Of several
-            requests it has no more tokens than a piece.
-        cached: What is read from the cache, by requests that are dequantised side by
-            side: all R of them, or none if nothing is read.
-        is_shared: Whether ranks share the requests' context, and any of these has some.
-
-    """
-
-    tokens: slice
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    raw: RawTokens | None
-    cached: list[CachedRequests]
-    is_shared: bool = False
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether there is cached context, on this rank or another."""
-        return self.is_shared or bool(self.cached)
-
-    @property
-    def has_neighbours(self) -> bool:
-        """Whether raw K and V of several requests lie side by side."""
-        return self.raw is not None and self.raw.cu_lens.shape[0] > 2
-
-
-@dataclass
-class PrefillPlan:
-    """The prefill requests of a batch; R requests, T tokens.
-
-    Attributes:
-        slices: The query tokens, as they are attended from one after the other; none
-            if all layers have sliding windows.
-        block_table: (R, max_blocks) int32 on the device.
-        query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
-        seq_lens_cpu: (R,) int32 lengths on the host, query tokens included.
-        window_slices: By the layers' sliding windows, likewise.
-        spans: Tokens that see later ones, too; None if none do.
-
-    """
-
-    slices: list[PrefillSlice]
-    block_table: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    window_slices: dict[int, list[WindowSlice]] = field(default_factory=dict)
-    spans: SpanPlan | None = None
-
-    def max_buffered_tokens(self, sliding_window: int | None = None) -> int | None:
-        """Query tokens that ``PrefillScratch`` is to hold; None: none are needed.
-
-        Args:
-            sliding_window: The layer's; None if it has none.
-
-        """
-        if sliding_window is not None:
-            slices = self.window_slices[sliding_window]
-            return 0 if any(x.runs is not None for x in slices) else None
-        if not any(x.reads_cache or x.has_neighbours for x in self.slices):
-            return None
-        lengths = (x.tokens.stop - x.tokens.start for x in self.slices if x.reads_cache)
-        return max(lengths, default=0)
 
 
 def _plan_piece(
@@ -297,70 +172,6 @@ def cut_at_segments(
         torch.tensor(lens, dtype=torch.int32),
         torch.tensor(rows),
     )
-
-
-def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Which of a batch's requests may be in the same slice, with raw K and V.
-
-    Args:
-        query_lens: Query tokens of each request.
-        max_tokens: Query tokens of several requests together, at most.
-
-    Returns:
-        First and last (exclusive) request of each run. Each request is in one.
-
-    """
-    firsts, total = [0], 0
-    for i, length in enumerate(query_lens):
-        if total and total + length > max_tokens:
-            firsts.append(i)
-            total = 0
-        total += length
-    return list(zip(firsts, [*firsts[1:], len(query_lens)]))
-
-
-def plan_slices(
-    query_start_loc: torch.Tensor, max_tokens: int
-) -> list[tuple[slice, slice]]:
-    """Cut query tokens evenly.
-
-    Args:
-        query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin.
-        max_tokens: Query tokens of a slice, at most.
-
-    Returns:
-        Tokens and requests of each slice.
-
-    """
-    begin, end = int(query_start_loc[0]), int(query_start_loc[-1])
-    size = cdiv(end - begin, cdiv(end - begin, max_tokens))
-    firsts = torch.arange(begin, end, size, dtype=torch.int32)
-    lasts = (firsts + size).clamp(max=end)
-    begins = torch.searchsorted(query_start_loc, firsts, right=True) - 1
-    ends = torch.searchsorted(query_start_loc, lasts)
-    bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
-    return [(slice(first, last), slice(*rest)) for first, last, *rest in bounds]
-
-
-def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
-    """Which of a slice's requests are dequantised side by side.
-
-    Args:
-        context_lens: Cached tokens of each request.
-        piece_tokens: Tokens that are dequantised at a time.
-
-    Returns:
-        First and last (exclusive) request of those side by side. Each request is in
-        one range, and each range has cached tokens, if any request has.
-
-    """
-    firsts, total = [0], 0
-    for i, length in enumerate(context_lens):
-        if total and length and total + length > piece_tokens:
-            firsts.append(i)
-            total = 0
-        total += length
-    return list(zip(firsts, [*firsts[1:], len(context_lens)]))
 
 
 def _plan_requests(

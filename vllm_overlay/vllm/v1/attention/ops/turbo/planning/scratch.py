@@ -161,6 +161,10 @@ class PrefillScratch(NamedTuple):
     value: torch.Tensor
     context: torch.Tensor | None = None
 
+    def keys_and_values(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(num_tokens, H, D) of ``key`` and of ``value``."""
+        return self.key[:num_tokens], self.value[:num_tokens]
+
     def own_output(self, num_tokens: int, num_heads: int) -> torch.Tensor:
         """(num_tokens, num_heads, D) in the place of ``output``."""
         head_size = self.output.shape[2]

@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,
 )
-from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import DecodeScratch, LayerShape
 

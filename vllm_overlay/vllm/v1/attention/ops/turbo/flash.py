@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""FlashAttention's varlen function, or the function that serves in its place."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import (
+    get_flash_attn_version,
+    is_flash_attn_varlen_func_available,
+)
+from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
+from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
+
+
+def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
+    """FlashAttention's varlen function for a head size, its version bound.
+
+    The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
+    is FlashAttention 4 if vLLM picks that for them, else PyTorch's memory-efficient
+    attention. None if there is none for this GPU.
+    """
+    is_large = head_size > FLASH_ATTN_MAX_HEAD_SIZE
+    if is_flash_attn_varlen_func_available():
+        version = get_flash_attn_version(head_size=head_size)
+        if version is not None and (version == 4 or not is_large):
+            from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+            return partial(flash_attn_varlen_func, fa_version=version)
+    return efficient_attention if is_large and current_platform.is_cuda() else None
+
+
+def attend(
+    flash_attn: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    cu_lens: torch.Tensor,
+    max_len: int,
+    scale: float,
+    causal: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend in sequences that lie end to end; return the LSE.
+
+    K and V have not a row more than the sequences: FlashAttention multiplies rows
+    behind the last sequence by zero, and scratch may hold NaN.
+
+    Args:
+        flash_attn: FlashAttention's varlen function, version and soft cap bound.
+        query: (T, Hq, D).
+        key: (S, H, D).
+        value: (S, H, D).
+        output: (T, Hq, D), written.
+        query_start_loc: (R + 1,) int32, where sequences' queries begin.
+        max_query_len: Most query tokens of a sequence.
+        cu_lens: (R + 1,) int32, where sequences' keys begin.
+        max_len: Most keys of a sequence.
+        scale: Softmax scale.
+        causal: Whether the last query is aligned with the last key, and no query sees
+            a later key.
+        options: More arguments of ``flash_attn``.
+
+    Returns:
+        (Hq, T) fp32, natural log-sum-exp.
+
+    """
+    _, lse, *_ = flash_attn(
+        q=query,
+        k=key,
+        v=value,
+        out=output,
+        cu_seqlens_q=query_start_loc,
+        max_seqlen_q=max_query_len,
+        cu_seqlens_k=cu_lens,
+        max_seqlen_k=max_len,
+        softmax_scale=scale,
+        causal=causal,
+        return_softmax_lse=True,
+        **options,
+    )
+    return lse

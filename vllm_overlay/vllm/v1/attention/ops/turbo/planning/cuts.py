@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Cuts of a batch's requests and query tokens, so that scratch has room for a part."""
+
+import torch
+
+from vllm.utils.math_utils import cdiv
+
+
+def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Which of a batch's requests may be in the same slice, with raw K and V.
+
+    Args:
+        query_lens: Query tokens of each request.
+        max_tokens: Query tokens of several requests together, at most.
+
+    Returns:
+        First and last (exclusive) request of each run. Each request is in one.
+
+    """
+    firsts, total = [0], 0
+    for i, length in enumerate(query_lens):
+        if total and total + length > max_tokens:
+            firsts.append(i)
+            total = 0
+        total += length
+    return list(zip(firsts, [*firsts[1:], len(query_lens)]))
+
+
+def plan_slices(
+    query_start_loc: torch.Tensor, max_tokens: int
+) -> list[tuple[slice, slice]]:
+    """Cut query tokens evenly.
+
+    Args:
+        query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin.
+        max_tokens: Query tokens of a slice, at most.
+
+    Returns:
+        Tokens and requests of each slice.
+
+    """
+    begin, end = int(query_start_loc[0]), int(query_start_loc[-1])
+    size = cdiv(end - begin, cdiv(end - begin, max_tokens))
+    firsts = torch.arange(begin, end, size, dtype=torch.int32)
+    lasts = (firsts + size).clamp(max=end)
+    begins = torch.searchsorted(query_start_loc, firsts, right=True) - 1
+    ends = torch.searchsorted(query_start_loc, lasts)
+    bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
+    return [(slice(first, last), slice(*rest)) for first, last, *rest in bounds]
+
+
+def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
+    """Which of a slice's requests are dequantised side by side.
+
+    Args:
+        context_lens: Cached tokens of each request.
+        piece_tokens: Tokens that are dequantised at a time.
+
+    Returns:
+        First and last (exclusive) request of those side by side. Each request is in
+        one range, and each range has cached tokens, if any request has.
+
+    """
+    firsts, total = [0], 0
+    for i, length in enumerate(context_lens):
+        if total and length and total + length > piece_tokens:
+            firsts.append(i)
+            total = 0
+        total += length
+    return list(zip(firsts, [*firsts[1:], len(context_lens)]))

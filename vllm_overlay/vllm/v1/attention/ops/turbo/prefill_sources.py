@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sources of keys that a prefill's queries attend to, each by one call or a few."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.flash import attend
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import OffsetScores, Scoring
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
+    CachedRequests,
+    PrefillSlice,
+)
+from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
+from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns, WindowSlice
+from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
+
+
+class PrefillCall(NamedTuple):
+    """Attention of a layer from T query tokens, whose prefills have P tokens.
+
+    Attributes:
+        query: (T, Hq, D).
+        key: (P, H, D), raw; None if all is read from the cache.
+        value: (P, H, D), likewise.
+        kv_cache: (num_blocks, H, N, C) uint8; the tokens are stored.
+        layout: The cache's format.
+        scoring: The layer's.
+        scratch: Scratch for the plan's ``max_buffered_tokens``; None if that is None.
+        output: (T, Hq, D), written; contiguous.
+        flash_attn: FlashAttention's varlen function, version and soft cap bound.
+        context_parallel: The ranks that share the context; None for this one alone.
+
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    kv_cache: torch.Tensor
+    layout: TurboFormat
+    scoring: Scoring
+    scratch: PrefillScratch | None
+    output: torch.Tensor
+    flash_attn: Callable[..., torch.Tensor]
+    context_parallel: ContextParallel | None = None
+
+    def part(self, tokens: slice) -> "PrefillCall":
+        """The same of some of the query tokens."""
+        return self._replace(query=self.query[tokens], output=self.output[tokens])
+
+    def add_offset_scores(
+        self,
+        lse: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        max_query_len: int,
+        starts: torch.Tensor,
+    ) -> None:
+        """Give an LSE of cached keys the scores that these lack.
+
+        Args:
+            lse: (Hq, T) fp32, changed.
+            query_start_loc: (R + 1,) int32, where requests' queries begin.
+            max_query_len: Most query tokens of a request.
+            starts: (R,) int32, position in its request of each run's first key.
+
+        """
+        from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
+
+        if self.scoring.key_offset is not None:
+            offset = OffsetScores(
+                self.query, self.scoring.key_offset, self.scoring.scale
+            )
+            add_offset_scores(lse, offset, query_start_loc, max_query_len, starts)
+
+
+class Source(Protocol):
+    """Keys and values that query tokens of a slice see."""
+
+    @property
+    def tokens(self) -> slice | None:
+        """The place of these query tokens among the slice's; None for all of them."""
+
+    def target(self, call: PrefillCall) -> torch.Tensor:
+        """(T, Hq, D), where the result goes before it is merged."""
+
+    def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
+        """Attend from the call's queries into its output.
+
+        Args:
+            call: The call of the query tokens that see the source.
+            needs_lse: Whether the LSE is looked at.
+
+        Returns:
+            (Hq, T) fp32, natural log-sum-exp.
+
+        """
+
+
+def merge_results(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    needs_lse: bool = True,
+) -> torch.Tensor | None:
+    """Merge another result into ``output``; return the LSE of both, if it is needed."""
+    # The LSE is not in place: threads of one row may still read the old one.
+    merged_lse = torch.empty_like(lse) if needs_lse else None
+    merge_attn_states(output, output, lse, other, other_lse, merged_lse)
+    return merged_lse
+
+
+def _attend_to_pieces(
+    call: PrefillCall, rotated_query: torch.Tensor, requests: CachedRequests
+) -> torch.Tensor:
+    """Attend from some requests' queries to all pieces of their context, in rotated
+    space; return the LSE.
+    """
+    from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
+
+    scratch = call.scratch
+    assert scratch is not None
+    lse: torch.Tensor | None = None
+    for piece in requests.pieces:
+        gather_context(
+            call.kv_cache,
+            requests.block_table,
+            piece.starts,
+            piece.cu_lens,
+            piece.max_len,
+            piece.num_tokens,
+            call.layout,
+            scratch.key,
+            scratch.value,
+        )
+        is_first = lse is None
+        target = call.output if is_first else scratch.output[: call.output.shape[0]]
+        piece_lse = attend(
+            call.flash_attn,
+            rotated_query,
+            scratch.key[: piece.num_tokens],
+            scratch.value[: piece.num_tokens],
+            target,
+            requests.query_start_loc,
+            requests.max_query_len,
+            piece.cu_lens,
+            piece.max_len,
+            call.scoring.scale * call.layout.key_codebook.gain,
+            causal=piece is requests.own,
+        )
+        call.add_offset_scores(
+            piece_lse, requests.query_start_loc, requests.max_query_len, piece.starts
+        )
+        if lse is None:
+            lse = piece_lse
+        else:
+            lse = merge_results(call.output, lse, target, piece_lse)
+    assert lse is not None
+    return lse
+
+
+def _attend_to_cache(call: PrefillCall, cached: list[CachedRequests]) -> torch.Tensor:
+    """Attend to the tokens that a slice reads of this rank's cache, in rotated space;
+    return the LSE.
+    """
+    from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
+
+    query = call.query
+    assert call.scratch is not None
+    rotated_query = call.scratch.query[: query.shape[0]]
+    rotate_rows(query, rotated_query)
+    lses = [
+        _attend_to_pieces(
+            call.part(requests.tokens), rotated_query[requests.tokens], requests
+        )
+        for requests in cached
+    ]
+    lse = lses[0]
+    if len(cached) > 1:
+        # Not by torch.cat: the driver would load its kernel while serving.
+        lse = lse.new_empty(query.shape[1], query.shape[0])
+        for requests, requests_lse in zip(cached, lses):
+            lse[:, requests.tokens] = requests_lse
+    return lse
+
+
+class CachedSource(NamedTuple):
+    """The cached tokens of a slice's requests, on all ranks."""
+
+    query_slice: PrefillSlice
+    tokens: slice | None = None
+
+    def target(self, call: PrefillCall) -> torch.Tensor:
+        return call.output
+
+    def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
+        from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
+
+        cached, ranks = self.query_slice.cached, call.context_parallel
+        if ranks is None:
+            lse = _attend_to_cache(call, cached)
+            rotate_rows(call.output, call.output, inverse=True)
+            return lse
+        assert call.scratch is not None and call.scratch.context is not None
+        assert call.scoring.key_offset is None
+        part = call.scratch.context[: call.query.shape[0]]
+        queries = ranks.gather(call.query)
+        if cached:
+            lse = _attend_to_cache(call._replace(query=queries, output=part), cached)
+        else:
+            shape = queries.shape[1], queries.shape[0]
+            lse = queries.new_full(shape, -torch.inf, dtype=torch.float32)
+        rotated, lse = ranks.reduce(part, lse.T, is_lse_base_on_e=True)
+        rotate_rows(rotated, call.output, inverse=True)
+        return lse.T.contiguous()
+
+
+class RawSource(NamedTuple):
+    """The tokens of the step, as computed."""
+
+    query_slice: PrefillSlice
+    tokens: slice | None = None
+
+    def target(self, call: PrefillCall) -> torch.Tensor:
+        assert call.scratch is not None
+        return call.scratch.own_output(*call.query.shape[:2])
+
+    def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
+        from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
+
+        raw, end = self.query_slice.raw, self.query_slice.tokens.stop
+        assert raw is not None and call.key is not None and call.value is not None
+        place = slice(end - raw.num_tokens, end)
+        key, value = call.key[place], call.value[place]
+        if self.query_slice.has_neighbours:
+            assert call.scratch is not None
+            isolated = call.scratch.keys_and_values(raw.num_tokens)
+            isolate_broken_values(key, value, *isolated)
+            key, value = isolated
+        return attend(
+            call.flash_attn,
+            call.query,
+            key,
+            value,
+            call.output,
+            self.query_slice.query_start_loc,
+            self.query_slice.max_query_len,
+            raw.cu_lens,
+            raw.max_len,
+            call.scoring.scale,
+        )
+
+
+class RunsSource(NamedTuple):
+    """A run of tokens of each request: cached ones, raw ones, or both.
+
+    Attributes:
+        tokens: The query tokens that see them; None for all of the slice.
+        queries: The slice or the part of it that has these query tokens.
+        keys: The place of raw tokens among the prefills', where there are no runs.
+        max_query_len: Most query tokens of a request.
+        cu_lens: (R + 1,) int32, where requests' keys begin.
+        max_len: Most keys of a request.
+        window_size: FlashAttention's.
+        joins_raw: Whether runs have raw tokens behind cached ones.
+        causal: Whether no query sees a later key.
+
+    """
+
+    tokens: slice | None
+    queries: WindowSlice | LaterTokens
+    keys: slice
+    max_query_len: int
+    cu_lens: torch.Tensor
+    max_len: int
+    window_size: list[int]
+    joins_raw: bool
+    causal: bool
+
+    @staticmethod
+    def of_window(queries: WindowSlice, sliding_window: int) -> "RunsSource":
+        """Runs that a slice's queries see under a sliding window."""
+        lens = queries.query_start_loc, queries.max_query_len
+        if queries.runs is not None:
+            lens = queries.runs.cu_lens, queries.runs.max_len
+        return RunsSource(
+            None,
+            queries,
+            queries.tokens,
+            queries.max_query_len,
+            *lens,
+            window_size=[sliding_window - 1, 0],
+            joins_raw=True,
+            causal=True,
+        )
+
+    @staticmethod
+    def of_image(queries: LaterTokens) -> "RunsSource":
+        """Later tokens of an image, which its tokens see."""
+        return RunsSource(
+            queries.tokens,
+            queries,
+            queries.keys,
+            queries.num_queries,
+            queries.cu_lens,
+            queries.num_keys,
+            queries.window_size,
+            joins_raw=False,
+            causal=False,
+        )
+
+    def target(self, call: PrefillCall) -> torch.Tensor:
+        # An image's, one at a time: less than other layers take beside attention.
+        return torch.empty_like(call.output)
+
+    def read(self, call: PrefillCall, runs: KeyRuns) -> tuple[torch.Tensor, ...]:
+        """K and V of the runs, end to end in scratch: see ``lay_out_runs``."""
+        from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
+
+        assert call.scratch is not None
+        laid_out = call.scratch.keys_and_values(runs.num_tokens)
+        raw = laid_out
+        if self.joins_raw and call.key is not None and call.value is not None:
+            raw = call.key, call.value
+        lay_out_runs(
+            call.kv_cache,
+            self.queries.block_table,
+            runs,
+            *raw,
+            call.layout,
+            *laid_out,
+            call.scoring.key_offset,
+        )
+        return laid_out
+
+    def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
+        runs, query_start_loc = self.queries.runs, self.queries.query_start_loc
+        if runs is not None:
+            key, value = self.read(call, runs)
+        else:
+            assert call.key is not None and call.value is not None
+            # No other sequence's tokens, whose values may be broken.
+            key, value = call.key[self.keys], call.value[self.keys]
+        lse = attend(
+            call.flash_attn,
+            call.query,
+            key,
+            value,
+            call.output,
+            query_start_loc,
+            self.max_query_len,
+            self.cu_lens,
+            self.max_len,
+            call.scoring.scale,
+            causal=self.causal,
+            window_size=self.window_size,
+        )
+        if needs_lse and runs is not None:
+            # All keys of a run lack the same, which other logits have to know.
+            call.add_offset_scores(
+                lse, query_start_loc, self.max_query_len, runs.starts
+            )
+        return lse
