@@ -34,13 +34,14 @@ from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     OFFSET_SEGMENT,
+    AttentionCall,
     DecodeBatch,
     KeyOffset,
     NewestTokens,
-    OffsetScores,
     Partials,
     RecentWindow,
     RotatedQuery,
+    Scoring,
     Variant,
     WindowUpdate,
 )
@@ -307,13 +308,13 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
         batch.query_len,
         None if batch.is_uniform else some_starts,
     )
-    key_table = key_offset = offset = window = update = None
+    key_table = key_offset = window = update = None
     if case.has_offset:
         # Of two segments, and so of what lies beyond them, too.
         key_table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
         key_offset = KeyOffset(key_table, device_lens, some_starts)
-        offset = OffsetScores(query, key_table, size**-0.5)
     newest = NewestTokens(query, key, value, size**-0.5)
+    scoring = Scoring(size**-0.5, key_offset=key_table)
     if case.has_window:
         window = start_windows(case, cache, batch, slots, device_table, key_table)
         update = WindowUpdate(window, device_table, device_lens, some_starts)
@@ -342,8 +343,10 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
                 key_offset,
                 update,
             )
-            attended = partials, output, own_newest, offset, window
-            batch.attend(rotated, cache, layout, sequences, *attended)
+            call = AttentionCall(
+                cache, layout, sequences, scoring, output, query, own_newest, window
+            )
+            batch.attend(rotated, call, partials)
             result = output.cpu()
             if defect is None:
                 check(batch, starts, result)

@@ -167,10 +167,11 @@ class ExtendArm(TurboArm):
 
     def attention(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import (
+            AttentionCall,
             NewestTokens,
-            OriginalQuery,
             Partials,
             RotatedQuery,
+            Scoring,
         )
         from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
 
@@ -190,31 +191,26 @@ class ExtendArm(TurboArm):
             newest = NewestTokens(
                 batch.query[own], batch.key[own], batch.value[own], self.scale
             )
+            attention = AttentionCall(
+                self.cache,
+                self.layout,
+                call.batch,
+                Scoring(self.scale),
+                batch.output[own],
+                batch.query[own],
+                newest,
+            )
             if call.ends_in_outputs:
-                self.kernels.extend_outputs(
-                    OriginalQuery(batch.query[own], self.scale),
-                    self.cache,
-                    self.layout,
-                    call.batch,
-                    self.outputs,
-                    batch.output[own],
-                    newest,
-                )
+                self.kernels.extend_outputs(attention, self.outputs)
                 continue
             if call.attends_before:
                 newest = attend_to_own_tokens(
                     newest, call.batch, self.own, self.flash_attn
                 )
+                attention = attention._replace(newest=newest)
             query = RotatedQuery(*(x[own] for x in self.rotated_query))
-            self.kernels.extend_attention(
-                query,
-                self.cache,
-                self.layout,
-                call.batch,
-                Partials(*(x[:count] for x in self.partials)),
-                batch.output[own],
-                newest,
-            )
+            partials = Partials(*(x[:count] for x in self.partials))
+            self.kernels.extend_attention(query, attention, partials)
 
 
 class PrefillArm(TurboArm):

@@ -216,7 +216,6 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo.interface import (
             OFFSET_SEGMENT,
             KeyOffset,
-            OffsetScores,
             Partials,
             RotatedQuery,
             Variant,
@@ -237,14 +236,13 @@ class TurboArm(Arm):
             group,
             variant=Variant(has_key_offset, has_window),
         )
-        self.offsets = self.scores = self.step_offset = None
+        self.offsets = self.step_offset = None
         # By the number of tokens, of one sequence: a graph cannot make them.
         self.chunk_offsets: dict[int, KeyOffset] = {}
         if has_key_offset:
             num_offsets = -(-batch.max_seq_len // OFFSET_SEGMENT)
             heads_and_size = (shape.num_kv_heads, shape.head_size)
             self.offsets = torch.randn(num_offsets, *heads_and_size, device=device)
-            self.scores = OffsetScores(batch.query, self.offsets, self.scale)
             starts = batch.query_start_loc()
             self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
         self.sliding_window = sliding_window
@@ -377,11 +375,15 @@ class TurboArm(Arm):
         )
 
     def attention(self) -> None:
-        from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens
+        from vllm.v1.attention.ops.turbo.interface import (
+            AttentionCall,
+            DecodeBatch,
+            NewestTokens,
+            Scoring,
+        )
 
         batch = self.batch
-        self.attend(
-            self.rotated_query,
+        call = AttentionCall(
             self.cache,
             self.layout,
             DecodeBatch(
@@ -390,14 +392,13 @@ class TurboArm(Arm):
                 batch.seq_lens,
                 self.query_len,
             ),
-            self.partials,
+            Scoring(self.scale, self.sliding_window, key_offset=self.offsets),
             batch.output,
+            batch.query,
             NewestTokens(batch.query, batch.key, batch.value, self.scale),
-            self.scores,
             self.window,
-            self.sliding_window,
-            **self.options,
         )
+        self.attend(self.rotated_query, call, self.partials, **self.options)
 
     def held(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor

@@ -27,6 +27,7 @@ from .utils import (
     BF16,
     DEVICE,
     assert_within,
+    attend_by,
     make_block_table,
     num_blocks_for,
     slots_of,
@@ -131,7 +132,8 @@ class Step(NamedTuple):
         self.store(cache, layout, scratch, enable_pdl)
         scale = layout.head_size**-0.5
         newest = NewestTokens(self.query, self.key, self.value, scale)
-        cuda_decode.decode_attention(
+        attend_by(
+            cuda_decode.decode_attention,
             scratch.rotated,
             cache,
             layout,

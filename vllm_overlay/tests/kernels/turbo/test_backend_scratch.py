@@ -138,11 +138,11 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     impl.runner.flash_attn = no_flash_attn
     calls: list[int] = [0]  # of the profile run's first batch of all kinds
 
-    def attend(query, kv_cache, layout, batch, partials, output, *_) -> None:
+    def attend(query, call, partials) -> None:
         num_partials = partials.lse.shape[0]
         assert num_partials <= 64
-        batch.check(output.shape[0])
-        assert num_partials >= batch.num_query_slots > 0
+        call.batch.check(call.output.shape[0])
+        assert num_partials >= call.batch.num_query_slots > 0
         calls[-1] += 1
 
     monkeypatch.setattr(CudaKernels, "make_matrices", no_kernel)

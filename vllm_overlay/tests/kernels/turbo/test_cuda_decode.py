@@ -28,6 +28,7 @@ from .utils import (
     all_pages,
     assert_by_2x_rule,
     assert_within,
+    attend_by,
     fill_cache,
     gaussian,
     load_context,
@@ -82,7 +83,8 @@ def decode(
         (num_seqs * num_splits, num_heads, head_size), math.nan, device=DEVICE
     )
     output = torch.full_like(query, math.nan)
-    cuda_decode.decode_attention(
+    attend_by(
+        cuda_decode.decode_attention,
         rotate_query(query, layout),
         cache,
         layout,
@@ -233,7 +235,8 @@ def test_scores_are_rounded_as_their_terms(layout, group):
     keys = keys.double().repeat_interleave(group, 1)
     query = gaussian(num_seqs, group * NUM_KV_HEADS, size).to(FP16)
     lse = torch.full((num_seqs, group * NUM_KV_HEADS), math.nan, device=DEVICE)
-    cuda_decode.decode_attention(
+    attend_by(
+        cuda_decode.decode_attention,
         RotatedQuery(query, torch.ones_like(lse)),
         cache,
         layout,

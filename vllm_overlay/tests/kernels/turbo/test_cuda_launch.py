@@ -33,7 +33,14 @@ from .cuda_steps import (
 )
 from .test_cuda_multi import ATTENTION as KERNELS
 from .test_cuda_multi import COLUMNS, ROWS
-from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
+from .utils import (
+    BF16,
+    DEVICE,
+    ON_NVIDIA,
+    merge_call,
+    requires_nvidia,
+    slots_of,
+)
 
 pytestmark = requires_nvidia
 
@@ -114,7 +121,8 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
     partials = Partials(partial, partial_lse)
     table = torch.empty(64, 0, dtype=torch.int32, device=DEVICE)
     batch = DecodeBatch(64, table, seq_lens)
-    cuda_merge.merge_splits(partials, batch, output, NUM_KV_HEADS)
+    call = merge_call(batch, output, NUM_KV_HEADS)
+    cuda_merge.merge_splits(partials, call)
     expected = output.clone()
     written = target.clone()
     for _ in range(3):
@@ -122,7 +130,7 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
         output.fill_(math.nan)
         torch.accelerator.synchronize()
         copy_late(written, target)
-        cuda_merge.merge_splits(partials, batch, output, NUM_KV_HEADS)
+        cuda_merge.merge_splits(partials, call)
         assert torch.equal(output, expected)
 
 
@@ -263,9 +271,8 @@ def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, k
         if kernel == "store":
             cuda_store.store(cache, step.slots, step.key, step.value, LAYOUT)
         elif kernel == "merge":
-            cuda_merge.merge_splits(
-                scratch.partials, step.batch, scratch.output, NUM_KV_HEADS
-            )
+            call = merge_call(step.batch, scratch.output, NUM_KV_HEADS)
+            cuda_merge.merge_splits(scratch.partials, call)
         else:
             attend(kernel, step, cache, scratch)
     assert torch.ones(3, device=DEVICE).sum() == 3

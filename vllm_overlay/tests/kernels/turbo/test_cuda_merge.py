@@ -29,6 +29,7 @@ from .utils import (
     FP16,
     assert_within,
     gaussian,
+    merge_call,
     requires_nvidia,
 )
 
@@ -127,15 +128,8 @@ def merge(
     output = buffer[:, 1:]
     if num_warps is not None:
         num_warps = min(num_warps, cuda_merge.block_warps(head_size))
-    cuda_merge.merge_splits(
-        Partials(partial, lse),
-        batch_of(seq_lens),
-        output,
-        NUM_KV_HEADS,
-        newest,
-        sinks=sinks,
-        num_warps=num_warps,
-    )
+    call = merge_call(batch_of(seq_lens), output, NUM_KV_HEADS, newest, sinks=sinks)
+    cuda_merge.merge_splits(Partials(partial, lse), call, num_warps)
     assert buffer[:, 0].isnan().all()
     return output
 
@@ -232,7 +226,8 @@ def test_against_triton(head_size, with_newest):
     output = merge(partial, lse, lengths(counts), FP16, newest)
     expected = torch.empty_like(output)
     batch = batch_of(lengths(counts))
-    triton_merge(Partials(partial, lse), batch, expected, NUM_KV_HEADS, newest)
+    call = merge_call(batch, expected, NUM_KV_HEADS, newest)
+    triton_merge(Partials(partial, lse), call)
     allowed = 2 * TOLERANCES[FP16] * expected.abs().max()
     assert_within(output, expected, allowed)
 
@@ -307,9 +302,8 @@ def test_it_waits_for_the_kernel_before_it():
     def run() -> None:
         for target, source in zip(scratch, (partial, lse)):
             torch.mul(source, 1, out=target)
-        cuda_merge.merge_splits(
-            Partials(*scratch), batch_of(seq_lens), output, NUM_KV_HEADS
-        )
+        call = merge_call(batch_of(seq_lens), output, NUM_KV_HEADS)
+        cuda_merge.merge_splits(Partials(*scratch), call)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -387,7 +381,8 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
     with torch.cuda.graph(graph):
         partial, lse, seq_lens = static
         partials, of_graph = Partials(partial, lse), batch_of(seq_lens)
-        cuda_merge.merge_splits(partials, of_graph, output, NUM_KV_HEADS, given)
+        call = merge_call(of_graph, output, NUM_KV_HEADS, given)
+        cuda_merge.merge_splits(partials, call)
     for index, batch in enumerate(inputs):
         for x in newest[:3]:
             x.copy_(gaussian(*x.shape, dtype=BF16, seed=index))
@@ -417,12 +412,8 @@ def test_two_streams():
                     torch.cuda._sleep(100_000)
                     target.copy_(source)
                 outputs[index].append(torch.empty_like(expected[index]))
-                cuda_merge.merge_splits(
-                    Partials(*targets[index]),
-                    batch_of(seq_lens),
-                    outputs[index][-1],
-                    NUM_KV_HEADS,
-                )
+                call = merge_call(batch_of(seq_lens), outputs[index][-1], NUM_KV_HEADS)
+                cuda_merge.merge_splits(Partials(*targets[index]), call)
     torch.accelerator.synchronize()
     for results, one in zip(outputs, expected):
         assert all(torch.equal(output, one) for output in results)
@@ -517,9 +508,8 @@ def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
     for tokens in (newest, newest._replace(attended=attended)):
         result = torch.full_like(attended.output, math.nan)
         partials = Partials(partial, lse.view(-1, num_heads))
-        cuda_merge.merge_splits(
-            partials, batch, result, NUM_KV_HEADS, tokens, sinks=sinks
-        )
+        call = merge_call(batch, result, NUM_KV_HEADS, tokens, sinks=sinks)
+        cuda_merge.merge_splits(partials, call)
         results.append(result.float())
     # Both results are rounded, and what attention gave was.
     sizes = 2 * results[0].abs() + output.abs().nan_to_num()

@@ -19,7 +19,12 @@ from .test_cuda_merge import (
     partial_results,
     requires_cuda,
 )
-from .utils import BF16, DEVICE, assert_within
+from .utils import (
+    BF16,
+    DEVICE,
+    assert_within,
+    merge_call,
+)
 
 
 @requires_cuda
@@ -49,14 +54,9 @@ def test_parts(head_size, num_warps):
     partials = Partials(
         partial.view(-1, num_heads, head_size), lse.reshape(-1, num_heads)
     )
-    cuda_merge.merge_splits(
-        partials,
-        batch,
-        output,
-        NUM_KV_HEADS,
-        lse=own_lse,
-        num_warps=min(num_warps, cuda_merge.block_warps(head_size)),
-    )
+    call = merge_call(batch, output, NUM_KV_HEADS, lse=own_lse)
+    num_warps = min(num_warps, cuda_merge.block_warps(head_size))
+    cuda_merge.merge_splits(partials, call, num_warps)
     known = lse.double().nan_to_num(-math.inf, neginf=-math.inf) * math.log(2)
     weights = known.softmax(1).nan_to_num()[..., None]
     expected = (weights * partial.double().where(weights > 0, 0)).sum(1).flatten(0, 1)
@@ -75,15 +75,13 @@ def test_parts_that_are_not_taken():
     partial, lse = partial_results([1], 1, 4, 128)
     output = torch.empty(1, 4, 128, device=DEVICE)
     own_lse = torch.empty(1, 4, device=DEVICE)
-    cuda_merge.merge_splits(
-        Partials(partial, lse), batch_of(lengths([1])), output, 2, lse=own_lse
-    )
+    partials, batch = Partials(partial, lse), batch_of(lengths([1]))
+    cuda_merge.merge_splits(partials, merge_call(batch, output, 2, lse=own_lse))
     for wrong, wrong_lse in (
         (output.to(BF16), own_lse),
         (output, own_lse[:, :2]),
         (output.expand(2, -1, -1), own_lse.expand(2, -1)),
     ):
         with pytest.raises(AssertionError):
-            cuda_merge.merge_splits(
-                Partials(partial, lse), batch_of(lengths([1])), wrong, 2, lse=wrong_lse
-            )
+            call = merge_call(batch, wrong, 2, lse=wrong_lse)
+            cuda_merge.merge_splits(partials, call)

@@ -7,7 +7,7 @@ CUDA's kernels and Triton's, against causal attention over the stored K and V.
 import math
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,7 +27,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     OffsetScores,
-    OriginalQuery,
     OutputScratch,
     Partials,
     RotatedQuery,
@@ -47,7 +46,9 @@ from .utils import (
     PACKINGS,
     assert_by_2x_rule,
     assert_within,
+    attend_by,
     attention_of_rounded,
+    call_of,
     fill_cache,
     gaussian,
     load_context,
@@ -75,7 +76,8 @@ def decode_on(
     if capability is not None and reason is not None:
         pytest.skip(reason)
     with mock.patch.object(decode_columns, "serves", lambda *_: reason is None):
-        cuda_decode.decode_attention(query, kv_cache, layout, *args, **options)
+        attend = cuda_decode.decode_attention
+        attend_by(attend, query, kv_cache, layout, *args, **options)
 
 
 def extend_on(
@@ -92,7 +94,15 @@ def extend_on(
     if reason is not None:
         pytest.skip(reason)
     with mock.patch.object(cuda_extend, "capability_of", lambda device: capability):
-        cuda_extend.extend_attention(query, kv_cache, layout, *args, **options)
+        attend = cuda_extend.extend_attention
+        attend_by(attend, query, kv_cache, layout, *args, **options)
+
+
+class OriginalQuery(NamedTuple):
+    """Queries that are not rotated, (T, Hq, D), and the softmax scale."""
+
+    vectors: torch.Tensor
+    scale: float
 
 
 def extend_to_outputs(
@@ -101,10 +111,7 @@ def extend_to_outputs(
     layout: TurboFormat,
     batch: DecodeBatch,
     partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    offset: None = None,
-    window: None = None,
+    *call: Any,
     **options: Any,
 ) -> None:
     """Extend by the kernel that needs no merge. With one split blocks have whole
@@ -124,16 +131,17 @@ def extend_to_outputs(
         scratch = scratch._replace(
             partial=scratch.partial[:0], partial_lse=scratch.partial_lse[:0]
         )
-    extend_rows.extend_outputs(
-        query, kv_cache, layout, batch, scratch, output, newest, **options
-    )
+    extended = call_of(kv_cache, layout, batch, *call, **options)
+    scoring = extended.scoring._replace(scale=query.scale)
+    extended = extended._replace(query=query.vectors, scoring=scoring)
+    extend_rows.extend_outputs(extended, scratch)
 
 
 KERNELS = {"cuda": cuda_decode, "triton": triton_decode, "extend": cuda_extend}
 ATTENTION = {
     "cuda": partial(decode_on, None),
     "columns": partial(decode_on, decode_columns.CAPABILITY),
-    "triton": triton_decode.decode_attention,
+    "triton": partial(attend_by, triton_decode.decode_attention),
     "extend": partial(extend_on, None),
     "rows": partial(extend_on, extend_rows.CAPABILITY),
     "outputs": extend_to_outputs,

@@ -22,7 +22,10 @@ from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import OutputScratch
+from vllm.v1.attention.ops.turbo.interface import (
+    AttentionCall,
+    OutputScratch,
+)
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.rotation import rotation_signs
@@ -102,9 +105,10 @@ class Layer:
         runner.num_sms = 1
         self.calls: list[tuple[int, int]] = []
 
-        def extend(query, *args: Any) -> None:
-            self.calls.append((query.vectors.shape[0], args[2].num_seqs))
-            extend_rows.extend_outputs(query, *args)
+        def extend(call: AttentionCall, scratch: OutputScratch) -> None:
+            assert call.query is not None
+            self.calls.append((call.query.shape[0], call.batch.num_seqs))
+            extend_rows.extend_outputs(call, scratch)
 
         runner.kernels = runner.kernels._replace(
             extend_outputs=extend, extend_attention=refuse
@@ -323,9 +327,10 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     runner = layer.impl.runner
     calls: list[int] = []
 
-    def attend(query, kv_cache, layout, batch, scratch, output, newest, *_) -> None:
-        num_tokens = query.vectors.shape[0]
-        assert num_tokens == newest.query.shape[0] == output.shape[0]
+    def attend(call: AttentionCall, scratch: OutputScratch) -> None:
+        assert call.query is not None and call.newest is not None
+        batch, num_tokens = call.batch, call.query.shape[0]
+        assert num_tokens == call.newest.query.shape[0] == call.output.shape[0]
         assert int(batch.query_start_loc[-1]) == num_tokens
         assert isinstance(scratch, OutputScratch)
         assert len(scratch.own_tiles) >= num_tokens // TILE_TOKENS + batch.num_seqs

@@ -224,7 +224,8 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
     layer = make_layer(folder)
     runner = layer.impl.runner
 
-    def attend(query, kv_cache, layout, batch, partials, output, newest, *_) -> None:
+    def attend(query, call, partials) -> None:
+        batch, output, newest = call.batch, call.output, call.newest
         num_tokens = query.vectors.shape[0]
         assert num_tokens == newest.query.shape[0] == output.shape[0]
         assert int(batch.query_start_loc[0]) == 0

@@ -18,7 +18,12 @@ from vllm.v1.attention.ops.turbo.interface import (
 from .test_cuda_multi import LAYOUT, Batch, decodes, extends, newest_or_stored
 from .test_cuda_offset import EXTENDS, any_kernel, kernels, some_layouts
 from .test_cuda_sliding_window import SEQ_LENS, check, sinks_of
-from .utils import BF16, DEVICE, requires_cuda
+from .utils import (
+    BF16,
+    DEVICE,
+    merge_call,
+    requires_cuda,
+)
 
 pytestmark = requires_cuda
 
@@ -121,18 +126,14 @@ def test_capped_scores(cap):
     query[:, 0, 5], key[:, 0, 5] = scores, 1.0
     lse = torch.zeros(num_seqs, 1, device=DEVICE)
     output = torch.empty_like(query)
-    merge_splits(
-        Partials(torch.zeros_like(query), lse),
-        DecodeBatch(
-            num_seqs,
-            torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
-            torch.full((num_seqs,), 2, dtype=torch.int32, device=DEVICE),
-        ),
-        output,
-        1,
-        NewestTokens(query, key, value, 1.0),
-        logits_soft_cap=cap,
+    batch = DecodeBatch(
+        num_seqs,
+        torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
+        torch.full((num_seqs,), 2, dtype=torch.int32, device=DEVICE),
     )
+    newest = NewestTokens(query, key, value, 1.0)
+    call = merge_call(batch, output, 1, newest, soft_cap=cap)
+    merge_splits(Partials(torch.zeros_like(query), lse), call)
     weights = output[:, 0, 0].double().cpu()
     exact = cap * torch.tanh(scores.double().cpu() / cap)
     # A weight tells its score where it is neither 0 nor 1.

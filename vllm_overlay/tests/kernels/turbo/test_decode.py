@@ -21,6 +21,7 @@ from .utils import (
     all_presets,
     assert_by_2x_rule,
     assert_within,
+    attend_by,
     decode,
     fill_cache,
     gaussian,
@@ -206,7 +207,8 @@ def test_one_hot_query_reads_the_key(name, head_size):
     lens = torch.ones(num_seqs, dtype=torch.int32, device=DEVICE)
     partial = torch.empty_like(query, dtype=torch.float32)
     lse = torch.full_like(ones, math.nan)
-    decode_attention(
+    attend_by(
+        decode_attention,
         RotatedQuery(query, ones),
         cache,
         layout,

@@ -29,6 +29,8 @@ from .utils import (
     CACHE_LAYOUTS,
     DEVICE,
     FP16,
+    attend_by,
+    merge_call,
     new_cache,
     requires_cuda,
     requires_triton,
@@ -62,7 +64,8 @@ def call_attention(attend: Callable[..., None], pages: torch.Tensor) -> None:
     """Attend from a token to the first block."""
     query = zeros(1, NUM_HEADS, LAYOUT.head_size)
     partial_output = zeros(1, NUM_HEADS, LAYOUT.head_size, dtype=torch.float32)
-    attend(
+    attend_by(
+        attend,
         RotatedQuery(query, partial_output[..., 0].clone()),
         pages,
         LAYOUT,
@@ -132,11 +135,13 @@ def test_merge_takes_whole_partial_results():
     """It is given no pages."""
     partial_output = zeros(1, NUM_HEADS, 2 * LAYOUT.head_size, dtype=torch.float32)
     with pytest.raises(ValueError, match="partial: not contiguous"):
-        cuda_merge.merge_splits(
-            Partials(partial_output[..., ::2], partial_output[..., 0].clone()),
+        call = merge_call(
             DecodeBatch(1, ints(0)[None], ints(16)),
             zeros(1, NUM_HEADS, LAYOUT.head_size),
             NUM_KV_HEADS,
+        )
+        cuda_merge.merge_splits(
+            Partials(partial_output[..., ::2], partial_output[..., 0].clone()), call
         )
 
 

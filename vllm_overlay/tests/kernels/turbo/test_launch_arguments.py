@@ -36,7 +36,13 @@ from .backend_utils import (
     prefill_modes,
     with_drafts,
 )
-from .utils import DEVICE, FP16, requires_triton
+from .utils import (
+    DEVICE,
+    FP16,
+    attend_by,
+    merge_call,
+    requires_triton,
+)
 
 pytestmark = requires_triton
 
@@ -110,7 +116,8 @@ def attend(
         patch.setattr(
             triton_decode, "splits_of_window", lambda partials, *args: partials
         )
-        triton_decode.decode_attention(
+        attend_by(
+            triton_decode.decode_attention,
             RotatedQuery(rotated_query, query_scale),
             kv_cache,
             layout,
@@ -122,7 +129,7 @@ def attend(
             if key_offset is None
             else OffsetScores(query, key_offset, factor / LOG2_E),
             sliding_window=sliding_window or None,
-            logits_soft_cap=soft_cap / LOG2_E or None,
+            soft_cap=soft_cap / LOG2_E or None,
         )
 
 
@@ -151,17 +158,17 @@ def merge(
     assert enable_pdl and result is result_lse is None
     newest = NewestTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
-    merge_splits(
-        Partials(partial_output, partial_lse),
+    call = merge_call(
         DecodeBatch(num_seqs, no_table, seq_lens, query_len, query_start_loc),
         output,
         num_kv_heads,
         newest if with_newest else None,
         sliding_window=sliding_window or None,
         sinks=sinks,
-        logits_soft_cap=soft_cap / LOG2_E or None,
+        soft_cap=soft_cap / LOG2_E or None,
         lse=lse,
     )
+    merge_splits(Partials(partial_output, partial_lse), call)
 
 
 @pytest.fixture

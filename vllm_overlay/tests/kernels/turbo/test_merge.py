@@ -10,7 +10,13 @@ import torch
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens, Partials
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
-from .utils import DEVICE, FP16, gaussian, requires_triton
+from .utils import (
+    DEVICE,
+    FP16,
+    gaussian,
+    merge_call,
+    requires_triton,
+)
 
 pytestmark = requires_triton
 
@@ -64,8 +70,7 @@ def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
     is_uniform = set(query_lens) == {query_len}
     num_tokens = sum(query_lens)
     buffer = torch.full((num_tokens + 2, NUM_HEADS, HEAD_SIZE), math.nan, device=DEVICE)
-    merge_splits(
-        Partials(splits.partial, splits.lse),
+    call = merge_call(
         DecodeBatch(
             len(query_lens),
             torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
@@ -77,6 +82,7 @@ def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
         NUM_KV_HEADS,
         None if newest is None else NewestTokens(*newest, SCALE),
     )
+    merge_splits(Partials(splits.partial, splits.lse), call)
     assert buffer[num_tokens:].isnan().all()
     return buffer[:num_tokens]
 
@@ -170,7 +176,8 @@ def parts_of_ranks(splits: Splits, query_lens: list[int], num_ranks: int) -> Spl
             torch.full(shape, math.nan, device=DEVICE),
         )
         partials = Partials(partial, lse.reshape(-1, NUM_HEADS))
-        merge_splits(partials, batch, own.output, NUM_KV_HEADS, lse=own.lse)
+        call = merge_call(batch, own.output, NUM_KV_HEADS, lse=own.lse)
+        merge_splits(partials, call)
         parts.append(own)
     merged = Splits([0] * num_seqs, num_ranks, query_len)
     for result, name in ((merged.partial, "output"), (merged.lse, "lse")):

@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo import kernel_choice as kernels
 from vllm.v1.attention.ops.turbo import prefill_sources, runtime
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
-    DecodeBatch,
+    AttentionCall,
     Partials,
     RotatedQuery,
 )
@@ -79,23 +79,11 @@ def no_flash_attn(q, **arguments):
     return arguments["out"], torch.zeros(q.shape[1], q.shape[0], device=q.device)
 
 
-def check_scratch(
-    query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: object,
-    batch: DecodeBatch,
-    partials: Partials,
-    output: torch.Tensor,
-    newest: object = None,
-    offset: object = None,
-    window: object = None,
-    sliding_window: object = None,
-    sinks: object = None,
-    logits_soft_cap: object = None,
-) -> None:
+def check_scratch(query: RotatedQuery, call: AttentionCall, partials: Partials) -> None:
     """In place of decode and extend attention: all have the heads of the layer, and
     there is room for a result of each query.
     """
+    batch, output = call.batch, call.output
     num_tokens, num_heads, _ = output.shape
     assert query.vectors.shape == output.shape
     assert query.scale.shape == (num_tokens, num_heads)

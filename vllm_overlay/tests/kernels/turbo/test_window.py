@@ -42,6 +42,7 @@ from .utils import (
     all_head_sizes,
     all_presets,
     assert_by_2x_rule,
+    attend_by,
     gaussian,
     load_context,
     new_cache,
@@ -126,7 +127,7 @@ def store_by_triton(
 
 
 def attend_by_triton(*args, **options) -> None:
-    triton_kernels().decode_attention(*args, **options)
+    attend_by(triton_kernels().decode_attention, *args, **options)
 
 
 # By name: what stores, what attends.

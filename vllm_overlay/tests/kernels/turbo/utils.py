@@ -8,6 +8,7 @@ Triton's interpreter, where a case must stay at a few hundred tokens.
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,15 +20,20 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import (
     HEAD_SIZES,
     KEY_CODEBOOKS,
+    TILE_TOKENS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
     TurboFormat,
 )
 from vllm.v1.attention.ops.turbo.interface import (
+    AttentionCall,
     DecodeBatch,
     NewestTokens,
+    OffsetScores,
     Partials,
+    RecentWindow,
     RotatedQuery,
+    Scoring,
 )
 from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
@@ -432,6 +438,90 @@ def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
     return RotatedQuery((rotated / unit[..., None]).half(), unit * factor)
 
 
+def call_of(
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    batch: DecodeBatch,
+    output: torch.Tensor,
+    newest: NewestTokens | None = None,
+    offset: OffsetScores | None = None,
+    window: RecentWindow | None = None,
+    lse: torch.Tensor | None = None,
+    **scoring: Any,
+) -> AttentionCall:
+    """A call, whose query and scale are those of the newest tokens or of the offset.
+
+    Args:
+        kv_cache: See ``AttentionCall``, as the others.
+        layout: The cache's format.
+        batch: The sequences.
+        output: (T, Hq, D).
+        newest: The query tokens.
+        offset: The scores that cached keys lack.
+        window: The newest cached tokens.
+        lse: (B * Q, Hq).
+        scoring: Fields of ``Scoring``; its soft cap also by the runner's name for it.
+
+    """
+    scoring.setdefault("soft_cap", scoring.pop("logits_soft_cap", None))
+    given = offset or newest
+    scale = 1.0 if given is None else given.scale
+    if offset is not None:
+        scoring["key_offset"] = offset.table
+    query = None if given is None else given.query
+    return AttentionCall(
+        kv_cache,
+        layout,
+        batch,
+        Scoring(scale, **scoring),
+        output,
+        query,
+        newest,
+        window,
+        lse,
+    )
+
+
+def merge_call(
+    batch: DecodeBatch,
+    output: torch.Tensor,
+    num_kv_heads: int,
+    newest: NewestTokens | None = None,
+    **call: Any,
+) -> AttentionCall:
+    """A call for the merge alone, which looks at no pages: see ``call_of``."""
+    no_pages = torch.empty(0, num_kv_heads, TILE_TOKENS, 1, dtype=torch.uint8)
+    layout = TurboFormat.from_cache_dtype("turbo4", 128)
+    return call_of(no_pages, layout, batch, output, newest, **call)
+
+
+def attend_by(
+    attend: Callable[..., None],
+    query: RotatedQuery,
+    kv_cache: torch.Tensor,
+    layout: TurboFormat,
+    batch: DecodeBatch,
+    partials: Partials,
+    *call: Any,
+    **options: Any,
+) -> None:
+    """Attend by an ``AttentionFn``.
+
+    Args:
+        attend: The function.
+        query: See ``AttentionFn``.
+        kv_cache: See ``call_of``, as the next two.
+        layout: The cache's format.
+        batch: The sequences.
+        partials: See ``AttentionFn``.
+        call: The further arguments of ``call_of``.
+        options: Those of the function and of ``call_of``.
+
+    """
+    own = {x: options.pop(x) for x in ("enable_pdl", "tuning") if x in options}
+    attend(query, call_of(kv_cache, layout, batch, *call, **options), partials, **own)
+
+
 def decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -454,7 +544,8 @@ def decode(
     partial = nan.to(DEVICE)
     rotated_query = rotate_query(query, layout)
     output = torch.full_like(query, math.nan, dtype=out_dtype)
-    decode_attention(
+    attend_by(
+        decode_attention,
         rotated_query,
         kv_cache,
         layout,

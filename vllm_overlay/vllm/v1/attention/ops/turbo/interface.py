@@ -147,21 +147,6 @@ def score_factor(layout: TurboFormat, scale: float) -> float:
     return scale * LOG2_E * layout.key_codebook.gain
 
 
-class OriginalQuery(NamedTuple):
-    """Queries as the model has them, for kernels that rotate them by themselves.
-
-    Attributes:
-        vectors: (T, Hq, D) bf16 or fp16; last axis contiguous, strides of the others
-            multiples of eight, and the address of 16 bytes. A sequence's tokens lie one
-            after the other.
-        scale: Softmax scale.
-
-    """
-
-    vectors: torch.Tensor
-    scale: float
-
-
 class Partials(NamedTuple):
     """Scratch for the results of splits, each a softmax of its own.
 
@@ -355,57 +340,81 @@ class StoreFn(Protocol):
         """
 
 
+class AttentionCall(NamedTuple):
+    """Attention of a layer from the last tokens of B sequences, T query tokens.
+
+    Attributes:
+        kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
+        layout: The cache's format.
+        batch: The sequences.
+        scoring: The layer's. Pages that no query token sees under its sliding window
+            are not read for what they hold.
+        output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
+        query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous. None
+            where nothing needs it, that is without an offset of K.
+        newest: The query tokens, to be attended to in place of what the cache holds of
+            them; None to read them from the cache.
+        window: The newest cached tokens, to be read in place of their codes; only
+            together with ``newest``. Each query token sees all of them, whatever the
+            sliding window. None for none.
+        lse: (B * Q, Hq) fp32, contiguous, written: LSE in base 2, -inf of no tokens.
+            Then the result is that of a rank which has a part of the sequences, and
+            needs merging with others': ``output`` is (B * Q, Hq, D) fp32, contiguous,
+            in rotated space, and a rank's tokens are all before the query tokens, which
+            its lengths have, too. There are neither ``newest`` nor a ``window``, a
+            sliding window or sinks. None: the result is the whole one.
+
+    """
+
+    kv_cache: torch.Tensor
+    layout: TurboFormat
+    batch: DecodeBatch
+    scoring: Scoring
+    output: torch.Tensor
+    query: torch.Tensor | None = None
+    newest: NewestTokens | None = None
+    window: RecentWindow | None = None
+    lse: torch.Tensor | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """H."""
+        return self.kv_cache.shape[1]
+
+    @property
+    def offset(self) -> OffsetScores | None:
+        """The scores that cached keys lack; None if they lack nothing."""
+        if self.scoring.key_offset is None:
+            return None
+        assert self.query is not None, "an offset of K without the query"
+        return OffsetScores(self.query, self.scoring.key_offset, self.scoring.scale)
+
+    def check(self) -> None:
+        """Check what may go together."""
+        scoring = self.scoring
+        is_whole = self.lse is None
+        assert is_whole or self.newest is self.window is None
+        assert is_whole or scoring.sliding_window is scoring.sinks is None
+        has_window = self.window is not None
+        assert not has_window or self.newest is not None, "a window without the newest"
+        assert scoring.sliding_window is None or scoring.sliding_window > 0, scoring
+        has_cap = scoring.soft_cap is not None
+        assert not has_cap or scoring.key_offset is None, "capped scores with an offset"
+
+
 class AttentionFn(Protocol):
     """Attends from each sequence's last tokens to its cached tokens, causally."""
 
     def __call__(
-        self,
-        query: RotatedQuery,
-        kv_cache: torch.Tensor,
-        layout: TurboFormat,
-        batch: DecodeBatch,
-        partials: Partials,
-        output: torch.Tensor,
-        newest: NewestTokens | None = None,
-        offset: OffsetScores | None = None,
-        window: RecentWindow | None = None,
-        sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        lse: torch.Tensor | None = None,
+        self, query: RotatedQuery, call: AttentionCall, partials: Partials
     ) -> None:
         """Attend by splits of the sequences, and merge these.
 
         Args:
             query: Rotated, of the call's T query tokens.
-            kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
-            layout: The cache's format.
-            batch: The call's sequences.
+            call: The tokens that are attended to, and the output.
             partials: Scratch; its size says how many splits a sequence may have. With
                 one, a result does not depend on the rest of the batch.
-            output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
-            newest: The query tokens, to be attended to in place of what the cache holds
-                of them; None to read them from the cache.
-            offset: What was taken off the cached keys, and is missing in their scores;
-                None if nothing was.
-            window: Where the newest cached tokens are read instead; only together with
-                ``newest``. Each query token sees all of them, whatever the sliding
-                window. None if nowhere.
-            sliding_window: Tokens that a query token sees, at most, itself the last.
-                None: all before it. Pages that no query token sees are not read for
-                what they hold.
-            sinks: (Hq,), of each query head a logit beside its scores that weighs
-                nothing but in the sum of weights; None for none.
-            logits_soft_cap: Scores s become cap * tanh(s / cap), in base e and before
-                they are compared to sinks; not together with ``offset``, for what is
-                missing in s cannot be added to that. None: they stay as they are.
-            lse: (B * Q, Hq) fp32, contiguous, written: LSE in base 2, -inf of no
-                tokens. Then the result is that of a rank which has a part of the
-                sequences, and needs merging with others': ``output`` is (B * Q, Hq, D)
-                fp32, contiguous, in rotated space, and a rank's tokens are all before
-                the query tokens, which its lengths have, too. Neither ``newest`` nor
-                ``window``, ``sliding_window`` and ``sinks`` are given. None: the
-                result is the whole one.
 
         """
 
@@ -415,34 +424,14 @@ class OutputsFn(Protocol):
     offset. There is no recent window: its tokens' codes are read.
     """
 
-    def __call__(
-        self,
-        query: OriginalQuery,
-        kv_cache: torch.Tensor,
-        layout: TurboFormat,
-        batch: DecodeBatch,
-        scratch: OutputScratch,
-        output: torch.Tensor,
-        newest: NewestTokens | None = None,
-        sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
-        logits_soft_cap: float | None = None,
-    ) -> None:
+    def __call__(self, call: AttentionCall, scratch: OutputScratch) -> None:
         """Attend to cached tokens and to the query tokens at once.
 
         Args:
-            query: The sequences' query tokens, not where the output comes to be.
-            kv_cache: As ``AttentionFn``'s, as all others but these.
-            layout: See there.
-            batch: See there.
+            call: As ``AttentionFn``'s. Its ``query`` is there, of the output's dtype,
+                strides and alignment, and does not share memory with the output. What
+                attention to the newest tokens gave is not looked at.
             scratch: Written; its sizes are ``KernelSet.output_scratch``'s.
-            output: (T, Hq, D) of the queries' dtype, written; strides and address as
-                theirs.
-            newest: The query tokens; None to read them from the cache. What attention
-                to them gave is not looked at.
-            sliding_window: See there.
-            sinks: See there.
-            logits_soft_cap: See there.
 
         """
 
@@ -450,27 +439,13 @@ class OutputsFn(Protocol):
 class MergeFn(Protocol):
     """Merges what ranks have of sequences, and the query tokens."""
 
-    def __call__(
-        self,
-        partials: Partials,
-        batch: DecodeBatch,
-        output: torch.Tensor,
-        num_kv_heads: int,
-        newest: NewestTokens | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        logits_soft_cap: float | None = None,
-    ) -> None:
-        """As the end of ``AttentionFn``, whose arguments these are.
+    def __call__(self, partials: Partials, call: AttentionCall) -> None:
+        """As the end of ``AttentionFn``.
 
         Args:
             partials: Results of B * S * Q query tokens, those of S parts a sequence.
-            batch: The call's sequences; its block table is not read.
-            output: (T, Hq, D), written.
-            num_kv_heads: H.
-            newest: The query tokens, which ``partials`` leave out.
-            sinks: (Hq,), or None.
-            logits_soft_cap: Of the scores of ``newest``, or None.
+            call: As ``AttentionFn``'s. Of ``kv_cache`` the shape is looked at alone,
+                and the batch's block table is not read.
 
         """
 

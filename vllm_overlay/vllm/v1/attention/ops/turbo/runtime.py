@@ -17,12 +17,10 @@ from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
+    AttentionCall,
     AttentionFn,
-    DecodeBatch,
     KernelSet,
     NewestTokens,
-    OffsetScores,
-    OriginalQuery,
     OutputScratch,
     Partials,
     RecentWindow,
@@ -442,9 +440,10 @@ class TurboRunner:
                 step.key_offset(self.key_offset),
                 None if window is None else step.window_update(window),
             )
+        scoring = self.scoring
         for call in plan.calls:
             own, count = call.tokens, call.num_partials
-            newest = offset = None
+            newest = None
             if key is not None and value is not None and not self.stored:
                 newest = NewestTokens(query[own], key[own], value[own], self.scale)
                 if call.attends_before:
@@ -456,45 +455,32 @@ class TurboRunner:
                         self.capped_flash_attn,
                         self.sliding_window,
                     )
-            if self.key_offset is not None:
-                offset = OffsetScores(query[own], self.key_offset, self.scale)
+            attention = AttentionCall(
+                kv_cache,
+                self.layout,
+                call.batch,
+                scoring,
+                output[own],
+                query[own],
+                newest,
+                None if window is None else window.from_sequence(call.first_request),
+            )
             if call.ends_in_outputs:
                 assert kernels.extend_outputs and scratch.outputs
-                kernels.extend_outputs(
-                    OriginalQuery(query[own], self.scale),
-                    kv_cache,
-                    self.layout,
-                    call.batch,
-                    scratch.outputs,
-                    output[own],
-                    newest,
-                    self.sliding_window,
-                    self.sinks,
-                    self.logits_soft_cap,
-                )
+                kernels.extend_outputs(attention._replace(window=None), scratch.outputs)
                 continue
             own_query = RotatedQuery(rotated[own], query_scale[own])
-            attention = kernels.decode_attention
+            attend = kernels.decode_attention
             if call.is_extend:
                 assert kernels.extend_attention is not None
-                attention = kernels.extend_attention
+                attend = kernels.extend_attention
             partials = Partials(scratch.partial[:count], scratch.partial_lse[:count])
-            batch = own_query, kv_cache, self.layout, call.batch, partials
-            if scratch.shared is not None:
+            if scratch.shared is None:
+                attend(own_query, attention, partials)
+            else:
                 self._attend_with_others(
-                    attention, *batch, scratch.shared, output[own], newest
+                    attend, own_query, attention, partials, scratch.shared
                 )
-                continue
-            attention(
-                *batch,
-                output[own],
-                newest,
-                offset,
-                None if window is None else window.from_sequence(call.first_request),
-                self.sliding_window,
-                self.sinks,
-                self.logits_soft_cap,
-            )
 
     def _decode_scratch(
         self, step: StepPlan, plan: DecodePlan, device: torch.device
@@ -536,44 +522,28 @@ class TurboRunner:
 
     def _attend_with_others(
         self,
-        attention: AttentionFn,
+        attend: AttentionFn,
         query: RotatedQuery,
-        kv_cache: torch.Tensor,
-        layout: TurboFormat,
-        batch: DecodeBatch,
+        call: AttentionCall,
         partials: Partials,
         scratch: SharedScratch,
-        output: torch.Tensor,
-        newest: NewestTokens | None,
     ) -> None:
-        """One call of attention, of a context that ranks share.
+        """Make one call of attention, of a context that ranks share.
 
         Its splits are merged on each rank, the ranks' results by a collective, and
         that with the query tokens: as a result of one split.
         """
         assert self.context_parallel is not None and self.kernels is not None
-        slots = batch.num_query_slots
+        slots = call.batch.num_query_slots
         part, lse = scratch.output[:slots], scratch.lse[:slots]
-        attention(
-            query,
-            kv_cache,
-            layout,
-            batch,
-            partials,
-            part,
-            logits_soft_cap=self.logits_soft_cap,
-            lse=lse,
+        # What a rank has of the sequences: it lacks the query tokens and the sinks.
+        scoring = Scoring(self.scale, soft_cap=self.logits_soft_cap)
+        own_part = AttentionCall(
+            call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
         )
+        attend(query, own_part, partials)
         part, lse = self.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
-        self.kernels.merge_splits(
-            Partials(part, lse),
-            batch,
-            output,
-            self.shape.num_kv_heads,
-            newest,
-            sinks=self.sinks,
-            logits_soft_cap=self.logits_soft_cap,
-        )
+        self.kernels.merge_splits(Partials(part, lse), call._replace(window=None))
 
     def alone(self) -> AbstractContextManager[None]:
         """Run kernels as ever, and wait for no other rank."""

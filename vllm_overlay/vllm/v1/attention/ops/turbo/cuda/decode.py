@@ -22,11 +22,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
     PLAIN,
-    DecodeBatch,
-    NewestTokens,
-    OffsetScores,
+    AttentionCall,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Variant,
 )
@@ -204,18 +201,8 @@ def attend(
         [TurboFormat, int, torch.device, Variant], Callable[..., None]
     ],
     query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
+    call: AttentionCall,
     partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None,
-    offset: OffsetScores | None,
-    window: RecentWindow | None,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    logits_soft_cap: float | None,
-    lse: torch.Tensor | None,
     enable_pdl: bool,
 ) -> None:
     """Run a kernel that makes partial results of pages, and the merge of these.
@@ -225,67 +212,40 @@ def attend(
     the kernel of a layout, number of queries of a sequence and KV head, device, and
     variant. The other arguments are ``AttentionFn``'s.
     """
+    batch, scoring, device = call.batch, call.scoring, call.kv_cache.device
     num_tokens, num_heads, _ = query.vectors.shape
-    num_kv_heads = kv_cache.shape[1]
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
     batch.num_splits(partials.lse.shape[0])  # checks that there is room
-    assert lse is None or newest is window is sliding_window is sinks is None
-    assert window is None or newest is not None, "a window without the newest tokens"
-    assert sliding_window is None or sliding_window > 0, sliding_window
-    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
-    num_queries = num_heads // num_kv_heads * batch.query_len
-    original_query, table, scale = offset or (None, None, 0.0)
-    variant = Variant(offset is not None, soft_cap=logits_soft_cap is not None)
-    load_kernel(layout, num_queries, kv_cache.device, variant)(
+    call.check()
+    num_queries = num_heads // call.num_kv_heads * batch.query_len
+    original_query, table, scale = call.offset or (None, None, 0.0)
+    load_kernel(call.layout, num_queries, device, scoring.variant())(
         *query,
-        kv_cache,
+        call.kv_cache,
         batch.block_table,
         batch.seq_lens,
         *partials,
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
-        newest is not None or lse is not None,
-        None if window is None else window.packed_lens,
+        call.newest is not None or call.lse is not None,
+        None if call.window is None else call.window.packed_lens,
         original_query,
         table,
         scale * LOG2_E,
-        sliding_window or 0,
-        (logits_soft_cap or 0.0) * LOG2_E,
+        scoring.sliding_window or 0,
+        (scoring.soft_cap or 0.0) * LOG2_E,
         enable_pdl,
     )
-    merge_splits(
-        partials,
-        batch,
-        output,
-        num_kv_heads,
-        newest,
-        window,
-        offset,
-        sliding_window,
-        sinks,
-        logits_soft_cap,
-        lse,
-        enable_pdl=enable_pdl,
-    )
+    merge_splits(partials, call, enable_pdl=enable_pdl)
 
 
 def decode_attention(
     query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
+    call: AttentionCall,
     partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    offset: OffsetScores | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
@@ -300,20 +260,4 @@ def decode_attention(
             their functions raise.
 
     """
-    attend(
-        load,
-        query,
-        kv_cache,
-        layout,
-        batch,
-        partials,
-        output,
-        newest,
-        offset,
-        window,
-        sliding_window,
-        sinks,
-        logits_soft_cap,
-        lse,
-        enable_pdl,
-    )
+    attend(load, query, call, partials, enable_pdl)

@@ -26,11 +26,8 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     PLAIN,
-    DecodeBatch,
-    NewestTokens,
-    OffsetScores,
+    AttentionCall,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Variant,
 )
@@ -218,45 +215,19 @@ def num_kv_splits(
 
 def extend_attention(
     query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
+    call: AttentionCall,
     partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    offset: OffsetScores | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
-    The layout is one that ``EXTEND`` has. With ``newest`` the cache is
-    read up to the query tokens, and the merge attends to these, one after the other, or
-    adds what attention to them gave.
+    The layout is one that ``EXTEND`` has. With newest tokens the cache is read up to
+    the query tokens, and the merge attends to these, one after the other, or adds what
+    attention to them gave.
 
     Raises:
         RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
             function raises.
 
     """
-    cuda_decode.attend(
-        load,
-        query,
-        kv_cache,
-        layout,
-        batch,
-        partials,
-        output,
-        newest,
-        offset,
-        window,
-        sliding_window,
-        sinks,
-        logits_soft_cap,
-        lse,
-        enable_pdl,
-    )
+    cuda_decode.attend(load, query, call, partials, enable_pdl)

@@ -26,9 +26,7 @@ from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
-    DecodeBatch,
-    NewestTokens,
-    OriginalQuery,
+    AttentionCall,
     OutputScratch,
     TensorSpecs,
     Variant,
@@ -189,17 +187,7 @@ def output_scratch(
 
 
 def extend_outputs(
-    query: OriginalQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
-    scratch: OutputScratch,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    enable_pdl: bool = True,
+    call: AttentionCall, scratch: OutputScratch, enable_pdl: bool = True
 ) -> None:
     """Attend from each sequence's last tokens to all that it has: ``OutputsFn``.
 
@@ -208,36 +196,36 @@ def extend_outputs(
             function raises.
 
     """
-    num_tokens, num_heads, head_size = query.vectors.shape
-    num_kv_heads = kv_cache.shape[1]
+    query, batch, scoring = call.query, call.batch, call.scoring
+    assert query is not None
+    num_tokens, num_heads, head_size = query.shape
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
-    assert sliding_window is None or sliding_window > 0, sliding_window
+    call.check()
     key = value = own_tiles = None
-    if newest is not None:
-        key, value, own_tiles = newest.key, newest.value, scratch.own_tiles
-    plan = plan_for(layout, num_heads // num_kv_heads * batch.query_len, True)
-    variant = Variant(soft_cap=logits_soft_cap is not None)
-    kernel = OUTPUTS.load(layout, plan, kv_cache.device, variant)
-    kernel(
-        query.vectors,
+    if call.newest is not None:
+        key, value, own_tiles = call.newest.key, call.newest.value, scratch.own_tiles
+    num_queries = num_heads // call.num_kv_heads * batch.query_len
+    plan = plan_for(call.layout, num_queries, True)
+    OUTPUTS.load(call.layout, plan, call.kv_cache.device, scoring.variant())(
+        query,
         # The rotation's norm is taken off where it is done.
-        score_factor(layout, query.scale) * head_size**-0.5,
-        kv_cache,
+        score_factor(call.layout, scoring.scale) * head_size**-0.5,
+        call.kv_cache,
         batch.block_table,
         batch.seq_lens,
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
-        output,
+        call.output,
         scratch.partial,
         scratch.partial_lse,
         key,
         value,
         own_tiles,
-        sliding_window or 0,
-        sinks,
-        (logits_soft_cap or 0.0) * LOG2_E,
+        scoring.sliding_window or 0,
+        scoring.sinks,
+        (scoring.soft_cap or 0.0) * LOG2_E,
         enable_pdl,
     )

@@ -2,17 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Merge of decode attention's splits as a CUDA kernel: see ``triton.merge``."""
 
-import torch
-
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
-    DecodeBatch,
+    AttentionCall,
     NewestTokens,
-    OffsetScores,
     Partials,
     RecentWindow,
     Variant,
@@ -105,44 +102,20 @@ def _window_arguments(window: RecentWindow | None) -> tuple[object, ...]:
 
 def merge_splits(
     partials: Partials,
-    batch: DecodeBatch,
-    output: torch.Tensor,
-    num_kv_heads: int,
-    newest: NewestTokens | None = None,
-    window: RecentWindow | None = None,
-    offset: OffsetScores | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
+    call: AttentionCall,
     num_warps: int | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """Combine splits in rotated space into outputs.
+    """Combine splits in rotated space into outputs: ``MergeFn``.
 
     The kernel before it on the stream may let it begin early; it waits for that to
-    end before it reads ``partials`` and ``window``, but not with what it reads of
-    ``newest`` and ``batch``. It writes nothing before.
+    end before it reads ``partials`` and the window, but not with what it reads of the
+    newest tokens and the batch. It writes nothing before.
 
     Args:
         partials: The splits' results, B * S * Q of them.
-        batch: The sequences; its block table is not read.
-        output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
-        num_kv_heads: KV heads.
-        newest: The tokens that the splits leave out, of ``output``'s dtype; None if
-            there are none. What attention to them gave is read after ``partials``.
-        window: The tokens before these that the splits leave out, too; only together
-            with ``newest``. None if there are none.
-        offset: What the scores of the window's keys lack, of the same softmax scale as
-            ``newest``; None if nothing.
-        sliding_window: Of the newest tokens, how many a query token sees at most,
-            itself the last; None: all before it.
-        sinks: (Hq,) bf16, fp16 or fp32, contiguous: of each query head a logit without
-            a value; None for none.
-        logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
-            as it has those of the splits; not with ``offset``. None for nothing.
-        lse: As ``AttentionFn``'s, with none of what else is attended to; None for
-            outputs that are rotated back.
+        call: The tokens that the splits leave out, and the output. What attention to
+            the newest tokens gave is read after ``partials``.
         num_warps: Warps a row; None to choose by the batch.
         enable_pdl: Whether it may begin early, on GPUs that can.
 
@@ -151,12 +124,14 @@ def merge_splits(
             function raises.
 
     """
+    batch, output, lse, scoring = call.batch, call.output, call.lse, call.scoring
+    newest, window, num_kv_heads = call.newest, call.window, call.num_kv_heads
+    call.check()
     num_tokens, num_heads, head_size = output.shape
     if lse is None:
         batch.check(num_tokens)
     else:
         batch.check_shared(output, lse)
-        assert newest is None and sinks is None, "a rank's part with more than that"
     if batch.num_seqs == 0:
         return
     num_splits = batch.num_splits(partials.lse.shape[0])
@@ -164,7 +139,6 @@ def merge_splits(
     if newest is None:
         # Not read, but a launch needs arguments.
         newest = NewestTokens(output, output, output, 0.0)
-    assert window is None or with_newest, "a window without the newest tokens"
     query, key, value, scale, attended = newest
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
@@ -177,8 +151,9 @@ def merge_splits(
                 num_rows, num_splits, group, head_size, num_sms
             )
     assert num_warps in (1, 2, 4, block_warps(head_size)), num_warps
-    variant = Variant(soft_cap=logits_soft_cap is not None)
-    MERGE.load(head_size, None, output.device, variant)(
+    # Splits have what cached keys lack, and a window's keys get it here.
+    table = None if window is None else scoring.key_offset
+    MERGE.load(head_size, None, output.device, scoring.variant())(
         *partials,
         batch.seq_lens,
         output,
@@ -193,10 +168,10 @@ def merge_splits(
         batch.query_len,
         num_warps.bit_length() - 1,
         *_window_arguments(window),
-        None if window is None or offset is None else offset.table,
-        sliding_window or 0,
-        sinks,
-        (logits_soft_cap or 0.0) * LOG2_E,
+        table,
+        scoring.sliding_window or 0,
+        scoring.sinks,
+        (scoring.soft_cap or 0.0) * LOG2_E,
         lse,
         *(attended or (None, None)),
         enable_pdl,

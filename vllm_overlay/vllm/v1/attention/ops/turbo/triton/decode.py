@@ -9,20 +9,15 @@ the way back. Softmax is in base 2.
 
 from typing import NamedTuple
 
-import torch
-
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
+    AttentionCall,
     DecodeBatch,
-    NewestTokens,
-    OffsetScores,
     Partials,
-    RecentWindow,
     RotatedQuery,
     check_pages,
 )
@@ -108,52 +103,29 @@ def splits_of_window(
 
 def decode_attention(
     query: RotatedQuery,
-    kv_cache: torch.Tensor,
-    layout: TurboFormat,
-    batch: DecodeBatch,
+    call: AttentionCall,
     partials: Partials,
-    output: torch.Tensor,
-    newest: NewestTokens | None = None,
-    offset: OffsetScores | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> None:
     """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
 
     Args:
         query: Of T query tokens, from ``triton.store``.
-        kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
-        layout: The cache's format.
-        batch: The call's sequences.
+        call: The tokens that are attended to, and the output. The merge attends to its
+            newest tokens and its window.
         partials: Scratch; its size says how many splits a sequence has.
-        output: (T, Hq, D), written; last axis contiguous.
-        newest: The query tokens, to be attended to in place of what the cache holds of
-            them; None to read them from the cache.
-        offset: What was taken off the cached keys; None if nothing was.
-        window: Where the newest cached tokens are read instead, with ``newest``: the
-            merge has them. Each query token sees all of them, whatever the sliding
-            window. None if nowhere.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        logits_soft_cap: What bounds scores by a tanh, not with ``offset``; None for
-            nothing.
-        lse: (B * Q, Hq) fp32, written, where ranks share the sequences: see
-            ``AttentionFn``; None where they do not.
         tuning: Launch parameters; None for ``default_tuning``'s.
 
     """
+    kv_cache, layout, batch = call.kv_cache, call.layout, call.batch
+    newest, window, lse, offset = call.newest, call.window, call.lse, call.offset
+    sliding_window, logits_soft_cap = call.scoring.sliding_window, call.scoring.soft_cap
+    call.check()
     num_tokens, num_heads, head_size = query.vectors.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
-    assert output.stride(2) == 1
-    assert lse is None or newest is window is sliding_window is sinks is None
-    assert window is None or newest is not None, "a window without the newest tokens"
-    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
+    assert call.output.stride(2) == 1
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
@@ -223,16 +195,4 @@ def decode_attention(
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(
-        partials,
-        batch,
-        output,
-        num_kv_heads,
-        newest,
-        window,
-        offset,
-        sliding_window,
-        sinks,
-        logits_soft_cap,
-        lse,
-    )
+    merge_splits(partials, call)

@@ -8,19 +8,15 @@ has in 8 bits. Where ranks share a sequence's context it leaves all that to the 
 their results, and combines its own.
 """
 
-import torch
-
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
-    DecodeBatch,
+    AttentionCall,
     NewestTokens,
-    OffsetScores,
     Partials,
-    RecentWindow,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.recent import attend_to_window
@@ -304,62 +300,38 @@ def _merge_kernel(
         tl.store(output_ptr + offset[:, None] + d[None, :], output, mask=output_mask)
 
 
-def merge_splits(
-    partials: Partials,
-    batch: DecodeBatch,
-    output: torch.Tensor,
-    num_kv_heads: int,
-    newest: NewestTokens | None = None,
-    window: RecentWindow | None = None,
-    offset: OffsetScores | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Combine splits in rotated space into outputs.
+def merge_splits(partials: Partials, call: AttentionCall) -> None:
+    """Combine splits in rotated space into outputs: ``MergeFn``.
 
     Args:
         partials: The splits' results, B * S * Q of them.
-        batch: The sequences; its block table is not read.
-        output: (T, Hq, D), written; last axis contiguous.
-        num_kv_heads: KV heads.
-        newest: The tokens that the splits leave out; None if there are none.
-        window: Where tokens before those lie that the splits leave out, too; only with
-            ``newest``. None if there are none.
-        offset: What was taken off the window's keys; None if nothing was.
-        sliding_window: Of the newest tokens, how many a query token sees at most,
-            itself the last; None: all before it.
-        sinks: (Hq,) of any floating dtype, contiguous: of each query head a logit
-            without a value; None for none.
-        logits_soft_cap: What bounds the scores of ``newest`` and ``window`` by a tanh,
-            as it has those of the splits; not with ``offset``. None for nothing.
-        lse: As ``AttentionFn``'s, with none of what else is attended to; None for
-            outputs that are rotated back.
+        call: The tokens that the splits leave out, and the output.
 
     """
+    batch, output, lse, newest = call.batch, call.output, call.lse, call.newest
+    window, num_kv_heads, table = call.window, call.num_kv_heads, None
+    sliding_window, sinks = call.scoring.sliding_window, call.scoring.sinks
+    logits_soft_cap = call.scoring.soft_cap
+    call.check()
     num_tokens, num_heads, head_size = output.shape
     if lse is None:
         batch.check(num_tokens)
     else:
         batch.check_shared(output, lse)
-        assert newest is None and sinks is None, "a rank's part with more than that"
-    assert logits_soft_cap is None or offset is None, "capped scores with an offset"
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
-    pages = blocks = packed_lens = table = None
+    pages = blocks = packed_lens = None
     num_segments = num_window_rows = stride_page_block = stride_page_head = 0
     planes = (0, 0, 0)
     if window is not None:
-        assert with_newest
         check_window(window, head_size, num_kv_heads)
         assert window.num_tokens <= interface.OFFSET_SEGMENT, window.num_tokens
         pages, blocks, packed_lens = window[:3]
         stride_page_block, stride_page_head = pages.stride()[:2]
         num_window_rows = window.format.num_rows
         planes = window.format.plane_offsets[1:4]
-        if offset is not None:
-            table = offset.table
+        table = call.scoring.key_offset
+        if table is not None:
             assert table.is_contiguous()
             assert table.shape[1:] == (num_kv_heads, head_size), table.shape
             num_segments = table.shape[0]
