@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the engine benchmarks share: facts of a run, and rows of results."""
+"""What the engine benchmarks share: facts of a run, and rows of results.
+
+Whoever imports it may import the packages of `scripts/` and the tasks of the tests.
+"""
 
 import json
 import os
@@ -14,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_TOKEN = 1000
 CONFIGS = ROOT / "benchmarks" / "configs"
+sys.path[:0] = [str(ROOT / x) for x in ("scripts", "cpu_standins", "tests/quality")]
 
 
 def first_line(*command: str) -> str | None:

@@ -46,17 +46,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import CONFIGS, ROOT, Report, first_line, plain_tokens
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from arm_process import TURBO_DTYPES  # noqa: E402
-from child_log import emit, last_error, rows_of  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    run_child,
-)
+from common import CONFIGS, Report, first_line, plain_tokens
+from turbo_process.arm import TURBO_DTYPES
+from turbo_process.log import emit, last_error, rows_of
+from turbo_process.runner import engine_variables, exit_when_told, run_child
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -42,14 +42,11 @@ from pathlib import Path
 from typing import Any
 
 import follow_ups
-from common import CONFIGS, ROOT
+from common import CONFIGS
 from model_config import cut_layers, with_awq
 from turbo_engine import Engine, build_parser, run_arms, turn, used_mib
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from child_log import emit  # noqa: E402
-from child_runner import exit_when_told  # noqa: E402
+from turbo_process.log import emit
+from turbo_process.runner import exit_when_told
 
 # Contexts but the last's, which shows what a step costs beside attention.
 SHAPES = ((16, 32768), (64, 4096), (16, 128))

@@ -28,13 +28,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common import ROOT, Report
+from common import Report
 from turbo_engine import build_parser, random_prompt, run_arms, turn
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from child_log import emit  # noqa: E402
-from child_runner import exit_when_told  # noqa: E402
+from turbo_process.log import emit
+from turbo_process.runner import exit_when_told
 
 COPIES = "copies"
 LAYERS, KV_HEADS, HEAD_SIZE = 32, 8, 128

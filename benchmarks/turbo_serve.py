@@ -22,18 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import CONFIGS, ROOT, Report
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from child_runner import engine_variables, exit_when_told, running  # noqa: E402
-from quickstart import (  # noqa: E402
-    QuickstartError,
-    free_port,
-    startup_lines,
-    wait_until_up,
-)
-from seeded_model import write_json, write_tokenizer  # noqa: E402
+from common import CONFIGS, Report
+from quickstart import QuickstartError, free_port, startup_lines, wait_until_up
+from turbo_process.runner import engine_variables, exit_when_told, running
+from turbo_seeded.model import write_json, write_tokenizer
 
 MODEL_NAME = "served"
 PROMPT_BYTES = (40, 400, 2000, 7000)

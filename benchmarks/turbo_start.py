@@ -39,18 +39,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from common import CONFIGS, ROOT, Report
+from common import CONFIGS, Report
+from quickstart import QuickstartError, free_port, wait_until_up
+from turbo_process.runner import engine_variables, exit_when_told, running, side_by_side
 from turbo_serve import write_model
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    running,
-    side_by_side,
-)
-from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
 
 # The folders below the one of a pair of starts, by the variable that names each.
 CACHES = {

@@ -38,18 +38,15 @@ from subprocess import Popen
 from threading import Barrier, Lock, Thread
 from typing import Any
 
-from common import CONFIGS, ROOT, Report
+from common import CONFIGS, Report
+from quickstart import free_port
 from turbo_engine import random_prompt
+from turbo_equality.run import SEVERAL_GPUS_VARIABLES
 from turbo_offload import parse_arm
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from child_log import what_happened  # noqa: E402
-from child_runner import engine_variables, exit_when_told, running  # noqa: E402
-from equality_run import SEVERAL_GPUS_VARIABLES  # noqa: E402
-from quickstart import free_port  # noqa: E402
-from seeded_model import build_parser as model_parser  # noqa: E402
-from seeded_model import write_model  # noqa: E402
+from turbo_process.log import what_happened
+from turbo_process.runner import engine_variables, exit_when_told, running
+from turbo_seeded.model import build_parser as model_parser
+from turbo_seeded.model import write_model
 
 Row = dict[str, Any]
 

@@ -266,7 +266,7 @@ start() {
 }
 
 quality() {
-  "$python" scripts/quality.py --jobs 5 \
+  "$python" benchmarks/quality.py --jobs 5 \
     --output "$out/quality" --logs "$out/quality-logs" "$@"
 }
 
@@ -279,7 +279,7 @@ latents() {
 }
 
 equality() {
-  "$python" scripts/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
+  "$python" benchmarks/equality.py --jobs 8 --output "$out/equality.jsonl" "$@"
 }
 
 dcp() (
@@ -297,7 +297,7 @@ dcp() (
       --output "$out/dcp.jsonl" --logs "$out/dcp-logs/$arm" || wrong=1
     arm=$((arm + 1))
   done
-  "$python" scripts/equality.py --jobs 3 --prefill raw --output "$out/equality.jsonl" \
+  "$python" benchmarks/equality.py --jobs 3 --prefill raw --output "$out/equality.jsonl" \
     --modes tensor_parallel dcp dcp_graphs dcp_chunked dcp_prefix dcp_ngram_graphs \
     dcp_mtp_graphs || wrong=1
   exit "$wrong"
@@ -308,7 +308,7 @@ families() {
 }
 
 checkpoints() {
-  "$python" scripts/checkpoints.py --output "$out/checkpoints.jsonl" "$@"
+  "$python" ci/checkpoints.py --output "$out/checkpoints.jsonl" "$@"
 }
 
 check() {
@@ -316,16 +316,16 @@ check() {
 }
 
 memory() {
-  "$python" scripts/memory.py \
+  "$python" benchmarks/memory.py \
     --output "$out/memory.jsonl" --logs "$out/memory-logs" "$@"
 }
 
 soak() {
-  "$python" scripts/soak.py --output "$out/soak.jsonl" "$@"
+  "$python" benchmarks/soak.py --output "$out/soak.jsonl" "$@"
 }
 
 restarts() {
-  "$python" scripts/soak_server.py \
+  "$python" benchmarks/soak_server.py \
     --output "$out/restarts.jsonl" --logs "$out/restarts-logs" "$@"
 }
 

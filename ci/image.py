@@ -25,17 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
-from child_log import emit  # noqa: E402
-from child_runner import (  # noqa: E402
+from common import Report  # noqa: E402
+from turbo_engine import link_or_copy  # noqa: E402
+from turbo_equality.run import built_kernels, used_kernels  # noqa: E402
+from turbo_process.log import emit  # noqa: E402
+from turbo_process.runner import (  # noqa: E402
     engine_variables,
     exit_when_told,
     run_for_row,
 )
-from common import Report  # noqa: E402
-from equality_run import built_kernels, used_kernels  # noqa: E402
-from seeded_model import build_parser as model_parser  # noqa: E402
-from seeded_model import write_model  # noqa: E402
-from turbo_engine import link_or_copy  # noqa: E402
+from turbo_seeded.model import build_parser as model_parser  # noqa: E402
+from turbo_seeded.model import write_model  # noqa: E402
 
 BUILD = "vllm.v1.attention.ops.turbo.cuda.build"
 # Of the seeded model's layers.

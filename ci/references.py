@@ -176,11 +176,11 @@ class Project:
 
 
 def _added_options(nodes: list[ast.AST]) -> Iterator[str]:
-    """The options that calls of add_argument name."""
+    """The options that calls of add_argument name, or of `add`, as it may be called."""
     for node in nodes:
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr == "add_argument":
+        if isinstance(node, ast.Call) and re.fullmatch(
+            r".*[.]add_argument|add", ast.unparse(node.func)
+        ):
             for word in node.args:
                 if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
                     yield str(word.value)

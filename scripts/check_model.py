@@ -27,7 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from check_needs import require_series
+from turbo_check.needs import require_series
 
 # Before the first package is imported.
 require_series("check_model.py")
@@ -36,37 +36,35 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
 
 import numpy as np  # noqa: E402
-from arm_process import LOG, TURBO_DTYPES, read_result, run_arm  # noqa: E402
-from check_advice import advise, layers_to_skip, ran  # noqa: E402
-from check_args import build_parser, check_early, complete  # noqa: E402
-from check_arms import (  # noqa: E402
-    REFERENCE,
-    Arm,
-    arm_of,
-    arms_of,
-    engine_args,
-)
-from check_cases import build_cases  # noqa: E402
-from check_cures import with_cure  # noqa: E402
-from check_metrics import (  # noqa: E402
+from common import rounded, run_facts  # noqa: E402
+from quickstart import is_right  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from turbo_check.advice import advise, layers_to_skip, ran  # noqa: E402
+from turbo_check.args import build_parser, check_early, complete  # noqa: E402
+from turbo_check.arms import REFERENCE, Arm, arm_of, arms_of, engine_args  # noqa: E402
+from turbo_check.cases import build_cases  # noqa: E402
+from turbo_check.cures import with_cure  # noqa: E402
+from turbo_check.metrics import (  # noqa: E402
     Records,
     compare_needles,
     compare_records,
     greedy_agreement,
     rank_layers,
 )
-from check_progress import Heartbeat  # noqa: E402
-from check_report import markdown  # noqa: E402
-from child_runner import engine_variables, exit_when_told, side_by_side  # noqa: E402
-from common import rounded, run_facts  # noqa: E402
-from quickstart import is_right  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from turbo_check.progress import Heartbeat  # noqa: E402
+from turbo_check.report import markdown  # noqa: E402
+from turbo_process.arm import LOG, TURBO_DTYPES, read_result, run_arm  # noqa: E402
+from turbo_process.runner import (  # noqa: E402
+    engine_variables,
+    exit_when_told,
+    side_by_side,
+)
 
-SCRIPTS = Path(__file__).resolve().parent
-CHILD = SCRIPTS / "check_child.py"
-GSM8K_CHILD = SCRIPTS / "check_gsm8k.py"
-PICTURES = SCRIPTS / "check_pictures.py"
-# What check_child.py is done with, one after the other.
+PARTS = ROOT / "scripts" / "turbo_check"
+CHILD = PARTS / "child.py"
+GSM8K_CHILD = PARTS / "gsm8k.py"
+PICTURES = PARTS / "pictures.py"
+# What child.py is done with, one after the other.
 STAGES = ("start", "keys", "decode", "greedy", "needles")
 GSM8K_CONTEXT = 4096
 POLL_S = 0.5
@@ -106,7 +104,7 @@ class Checks:
             "model": self.args.model,
             "engine_args": {
                 "enable_trace_replay": True,
-                "logits_processors": ["check_probe:Recorder"],
+                "logits_processors": ["turbo_check.probe:Recorder"],
                 # A rank samples all rows, or none.
                 "enable_batch_sharded_sampling": False,
                 **options,

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from check_needs import check_folder, require_series
+from turbo_check.needs import check_folder, require_series
 
 # Before the first package is imported.
 require_series("plan.py")

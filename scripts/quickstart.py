@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(ROOT / "cpu_standins"))
 
-from child_log import last_error  # noqa: E402
-from child_runner import exit_when_told, running  # noqa: E402
 from env import STAMPS  # noqa: E402
+from turbo_process.log import last_error  # noqa: E402
+from turbo_process.runner import exit_when_told, running  # noqa: E402
 from vllm_turbo_cpu_standins.settings import (  # noqa: E402
     ENGINE_ARGS,
     SERVE_ARGS,
@@ -222,8 +222,8 @@ def show_capacities(
     """Prints the tokens each dtype holds in the memory that the server had."""
     log = python.parent.parent / "log" / "capacity.log"
     command: list[str | Path] = [
-        python, SCRIPTS / "kv_capacity.py", model, "--memory", str(memory),
-        "--engine-args", json.dumps(engine_args),
+        python, SCRIPTS / "turbo_plan" / "kv_capacity.py", model,
+        "--memory", str(memory), "--engine-args", json.dumps(engine_args),
     ]  # fmt: skip
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
     run(command, log, **variables, **quiet)

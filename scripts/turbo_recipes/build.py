@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from mistral_common.tokens.tokenizers.base import SpecialTokens
-from seeded_model import write_tokenizer
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from turbo_seeded.model import write_tokenizer
 
 from turbo_recipes.device import WithoutMemory
 from turbo_recipes.shapes import Shape

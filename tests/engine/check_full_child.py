@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""As check_child.py, with the distributions over the whole vocabulary beside it.
+"""As turbo_check/child.py, with the distributions over the whole vocabulary beside it.
 
 They go into `full.npy` (text, position, token). A job with `only_keys` has statistics
 of K as its result, and nothing else.
@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import numpy as np  # noqa: E402
-from arm_process import write_result  # noqa: E402
-from check_child import Check  # noqa: E402
-from quality_child import as_array  # noqa: E402
+from turbo_check.child import Check  # noqa: E402
+from turbo_process.arm import write_result  # noqa: E402
+from turbo_quality.child import as_array  # noqa: E402
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402

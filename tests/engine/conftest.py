@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-# The modules beside this one, whatever pytest's import mode.
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).resolve().parents[2]
+# What the tests import, whatever pytest's import mode.
+FOLDERS = ("tests/engine", "scripts", "benchmarks", "ci", "tests/quality")
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 from harness import WRITE_MODEL, Jobs  # noqa: E402
 

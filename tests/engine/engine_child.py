@@ -44,7 +44,7 @@ from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from equality_child import logprobs_of, zeroed_attention  # noqa: E402
+from turbo_equality.child import logprobs_of, zeroed_attention  # noqa: E402
 
 # Of a call whose engine loads other weights: prompts are prefilled, and some tokens
 # generated.

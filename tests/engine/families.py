@@ -3,21 +3,17 @@
 """Small models of other families than Qwen3's, with seeded weights.
 
 transformers writes them, under the names that its own checkpoints have. Their tokens
-say nothing, but attention decides them: see `scripts/seeded_model.py`.
+say nothing, but attention decides them: see `scripts/turbo_seeded/model.py`.
 """
 
 import math
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from seeded_model import write_tokenizer  # noqa: E402
+from turbo_seeded.model import write_tokenizer
 
 WINDOW = 48
 SOFT_CAP = 4.0

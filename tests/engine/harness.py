@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quickstart import QuickstartError, free_port, wait_until_up
+from turbo_process.log import what_happened
+from turbo_process.runner import run_child, running
 from vllm_turbo_cpu_standins.settings import (
     ENGINE_ARGS,
     SERVE_ARGS,
@@ -24,15 +27,10 @@ from vllm_turbo_cpu_standins.settings import (
     engine_environment,
 )
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from child_log import what_happened  # noqa: E402
-from child_runner import run_child, running  # noqa: E402
-from quickstart import QuickstartError, free_port, wait_until_up  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
 CHILD = Path(__file__).with_name("engine_child.py")
-WRITE_MODEL = SCRIPTS / "seeded_model.py"
+WRITE_MODEL = SCRIPTS / "turbo_seeded" / "model.py"
 # Logs are looked at. It is no variable of the children's own: those of the tests and
 # those of the scripts that run in this process share fork servers.
 os.environ["VLLM_LOGGING_LEVEL"] = "INFO"

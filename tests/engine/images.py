@@ -15,7 +15,6 @@ import torch
 from families import FAMILIES, common_config, seed_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from seeded_model import SPECIAL_TOKENS, write_json, write_tokenizer
 from transformers import (
     AutoTokenizer,
     Gemma3Config,
@@ -23,6 +22,7 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Processor,
 )
+from turbo_seeded.model import SPECIAL_TOKENS, write_json, write_tokenizer
 
 # Of an image's pixels, a side.
 SIZE = 32

@@ -12,19 +12,19 @@ from typing import Any
 import check_model
 import numpy as np
 import pytest
-from arm_process import read_result, run_arm
-from check_args import build_parser, complete
-from check_metrics import rank_layers
-from check_report import markdown
-from child_runner import side_by_side
 from families import write_family
-from harness import SCRIPTS, TIMEOUT_S
-from quality_metrics import kl_divergence
+from harness import ROOT, TIMEOUT_S
 from scenarios import GAIN
 from test_quality import KL_BOUND
 from trained import TRAINED
+from turbo_check.args import build_parser, complete
+from turbo_check.metrics import rank_layers
+from turbo_check.report import markdown
+from turbo_process.arm import read_result, run_arm
+from turbo_process.runner import side_by_side
+from turbo_quality.metrics import kl_divergence
 
-MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
+MODEL = ROOT / "models" / "needle-qwen3"
 CHILD = Path(__file__).with_name("check_full_child.py")
 # The text's distributions are the whole vocabulary's, bytes and three special tokens.
 VOCABULARY = 259

@@ -13,18 +13,17 @@ import check_model
 import numpy as np
 import pytest
 import torch
-from arm_process import read_result, run_arm
-from check_advice import advise, gain_of_layer, layers_to_skip, loses_needles
-from check_args import build_parser, complete
-from check_cases import CUE, Plan, build_cases
-from check_metrics import compare_needles, compare_records, rank_layers
-from checkpoint_kinds import KINDS, write_checkpoint
-from harness import SCRIPTS
-from quality_metrics import compare
+from harness import ROOT
 from quickstart import is_right
 from transformers import AutoTokenizer
+from turbo_check.advice import advise, gain_of_layer, layers_to_skip, loses_needles
+from turbo_check.args import build_parser, complete
+from turbo_check.cases import CUE, Plan, build_cases
+from turbo_check.metrics import compare_needles, compare_records, rank_layers
+from turbo_process.arm import read_result, run_arm
+from turbo_quality.metrics import compare
+from turbo_seeded.checkpoints import KINDS, write_checkpoint
 
-ROOT = SCRIPTS.parent
 MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = ROOT / "tests" / "quality" / "heldout.txt"
 BIG = 150_000
@@ -349,16 +348,16 @@ def test_gsm8k_is_asked_as_vllm_asks_it(tmp_path: Path):
 
 def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two requests of which one is in a chunk of its prompt at first."""
-    import check_probe
+    from turbo_check import probe
 
-    monkeypatch.setattr(check_probe, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(probe, "get_tensor_model_parallel_rank", lambda: 0)
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(3, 2, BIG, generator=generator)
     k, first, steps = 64, 9, 2
     arms = {"reference": logits, "other": logits + 0.1}
     arms["other"][..., ::2] -= 0.3
     for name, of_arm in arms.items():
-        recorder = check_probe.Recorder(None, None)  # type: ignore[arg-type]
+        recorder = probe.Recorder(None, None)  # type: ignore[arg-type]
         assert not recorder.add_request(5, SimpleNamespace(extra_args=None))
         for slot in (3, 7):
             path = tmp_path / f"{name}-{slot}.npz"
@@ -366,7 +365,7 @@ def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.Monkey
             watch = {"path": str(path), "first": first, "count": k}
             watch["reference"] = str(reference) if name == "other" else None
             params = SimpleNamespace(
-                trace_decode_token_ids=[11, 22], extra_args={check_probe.WATCH: watch}
+                trace_decode_token_ids=[11, 22], extra_args={probe.WATCH: watch}
             )
             assert recorder.add_request(slot, params)
         for step in range(3):

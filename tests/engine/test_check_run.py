@@ -11,24 +11,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import check_jobs
 import check_model
 import numpy as np
 import pytest
-from arm_process import run_arm
-from check_args import build_parser, check_early, complete
-from check_cures import with_cure
-from check_progress import Heartbeat
-from child_runner import side_by_side
-from harness import SCRIPTS
+from harness import ROOT, SCRIPTS
+from turbo_check import jobs as check_jobs
+from turbo_check.args import build_parser, check_early, complete
+from turbo_check.cures import with_cure
+from turbo_check.progress import Heartbeat
+from turbo_process.arm import run_arm
+from turbo_process.runner import side_by_side
 
-MODEL = SCRIPTS.parent / "models" / "needle-qwen3"
+MODEL = ROOT / "models" / "needle-qwen3"
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("step", [None, 1])
 def test_steps_without_logits_say_what_to_do(step: int | None, tmp_path: Path):
-    from check_probe import Record
+    from turbo_check.probe import Record
 
     record = Record(
         path=tmp_path / "text-3.npz", first=9, targets=[1, 2],
@@ -137,7 +137,7 @@ def test_too_many_engines_are_refused():
 
 def test_a_share_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a GPU that is said to be there; by the user's own numbers if there are any."""
-    monkeypatch.setattr("check_args.has_gpu", lambda: True)
+    monkeypatch.setattr("turbo_check.args.has_gpu", lambda: True)
     monkeypatch.setattr(check_jobs, "free_memory", lambda: 78 * GIB)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
 
@@ -164,8 +164,8 @@ def test_a_share_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_an_engine_waits_for_the_reference(tmp_path: Path):
     """Whose records it needs, and which runs beside it."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import check_child\n"
-        "check = object.__new__(check_child.Check)\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); from turbo_check import child\n"
+        "check = object.__new__(child.Check)\n"
         "check.job = {'reference': sys.argv[2]}\n"
         "check.await_reference()"
     )

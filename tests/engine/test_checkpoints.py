@@ -6,21 +6,17 @@ Each kind is asked for facts in texts, with a turbo dtype and with the model's o
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import trained
-from harness import SCRIPTS, Call, Engine, Jobs
+from harness import Call, Engine, Jobs
 from safetensors.torch import load_file
 from scenarios import PROMPTS
 from trained import MAX_TOKENS, TRAINED
-
-sys.path.insert(0, str(SCRIPTS))
-
-import checkpoints  # noqa: E402
-from checkpoint_kinds import KINDS, write_checkpoint  # noqa: E402
+from turbo_seeded.checkpoints import KINDS, write_checkpoint
 
 DTYPE = "turbo4"
 # Else a checkpoint's scheme decides.

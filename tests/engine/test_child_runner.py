@@ -13,19 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import TIMEOUT_S
+from harness import SCRIPTS, TIMEOUT_S
+from turbo_process import runner
+from turbo_process.log import last_error, rows_of, what_happened
+from turbo_process.runner import run_child, run_for_row, running
 from vllm_turbo_cpu_standins.settings import engine_environment
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import child_runner  # noqa: E402
-from child_log import last_error, rows_of, what_happened  # noqa: E402
-from child_runner import (  # noqa: E402
-    run_child,
-    run_for_row,
-    running,
-)
 
 # A child with a child of its own, which both outlive SIGTERM.
 STUBBORN = """
@@ -41,10 +33,10 @@ time.sleep(10_000)
 PARENT = """
 import sys
 from pathlib import Path
-import child_runner
-from child_runner import exit_when_told, run_child, side_by_side
+from turbo_process import runner
+from turbo_process.runner import exit_when_told, run_child, side_by_side
 
-child_runner.STOP_TIMEOUT_S = 0.2
+runner.STOP_TIMEOUT_S = 0.2
 exit_when_told()
 folder, program = sys.argv[1:]
 with side_by_side(2) as pool:
@@ -80,8 +72,8 @@ def wait_for(folder: Path, count: int) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch):
     """Little for what is deaf, and enough for what ends on a busy machine."""
-    monkeypatch.setattr(child_runner, "STOP_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(child_runner, "STACKS_S", TIMEOUT_S)
+    monkeypatch.setattr(runner, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(runner, "STACKS_S", TIMEOUT_S)
 
 
 def test_what_a_child_ended_of(tmp_path: Path):
@@ -96,7 +88,7 @@ def test_what_a_child_ended_of(tmp_path: Path):
 
 def test_rows_are_read_from_among_the_log(tmp_path: Path):
     program = (
-        "from child_log import emit; import sys\n"
+        "from turbo_process.log import emit; import sys\n"
         "emit(a=1); print('RESULTS', end=''); emit(b=[2.5]); sys.exit('TypeError: no')"
     )
     log = tmp_path / "log"
@@ -138,7 +130,7 @@ def test_a_child_leaves_a_row_or_what_is_wrong(
     tmp_path: Path, program: str, found: dict | str
 ):
     variables = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
-    program = f"from child_log import emit; import sys\n{program}"
+    program = f"from turbo_process.log import emit; import sys\n{program}"
     row = run_for_row(python(program), tmp_path / "log", variables, TIMEOUT_S)
     if isinstance(found, dict):
         assert row == found
@@ -159,7 +151,7 @@ def test_a_child_that_hangs_says_where_and_ends_with_all_it_started(
                 raise subprocess.TimeoutExpired(self.args, timeout)
             return super().wait(timeout)
 
-    monkeypatch.setattr(child_runner.subprocess, "Popen", Impatient)
+    monkeypatch.setattr(runner.subprocess, "Popen", Impatient)
     log = tmp_path / "log"
     wrong = run_child(python(STUBBORN, tmp_path), log, {}, TIMEOUT_S)
     assert wrong == f"no end after {TIMEOUT_S} s"
@@ -202,7 +194,7 @@ def test_a_forked_child_is_as_another(tmp_path: Path, monkeypatch: pytest.Monkey
     hangs is ended with all it started, and the next is none the worse. One server does
     for all, whichever thread asks.
     """
-    monkeypatch.setattr(child_runner, "idle_servers", defaultdict(list))
+    monkeypatch.setattr(runner, "idle_servers", defaultdict(list))
     name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
     program, log = tmp_path / "program.py", tmp_path / "folder" / "log"
     program.write_text(
@@ -232,7 +224,7 @@ def test_a_forked_child_is_as_another(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f'File "{program}", line 8 in <module>' in log.read_text()
     wait_for(tmp_path, 0)
     assert run("0") is None
-    ((server,),) = child_runner.idle_servers.values()  # of them all
+    ((server,),) = runner.idle_servers.values()  # of them all
     server.process.kill()
     server.process.wait()
     assert run("3") == "status 3"

@@ -6,15 +6,11 @@ NIXL's are between two: see test_disaggregated.py.
 """
 
 import statistics
-import sys
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences
-
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL  # noqa: E402
+from harness import Call, Engine, Jobs, kl_divergences
+from turbo_quality.cases import HELD_OUT, MODEL
 
 BLOCK = 64
 MAX_TOKENS = 7

@@ -3,23 +3,13 @@
 """Two ranks with a trained model's one KV head share the tokens of sequences."""
 
 import statistics
-import sys
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, decided_tokens, kl_divergences, run_job
-
-sys.path.insert(0, str(SCRIPTS))
-
-from equality import KL_BOUND, TIE  # noqa: E402
-from quality_cases import (  # noqa: E402
-    HELD_OUT,
-    MODEL,
-    Plan,
-    Vocabulary,
-    build_tasks,
-)
-from tasks import IM_END  # noqa: E402
+from equality import KL_BOUND, TIE
+from harness import Call, Engine, decided_tokens, kl_divergences, run_job
+from tasks import IM_END
+from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
 # Tokens of a prompt that asks for a fact: the answer is certain. A rounding may move a
 # stored code, which changes how other texts go on.

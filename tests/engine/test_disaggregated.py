@@ -6,7 +6,6 @@ NIXL moves them, through the host's memory: a producer and a consumer, each a pr
 """
 
 import statistics
-import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -14,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences, run_job
-
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks  # noqa: E402
-from quickstart import free_port  # noqa: E402
+from harness import Call, Engine, Jobs, kl_divergences, run_job
+from quickstart import free_port
+from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
 pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
 

@@ -11,7 +11,6 @@ A hybrid's states of drafts that are rejected are gone back from, in the cache.
 import heapq
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +20,7 @@ from families import write_family
 from harness import Call, Engine, Jobs, Runner, decided_tokens, tie
 from safetensors.torch import load_file, save_file
 from scenarios import BLOCK, NUM_DRAFTS, SLOT_BYTES, text
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from seeded_drafts import target_overrides, write_draft  # noqa: E402
+from turbo_seeded.drafts import target_overrides, write_draft
 
 NUM_GENERATED = 9
 # Of what may move when drafts are verified several at a time: codes flip.

@@ -10,16 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import equality
 import numpy as np
 import pytest
-from harness import TIMEOUT_S
-from scenarios import GAIN
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import equality  # noqa: E402
-from equality import (  # noqa: E402
+from equality import (
     KL_BOUND,
     TIE,
     build_parser,
@@ -30,8 +24,11 @@ from equality import (  # noqa: E402
     repeated,
     unfulfilled,
 )
-from equality_modes import BLOCK, MODES  # noqa: E402
-from equality_run import (  # noqa: E402
+from harness import ROOT, TIMEOUT_S
+from scenarios import GAIN
+from tasks import IM_END
+from turbo_equality.modes import BLOCK, MODES
+from turbo_equality.run import (
     TURBO_DTYPES,
     built_kernels,
     child_environment,
@@ -42,8 +39,7 @@ from equality_run import (  # noqa: E402
     used_kernels,
     window_lengths,
 )
-from quality_cases import MODEL  # noqa: E402
-from tasks import IM_END  # noqa: E402
+from turbo_quality.cases import MODEL
 
 REQUESTS, POSITIONS, VOCABULARY = 3, 5, 7
 
@@ -519,7 +515,7 @@ def test_a_defect_is_noticed_in_an_engine(tmp_path):
     output = tmp_path / "rows.jsonl"
     options = ["--prefill", "stored", "--modes", "zeroed", "--tokens", "8"]
     options += ["--jobs", "2", "--time-limit", str(TIMEOUT_S), "--output", str(output)]
-    command = [sys.executable, str(ROOT / "scripts" / "equality.py"), *options]
+    command = [sys.executable, str(ROOT / "benchmarks/equality.py"), *options]
     assert subprocess.run(command).returncode == 0
     quiet_row, zeroed = map(json.loads, output.read_text().splitlines())
     # One answer has more tokens than these.

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The defects that `equality_child.py` plants."""
+"""The defects that `turbo_equality/child.py` plants."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from turbo_equality.child import BUILDERS, Swap
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from equality_child import BUILDERS, Swap  # noqa: E402
 
 
 @pytest.mark.parametrize("builder", BUILDERS)

@@ -2,17 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which prompts the connector of benchmarks says are cached."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
-from harness import SCRIPTS
+from fill_connector import COMPUTED, FillUnlessToldConnector
 
-sys.path.insert(0, str(SCRIPTS.parent / "benchmarks"))
-
-from fill_connector import COMPUTED, FillUnlessToldConnector  # noqa: E402
-
-from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
     DecodeBenchConnectorScheduler,
 )
 

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from harness import SCRIPTS
+from harness import ROOT
 
 spec = importlib.util.spec_from_file_location(
-    "gpu_families", SCRIPTS.parent / "ci" / "families.py"
+    "gpu_families", ROOT / "ci" / "families.py"
 )
 assert spec is not None and spec.loader is not None
 gpu_families = importlib.util.module_from_spec(spec)

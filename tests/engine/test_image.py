@@ -10,15 +10,12 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import image
 import pytest
 import regex as re
 import tomllib
 import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import image  # noqa: E402
+from harness import ROOT
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 # nvcc, as far as the folder of libraries goes: what is in them is tested elsewhere.

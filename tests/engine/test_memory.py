@@ -12,16 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import memory
 import pytest
-from harness import TIMEOUT_S
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import child_runner  # noqa: E402
-import memory  # noqa: E402
-from child_log import ROW  # noqa: E402
-from memory import LINE, MAX_EXTRA_MIB, MIB, complaints  # noqa: E402
+from harness import ROOT, TIMEOUT_S
+from memory import LINE, MAX_EXTRA_MIB, MIB, complaints
+from turbo_process import runner
+from turbo_process.log import ROW
 
 GIB = 1 << 30
 # A block of 16 tokens, 32 layers and 8 KV heads.
@@ -191,7 +187,7 @@ def test_the_exit_status_says_whether_all_is_well(
         return ended
 
     del row["workspace_mib"]
-    monkeypatch.setattr(child_runner, "run_child", run_child)
+    monkeypatch.setattr(runner, "run_child", run_child)
     command = ["memory.py", "--max-model-lens", "131072", "--logs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert memory.main() == status
@@ -218,7 +214,7 @@ def test_a_small_run(model, tmp_path):
         "--logs": tmp_path,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, str(SCRIPTS / "memory.py"), *words]
+    command = [sys.executable, str(ROOT / "benchmarks/memory.py"), *words]
     assert subprocess.run(command).returncode == 0
     plain, packed = map(json.loads, output.read_text().splitlines())
     assert packed["tokens"] > 3 * plain["tokens"]

@@ -11,13 +11,9 @@ import sys
 from pathlib import Path
 
 from families import FAMILIES, common_config
-from harness import BASE_ARGS, SCRIPTS, child_variables
+from harness import BASE_ARGS, ROOT, child_variables
+from model_config import cut_layers, with_awq
 from transformers import AutoConfig
-
-BENCHMARKS = SCRIPTS.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from model_config import cut_layers, with_awq  # noqa: E402
 
 UNIT = 16
 CHATS, FIRST, TURNS, ANSWER = 2, 300, (20, 50), 4
@@ -36,7 +32,7 @@ def test_rows_of_chats(tmp_path: Path) -> None:
     for ours in ("enable_prefix_caching", "max_model_len", "disable_log_stats"):
         del engine_args[ours]
     output = tmp_path / "rows.jsonl"
-    command = [sys.executable, BENCHMARKS / "turbo_models.py"]
+    command = [sys.executable, ROOT / "benchmarks" / "turbo_models.py"]
     command += ["--model", tmp_path, "--parts", "prefix", "--repeats", "1"]
     command += ["--shapes", f"{CHATS}x{FIRST}", "--turns", *map(str, TURNS)]
     command += ["--steps", str(ANSWER), "--prefix-match-unit", str(UNIT)]
@@ -69,7 +65,7 @@ def test_rows_of_chats(tmp_path: Path) -> None:
 
 def test_quantised_weights_are_marlins(tmp_path: Path) -> None:
     """Attention, delta nets and experts; routers and small projections are not."""
-    path = BENCHMARKS / "configs/qwen3.6-35b-a3b/config.json"
+    path = ROOT / "benchmarks" / "configs/qwen3.6-35b-a3b/config.json"
     config = with_awq(cut_layers(json.loads(path.read_text()), 4))
     (tmp_path / "config.json").write_text(json.dumps(config))
     child = Path(__file__).with_name("weights_child.py")

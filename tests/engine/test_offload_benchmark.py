@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE_ARGS, SCRIPTS, child_variables
-
-BENCHMARKS = SCRIPTS.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-sys.path.insert(0, str(SCRIPTS))
-
-from child_log import ROW  # noqa: E402
-from quality_cases import MODEL  # noqa: E402
-from turbo_offload import COPIES, parse_arm, ratios  # noqa: E402
+from harness import BASE_ARGS, ROOT, child_variables
+from turbo_offload import COPIES, parse_arm, ratios
+from turbo_process.log import ROW
+from turbo_quality.cases import MODEL
 
 CHILD = Path(__file__).with_name("offload_child.py")
 CONTEXT, TOKENS = 150, 128
 
 
 def rows_of_arm(arm: str, *options: str) -> list[dict[str, Any]]:
-    command = [sys.executable, CHILD, BENCHMARKS / "turbo_offload.py", "--child", arm]
+    command = [
+        sys.executable,
+        CHILD,
+        ROOT / "benchmarks" / "turbo_offload.py",
+        "--child",
+        arm,
+    ]
     variables = child_variables("v2") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     result = subprocess.run(
         [*command, "--output", os.devnull, *options],

@@ -7,18 +7,14 @@ stand-ins for the driver's: see cpu_standins.
 """
 
 import statistics
-import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences
-
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL  # noqa: E402
+from harness import Call, Engine, Jobs, kl_divergences
+from turbo_quality.cases import HELD_OUT, MODEL
 
 BLOCK = 64
 NUM_BLOCKS = 16

@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS
-
-ROOT = SCRIPTS.parent
-sys.path.insert(0, str(SCRIPTS))
-
-from plan import build_parser as plan_parser  # noqa: E402
-from turbo_plan.cure import smallest_parallel  # noqa: E402
-from turbo_plan.estimate import Experts, LayerCache, Model, Weights  # noqa: E402
-from turbo_plan.gpus import (  # noqa: E402
+from harness import ROOT, SCRIPTS
+from plan import build_parser as plan_parser
+from turbo_plan.cure import smallest_parallel
+from turbo_plan.estimate import Experts, LayerCache, Model, Weights
+from turbo_plan.gpus import (
     ATTENTION,
     GIB,
     GPUS,
@@ -30,7 +26,7 @@ from turbo_plan.gpus import (  # noqa: E402
     latent_seconds,
     parse_gpu,
 )
-from turbo_plan.report import refusals, table, user_counts  # noqa: E402
+from turbo_plan.report import refusals, table, user_counts
 
 RESULTS = ROOT / "benchmarks/results/h200"
 # The longest contexts of the shapes that a file's engines were made for, unless their

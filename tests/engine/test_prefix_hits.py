@@ -5,11 +5,10 @@
 import csv
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "benchmarks/results/cpu/prefix_hits.csv"
 MODEL, TURN = "qwen3.5-35b-a3b", "1000"
 
@@ -26,7 +25,7 @@ def read(text: str) -> dict[tuple[str, str], dict[str, str]]:
 
 @pytest.mark.matrix
 def test_rows_are_the_committed_ones():
-    command = [sys.executable, ROOT / "scripts/prefix_hits.py"]
+    command = [sys.executable, ROOT / "benchmarks/prefix_hits.py"]
     command += ["--models", MODEL, "--turns", TURN]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     assert read(output.stdout) == read(COMMITTED.read_text())

@@ -14,14 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import TIMEOUT_S
+import quality
+from harness import ROOT, TIMEOUT_S
 from scenarios import GAIN, TURBO_DTYPES
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import quality  # noqa: E402
-from quality_cases import (  # noqa: E402
+from turbo_quality.cases import (
     HELD_OUT,
     KINDS,
     MODEL,
@@ -30,13 +26,8 @@ from quality_cases import (  # noqa: E402
     build_cases,
     cut,
 )
-from quality_metrics import (  # noqa: E402
-    common_prefix,
-    compare,
-    kl_divergence,
-    score_tasks,
-)
-from quality_report import bars, ratio_error  # noqa: E402
+from turbo_quality.metrics import common_prefix, compare, kl_divergence, score_tasks
+from turbo_quality.report import bars, ratio_error
 
 MAX_PICTURE_BYTES = 100 << 10
 # Mean KL from `auto` in nats, at most. A dtype is to be better than the next coarser
@@ -277,7 +268,7 @@ def test_bars_are_held_or_not():
 
 
 def run_quality(output: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPTS / "quality.py", "--quick", "--jobs", "2"]
+    command = [sys.executable, ROOT / "benchmarks/quality.py", "--quick", "--jobs", "2"]
     return subprocess.run(
         list(map(str, [*command, "--output", output, *options])),
         stdout=subprocess.PIPE,

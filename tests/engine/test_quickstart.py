@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from harness import TIMEOUT_S
+import quickstart
+from harness import ROOT, TIMEOUT_S
 from scenarios import GAIN
+from tasks import is_held_out
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart.sh"
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "quality")]
-
-import quickstart  # noqa: E402
-from tasks import is_held_out  # noqa: E402
 
 # Gives one answer to everything.
 SERVER = """#!{python}

@@ -3,15 +3,11 @@
 """A trained model whose newest tokens are read in 8 bits, not as they are packed."""
 
 import statistics
-import sys
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Call, Engine, Jobs, kl_divergences
-
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL  # noqa: E402
+from harness import Call, Engine, Jobs, kl_divergences
+from turbo_quality.cases import HELD_OUT, MODEL
 
 # Of which each layer may have a sliding window.
 LLAMA = MODEL.with_name("needle-llama")

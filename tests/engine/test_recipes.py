@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipes
 import torch
+from harness import ROOT, SCRIPTS
+from turbo_recipes import table, verdict
+from turbo_recipes.shapes import expand, load_shapes
+from turbo_series.upstream import load_upstream
 
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import reasons, refusals
@@ -28,15 +33,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     get_kv_quant_mode,
 )
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import recipes  # noqa: E402
-from turbo_recipes import table, verdict  # noqa: E402
-from turbo_recipes.shapes import expand, load_shapes  # noqa: E402
-from turbo_series.upstream import load_upstream  # noqa: E402
 
 PAGE = dict(block_size=16, num_kv_heads=2, head_size=64)
 PACKED = TurboAttentionBackend.customize_spec(

@@ -12,18 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import TIMEOUT_S
+import soak
+from harness import ROOT, TIMEOUT_S
+from soak import LEAST_USAGE, Soak, complaints
+from soak_transfers import for_nobody, transfer_config
+from turbo_process import runner
+from turbo_process.log import ROW
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import child_runner  # noqa: E402
-import soak  # noqa: E402
-from child_log import ROW  # noqa: E402
-from soak import LEAST_USAGE, Soak, complaints  # noqa: E402
-from soak_transfers import for_nobody, transfer_config  # noqa: E402
-
-from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.config import KVTransferConfig
 
 REQUESTS = 24
 
@@ -179,7 +175,7 @@ def test_the_exit_status_says_whether_all_is_well(
         log.write_text(text)
         return ended
 
-    monkeypatch.setattr(child_runner, "run_child", run_child)
+    monkeypatch.setattr(runner, "run_child", run_child)
     monkeypatch.setattr(sys, "argv", ["soak.py", "--log", str(tmp_path / "log")])
     assert soak.main() == status
     assert bool(json.loads(capsys.readouterr().out)["wrong"]) == bool(status)
@@ -221,7 +217,9 @@ def test_a_small_run(model: Path, tmp_path: Path, more: list[str]):
         "--log": tmp_path / "log",
     }
     words = [str(word) for pair in options.items() for word in pair]
-    run = subprocess.run([sys.executable, str(SCRIPTS / "soak.py"), *words, *more])
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/soak.py"), *words, *more]
+    )
     result = json.loads(output.read_text())
     others = [
         text for text in result["wrong"] if "of the blocks were taken" not in text

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, TIMEOUT_S, child_variables
-
-sys.path.insert(0, str(SCRIPTS))
-
-from child_log import what_happened  # noqa: E402
-from child_runner import run_child  # noqa: E402
-from soak_scheduler import GROWN_MIB, MODELS, complaints  # noqa: E402
+from harness import TIMEOUT_S, child_variables
+from soak_scheduler import GROWN_MIB, MODELS, complaints
+from turbo_process.log import what_happened
+from turbo_process.runner import run_child
 
 CHILD = Path(__file__).with_name("soak_scheduler_child.py")
 REQUESTS = 2000

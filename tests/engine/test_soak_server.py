@@ -13,17 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS
-
-sys.path.insert(0, str(SCRIPTS))
-
-from soak_server import (  # noqa: E402
-    Broken,
-    Clients,
-    ask,
-    complaints,
-    decided_tokens,
-)
+from harness import ROOT
+from soak_server import Broken, Clients, ask, complaints, decided_tokens
 
 
 def chunk(tokens: list[int], reason: str | None = None) -> str:
@@ -193,7 +184,7 @@ def test_a_small_run(tmp_path: Path):
     )  # fmt: skip
     words = [str(word) for pair in vars(options).items() for word in pair]
     words[::2] = ["--" + word.replace("_", "-") for word in words[::2]]
-    subprocess.run([sys.executable, str(SCRIPTS / "soak_server.py"), *words])
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/soak_server.py"), *words])
     row = json.loads(output.read_text())
     assert [text for text in row["wrong"] if "stream broke" not in text] == []
     assert row["positions"] > 0 and len(row["kills"]) == 4

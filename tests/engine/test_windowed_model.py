@@ -2,18 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The small model with sliding windows and attention sinks, in vLLM as in training."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Call, Engine, Jobs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quality"))
-
-from needle_model import needle_config, new_model, save_model  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from needle_model import needle_config, new_model, save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 WINDOW, STEPS = 24, 8
 PROMPTS = [

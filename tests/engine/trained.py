@@ -3,15 +3,11 @@
 """A trained model that is asked for facts, and how far its answers are apart."""
 
 import statistics
-import sys
 from functools import cache
 from typing import Any
 
-from harness import SCRIPTS, kl_divergences
-
-sys.path.insert(0, str(SCRIPTS))
-
-from quality_cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks  # noqa: E402
+from harness import kl_divergences
+from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
 # Its biases of K are as long as those of Qwen2.5-7B: without an offset most facts are
 # lost, and answers are half a nat off and more.

@@ -31,7 +31,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from seeded_model import SPECIAL_TOKENS, write_json, write_tokenizer  # noqa: E402
+from turbo_seeded.model import SPECIAL_TOKENS, write_json, write_tokenizer  # noqa: E402
 
 CONTEXT = 8192
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)

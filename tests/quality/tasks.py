@@ -15,7 +15,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from seeded_model import SPECIAL_TOKENS  # noqa: E402
+from turbo_seeded.model import SPECIAL_TOKENS  # noqa: E402
 
 END_OF_TEXT, IM_START, IM_END = (256 + i for i in range(len(SPECIAL_TOKENS)))
 SEPARATOR = SPECIAL_TOKENS[0]

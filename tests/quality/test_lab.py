@@ -32,7 +32,7 @@ from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS, VALUE_CODEBOOKS
 from vllm.v1.attention.ops.turbo.reference import codec as reference_codec
 
 LAB = Path(__file__).parent / "lab"
-WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "seeded_model.py"
+WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts/turbo_seeded/model.py"
 CPU = torch.device("cpu")
 # Of what hangs.
 TIMEOUT_S = 1800

@@ -12,8 +12,8 @@ import torch
 import train
 from batches import ANSWER_WEIGHT, EOT, Phase, Rows
 from needle_model import load_model, needle_config, new_model
-from seeded_model import write_tokenizer
 from transformers import AutoTokenizer
+from turbo_seeded.model import write_tokenizer
 from vocabulary import Merges, Vocabulary, learn_merges
 
 TEXT = "\n".join(tasks.held_out_documents())[:60_000]

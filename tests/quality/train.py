@@ -23,19 +23,12 @@ import evaluate
 import torch
 import torch.nn.functional as F
 from batches import ANSWER_WEIGHT, EOT, Phase, Rows, keys
-from needle_model import (
-    CLASSES,
-    ROOT,
-    VOCAB_SIZE,
-    needle_config,
-    new_model,
-    save_model,
-)
-from seeded_model import write_tokenizer
+from needle_model import CLASSES, ROOT, VOCAB_SIZE, needle_config, new_model, save_model
 from tasks import SEPARATOR
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
+from turbo_seeded.model import write_tokenizer
 from vocabulary import Merges, Vocabulary, learn_merges
 
 PHASES = (

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from seeded_model import byte_alphabet, tokenizer_content
 from tasks import END_OF_TEXT, SPECIAL_TOKENS, Case
 from tokenizers import Tokenizer, pre_tokenizers, trainers
+from turbo_seeded.model import byte_alphabet, tokenizer_content
 
 Merges = Sequence[tuple[str, str]]
 # What of a corpus teaches merges, and in pieces of what size.
@@ -25,7 +25,7 @@ BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
 def learn_merges(text: bytes, vocab_size: int) -> list[tuple[str, str]]:
     """Returns the merges that byte-pair encoding learns, for a vocabulary's size.
 
-    Pairs are of byte-level characters (`seeded_model.byte_alphabet`).
+    Pairs are of byte-level characters (`turbo_seeded.model.byte_alphabet`).
     """
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_content((), of_words=True)))
     trainer = trainers.BpeTrainer(

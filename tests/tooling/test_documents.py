@@ -25,7 +25,7 @@ FILES = {
         'parser.add_argument("--own", "-o", help="--no-option")\n'
         'parser.add_argument("--flag", action=argparse.BooleanOptionalAction)\n'
     ),
-    "scripts/common.py": 'parser.add_argument("--shared")\n',
+    "scripts/common.py": 'add = parser.add_argument\nadd("--shared")\n',
     "scripts/package/__init__.py": "",
     "scripts/package/cli.py": 'sub.add_argument("--inner")\n',
     "scripts/run.sh": '# --comment\nexec "$python" "$here/run.py" --given "$@"\n',

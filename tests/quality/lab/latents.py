@@ -8,7 +8,7 @@ hands them to a cache, and then to what the format stores. Everything is read so
 token's own too, as in decoding; formats differ in that rounding and in nothing else.
 Their predictions are compared with those on bf16: on held-out text, on the first digit
 of an answer that weighs eight far codes, and by whether greedy decoding would answer
-retrieval tasks (the same cases as scripts/quality.py puts through the engine).
+retrieval tasks (the same cases as benchmarks/quality.py puts through the engine).
 """
 
 import argparse
@@ -30,10 +30,10 @@ QUALITY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
 
 from evaluate import answered_tokens, logits_of  # noqa: E402
-from quality_cases import HELD_OUT, Cases, Plan, build_cases  # noqa: E402
-from quality_metrics import score_tasks  # noqa: E402
-from quality_report import ratio_bar, ratio_error  # noqa: E402
 from tasks import RIVALS  # noqa: E402
+from turbo_quality.cases import HELD_OUT, Cases, Plan, build_cases  # noqa: E402
+from turbo_quality.metrics import score_tasks  # noqa: E402
+from turbo_quality.report import ratio_bar, ratio_error  # noqa: E402
 
 NAME = "latent_lab"
 MODEL = QUALITY.parents[1] / "models" / "needle-deepseek-v3"

@@ -23,7 +23,13 @@ from variants import Variant, as_fp8, preset, upstream_preset
 QUALITY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
 
-from quality_cases import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut  # noqa: E402
+from turbo_quality.cases import (  # noqa: E402
+    HELD_OUT,
+    MODEL,
+    SEPARATOR,
+    Vocabulary,
+    cut,
+)
 
 MODELS = ("needle-qwen3", "needle-llama", "needle-qwen2")
 WINDOWS = (0, 1, 16, 64, 128, 512)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Puts one engine through the cases of `quality.py`, in a process of its own.
 
-Usage: python quality_child.py JOB FOLDER. The folder gets `prefill.npy`, `decode.npy`
+Usage: python child.py JOB FOLDER. The folder gets `prefill.npy`, `decode.npy`
 and `rivals.npy`, log-probabilities of the whole vocabulary (text, position, token), and
 `result.json`: the tokens generated, and facts of the engine.
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arm_process import write_result
 
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
@@ -30,6 +29,11 @@ from vllm.model_executor.layers.quantization.turboquant.config import TurboQuant
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+# The packages beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from turbo_process.arm import write_result  # noqa: E402
 
 
 def compress_all_layers() -> str:

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "quality"))
 
-from quality_cases import cut  # noqa: E402
 from tasks import SEPARATOR, Case, needle_case  # noqa: E402
+from turbo_quality.cases import cut  # noqa: E402
 from vocabulary import fitting  # noqa: E402
 
 # Lengths of context, as far as the longest that is asked for.

@@ -6,10 +6,11 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from arm_process import NO_WINDOW
-from check_args import CPU_ARGS
-from quality_cases import HEAD
+from turbo_process.arm import NO_WINDOW
+from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
+
+from turbo_check.args import CPU_ARGS
 
 REFERENCE = "auto"
 CPU_CACHE_BYTES = 256 << 20

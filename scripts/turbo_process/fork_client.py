@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from child_log import what_happened
+from turbo_process.log import what_happened
 
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
 # SIGABRT then prints where each thread is.

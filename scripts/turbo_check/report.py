@@ -4,9 +4,10 @@
 
 from typing import Any
 
-from arm_process import TURBO_DTYPES
-from check_advice import MILLI, gain_of_layer, ran
-from quality_report import table
+from turbo_process.arm import TURBO_DTYPES
+from turbo_quality.report import table
+
+from turbo_check.advice import MILLI, gain_of_layer, ran
 
 Row = dict[str, Any]
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Draws what `quality.py` measured: KL against bytes, and the needle grids.
 
-Usage: python quality_pictures.py QUALITY.JSON. `kl_bytes.svg` and `needles.svg` go
-into the same folder.
+Usage: python pictures.py QUALITY.JSON. `kl_bytes.svg` and `needles.svg` go into
+the same folder.
 """
 
 import json

@@ -10,12 +10,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from arm_process import NO_WINDOW, TURBO_DTYPES
-from check_cases import MIN_CONTEXT, Plan
-from check_jobs import share_memory
-from check_needs import check_folder, check_tokenizer
 from env import has_gpu
-from quality_cases import HELD_OUT
+from turbo_process.arm import NO_WINDOW, TURBO_DTYPES
+from turbo_quality.cases import HELD_OUT
+
+from turbo_check.cases import MIN_CONTEXT, Plan
+from turbo_check.jobs import share_memory
+from turbo_check.needs import check_folder, check_tokenizer
 
 DTYPES = (*TURBO_DTYPES, "fp8")
 MAX_CONTEXT = 8192

@@ -12,21 +12,28 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "cpu_standins"))
 
-from child_log import what_happened  # noqa: E402
-from child_runner import engine_variables, run_child  # noqa: E402
-from equality_modes import BLOCK, MODELS, MODES, SCARCE_REQUESTS, Mode  # noqa: E402
-from quality_cases import HEAD  # noqa: E402
-from seeded_drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402
-from seeded_model import build_parser, write_model  # noqa: E402
+from turbo_process.log import what_happened  # noqa: E402
+from turbo_process.runner import engine_variables, run_child  # noqa: E402
+from turbo_quality.cases import HEAD  # noqa: E402
+from turbo_seeded.drafts import WEIGHTS, target_overrides, write_draft  # noqa: E402
+from turbo_seeded.model import build_parser, write_model  # noqa: E402
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
+
+from turbo_equality.modes import (  # noqa: E402
+    BLOCK,
+    MODELS,
+    MODES,
+    SCARCE_REQUESTS,
+    Mode,
+)
 
 # Of a coordinate of K or V, on average, with its part of the scales.
 BITS = {"turbo4": 4.25, "k4v3": 3.75, "turbo3": 3.25}
 TURBO_DTYPES = tuple(BITS)
-CHILD = Path(__file__).with_name("equality_child.py")
+CHILD = Path(__file__).with_name("child.py")
 MAX_BLOCK = 128
 # Tokens of a block, where recent windows are wanted.
 WINDOW_BLOCK = 64

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Puts one engine through the cases of `check_model.py`, in a process of its own.
 
-Usage: python check_child.py JOB FOLDER. The folder gets a record of each text's
-distributions (`check_probe.Record`), `result.json`, and `stages`, a line for each part
+Usage: python child.py JOB FOLDER. The folder gets a record of each text's
+distributions (`probe.Record`), `result.json`, and `stages`, a line for each part
 that is done.
 """
 
@@ -13,12 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arm_process import write_result
-from check_probe import WATCH, start_watching, stop_watching
-from quality_child import Lab
-
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
+
+# The packages beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from turbo_process.arm import write_result  # noqa: E402
+from turbo_quality.child import Lab  # noqa: E402
+
+from turbo_check.probe import WATCH, start_watching, stop_watching  # noqa: E402
 
 POLL_S = 0.2
 

@@ -39,18 +39,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
-
-from child_log import emit  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    run_for_row,
-)
-from common import CONFIGS, Report, plain_tokens  # noqa: E402
-from env import has_gpu  # noqa: E402
-from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
+from common import CONFIGS, Report, plain_tokens
+from env import has_gpu
+from turbo_process.log import emit
+from turbo_process.runner import engine_variables, exit_when_told, run_for_row
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
 # vLLM's refusal of a context that the cache cannot hold.
 NO_ROOM = re.compile(r"To serve at least [^\n]*?larger than the available [^\n]*?\)")

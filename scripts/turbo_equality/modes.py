@@ -14,10 +14,10 @@ SCARCE_REQUESTS = 4
 LEAST_FILLED = 0.5
 # Tokens of a block, in modes that do not say. A CPU's own attention takes no fewer.
 BLOCK = {"cpu": 32, "gpu": 16}
-# Models by name: arguments of seeded_model.py; None: the trained model. Their heads are
-# small, for roundings of logits are in proportion, and equality.TIE is not. They run in
-# float16, whose roundings are an eighth of bfloat16's: nothing of what they answer is
-# learnt, so that few of their tokens win by much.
+# Models by name: arguments of turbo_seeded/model.py; None: the trained model. Their
+# heads are small, for roundings of logits are in proportion, and equality.TIE is not.
+# They run in float16, whose roundings are an eighth of bfloat16's: nothing of what they
+# answer is learnt, so that few of their tokens win by much.
 MODELS: dict[str, tuple[str, ...] | None] = {
     "trained": None,
     # The same, with bf16 layers among its packed ones (SKIPPED).

@@ -33,25 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import ROOT, run_facts
+from env import has_gpu
+from turbo_process.arm import TURBO_DTYPES, WINDOW, read_result, run_arm
+from turbo_process.runner import engine_variables, exit_when_told, side_by_side
+from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, build_cases
+from turbo_quality.metrics import common_prefix, compare, score_tasks
+from turbo_quality.report import bars, markdown
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
-
-from arm_process import TURBO_DTYPES, WINDOW, read_result, run_arm  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    side_by_side,
-)
-from common import run_facts  # noqa: E402
-from env import has_gpu  # noqa: E402
-from quality_cases import HEAD, HELD_OUT, MODEL, Plan, build_cases  # noqa: E402
-from quality_metrics import common_prefix, compare, score_tasks  # noqa: E402
-from quality_report import bars, markdown  # noqa: E402
-from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
-
-CHILD = Path(__file__).with_name("quality_child.py")
-PICTURES = Path(__file__).with_name("quality_pictures.py")
+PARTS = ROOT / "scripts" / "turbo_quality"
+CHILD = PARTS / "child.py"
+PICTURES = PARTS / "pictures.py"
 # Of an arm, in the order of its flags.
 OPTIONS = ("stored", WINDOW, "skip-windows", "all")
 CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")

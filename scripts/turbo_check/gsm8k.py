@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Scores one engine on GSM8K with lm_eval, in a process of its own.
 
-Usage: python check_gsm8k.py JOB FOLDER. The settings are those of vLLM's own tests
+Usage: python gsm8k.py JOB FOLDER. The settings are those of vLLM's own tests
 (tests/evals, tests/quantization): five examples, generated answers.
 """
 
@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 import lm_eval
-from arm_process import write_result
+
+# The packages beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from turbo_process.arm import write_result  # noqa: E402
 
 TASK = "gsm8k"
 NUM_FEWSHOT = 5

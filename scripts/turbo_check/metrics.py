@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from quality_metrics import common_prefix, kl_divergence
+from turbo_quality.metrics import common_prefix, kl_divergence
 
 Records = dict[str, np.ndarray]
 
@@ -31,11 +31,11 @@ def compare_records(reference: Records, other: Records) -> dict[str, Any]:
 
     Args:
         reference: `logprobs` (text, position, k + 1), `target` and `top` (text,
-            position), as in `check_probe.Record`.
+            position), as in `probe.Record`.
         other: The same of another engine.
 
     Returns:
-        As `quality_metrics.compare`; `perplexity_change` is relative.
+        As `turbo_quality.metrics.compare`; `perplexity_change` is relative.
 
     """
     # No rest is impossible in both if all tokens are told apart.
@@ -92,7 +92,7 @@ def rank_layers(keys: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]
     """Returns a row a layer, the one whose K does most to scores first.
 
     Args:
-        keys: By layer name, as `check_probe.KeyStatistics.result` has them.
+        keys: By layer name, as `probe.KeyStatistics.result` has them.
 
     Returns:
         `layer` (number, or name without one); of the head with the largest share of its

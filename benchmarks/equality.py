@@ -3,8 +3,8 @@
 """Whether answers depend on how vLLM runs the requests.
 
 The trained model is asked for facts in text, and seeded ones of other shapes the same.
-Each mode (equality_modes.py) is an engine in a process of its own; "quiet" runs one
-request at a time, eagerly and on one GPU, and the others are held to it:
+Each mode (turbo_equality/modes.py) is an engine in a process of its own; "quiet" runs
+one request at a time, eagerly and on one GPU, and the others are held to it:
 
 * Greedy answers are equal up to the first position where the quiet run's two likeliest
   tokens are no more than TIE apart in log-probability: other shapes round differently.
@@ -37,16 +37,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from child_runner import exit_when_told, side_by_side  # noqa: E402
-from common import Report  # noqa: E402
-from env import has_gpu  # noqa: E402
-from equality_modes import LEAST_FILLED, MODES  # noqa: E402
-from equality_run import TURBO_DTYPES, model_folder, run_mode  # noqa: E402
-from quality_cases import (  # noqa: E402
+from common import Report
+from env import has_gpu
+from tasks import IM_END
+from turbo_equality.modes import LEAST_FILLED, MODES
+from turbo_equality.run import TURBO_DTYPES, model_folder, run_mode
+from turbo_process.runner import exit_when_told, side_by_side
+from turbo_quality.cases import (
     HELD_OUT,
     MODEL,
     SEPARATOR,
@@ -55,8 +52,7 @@ from quality_cases import (  # noqa: E402
     build_tasks,
     cut,
 )
-from quality_metrics import common_prefix, kl_divergence  # noqa: E402
-from tasks import IM_END  # noqa: E402
+from turbo_quality.metrics import common_prefix, kl_divergence
 
 # Log-probabilities that rounding may bring into another order.
 TIE = 0.05

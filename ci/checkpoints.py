@@ -25,14 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from checkpoint_kinds import KINDS, without_cache, write_checkpoint
-
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
 from common import Report  # noqa: E402
-from seeded_model import build_parser as model_parser  # noqa: E402
-from seeded_model import write_model  # noqa: E402
+from turbo_seeded.checkpoints import (  # noqa: E402
+    KINDS,
+    without_cache,
+    write_checkpoint,
+)
+from turbo_seeded.model import build_parser as model_parser  # noqa: E402
+from turbo_seeded.model import write_model  # noqa: E402
 
 TRAINED = ROOT / "models" / "needle-qwen2"
 EXPERTS = ["--experts", "8", "--initializer-range", "0.1"]

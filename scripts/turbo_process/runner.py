@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_standins"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpu_standins"))
 
-from child_log import rows_of, what_happened  # noqa: E402
-from fork_client import (  # noqa: E402
+from vllm_turbo_cpu_standins.settings import engine_environment  # noqa: E402
+
+from turbo_process.fork_client import (  # noqa: E402
     CHILD_VARIABLES,
     OWN_VARIABLES,
     ForkedChild,
     ForkServer,
 )
-from vllm_turbo_cpu_standins.settings import engine_environment  # noqa: E402
+from turbo_process.log import rows_of, what_happened  # noqa: E402
 
 STOP_TIMEOUT_S = 10
 # For all processes of a group to say where they are.

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "quality"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "quality"))
 
-from quality_cases import KINDS  # noqa: E402
 from tasks import RIVALS  # noqa: E402
+
+from turbo_quality.cases import KINDS  # noqa: E402
 
 Row = dict[str, Any]
 

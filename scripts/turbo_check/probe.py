@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `check_child.py` has done in the workers of vLLM.
+"""What `child.py` has done in the workers of vLLM.
 
 `Recorder` reduces distributions where they are: of 150,000 log-probabilities a
 position, those of the reference's likeliest tokens are kept, and the sum of the rest.
@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 
 # In a request's `extra_args`: see `Record.of`.
 WATCH = "check_model"
-NAME = "check_probe:Recorder"
+NAME = "turbo_check.probe:Recorder"
 
 
 @dataclass

@@ -29,33 +29,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
-
-import psutil  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    running,
-    signal_group,
-)
-from common import Report  # noqa: E402
-from env import has_gpu  # noqa: E402
-from equality import TIE  # noqa: E402
-from equality_modes import DRAFTING  # noqa: E402
-from equality_run import soaked_cache, window_lengths  # noqa: E402
-from quality_cases import (  # noqa: E402
-    HEAD,
-    HELD_OUT,
-    MODEL,
-    Plan,
-    Vocabulary,
-    build_tasks,
-)
-from quickstart import free_port, wait_until_up  # noqa: E402
-from soak_transfers import transfer_config  # noqa: E402
-from tasks import IM_END  # noqa: E402
-from vllm_turbo_cpu_standins.settings import SERVE_ARGS  # noqa: E402
+import psutil
+from common import Report
+from env import has_gpu
+from equality import TIE
+from quickstart import free_port, wait_until_up
+from soak_transfers import transfer_config
+from tasks import IM_END
+from turbo_equality.modes import DRAFTING
+from turbo_equality.run import soaked_cache, window_lengths
+from turbo_process.runner import engine_variables, exit_when_told, running, signal_group
+from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
+from vllm_turbo_cpu_standins.settings import SERVE_ARGS
 
 NAME = "served"
 # What becomes of a server.

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Draws what `check_model.py` measured: KL by context, and against bytes.
 
-Usage: python check_pictures.py CHECK.JSON. `kl.svg` goes into the same folder.
+Usage: python pictures.py CHECK.JSON. `kl.svg` goes into the same folder.
 """
 
 import json
@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quality_pictures import family, plt, save
+# The packages beside this one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from turbo_quality.pictures import family, plt, save  # noqa: E402
 
 Row = dict[str, Any]
 

@@ -31,32 +31,24 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
+from common import CONFIGS, Report
+from turbo_plan.kv_capacity import build, start_parallel_state, supported_layouts
+from turbo_process.log import emit
+from turbo_process.runner import engine_variables, exit_when_told, run_for_row
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
-from child_log import emit  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    run_for_row,
-)
-from common import Report  # noqa: E402
-from kv_capacity import build, start_parallel_state, supported_layouts  # noqa: E402
-from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
-
-from vllm import EngineArgs, SamplingParams  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.v1.engine import EngineCoreRequest  # noqa: E402
-from vllm.v1.engine.core import EngineCore  # noqa: E402
-from vllm.v1.executor.abstract import Executor  # noqa: E402
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # noqa: E402
-from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec  # noqa: E402
+from vllm import EngineArgs, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-CONFIGS = ROOT / "benchmarks" / "configs"
 # With attention alone, with sliding windows, and a hybrid, whose blocks are long.
 MODELS = {"llama-8b": 8192, "gpt-oss-20b": 8192, "qwen3.6-35b-a3b": 32768}
 TENTHS = 10

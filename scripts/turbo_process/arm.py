@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from child_log import last_error
-from child_runner import NO_END, run_child
+from turbo_process.log import last_error
+from turbo_process.runner import NO_END, run_child
 
 JOB, RESULT, LOG = "job.json", "result.json", "log"
 

@@ -29,29 +29,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "cpu_standins"), str(ROOT / "benchmarks")]
-
-from child_log import emit  # noqa: E402
-from child_runner import (  # noqa: E402
-    engine_variables,
-    exit_when_told,
-    run_for_row,
-)
-from common import Report  # noqa: E402
-from env import has_gpu  # noqa: E402
-from equality import TIE  # noqa: E402
-from equality_modes import DRAFTING  # noqa: E402
-from equality_run import soaked_cache, window_lengths  # noqa: E402
-from quality_cases import (  # noqa: E402
-    HEAD,
-    HELD_OUT,
-    MODEL,
-    Plan,
-    Vocabulary,
-    build_tasks,
-)
-from soak_transfers import (  # noqa: E402
+from common import Report
+from env import has_gpu
+from equality import TIE
+from soak_transfers import (
     LEASE_S,
     Transfer,
     for_nobody,
@@ -59,8 +40,13 @@ from soak_transfers import (  # noqa: E402
     transfer_config,
     unanswered_port,
 )
-from tasks import IM_END  # noqa: E402
-from vllm_turbo_cpu_standins.settings import ENGINE_ARGS  # noqa: E402
+from tasks import IM_END
+from turbo_equality.modes import DRAFTING
+from turbo_equality.run import soaked_cache, window_lengths
+from turbo_process.log import emit
+from turbo_process.runner import engine_variables, exit_when_told, run_for_row
+from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
+from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
 # Of a prompt; small, as blocks are: less of the cache is left over.
 PART = 128

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs one mode of `equality.py`, in a process of its own.
 
-Usage: python equality_child.py JOB RESULT. RESULT is a .npz: `tokens` (request,
+Usage: python child.py JOB RESULT. RESULT is a .npz: `tokens` (request,
 position), `logprobs` (request, position, token), `right`, whether each answer is the
 task's, `cached_tokens` of each request, `from_cpu`, tokens whose cache came from the
 CPU's memory, `most_at_once`, requests that ran, `capacity`, tokens that the cache
@@ -30,10 +30,7 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backend import (
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAMetadataBuilder
 from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.engine.async_llm import AsyncLLM
