@@ -43,7 +43,7 @@ def examine(shapes: Iterable[Shape], ways_out: bool) -> dict[str, dict[str, Any]
     gc.freeze()
     verdicts = {}
     for shape in shapes:
-        found = verdicts[shape.name] = verdict.examine(shape, ways_out)
+        found = verdicts[shape.name] = verdict.examine(shape, build.build, ways_out)
         for each in (found, found.get("flags", {})):
             if each.get("outcome") in ("defect", "unknown"):
                 print(f"{shape.name}: {each['outcome']}: {each['message']}")

@@ -4,6 +4,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,18 +147,18 @@ def judge(built: Build, skips_windows: bool = False) -> dict[str, Any]:
     return {"outcome": "refused", "stage": built.stage, "reason": reason}
 
 
-def examine(shape: Shape, ways_out: bool = True) -> dict[str, Any]:
+def examine(
+    shape: Shape, build: Callable[..., Build], ways_out: bool
+) -> dict[str, Any]:
     """The verdict on a shape.
 
     Args:
         shape: The model's.
+        build: `build.build`, with which comes all of vLLM.
         ways_out: Whether to try, of a refused one, the flags that the message names and
             the dtypes that others use.
 
     """
-    # With it comes all of vLLM.
-    from turbo_recipes.build import build
-
     verdict = judge(build(shape, CACHE_DTYPE))
     if verdict["outcome"] != "refused" or not ways_out:
         return verdict
