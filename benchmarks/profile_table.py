@@ -14,8 +14,6 @@ import csv
 import sys
 from pathlib import Path
 
-# Of a metric, ncu adds the other three to the one that was asked for.
-ROLLUPS = (".avg", ".max", ".min", ".sum")
 # Attributes of the device, the launch and the profiler.
 OTHERS = ("c2clink", "device", "launch", "numa", "nvlink", "profiler")
 SUMS = ("gpu__time_duration", "smsp__inst_executed", "dram__bytes")

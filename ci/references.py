@@ -3,16 +3,17 @@
 """Checks the links and commands of documents: `references.py [FILE]...`.
 
 A link must lead to a file, and to a heading of it. In code, a path of the project must
-be a file, a script must have the options that it is given, and `ci/gpu.sh` must know
-the sections and variables. The check reads options from the sources, for to run the
-scripts takes vLLM. It prints a line for each fault, and exits with status 1 if there is
-one.
+be a file, a script must have the options that it is given, and `ci/gpu.py` must know
+the section, whose script has the options behind `--`. The check reads options from the
+sources, for to run the scripts takes vLLM. It prints a line for each fault, and exits
+with status 1 if there is one.
 """
 
 import argparse
 import ast
 import itertools
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,6 @@ PATH = re.compile(rf"(?<![\w./$-])(?:\./)?((?:{'|'.join(FOLDERS)})/[\w.,/*{{}}+-
 # A word that the reader replaces, as in models/NAME.
 PLACEHOLDER = re.compile(r"[A-Z_]{2,}")
 OPTION = re.compile(r"--[a-z][\w.-]*")
-VARIABLE = re.compile(r"(?<![\w$])([A-Z]+)_ARGS\b")
 TURBO_OPTION = re.compile(r"--attention-config[.](turbo_\w+)")
 OPERATORS = {"|", "||", "&&", ";", "&"}
 
@@ -87,18 +87,9 @@ class Project:
 
     @cached_property
     def sections(self) -> dict[str, str]:
-        """The sections of ci/gpu.sh, each with the text of its function."""
-        script = self.root / "ci" / "gpu.sh"
-        text = script.read_text(encoding="utf-8")
-        names = re.findall(r"^ +(\w+)\) arguments=\$\{\w+_ARGS:-\}", text, re.M)
-        bodies = re.findall(r"^(\w+)\(\) [({]\n(.*?)^[)}]", text, re.M | re.S)
-        return {name: dict(bodies).get(name, "") for name in names}
-
-    @cached_property
-    def variables(self) -> set[str]:
-        """The variables with arguments that ci/gpu.sh reads, without `_ARGS`."""
-        text = (self.root / "ci" / "gpu.sh").read_text(encoding="utf-8")
-        return set(re.findall(r"\$\{(\w+)_ARGS:-\}", text))
+        """The sections of ci/gpu.py, each with its commands."""
+        rows = runpy.run_path(str(self.root / "ci" / "gpu.py"))["SECTIONS"]
+        return {name: row.commands for name, row in rows.items()}
 
     @cached_property
     def steps(self) -> set[str]:
@@ -255,41 +246,11 @@ def _split(command: str) -> list[str]:
         return command.split()
 
 
-def _check_options(
-    words: list[str], scripts: list[Path], project: Project
-) -> Iterator[str]:
-    """Descriptions of options that none of some scripts has."""
-    known = set().union(*(project.options(script) for script in scripts))
-    for word in words:
-        option = OPTION.match(word.strip("[]()"))
-        if option and option[0] not in known:
-            names = ", ".join(script.name for script in scripts)
-            yield f"{option[0]}: no option of {names}"
-
-
-def _check_variables(command: str, project: Project) -> Iterator[str]:
-    """Descriptions of wrong variables for ci/gpu.sh, and of options in them."""
-    for name in VARIABLE.findall(command):
-        if name not in project.variables:
-            yield f"{name}_ARGS: no variable of gpu.sh"
-    for word in _split(command):
-        assigned = re.match(r"([A-Z]+)_ARGS=(.*)", word, re.S)
-        section = assigned[1].lower() if assigned else ""
-        body = project.sections.get(section, "")
-        if not assigned or not body or "-m pytest" in body:
-            continue
-        scripts = [
-            script
-            for name in re.findall(r"[\w./-]+\.py", body)
-            if (script := project.find(name, project.root))
-        ]
-        yield from _check_options(_split(assigned[2]), scripts, project)
-
-
 def _check_command(command: str, folder: Path, project: Project) -> Iterator[str]:
     """Descriptions of options and sections that a command's scripts lack."""
     script: Path | None = None
     names: set[str] | None = None
+    section = ""
     words = iter(_split(command))
     for word in words:
         if word in OPERATORS or word == "pytest":
@@ -306,12 +267,18 @@ def _check_command(command: str, folder: Path, project: Project) -> Iterator[str
         elif found := project.find(word, folder):
             script = found
             names = {
-                "gpu.sh": set(project.sections),
+                "gpu.py": set(project.sections),
                 "test.sh": project.steps,
             }.get(script.name)
+        elif word == "--" and section in project.sections:
+            first = project.sections[section].split("\n")[0].split()[0]
+            script, names = project.find(first, project.root), None
         elif script and word.strip("[]").startswith("--"):
-            yield from _check_options([word], [script], project)
+            option = OPTION.match(word.strip("[]()"))
+            if option and option[0] not in project.options(script):
+                yield f"{option[0]}: no option of {script.name}"
         elif script and names is not None and re.fullmatch(r"[a-z_]+", word):
+            section = word
             if word not in names:
                 yield f"{word}: no section of {script.name}"
 
@@ -329,8 +296,6 @@ def check_commands(document: Path, project: Project) -> Iterator[tuple[int, str]
         for name in TURBO_OPTION.findall(command):
             if name not in project.turbo_options:
                 yield line, f"{name}: no option of the series"
-        for fault in _check_variables(command, project):
-            yield line, fault
         for fault in _check_command(command, bases[0], project):
             yield line, fault
 

@@ -89,7 +89,7 @@ def parse_gpu(text: str) -> Gpu:
 
 
 # Of the bandwidth, by cache dtype, for heads of up to 128 and for larger ones: what
-# decode attention reads its cache at. An H200, `ci/gpu.sh bench`, decode.jsonl, commit
+# decode attention reads its cache at. An H200, `ci/gpu.py bench`, decode.jsonl, commit
 # 591568a: 32 x 65536 tokens of 32/8 heads of 128, and 32 x 32768 of 16/2 heads of 256.
 ATTENTION = {
     "auto": (0.955, 0.909),
@@ -103,13 +103,13 @@ SMALL_HEAD = 128
 # Query heads of a KV head of what was measured, at most.
 MEASURED_QUERIES = 8
 # Of the bandwidth, for weights and states; microseconds a layer and a sequence of a
-# step. One fit to engine.jsonl, of a Llama of 8B's shape: an H200, `ci/gpu.sh engine`.
+# step. One fit to engine.jsonl, of a Llama of 8B's shape: an H200, `ci/gpu.py engine`.
 WEIGHTS = 0.9
 LAYER_S = 42e-6
 SEQUENCE_S = 9e-6
 
 # Microseconds of decode attention to latents of MLA, by cache dtype and query heads of
-# a GPU, and how many bytes they read: an H200, `ci/gpu.sh mla`, mla.jsonl, 32 x 32768
+# a GPU, and how many bytes they read: an H200, `ci/gpu.py mla`, mla.jsonl, 32 x 32768
 # tokens. Fewer bits are bound by arithmetic, so that it goes with multiprocessors too.
 LATENT_US = {
     "auto": {8: 284.7, 16: 286.1, 20: 288.6, 32: 288.2, 64: 294.6, 128: 464.6},

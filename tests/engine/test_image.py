@@ -121,7 +121,7 @@ def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path)
 
 
 def test_a_copy_has_an_archives_kernels(tmp_path: Path):
-    """What `ci/gpu.sh image` starts an engine from."""
+    """What `ci/gpu.py image` starts an engine from."""
     nvcc, archive, site = (tmp_path / name for name in ("nvcc", "k.tar.xz", "site"))
     nvcc.write_text(COMPILER)
     nvcc.chmod(0o755)

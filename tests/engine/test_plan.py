@@ -235,7 +235,7 @@ def test_times_of_latents_are_the_measured_ones():
         assert times == pytest.approx(measured[dtype], abs=0.06), dtype
 
 
-# Microseconds of an H100 80GB, by the benchmark of `ci/gpu.sh mla`: 32 x 32768 tokens.
+# Microseconds of an H100 80GB, by the benchmark of `ci/gpu.py mla`: 32 x 32768 tokens.
 H100_LATENTS = {
     ("auto", 16): 418, ("fp8", 16): 230, ("turbo4", 16): 201,
     ("auto", 64): 432, ("fp8", 64): 240, ("turbo4", 64): 382,

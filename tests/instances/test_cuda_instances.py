@@ -4,7 +4,7 @@
 compiler: its syntax, its templates and its static assertions.
 
 The emulated GPU's headers stand for CUDA's, so that neither nvcc nor a GPU is needed.
-``ci/gpu.sh architectures`` compiles the same modules with nvcc.
+``ci/gpu.py architectures`` compiles the same modules with nvcc.
 """
 
 from functools import cache
@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.attention.ops.turbo.cuda.build import (
-    HEADER_NAME,
-    SOURCE_DIR,
-    CudaModule,
-)
+from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, SOURCE_DIR, CudaModule
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "benchmarks", "ci")]
 
 import trees  # noqa: E402
 from turbo_series.model import Series, load_series  # noqa: E402

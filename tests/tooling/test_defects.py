@@ -7,13 +7,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cuda_defects
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import cuda_defects  # noqa: E402
-from cuda_defects import (  # noqa: E402
+from cuda_defects import (
     DEFECTS,
     FAILED,
     NOT_PLANTED,
@@ -22,6 +18,8 @@ from cuda_defects import (  # noqa: E402
     TESTS,
     Defect,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SOURCES = ROOT / "vllm_overlay/vllm/v1/attention/ops/turbo/cuda/csrc"
 # Of the sanitizer's, some are in the inputs.

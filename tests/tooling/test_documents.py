@@ -6,14 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import documents
 import pytest
 import trees
+from references import Project, check_commands, check_links
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import documents  # noqa: E402
-from references import Project, check_commands, check_links  # noqa: E402
 
 FILES = {
     "README.md": "# The title\n\n## A `code` & a dash\n\n## Twice\n\n## Twice\n",
@@ -30,12 +28,11 @@ FILES = {
     "scripts/package/cli.py": 'sub.add_argument("--inner")\n',
     "scripts/run.sh": '# --comment\nexec "$python" "$here/run.py" --given "$@"\n',
     "scripts/test.sh": "case $step in\n    lint | tooling) ;;\nesac\n# --all\n--all)\n",
-    "ci/gpu.sh": (
-        'bench() {\n  python benchmarks/time.py --output x "$@"\n}\n'
-        'kernels() {\n  python -m pytest "$@"\n}\n'
-        "  case $section in\n"
-        "    bench) arguments=${BENCH_ARGS:-} ;;\n"
-        "    kernels) arguments=${KERNELS_ARGS:-} ;;\n"
+    "ci/gpu.py": (
+        "from types import SimpleNamespace as Section\n"
+        'SECTIONS = {"bench": Section(commands="benchmarks/time.py --output x\\ny"),'
+        '"kernels": Section(commands="-m pytest tests")}\n'
+        'def main():\n    parser.add_argument("--list")\n'
     ),
     "benchmarks/time.py": 'parser.add_argument("--arms")\n',
     "vllm_overlay/vllm/turbo/build.py": 'run_module(f"{__spec__.parent}.prebuild")\n',
@@ -125,9 +122,10 @@ COMMANDS = [
     "scripts/run.sh --own --given --help",
     "`run.py` --own=1 | other --option",
     "scripts/test.sh lint tooling --all && vllm serve --option",
-    "ci/gpu.sh bench kernels",
-    'BENCH_ARGS="--arms a b" ci/gpu.sh bench',
-    'KERNELS_ARGS="-n 4 --dist worksteal" ci/gpu.sh kernels',
+    "ci/gpu.py bench kernels",
+    "ci/gpu.py --list",
+    "ci/gpu.py bench -- --arms a b",
+    "ci/gpu.py kernels -- -n 4 --dist worksteal",
     "python -m vllm.turbo.build --arch 9.0",
     "python -m pytest scripts/run.py --durations=5",
     "vllm serve MODEL --attention-config.turbo_kernel cuda",
@@ -155,9 +153,9 @@ def test_good_commands(small: Project, command: str):
         ("run.py [--none]", "--none: no option of run.py"),
         ("scripts/run.sh --comment", "--comment: no option of run.sh"),
         ("scripts/test.sh lint none", "none: no section of test.sh"),
-        ("ci/gpu.sh bench none", "none: no section of gpu.sh"),
-        ('NONE_ARGS="--arms" ci/gpu.sh bench', "NONE_ARGS: no variable of gpu.sh"),
-        ('BENCH_ARGS="--none" ci/gpu.sh bench', "--none: no option of time.py"),
+        ("ci/gpu.py bench none", "none: no section of gpu.py"),
+        ("ci/gpu.py --none bench", "--none: no option of gpu.py"),
+        ("ci/gpu.py bench -- --list", "--list: no option of time.py"),
         ("python -m vllm.turbo.build --none", "--none: no option of build.py"),
         ("python -m vllm.turbo.none --none", "vllm.turbo.none: no such module"),
         (
@@ -219,9 +217,6 @@ def test_scripts_of_the_project_are_read(project_files: Project):
     assert "--fixup" not in project_files.options(scripts / "series.py")
     assert {"bench", "transfers", "quality"} <= set(project_files.sections)
     assert all(project_files.sections.values())
-    assert {name.lower() for name in project_files.variables} == set(
-        project_files.sections
-    )
     assert {"lint", "tooling", "engine"} <= project_files.steps
     assert "turbo_window" in project_files.turbo_options
 

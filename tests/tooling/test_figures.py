@@ -12,13 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import documents
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-sys.path.insert(0, str(ROOT / "ci"))
-
-import documents  # noqa: E402
 
 # The commit of the kernels of extends that serve.
 EXTENDS = "7916f84"

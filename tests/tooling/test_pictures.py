@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import pictures
 
-import pictures  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def draw(folder: Path) -> subprocess.CompletedProcess:

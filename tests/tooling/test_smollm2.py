@@ -4,27 +4,16 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import smollm2
 import torch
+from smollm2 import CheckpointError, digest_of, in_halves, make, module_name
 from tokenizers import Tokenizer
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import smollm2  # noqa: E402
-from smollm2 import (  # noqa: E402
-    CheckpointError,
-    digest_of,
-    in_halves,
-    make,
-    module_name,
-)
 
 # "Ġ" is a space, as byte-level BPE writes it.
 WORDS = ["<|im_end|>", "a", "b", "1", "2", "Ġ", "ab"]

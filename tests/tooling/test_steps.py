@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What scripts/test.sh and ci/gpu.sh run, in what order, and how they end.
+"""What scripts/test.sh and ci/gpu.py run, in what order, and how they end.
 
 Every program that they start is a stub, which notes its arguments and ends as told.
 """
@@ -79,11 +79,11 @@ def steps(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def sections(tmp_path: Path) -> Run:
-    """Runs gpu.sh with stubs, and its results in a folder of the test's own."""
+    """Runs gpu.py with stubs, and its results in a folder of the test's own."""
     for name in ("python", "ncu", "compute-sanitizer"):
         _stub(tmp_path / "bin" / name, name)
     return _runner(
-        ROOT / "ci/gpu.sh",
+        ROOT / "ci/gpu.py",
         tmp_path,
         PYTHON=str(tmp_path / "bin/python"),
         PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -214,7 +214,7 @@ def test_unknown_section(sections: Run) -> None:
         status, calls, said = sections(*args)
         assert status == 2
         assert calls == []
-        assert said == f"gpu.sh: no section '{args[-1]}'\n"
+        assert said == f"gpu.py: no section '{args[-1]}'\n"
 
 
 def test_series_must_be_applied(sections: Run) -> None:
@@ -255,8 +255,8 @@ SECTIONS = {
     "image": "ci/image.py",
     "transfers": "benchmarks/turbo_transfers.py",
 }
-# What those start whose output a shell writes to $OUT.
-TOLD_BY_SHELL = ("kernels", "sanitizer", "defects")
+# Sections whose programs print, and are told of no file in $OUT.
+PRINTED = ("kernels", "sanitizer", "defects")
 # The tools that watch the kernels, side by side.
 SANITIZERS = ["initcheck", "memcheck", "racecheck", "synccheck"]
 
@@ -274,7 +274,7 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         assert path in call.split()
         if section == "kernels":
             assert "native_kernels.json --passed" in calls.pop(0)
-        assert section in TOLD_BY_SHELL or str(tmp_path / "out") in call
+        assert section in PRINTED or str(tmp_path / "out") in call
         if section == "mla":
             assert "benchmark_turbo_latent_store.py" in calls.pop(0)
             assert "benchmark_turbo_mla_extend.py" in calls.pop(0)
@@ -293,15 +293,79 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_arguments_of_a_section(sections: Run, section: str) -> None:
-    """Its variable adds them, as words; another's does not."""
-    words = {f"{section.upper()}_ARGS": "--one 'two three'"}
-    other = "SOAK_ARGS" if section != "soak" else "LAB_ARGS"
-    status, calls, _ = sections(section, **words, **{other: "--not-for-it"})
+    """They stand behind `--`, and reach its first command as they are."""
+    status, calls, _ = sections(section, "--", "--one", "two three")
     assert status == 0
-    added = [call for call in calls if "--one 'two three'" in call]
+    added = [call for call in calls if "--one two three" in call]
     # What builds the kernels, and each tool.
     assert len(added) == (1 if section != "sanitizer" else 1 + len(SANITIZERS))
-    assert not any("--not-for-it" in call for call in calls)
+
+
+def test_arguments_are_for_one_section(sections: Run) -> None:
+    for names in (["bench", "soak"], []):
+        status, calls, said = sections(*names, "--", "--one")
+        assert (status, calls) == (2, [])
+        assert said == "gpu.py: arguments are for one section\n"
+
+
+def test_sections_are_listed(sections: Run) -> None:
+    """With what each needs and starts; those for two GPUs run if they are named."""
+    status, calls, said = sections("--list")
+    assert (status, calls) == (0, [])
+    rows = [line for line in said.splitlines() if not line.startswith(" ")]
+    needs = dict(row.split(": ") for row in rows)
+    assert set(SECTIONS) <= set(needs)
+    assert all(path in said for path in SECTIONS.values())
+    status, calls, said = sections()
+    assert status == 0
+    run = [name for name in needs if f"[{name}] took" in said]
+    assert run == [name for name in needs if not needs[name].startswith("two GPUs")]
+
+
+def test_parts_of_the_kernels_tests(sections: Run, tmp_path: Path) -> None:
+    """A part has a log of its own; what leaves tests out is not recorded."""
+    status, calls, _ = sections("kernels", "--", "--shard", "2/3")
+    assert status == 0
+    assert (tmp_path / "out/kernels-2.txt").exists()
+    assert "--shard 2/3 --passed --commit 0123abc" in calls[-1]
+    for words in (["-k", "store"], ["-m", "slow"], ["--ignore=test_x.py"]):
+        status, calls, _ = sections("kernels", "--", *words)
+        assert status == 0
+        assert not any("native_kernels.py" in call for call in calls)
+    status, calls, _ = sections("kernels", FAMILIES="cuda/store triton/merge")
+    assert status == 0
+    assert calls[1].endswith("ci/native_kernels.py --tests cuda/store triton/merge")
+    assert "--passed cuda/store triton/merge --commit 0123abc" in calls[-1]
+
+
+@pytest.mark.parametrize("found", [9, 0])
+def test_sanitizer_is_to_find_what_is_planted(
+    sections: Run, tmp_path: Path, found: int
+) -> None:
+    """Each tool ends as wanted, or the section fails; a line says of each how."""
+    python, tool = tmp_path / "bin/python", tmp_path / "bin/compute-sanitizer"
+    python.write_text('#!/bin/sh\n[ "$2" != --defects ] || echo memcheck-past\n')
+    tool.write_text(
+        '#!/bin/sh\ncase "$*" in *--defect*)\n  echo "==== ERROR SUMMARY: 1 error"\n'
+        f"  exit {found} ;;\nesac\n"
+    )
+    status, _, said = sections("sanitizer")
+    assert status == (found != 9)
+    lines = (tmp_path / "out/sanitizer.txt").read_text().splitlines()
+    planted = "memcheck --defect memcheck-past: ERROR SUMMARY: 1 error"
+    assert f"{planted} (status {found}, to be 9)" in lines
+    assert len(lines) == 1 + len(SANITIZERS) and all(x in said for x in lines)
+    assert sum(x.endswith("(status 0, to be 0)") for x in lines) == len(SANITIZERS)
+
+
+def test_ranks_that_share_a_context(sections: Run) -> None:
+    """All are asked whatever fails; arguments are shapes."""
+    status, calls, said = sections("dcp", "--", "1x2", FAIL="a2a")
+    assert status == 1 and said.endswith("failed: dcp\n")
+    *engines, equality = calls[1:]
+    assert len(engines) == 3 and all("--shapes 1x2 --engine" in x for x in engines)
+    assert [x for x in engines if "decode_context_parallel_size" in x] == engines[1:]
+    assert "dcp_prefix" in equality
 
 
 @pytest.mark.parametrize("broken", SECTIONS)

@@ -12,22 +12,14 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import follow_ups
 import pytest
+import turbo_models
+from model_config import cut_layers, with_awq
+from turbo_engine import started, turn
+from turbo_models import attention_row, covered, is_attention, kernels_of, parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import follow_ups  # noqa: E402
-import turbo_models  # noqa: E402
-from model_config import cut_layers, with_awq  # noqa: E402
-from turbo_engine import started, turn  # noqa: E402
-from turbo_models import (  # noqa: E402
-    attention_row,
-    covered,
-    is_attention,
-    kernels_of,
-    parse_args,
-)
 
 PER_LAYER = {
     "gemma-3-27b": {"layer_types"},

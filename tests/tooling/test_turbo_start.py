@@ -8,12 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import turbo_start  # noqa: E402
-from turbo_start import (  # noqa: E402
+import turbo_start
+from turbo_start import (
     CACHES,
     build_parser,
     cache_variables,

@@ -2,16 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What benchmarks/turbo_transfers.py makes of two engines' answers and times."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from turbo_transfers import TIE, compared, ratio_rows, visible  # noqa: E402
+from turbo_transfers import TIE, compared, ratio_rows, visible
 
 
 def answers(tokens: list[int], margins: list[float]) -> dict[str, Any]:

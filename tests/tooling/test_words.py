@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import documents
 import pytest
+import words
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import documents  # noqa: E402
-import words  # noqa: E402
 
 DOCUMENT = """\
 # A heading with 1 number

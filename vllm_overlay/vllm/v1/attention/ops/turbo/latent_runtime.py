@@ -37,7 +37,7 @@ from vllm.v1.attention.ops.turbo.runtime import num_draft_slots, take_scratch
 # head of context, where absorbed attention takes 4 * L + 2 * R a query token and not
 # 2 * (nope + R + V). They are even at 170 query tokens with DeepSeek's sizes, and at
 # 400 with GLM's. Up to as many as vLLM's FLASHMLA has it pays at every shape of
-# `ci/gpu.sh mla` on an H200 in November 2026: 16 requests behind 4096 tokens decide,
+# `ci/gpu.py mla` on an H200 in November 2026: 16 requests behind 4096 tokens decide,
 # with DeepSeek's 16 heads 1040 us against 1144, with GLM's 20 1549 against 2161.
 MAX_ABSORBED_LEN = 128
 

@@ -20,7 +20,7 @@ MAX_EXTEND_LEN = 64
 _MAX_EXTEND_QUERIES = 256
 
 # By compute capability: the most with which "extend" takes no longer than "prefill" at
-# any shape of `ci/gpu.sh extend`. On an H200 in November 2026, 64 sequences of 4096
+# any shape of `ci/gpu.py extend`. On an H200 in November 2026, 64 sequences of 4096
 # decide: with 128 tokens each 1567 us against 1721, with 256 3088 against 2834. With
 # heads of 64 and 64 tokens each it is 1184 against 1270, with 128 2326 against 1819. 16
 # sequences of 32768 take with heads of 256 and 64 tokens 1009 against 1521, with 128
