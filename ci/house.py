@@ -25,7 +25,7 @@ LONG_FILE = 400
 MAY_BE_LONG = "format.py"
 # The counts of the tree when they last fell.
 BOUNDS = {
-    "parameters": 26,
+    "parameters": 16,
     "files": 8,
     "root": 33,
     "kernel_lines": 241,
