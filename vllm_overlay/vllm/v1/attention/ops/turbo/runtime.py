@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -490,23 +491,25 @@ class TurboRunner:
         scratch = step.decode_scratch.get(shape)
         if scratch is None:
             specs = DecodeScratch.specs(shape, plan.num_tokens, plan.num_partials)
+            shared_specs: TensorSpecs = []
             if self.context_parallel is not None:
-                specs += SharedScratch.specs(shape, plan.num_tokens, plan.num_slots)
+                shared_specs = SharedScratch.specs(
+                    shape, plan.num_tokens, plan.num_slots
+                )
             own_specs = OwnScratch.specs(self.shape, plan.num_own_tokens)
             output_specs = self._output_specs(plan.num_own_tiles)
-            query_scale, output, lse, *others = take_scratch(
-                specs + own_specs + output_specs, device
+            parts = (specs, shared_specs, own_specs, output_specs)
+            tensors = iter(take_scratch([*chain(*parts)], device))
+            # All are of one request to the workspace, in order.
+            found, shared, own, outputs = (
+                [*islice(tensors, len(part))] for part in parts
             )
-            shared = own = outputs = None
-            if output_specs:
-                *others, tiles, partial, partial_lse = others
-                outputs = OutputScratch(tiles, partial, partial_lse)
-            if own_specs:
-                *others, own_output, key, value = others
-                own = OwnScratch(own_output, key, value)
-            if others:
-                shared = SharedScratch(*others)
-            scratch = DecodeScratch(query_scale, output, lse, shared, own, outputs)
+            scratch = DecodeScratch(
+                *found,
+                SharedScratch(*shared) if shared else None,
+                OwnScratch(*own) if own else None,
+                OutputScratch(*outputs) if outputs else None,
+            )
             step.decode_scratch[shape] = scratch
         return scratch
 
