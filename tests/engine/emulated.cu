@@ -152,10 +152,11 @@ __global__ void multiply_group(const Params p) {
       ".reg .pred p;\n"
       "setp.ne.b32 p, %9, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;\n"
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, %10;\n"
       "}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(ones), "r"(ones), "r"(ones), "r"(ones), "l"(descriptor), "r"(0));
+      : "r"(ones), "r"(ones), "r"(ones), "r"(ones), "l"(descriptor), "r"(0),
+        "n"(0));
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   const __half zero = __float2half_rn(0.0f);
   if (p.defect == 2 && thread == 0) operand[0] = zero;

@@ -64,6 +64,13 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+def _needed_compiler() -> str:
+    command = compiler()
+    if command is None:
+        raise CannotBuildError("there is no C++ compiler: install g++, or set CXX")
+    return command
+
+
 def _digest(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
@@ -82,9 +89,7 @@ def _compile(
         is_made: Whether the compiler makes it.
 
     """
-    command = compiler()
-    if command is None:
-        raise CannotBuildError("there is no C++ compiler: install g++, or set CXX")
+    command = _needed_compiler()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
@@ -163,13 +168,36 @@ def _with_included(source: Path, source_dir: Path) -> list[Path]:
     return sorted(found)
 
 
+def _expanded(path: Path) -> str:
+    """A source's text, its macros carried out, as those may hold inline assembly.
+
+    Lines stay where they are.
+    """
+    text = path.read_text()
+    if "#define" not in text:
+        return text
+    done = subprocess.run(
+        [_needed_compiler(), "-E", "-undef", "-x", "c++", "-"],
+        # Other directives are kept, for all that includes this.
+        input=re.sub("^#(?!define)", "@#", text, flags=re.MULTILINE),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, *parts = re.split(r'^# (\d+) ".*\n', done.stdout, flags=re.MULTILINE)
+    expanded = ""
+    for line, part in zip(parts[::2], parts[1::2]):
+        expanded += "\n" * (int(line) - 1 - expanded.count("\n")) + part
+    return expanded.replace("@#", "#")
+
+
 def translated(source: Path, source_dir: Path) -> Path:
     """A CUDA source and what it includes as C++, in a folder of the cache.
 
     Others of its folder may have instructions that the emulator does not know.
     """
     paths = _with_included(source, source_dir)
-    texts = {path: translate(path.read_text(), path) for path in paths}
+    texts = {path: translate(_expanded(path), path) for path in paths}
     target = cache_dir() / f"sources-{_digest(texts.values())}"
     if not target.exists():
         cache_dir().mkdir(parents=True, exist_ok=True)

@@ -87,18 +87,18 @@ INSTRUCTIONS |= {
 
 
 def _of_columns(columns: int) -> dict[str, str]:
-    """Products of a warpgroup, of so many columns: see common/wgmma*.cuh."""
+    """Products of a warpgroup, of so many columns: see common/wgmma.cuh."""
     n = columns // 2
     d = ", ".join(f"%{i}" for i in range(n))
     a = ", ".join(f"%{n + i}" for i in range(4))
     product = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{d}}}"
     return {
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 5}, 0; "
-        f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, 0; }}": f"wgmma_registers<{n}>",
-        f"{product}, {{{a}}}, %{n + 4}, 1, 1, 1, 1;": f"wgmma_by_columns<{n}>",
-        f"{product}, %{n}, %{n + 1}, 1, 1, 1, 1, 1;": f"wgmma_shared<{n}>",
+        f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, %{n + 6}; }}": f"wgmma_registers<{n}>",
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
-        f"{product}, %{n}, %{n + 1}, p, 1, 1, 0, 0; }}": f"wgmma_deep<{n}>",
+        f"{product}, %{n}, %{n + 1}, p, 1, 1, %{n + 3}, %{n + 3}; }}": (
+            f"wgmma_deep<{n}>"
+        ),
     }
 
 

@@ -107,59 +107,36 @@ inline void wgmma_wait_after(const Site& site, int pending, uint32_t) {
   wait_products(site, pending);
 }
 
-// First the numbers of D, then those of A and the rest.
+// A product without A. Operands are the numbers of D, A, B, whether it adds,
+// and whether what is in memory has its rows or columns contiguous.
 template <int kNumbers>
-void wgmma_of_registers(const Site& site, const void* const* all, bool is_deep,
-                        bool adds) {
-  GroupProduct own = {.num_numbers = kNumbers,
-                      .a_in_registers = true,
-                      .is_deep = is_deep,
-                      .adds = adds};
+GroupProduct product_of(const void* const* all, int num_operands) {
+  GroupProduct own = {.num_numbers = kNumbers};
   for (int i = 0; i < kNumbers; ++i)
     own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
-  for (int i = 0; i < 4; ++i)
-    own.a[i] = *static_cast<const uint32_t*>(all[kNumbers + i]);
-  own.b_descriptor = *static_cast<const uint64_t*>(all[kNumbers + 4]);
-  multiply_group(site, own);
+  const void* const* last = all + num_operands - 3;
+  own.b_descriptor = *static_cast<const uint64_t*>(last[0]);
+  own.adds = *static_cast<const int*>(last[1]) != 0;
+  own.is_deep = *static_cast<const int*>(last[2]) == 0;
+  return own;
 }
 
 template <int kNumbers, typename... Operands>
 void wgmma_registers(const Site& site, Operands&&... operands) {
   const void* all[] = {&operands...};
-  const bool adds = *static_cast<const int*>(all[kNumbers + 5]) != 0;
-  wgmma_of_registers<kNumbers>(site, all, true, adds);
-}
-
-template <int kNumbers, typename... Operands>
-void wgmma_by_columns(const Site& site, Operands&&... operands) {
-  const void* all[] = {&operands...};
-  wgmma_of_registers<kNumbers>(site, all, false, true);
-}
-
-// Of operands in shared memory.
-template <int kNumbers>
-void wgmma_of_shared(const Site& site, const void* const* all, bool is_deep,
-                     bool adds) {
-  GroupProduct own = {
-      .num_numbers = kNumbers, .is_deep = is_deep, .adds = adds};
-  for (int i = 0; i < kNumbers; ++i)
-    own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
-  own.a_descriptor = *static_cast<const uint64_t*>(all[kNumbers]);
-  own.b_descriptor = *static_cast<const uint64_t*>(all[kNumbers + 1]);
+  GroupProduct own = product_of<kNumbers>(all, sizeof...(operands));
+  own.a_in_registers = true;
+  for (int i = 0; i < 4; ++i)
+    own.a[i] = *static_cast<const uint32_t*>(all[kNumbers + i]);
   multiply_group(site, own);
-}
-
-template <int kNumbers, typename... Operands>
-void wgmma_shared(const Site& site, Operands&&... operands) {
-  const void* all[] = {&operands...};
-  wgmma_of_shared<kNumbers>(site, all, false, true);
 }
 
 template <int kNumbers, typename... Operands>
 void wgmma_deep(const Site& site, Operands&&... operands) {
   const void* all[] = {&operands...};
-  const bool adds = *static_cast<const int*>(all[kNumbers + 2]) != 0;
-  wgmma_of_shared<kNumbers>(site, all, true, adds);
+  GroupProduct own = product_of<kNumbers>(all, sizeof...(operands));
+  own.a_descriptor = *static_cast<const uint64_t*>(all[kNumbers]);
+  multiply_group(site, own);
 }
 
 }  // namespace ptx

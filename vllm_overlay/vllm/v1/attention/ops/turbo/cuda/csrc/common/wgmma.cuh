@@ -85,233 +85,86 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
   return uint64_t(layout) << 32 | operand;
 }
 
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[4], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-      "{%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, %8, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
+// f(1), f(2) and so on, below a number: inline assembly names its operands one
+// by one.
+#define TURBO_TEN(f, i)                                                   \
+  f(i##0) f(i##1) f(i##2) f(i##3) f(i##4) f(i##5) f(i##6) f(i##7) f(i##8) \
+      f(i##9)
+#define TURBO_4(f) f(1) f(2) f(3)
+#define TURBO_8(f) TURBO_4(f) f(4) f(5) f(6) f(7)
+#define TURBO_12(f) TURBO_8(f) f(8) f(9) f(10) f(11)
+#define TURBO_16(f) TURBO_12(f) f(12) f(13) f(14) f(15)
+#define TURBO_20(f) TURBO_16(f) f(16) f(17) f(18) f(19)
+#define TURBO_24(f) TURBO_20(f) f(20) f(21) f(22) f(23)
+#define TURBO_32(f) TURBO_24(f) f(24) f(25) f(26) f(27) f(28) f(29) f(30) f(31)
+#define TURBO_64(f)                                               \
+  TURBO_32(f)                                                     \
+  f(32) f(33) f(34) f(35) f(36) f(37) f(38) f(39) TURBO_TEN(f, 4) \
+      TURBO_TEN(f, 5) f(60) f(61) f(62) f(63)
+#define TURBO_128(f)                                                         \
+  TURBO_64(f)                                                                \
+  f(64) f(65) f(66) f(67) f(68) f(69) TURBO_TEN(f, 7) TURBO_TEN(f, 8)        \
+      TURBO_TEN(f, 9) TURBO_TEN(f, 10) TURBO_TEN(f, 11) f(120) f(121) f(122) \
+          f(123) f(124) f(125) f(126) f(127)
 
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[4], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-      "{%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(a), "l"(b));
-}
+// A product of D, of `size` numbers a lane, and of A and B, whose operands are
+// named here. D is zero before it unless operand `adds` is set.
+#define TURBO_NAME(i) ", %" #i
+#define TURBO_NUMBER(i) , "+f"(d[i])
+#define TURBO_PRODUCT(columns, size, adds, operands)                   \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #adds                           \
+  ", 0;\n"                                                             \
+  "wgmma.mma_async.sync.aligned.m64n" #columns                         \
+  "k16.f32.f16.f16 {%0" TURBO_##size(TURBO_NAME) "}, " operands ";\n}" \
+      : "+f"(d[0])TURBO_##size(TURBO_NUMBER)
 
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[8], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
-
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[8], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7])
-      : "l"(a), "l"(b));
-}
-
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[12], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-      "{%12, %13, %14, %15}, %16, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
-
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[12], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, 1, 1, 1, "
-      "1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-      : "l"(a), "l"(b));
-}
-
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[16], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
-
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[16], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "%16, %17, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "l"(a), "l"(b));
-}
+// Products of so many columns, whose operands after D have the other numbers.
+//
+// wgmma_registers: D = A B, or D += A B. A is in registers, and B has its depth
+// contiguous, or with kByColumns its columns.
+// wgmma_deep: the same of A in shared memory, which has its depth contiguous
+// where B has, or else its rows.
+#define TURBO_WGMMA(columns, size, i, j, k, l, m, n, o)                     \
+  template <int kByColumns = 0>                                             \
+  __device__ __forceinline__ void wgmma_registers(                          \
+      float (&d)[size], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
+      uint64_t b, int adds) {                                               \
+    asm volatile(TURBO_PRODUCT(columns, size, n,                            \
+                               "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m \
+                               ", p, 1, 1, %" #o)                           \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds),   \
+                   "n"(kByColumns));                                        \
+  }                                                                         \
+  template <int kByColumns = 0>                                             \
+  __device__ __forceinline__ void wgmma_deep(float (&d)[size], uint64_t a,  \
+                                             uint64_t b, int adds) {        \
+    asm volatile(TURBO_PRODUCT(columns, size, k,                            \
+                               "%" #i ", %" #j ", p, 1, 1, %" #l ", %" #l)  \
+                 : "l"(a), "l"(b), "r"(adds), "n"(kByColumns));             \
+  }
+TURBO_WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
+TURBO_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
+TURBO_WGMMA(24, 12, 12, 13, 14, 15, 16, 17, 18)
+TURBO_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+TURBO_WGMMA(40, 20, 20, 21, 22, 23, 24, 25, 26)
+TURBO_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
+TURBO_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+TURBO_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+TURBO_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // D += A B. A is in registers, and B has its columns contiguous.
-__device__ __forceinline__ void wgmma_by_columns(float (&d)[16], uint32_t a0,
+template <int kSize>
+__device__ __forceinline__ void wgmma_by_columns(float (&d)[kSize], uint32_t a0,
                                                  uint32_t a1, uint32_t a2,
                                                  uint32_t a3, uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[20], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %25, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19},"
-      " {%20, %21, %22, %23}, %24, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  wgmma_registers<1>(d, a0, a1, a2, a3, b, 1);
 }
 
 // D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[20], uint64_t a,
+template <int kSize>
+__device__ __forceinline__ void wgmma_shared(float (&d)[kSize], uint64_t a,
                                              uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19},"
-      " %20, %21, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-      : "l"(a), "l"(b));
-}
-
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[24], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23},"
-      " {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
-
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[24], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23},"
-      " %24, %25, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "l"(a), "l"(b));
-}
-
-// D = A B, or D += A B. A is in registers, and B has its depth contiguous.
-__device__ __forceinline__ void wgmma_registers(float (&d)[32], uint32_t a0,
-                                                uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint64_t b,
-                                                int adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31},"
-      " {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-        "+f"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
-}
-
-// D += A B. A has its rows contiguous, and B its columns.
-__device__ __forceinline__ void wgmma_shared(float (&d)[32], uint64_t a,
-                                             uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31},"
-      " %32, %33, 1, 1, 1, 1, 1;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-        "+f"(d[31])
-      : "l"(a), "l"(b));
+  wgmma_deep<1>(d, a, b, 1);
 }
 
 }  // namespace turbo

@@ -13,7 +13,7 @@
 
 #include "common/bulk.cuh"
 #include "common/segment.cuh"
-#include "common/wgmma_wide.cuh"
+#include "common/wgmma.cuh"
 #include "extend/ranges.cuh"
 #include "extend/stages.cuh"
 
