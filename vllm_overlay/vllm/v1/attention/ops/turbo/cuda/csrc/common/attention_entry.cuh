@@ -119,8 +119,7 @@ inline void add_offset(AttentionParams& p, const TensorView& query,
 
 // Check the tensors and launch a kernel.
 //
-// Instance: has the kernel, its threads a block and bytes of shared memory, and
-//   the blocks for a device, which is the current one.
+// Instance: see blocks_of; and has the kernel's threads a block.
 template <typename Instance>
 void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView kv_cache, TensorView block_table,
@@ -144,7 +143,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
   p.soft_cap = soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  launch(Instance::kKernel, Instance::num_blocks(device.device_id),
+  launch(Instance::kKernel, blocks_of<Instance>(device.device_id),
          Instance::kThreads, Instance::kSharedBytes, device, p, enable_pdl);
 }
 

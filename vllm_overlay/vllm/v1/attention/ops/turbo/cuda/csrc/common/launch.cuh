@@ -85,6 +85,21 @@ void allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
 }
 
+// The blocks of a kernel for a device, which is the current one.
+//
+// Instance: has the kernel, its bytes of shared memory, and the blocks of a
+//   multiprocessor. It is internal to its module: the process would have one
+//   number for all modules otherwise.
+template <typename Instance>
+int blocks_of(int device) {
+  static NumberByDevice known;
+  return known.get(device, [device] {
+    allow_shared_bytes(Instance::kKernel, Instance::kSharedBytes);
+    return Instance::num_blocks() *
+           attribute_of(device, cudaDevAttrMultiProcessorCount);
+  });
+}
+
 // Launch a kernel on the device, which is the current one, and its stream.
 //
 // enable_pdl: whether it may begin before the kernel before it ends, where GPUs

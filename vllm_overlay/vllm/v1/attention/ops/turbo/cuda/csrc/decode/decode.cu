@@ -17,15 +17,7 @@ struct Decode {
       sizeof(turbo::DecodeShared<DECODE_QUERIES, DECODE_WARPS>);
   static constexpr auto kKernel =
       turbo::decode_kernel<DECODE_QUERIES, DECODE_WARPS>;
-
-  // One a multiprocessor.
-  static int num_blocks(int device) {
-    static turbo::NumberByDevice known;
-    return known.get(device, [device] {
-      turbo::allow_shared_bytes(kKernel, kSharedBytes);
-      return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
-    });
-  }
+  static int num_blocks() { return 1; }
 };
 
 }  // namespace

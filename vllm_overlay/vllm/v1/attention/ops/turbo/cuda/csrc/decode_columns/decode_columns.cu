@@ -16,15 +16,7 @@ struct DecodeColumns {
   static constexpr int kThreads = Plan::kThreads;
   static constexpr size_t kSharedBytes = sizeof(turbo::ColumnsShared<Plan>);
   static constexpr auto kKernel = turbo::decode_columns_kernel<Plan>;
-
-  // One a multiprocessor.
-  static int num_blocks(int device) {
-    static turbo::NumberByDevice known;
-    return known.get(device, [device] {
-      turbo::allow_shared_bytes(kKernel, kSharedBytes);
-      return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
-    });
-  }
+  static int num_blocks() { return 1; }
 };
 
 }  // namespace

@@ -21,18 +21,13 @@ struct Extend {
   static constexpr auto kKernel = turbo::extend_kernel<Plan>;
 
   // As many as there is room for.
-  static int num_blocks(int device) {
-    static turbo::NumberByDevice known;
-    return known.get(device, [device] {
-      turbo::allow_shared_bytes(kKernel, kSharedBytes);
-      int per_sm = 0;
-      turbo::check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &per_sm, kKernel, kThreads, kSharedBytes));
-      TVM_FFI_CHECK(per_sm > 0, TurboLaunchRefused)
-          << "no room for a block of " << kSharedBytes << " bytes";
-      return per_sm *
-             turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
-    });
+  static int num_blocks() {
+    int count = 0;
+    turbo::check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &count, kKernel, kThreads, kSharedBytes));
+    TVM_FFI_CHECK(count > 0, TurboLaunchRefused)
+        << "no room for a block of " << kSharedBytes << " bytes";
+    return count;
   }
 };
 

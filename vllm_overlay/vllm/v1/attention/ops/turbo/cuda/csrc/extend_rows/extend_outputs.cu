@@ -111,7 +111,7 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   p.sinks = turbo::sinks_of(sinks, num_heads, device);
 
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  const int num_blocks = Instance::num_blocks(device.device_id);
+  const int num_blocks = turbo::blocks_of<Instance>(device.device_id);
   const int64_t room = partial.size(0) / (2 * Plan::kRows);
   p.num_ranges = room < num_blocks ? static_cast<int>(room) : num_blocks;
   p.num_splits = p.num_ranges == 0;

@@ -24,16 +24,7 @@ struct RowsInstance {
   static constexpr size_t kSharedBytes = sizeof(turbo::RowsShared<Plan>);
   static_assert(Plan::kBlocks * (kSharedBytes + 1024) <= 228 * 1024);
   static constexpr auto kKernel = turbo::extend_rows_kernel<Plan, Params>;
-
-  static int num_blocks(int device) {
-    // Of this module: internal, or the process would have one for all.
-    static turbo::NumberByDevice known;
-    return known.get(device, [device] {
-      turbo::allow_shared_bytes(kKernel, kSharedBytes);
-      return Plan::kBlocks *
-             turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
-    });
-  }
+  static int num_blocks() { return Plan::kBlocks; }
 };
 
 }  // namespace

@@ -31,17 +31,11 @@ using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY,
                                LATENT_SHARES>;
 using Kernel = turbo::LatentKernel<Plan>;
 #endif
-constexpr auto kDecode = turbo::latent_decode_kernel<Kernel>;
-constexpr size_t kSharedBytes = sizeof(Kernel::Shared);
-
-// One a multiprocessor.
-int num_blocks(int device) {
-  static turbo::NumberByDevice known;
-  return known.get(device, [device] {
-    turbo::allow_shared_bytes(kDecode, kSharedBytes);
-    return turbo::attribute_of(device, cudaDevAttrMultiProcessorCount);
-  });
-}
+struct Decode {
+  static constexpr size_t kSharedBytes = sizeof(Kernel::Shared);
+  static constexpr auto kKernel = turbo::latent_decode_kernel<Kernel>;
+  static int num_blocks() { return 1; }
+};
 
 // [T, Hq, D] of the query's dtype, two elements of which are loaded at once.
 const void* queries_of(const char* name, const TensorView& x, DLDataType dtype,
@@ -165,8 +159,8 @@ void latent_decode(TensorView query, Optional<TensorView> query_rope,
   const MergeKernel merge = merge_of(output.dtype());
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  turbo::launch(kDecode, num_blocks(device.device_id), Kernel::kThreads,
-                kSharedBytes, device, p, enable_pdl);
+  turbo::launch(Decode::kKernel, turbo::blocks_of<Decode>(device.device_id),
+                Kernel::kThreads, Decode::kSharedBytes, device, p, enable_pdl);
   const dim3 grid(p.query_len * p.num_heads, p.num_seqs);
   turbo::launch(merge, grid, turbo::kMergeThreads, 0, device, m, enable_pdl);
 }
