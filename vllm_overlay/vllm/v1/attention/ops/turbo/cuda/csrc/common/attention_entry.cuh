@@ -28,16 +28,11 @@ inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
   const int64_t num_kv_heads = kv_cache.size(1);
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
       << "query: " << num_heads << " heads, no multiple of " << num_kv_heads;
-  check_dtype("block_table", block_table, kInt32);
-  check_axes("block_table", block_table, 2);
-  check_last_axis("block_table", block_table);
-  TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
-      << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
   const DLDevice device = kv_cache.device();
   check_device(device, block_table, seq_lens);
   AttentionParams p = {};
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
-  p.block_table = static_cast<const int*>(block_table.data_ptr());
+  p.block_table = block_table_of(block_table, num_seqs);
   p.known_lens = ints_of("seq_lens", seq_lens, num_seqs);
   p.seq_lens = p.known_lens;
   p.lens_are_new = packed_lens.has_value();

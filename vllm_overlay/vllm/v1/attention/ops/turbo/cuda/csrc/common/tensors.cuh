@@ -13,6 +13,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "common/sinks.cuh"
 #include "common/soft_cap.cuh"
@@ -79,6 +80,19 @@ inline void check_size(const char* name, const TensorView& x, int axis,
       << size;
 }
 
+constexpr int64_t kAnySize = -1;
+
+inline void check_shape(const char* name, const TensorView& x, DLDataType dtype,
+                        std::initializer_list<int64_t> sizes) {
+  check_dtype(name, x, dtype);
+  check_axes(name, x, static_cast<int>(sizes.size()));
+  int axis = 0;
+  for (const int64_t size : sizes) {
+    if (size != kAnySize) check_size(name, x, axis, size);
+    ++axis;
+  }
+}
+
 inline void check_last_axis(const char* name, const TensorView& x) {
   const int last = x.ndim() - 1;
   TVM_FFI_CHECK(x.size(last) <= 1 || x.stride(last) == 1, ValueError)
@@ -131,9 +145,8 @@ inline const uint16_t* vectors_of(const char* name, const TensorView& x,
 // [num_blocks, H, N, C] of bytes: whole tiles, each aligned.
 inline void check_pages(const char* name, const TensorView& x,
                         int64_t tile_tokens, int64_t tile_bytes) {
-  check_dtype(name, x, kBytes);
-  check_axes(name, x, 4);
-  check_size(name, x, 3, tile_bytes / tile_tokens);
+  check_shape(name, x, kBytes,
+              {kAnySize, kAnySize, kAnySize, tile_bytes / tile_tokens});
   check_last_axis(name, x);
   TVM_FFI_CHECK(x.size(2) > 0 && x.size(2) % tile_tokens == 0, ValueError)
       << name << ": blocks of " << x.size(2) << " tokens, no multiple of "
@@ -169,6 +182,22 @@ inline const int* ints_of(const char* name, const TensorView& x,
   return static_cast<const int*>(x.data_ptr());
 }
 
+// [>= B, max_blocks] int32.
+inline const int* block_table_of(const TensorView& x, int64_t num_seqs) {
+  check_shape("block_table", x, kInt32, {kAnySize, kAnySize});
+  check_last_axis("block_table", x);
+  TVM_FFI_CHECK(x.size(0) >= num_seqs, ValueError)
+      << "block_table: " << x.size(0) << " rows, not " << num_seqs;
+  return static_cast<const int*>(x.data_ptr());
+}
+
+// [T] int64.
+inline const int64_t* slots_of(const TensorView& x) {
+  check_shape("slot_mapping", x, kInt64, {kAnySize});
+  check_last_axis("slot_mapping", x);
+  return static_cast<const int64_t*>(x.data_ptr());
+}
+
 inline const int* starts_of(const Optional<TensorView>& query_start_loc,
                             int64_t num_seqs, DLDevice device) {
   if (!query_start_loc.has_value()) return nullptr;
@@ -190,10 +219,7 @@ inline const float* key_offset_of(const Optional<TensorView>& key_offset,
   if (!is_wanted) return nullptr;
   const TensorView& x = key_offset.value();
   check_device(device, x);
-  check_dtype("key_offset", x, kFloat32);
-  check_axes("key_offset", x, 3);
-  check_size("key_offset", x, 1, num_kv_heads);
-  check_size("key_offset", x, 2, head_size);
+  check_shape("key_offset", x, kFloat32, {kAnySize, num_kv_heads, head_size});
   check_contiguous("key_offset", x);
   check_address("key_offset", x, 16);
   num_offsets = to_int("key_offset", x.size(0));

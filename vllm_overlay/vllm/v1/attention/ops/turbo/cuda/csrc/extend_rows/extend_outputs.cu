@@ -50,10 +50,8 @@ void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
   p.stride_value_token = v.stride(0);
   p.stride_value_head = v.stride(1);
   turbo::check_device(output.device(), tiles);
-  turbo::check_dtype("own_tiles", tiles, turbo::kFloat16);
-  turbo::check_axes("own_tiles", tiles, 3);
-  turbo::check_size("own_tiles", tiles, 1, p.num_kv_heads);
-  turbo::check_size("own_tiles", tiles, 2, turbo::kOwnTileNumbers);
+  turbo::check_shape("own_tiles", tiles, turbo::kFloat16,
+                     {turbo::kAnySize, p.num_kv_heads, turbo::kOwnTileNumbers});
   turbo::check_contiguous("own_tiles", tiles);
   turbo::check_address("own_tiles", tiles, 16);
   const int64_t most = output.size(0) / TILE_TOKENS + p.num_seqs;
@@ -97,14 +95,12 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   if (own_tiles.has_value())
     add_own_tokens(p, output, key, value, own_tiles.value());
   turbo::check_device(device, partial, partial_lse);
-  turbo::check_dtype("partial", partial, turbo::kFloat32);
-  turbo::check_axes("partial", partial, 2);
-  turbo::check_size("partial", partial, 1, HEAD_SIZE);
+  turbo::check_shape("partial", partial, turbo::kFloat32,
+                     {turbo::kAnySize, HEAD_SIZE});
   turbo::check_contiguous("partial", partial);
   turbo::check_address("partial", partial, 16);
-  turbo::check_dtype("partial_lse", partial_lse, turbo::kFloat32);
-  turbo::check_axes("partial_lse", partial_lse, 1);
-  turbo::check_size("partial_lse", partial_lse, 0, partial.size(0));
+  turbo::check_shape("partial_lse", partial_lse, turbo::kFloat32,
+                     {partial.size(0)});
   turbo::check_contiguous("partial_lse", partial_lse);
   p.partial = static_cast<float*>(partial.data_ptr());
   p.partial_lse = static_cast<float*>(partial_lse.data_ptr());

@@ -40,11 +40,7 @@ struct Decode {
 // [T, Hq, D] of the query's dtype, two elements of which are loaded at once.
 const void* queries_of(const char* name, const TensorView& x, DLDataType dtype,
                        int64_t size, const TensorView& query) {
-  turbo::check_dtype(name, x, dtype);
-  turbo::check_axes(name, x, 3);
-  turbo::check_size(name, x, 0, query.size(0));
-  turbo::check_size(name, x, 1, query.size(1));
-  turbo::check_size(name, x, 2, size);
+  turbo::check_shape(name, x, dtype, {query.size(0), query.size(1), size});
   turbo::check_last_axis(name, x);
   turbo::check_stride(name, x, 0, 2);
   turbo::check_stride(name, x, 1, 2);
@@ -62,11 +58,6 @@ LatentParams params_of(const TensorView& query,
                        int64_t num_seqs, int64_t query_len, double scale) {
   const DLDevice device = kv_cache.device();
   turbo::check_latent_pages(kv_cache);
-  turbo::check_dtype("block_table", block_table, turbo::kInt32);
-  turbo::check_axes("block_table", block_table, 2);
-  turbo::check_last_axis("block_table", block_table);
-  TVM_FFI_CHECK(block_table.size(0) >= num_seqs, ValueError)
-      << "block_table: " << block_table.size(0) << " rows, not " << num_seqs;
   turbo::check_device(device, query, block_table, seq_lens, partial,
                       partial_lse);
   LatentParams p = {};
@@ -87,7 +78,7 @@ LatentParams params_of(const TensorView& query,
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.stride_cache_block = kv_cache.stride(0);
   p.tiles_per_block = turbo::to_int("kv_cache", kv_cache.size(1) / TILE_TOKENS);
-  p.block_table = static_cast<const int*>(block_table.data_ptr());
+  p.block_table = turbo::block_table_of(block_table, num_seqs);
   p.stride_block_table = turbo::to_int("block_table", block_table.stride(0));
   p.seq_lens = turbo::ints_of("seq_lens", seq_lens, num_seqs);
   p.query_start_loc = turbo::starts_of(query_start_loc, num_seqs, device);
@@ -112,10 +103,8 @@ LatentMergeParams merge_params_of(const LatentParams& p,
   turbo::check_vectors("output", output, LATENT_RANK);
   turbo::check_size("output", output, 0, query.size(0));
   turbo::check_size("output", output, 1, query.size(1));
-  turbo::check_dtype("lse", lse, turbo::kFloat32);
-  turbo::check_axes("lse", lse, 2);
-  turbo::check_size("lse", lse, 0, query.size(0));
-  turbo::check_size("lse", lse, 1, query.size(1));
+  turbo::check_shape("lse", lse, turbo::kFloat32,
+                     {query.size(0), query.size(1)});
   turbo::check_device(query.device(), output, lse);
   LatentMergeParams m = {};
   m.partial = p.partial;

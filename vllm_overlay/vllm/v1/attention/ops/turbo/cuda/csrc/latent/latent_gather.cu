@@ -42,14 +42,10 @@ void latent_gather(TensorView kv_cache, TensorView output,
                        turbo::kVectorElements * (output.dtype().bits / 8));
   TVM_FFI_CHECK(output.size(0) >= num_tokens, ValueError)
       << "output: " << output.size(0) << " rows, not " << num_tokens;
-  turbo::check_dtype("block_table", block_table, turbo::kInt32);
-  turbo::check_axes("block_table", block_table, 2);
-  turbo::check_last_axis("block_table", block_table);
-  const int64_t num_seqs = block_table.size(0);
   turbo::LatentGatherParams p = {};
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.output = output.data_ptr();
-  p.block_table = static_cast<const int*>(block_table.data_ptr());
+  p.block_table = turbo::block_table_of(block_table, 0);
   p.cu_seq_lens = turbo::ints_of("cu_seq_lens", cu_seq_lens, 1);
   p.token_to_seq = turbo::ints_of("token_to_seq", token_to_seq, num_tokens);
   if (seq_starts.has_value()) {
@@ -61,7 +57,7 @@ void latent_gather(TensorView kv_cache, TensorView output,
   p.stride_block_table = turbo::to_int("block_table", block_table.stride(0));
   p.block_size = turbo::to_int("kv_cache", kv_cache.size(1));
   p.num_tokens = turbo::to_int("num_tokens", num_tokens);
-  TVM_FFI_CHECK(num_tokens == 0 || num_seqs > 0, ValueError)
+  TVM_FFI_CHECK(num_tokens == 0 || block_table.size(0) > 0, ValueError)
       << "block_table: no sequence";
   const dim3 grid((p.num_tokens + turbo::kGatherWarps - 1) /
                   turbo::kGatherWarps);

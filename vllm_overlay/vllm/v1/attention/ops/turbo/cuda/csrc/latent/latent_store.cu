@@ -19,9 +19,8 @@ using tvm::ffi::TensorView;
 // elements: that are loaded at once.
 const uint16_t* rows_of(const char* name, const TensorView& x, bool is_bf16,
                         int64_t num_tokens, int64_t size, int64_t elements) {
-  turbo::check_dtype(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16);
-  turbo::check_axes(name, x, 2);
-  turbo::check_size(name, x, 1, size);
+  turbo::check_shape(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16,
+                     {turbo::kAnySize, size});
   turbo::check_last_axis(name, x);
   turbo::check_stride(name, x, 0, elements);
   turbo::check_address(name, x, elements * sizeof(uint16_t));
@@ -52,9 +51,7 @@ void latent_store(TensorView kv_cache, TensorView slot_mapping, TensorView kv_c,
   turbo::check_latent_pages(kv_cache);
   turbo::to_int("kv_cache", kv_cache.size(0) * kv_cache.size(1));  // slots
   turbo::check_device(device, slot_mapping, kv_c, tables);
-  turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
-  turbo::check_axes("slot_mapping", slot_mapping, 1);
-  turbo::check_last_axis("slot_mapping", slot_mapping);
+  const int64_t* slots = turbo::slots_of(slot_mapping);
   turbo::check_contiguous("tables", tables);
   turbo::check_address("tables", tables, sizeof(uint4));
   const int64_t num_tokens = slot_mapping.size(0);
@@ -73,7 +70,7 @@ void latent_store(TensorView kv_cache, TensorView slot_mapping, TensorView kv_c,
     p.stride_k_pe_token = k_pe.value().stride(0);
   }
   p.kv_cache = static_cast<uint8_t*>(kv_cache.data_ptr());
-  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
+  p.slot_mapping = slots;
   p.tables = static_cast<const uint4*>(tables.data_ptr());
   p.stride_cache_block = kv_cache.stride(0);
   p.num_tokens = turbo::to_int("slot_mapping", num_tokens);

@@ -10,9 +10,8 @@ namespace turbo {
 
 // [num_blocks, N, C] of bytes: whole tiles, each aligned.
 inline void check_latent_pages(const TensorView& x) {
-  check_dtype("kv_cache", x, kBytes);
-  check_axes("kv_cache", x, 3);
-  check_size("kv_cache", x, 2, TILE_BYTES / TILE_TOKENS);
+  check_shape("kv_cache", x, kBytes,
+              {kAnySize, kAnySize, TILE_BYTES / TILE_TOKENS});
   check_last_axis("kv_cache", x);
   TVM_FFI_CHECK(x.size(1) > 0 && x.size(1) % TILE_TOKENS == 0, ValueError)
       << "kv_cache: blocks of " << x.size(1) << " tokens, no multiple of "

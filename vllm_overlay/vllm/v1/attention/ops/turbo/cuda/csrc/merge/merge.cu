@@ -102,10 +102,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
     const TensorView& y = newest_lse.value();
     check_tokens("newest_output", x, dtype, num_heads);
     turbo::check_size("newest_output", x, 0, output.size(0));
-    turbo::check_dtype("newest_lse", y, turbo::kFloat32);
-    turbo::check_axes("newest_lse", y, 2);
-    turbo::check_size("newest_lse", y, 0, num_heads);
-    turbo::check_size("newest_lse", y, 1, output.size(0));
+    turbo::check_shape("newest_lse", y, turbo::kFloat32,
+                       {num_heads, output.size(0)});
     turbo::check_last_axis("newest_lse", y);
     turbo::check_device(device, x, y);
     p.newest_output = x.data_ptr();
@@ -126,10 +124,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
                   ValueError)
         << "lse: given with more than the partial results";
     turbo::check_dtype("output", output, turbo::kFloat32);
-    turbo::check_dtype("lse", x, turbo::kFloat32);
-    turbo::check_axes("lse", x, 2);
-    turbo::check_size("lse", x, 0, num_seqs * query_len);
-    turbo::check_size("lse", x, 1, num_heads);
+    turbo::check_shape("lse", x, turbo::kFloat32,
+                       {num_seqs * query_len, num_heads});
     turbo::check_size("output", output, 0, num_seqs * query_len);
     turbo::check_contiguous("output", output);
     turbo::check_contiguous("lse", x);

@@ -29,17 +29,13 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
                bool is_bf16) {
   p.query =
       turbo::vectors_of("query", query, is_bf16, 0, query.size(1), HEAD_SIZE);
-  turbo::check_dtype("rotated_query", rotated_query, turbo::kFloat16);
-  turbo::check_dtype("query_scale", query_scale, turbo::kFloat32);
-  turbo::check_axes("rotated_query", rotated_query, 3);
-  turbo::check_axes("query_scale", query_scale, 2);
+  turbo::check_shape("rotated_query", rotated_query, turbo::kFloat16,
+                     {query.size(0), query.size(1), HEAD_SIZE});
+  turbo::check_shape("query_scale", query_scale, turbo::kFloat32,
+                     {query.size(0), query.size(1)});
   turbo::check_contiguous("rotated_query", rotated_query);
   turbo::check_contiguous("query_scale", query_scale);
   turbo::check_address("rotated_query", rotated_query, sizeof(__half2));
-  for (int axis = 0; axis < 3; ++axis)
-    turbo::check_size("rotated_query", rotated_query, axis, query.size(axis));
-  for (int axis = 0; axis < 2; ++axis)
-    turbo::check_size("query_scale", query_scale, axis, query.size(axis));
   p.rotated_query = static_cast<__half2*>(rotated_query.data_ptr());
   p.query_scale = static_cast<float*>(query_scale.data_ptr());
   p.stride_query_token = query.stride(0);
@@ -78,12 +74,7 @@ void add_window(turbo::StoreParams& p, const TensorView& pages,
   turbo::check_device(device, packed_lens, block_table);
   w.packed_lens =
       const_cast<int*>(turbo::ints_of("packed_lens", packed_lens, p.num_seqs));
-  turbo::check_dtype("block_table", block_table, turbo::kInt32);
-  turbo::check_axes("block_table", block_table, 2);
-  turbo::check_last_axis("block_table", block_table);
-  TVM_FFI_CHECK(block_table.size(0) >= p.num_seqs, ValueError)
-      << "block_table: " << block_table.size(0) << " rows, not " << p.num_seqs;
-  w.block_table = static_cast<const int*>(block_table.data_ptr());
+  w.block_table = turbo::block_table_of(block_table, p.num_seqs);
   w.stride_block_table = block_table.stride(0);
 }
 
@@ -123,9 +114,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            int64_t window_tokens, Optional<TensorView> block_table,
            int64_t parts, int64_t threads, bool enable_pdl) {
   turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
-  turbo::check_dtype("slot_mapping", slot_mapping, turbo::kInt64);
-  turbo::check_axes("slot_mapping", slot_mapping, 1);
-  turbo::check_last_axis("slot_mapping", slot_mapping);
+  const int64_t* slots = turbo::slots_of(slot_mapping);
   const int64_t num_tokens = slot_mapping.size(0);
   const int64_t num_kv_heads = kv_cache.size(1);
   const bool is_bf16 = key.dtype().code == kDLBfloat;
@@ -135,7 +124,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   p.value = turbo::vectors_of("value", value, is_bf16, num_tokens, num_kv_heads,
                               HEAD_SIZE);
   p.kv_cache = static_cast<uint8_t*>(kv_cache.data_ptr());
-  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
+  p.slot_mapping = slots;
   p.kv_matrix = table_of("kv_matrix", kv_matrix);
   p.single_matrix = table_of("single_matrix", single_matrix);
   p.query_matrix = table_of("query_matrix", query_matrix);
