@@ -55,25 +55,6 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-// Load a lane's 4 * kWords bytes.
-template <int kWords>
-__device__ __forceinline__ void load_words(uint32_t (&words)[kWords],
-                                           const uint8_t* p) {
-  if constexpr (kWords == 1) {
-    words[0] = *reinterpret_cast<const uint32_t*>(p);
-  } else if constexpr (kWords == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(p);
-    words[0] = x.x, words[1] = x.y;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      const uint4 x = *reinterpret_cast<const uint4*>(p + 4 * i);
-      words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z,
-      words[i + 3] = x.w;
-    }
-  }
-}
-
 // The coordinate of V that a lane has in row r of fragment i of O^T.
 __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
   const int g = lane / 4;

@@ -123,14 +123,7 @@ struct SliceTile {
       const int n = token_of_row(g) + 4 * r;
       const uint8_t* words = tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes +
                              64 * run + 16 * t + 4 * (first % kRunWords);
-      if constexpr (kOwnWords == 4) {
-        const uint4 x = *reinterpret_cast<const uint4*>(words);
-        codes[r][0] = x.x, codes[r][1] = x.y;
-        codes[r][2] = x.z, codes[r][3] = x.w;
-      } else {
-        const uint2 x = *reinterpret_cast<const uint2*>(words);
-        codes[r][0] = x.x, codes[r][1] = x.y;
-      }
+      load_words(codes[r], words);
       scales[r] = *reinterpret_cast<const uint32_t*>(
           tile + kLatentScales + n * (LATENT_RANK / 32) + 4 * run);
       if constexpr (kOwnRopes != 0) {

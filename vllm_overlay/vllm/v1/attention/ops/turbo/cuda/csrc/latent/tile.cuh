@@ -94,21 +94,6 @@ __device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
   }
 }
 
-template <int count>
-__device__ __forceinline__ void load_words(uint32_t (&words)[count],
-                                           const uint8_t* source) {
-  static_assert(count == 1 || count == 2 || count == 4);
-  if constexpr (count == 4) {
-    const uint4 x = *reinterpret_cast<const uint4*>(source);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-  } else if constexpr (count == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(source);
-    words[0] = x.x, words[1] = x.y;
-  } else {
-    words[0] = *reinterpret_cast<const uint32_t*>(source);
-  }
-}
-
 // What a lane decodes of a tile: its warpgroup's part of the coordinates.
 template <typename Plan>
 struct LaneTile {
