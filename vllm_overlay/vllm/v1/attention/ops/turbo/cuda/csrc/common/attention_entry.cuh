@@ -81,8 +81,7 @@ inline void add_original_queries(AttentionParams& p, const char* name,
   check_size(name, query, 0, num_tokens);
   check_size(name, query, 1, num_heads);
   p.original_query = query.data_ptr();
-  p.stride_original_token = query.stride(0);
-  p.stride_original_head = query.stride(1);
+  p.original_strides = strides_of(query);
 }
 
 inline void add_partials(AttentionParams& p, const TensorView& query,

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/soft_cap.cuh"
+#include "common/vectors.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -41,8 +42,7 @@ struct AttentionParams {
   int lens_are_new;
   // With KEY_OFFSET, and where there are OutputParams.
   const void* original_query;  // [T, Hq, D], not rotated
-  int64_t stride_original_token;
-  int64_t stride_original_head;
+  Strides original_strides;
   int is_bf16;  // whether it is, or fp16
   // With KEY_OFFSET: what the scores of cached keys get back.
   const float* key_offset;  // [G, H, D]

@@ -37,8 +37,8 @@ __device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
   const int first = lane % kColumnLanes * kVector;
   const auto* query =
       static_cast<const uint16_t*>(p.original_query) +
-      (p.first_token(seq) + place) * p.stride_original_token +
-      (max(row, 0) - place * num_heads) * p.stride_original_head + first;
+      (p.first_token(seq) + place) * p.original_strides.token +
+      (max(row, 0) - place * num_heads) * p.original_strides.head + first;
   const float* m = p.key_offset +
                    (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE +
                    first;

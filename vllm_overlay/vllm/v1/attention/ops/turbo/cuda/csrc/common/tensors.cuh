@@ -17,6 +17,7 @@
 
 #include "common/sinks.cuh"
 #include "common/soft_cap.cuh"
+#include "common/vectors.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -128,6 +129,10 @@ inline void check_vectors(const char* name, const TensorView& x,
   check_stride(name, x, 0, kVectorElements);
   check_stride(name, x, 1, kVectorElements);
   check_address(name, x, kVectorElements * (x.dtype().bits / 8));
+}
+
+inline Strides strides_of(const TensorView& x) {
+  return {x.stride(0), x.stride(1)};
 }
 
 // [>= T, heads, D] in the model's dtype, of 16 bits.

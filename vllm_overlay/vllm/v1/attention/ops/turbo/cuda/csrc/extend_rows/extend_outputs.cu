@@ -44,11 +44,9 @@ void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
   check_tokens("key", k, output, p.num_kv_heads);
   check_tokens("value", v, output, p.num_kv_heads);
   p.own_key = k.data_ptr();
-  p.stride_key_token = k.stride(0);
-  p.stride_key_head = k.stride(1);
+  p.key_strides = turbo::strides_of(k);
   p.own_value = v.data_ptr();
-  p.stride_value_token = v.stride(0);
-  p.stride_value_head = v.stride(1);
+  p.value_strides = turbo::strides_of(v);
   turbo::check_device(output.device(), tiles);
   turbo::check_shape("own_tiles", tiles, turbo::kFloat16,
                      {turbo::kAnySize, p.num_kv_heads, turbo::kOwnTileNumbers});
@@ -90,8 +88,7 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   turbo::check_size("output", output, 0, num_tokens);
   check_runs("output", output);
   p.output = output.data_ptr();
-  p.stride_output_token = output.stride(0);
-  p.stride_output_head = output.stride(1);
+  p.output_strides = turbo::strides_of(output);
   if (own_tiles.has_value())
     add_own_tokens(p, output, key, value, own_tiles.value());
   turbo::check_device(device, partial, partial_lse);

@@ -49,8 +49,8 @@ __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
   const int head =
       segment.kv_head * p.heads_per_kv + column - token * p.heads_per_kv;
   const int64_t place =
-      (segment.first_token + token) * p.stride_original_token +
-      head * p.stride_original_head;
+      (segment.first_token + token) * p.original_strides.token +
+      head * p.original_strides.head;
   const auto* own = static_cast<const uint16_t*>(p.original_query) + place;
   const auto bits = token < segment.query_len
                         ? reinterpret_cast<unsigned long long>(own)

@@ -20,17 +20,13 @@ constexpr int kOwnTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
 // Queries are the original ones alone.
 struct OutputParams : AttentionParams {
   void* output;  // [T, Hq, D]
-  int64_t stride_output_token;
-  int64_t stride_output_head;
+  Strides output_strides;
   // [T / 16 + B, H, 2, 16 * D] fp16: sequence i's from first_token / 16 + i on.
   // Or null: query tokens are read from the cache.
   __half* own_tiles;
   const void* own_key;    // [T, H, D], not rotated
   const void* own_value;  // [T, H, D], not rotated
-  int64_t stride_key_token;
-  int64_t stride_key_head;
-  int64_t stride_value_token;
-  int64_t stride_value_head;
+  Strides key_strides, value_strides;
   float query_factor;  // of rotated queries, for base-2 softmax
   Sinks sinks;
   int num_ranges;  // that there is room for
@@ -50,8 +46,8 @@ struct OutputParams : AttentionParams {
                                                   int row) const {
     const int num_heads = num_kv_heads * heads_per_kv;
     const int token = row / num_heads;
-    return (first_token + token) * stride_output_token +
-           (row - token * num_heads) * stride_output_head;
+    return (first_token + token) * output_strides.token +
+           (row - token * num_heads) * output_strides.head;
   }
 };
 

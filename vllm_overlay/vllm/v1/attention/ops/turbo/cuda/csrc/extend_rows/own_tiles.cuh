@@ -110,10 +110,10 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
     const int n = tile * TILE_TOKENS + first + turn;
     const int64_t token = p.first_token(seq) + n;
     const T* p_key = static_cast<const T*>(p.own_key) +
-                     token * p.stride_key_token + kv_head * p.stride_key_head;
+                     token * p.key_strides.token + kv_head * p.key_strides.head;
     const T* p_value = static_cast<const T*>(p.own_value) +
-                       token * p.stride_value_token +
-                       kv_head * p.stride_value_head;
+                       token * p.value_strides.token +
+                       kv_head * p.value_strides.head;
     is_finite[turn] = load_coordinates(key[turn], p_key, n < query_len, lane);
     is_finite[turn] &=
         load_coordinates(value[turn], p_value, n < query_len, lane);

@@ -64,16 +64,14 @@ LatentParams params_of(const TensorView& query,
   p.is_bf16 = query.dtype() == turbo::kBFloat16;
   const DLDataType dtype = p.is_bf16 ? turbo::kBFloat16 : turbo::kFloat16;
   p.query = queries_of("query", query, dtype, LATENT_RANK, query);
-  p.stride_query_token = query.stride(0);
-  p.stride_query_head = query.stride(1);
+  p.query_strides = turbo::strides_of(query);
   TVM_FFI_CHECK(query_rope.has_value() == (ROPE_SIZE != 0), ValueError)
       << "query_rope: the layout has " << ROPE_SIZE << " rotary coordinates";
   if (query_rope.has_value()) {
     const TensorView& x = query_rope.value();
     turbo::check_device(device, x);
     p.query_rope = queries_of("query_rope", x, dtype, ROPE_SIZE, query);
-    p.stride_rope_token = x.stride(0);
-    p.stride_rope_head = x.stride(1);
+    p.rope_strides = turbo::strides_of(x);
   }
   p.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());
   p.stride_cache_block = kv_cache.stride(0);
@@ -112,10 +110,8 @@ LatentMergeParams merge_params_of(const LatentParams& p,
   m.query_start_loc = p.query_start_loc;
   m.output = output.data_ptr();
   m.lse = static_cast<float*>(lse.data_ptr());
-  m.stride_output_token = output.stride(0);
-  m.stride_output_head = output.stride(1);
-  m.stride_lse_token = lse.stride(0);
-  m.stride_lse_head = lse.stride(1);
+  m.output_strides = turbo::strides_of(output);
+  m.lse_strides = turbo::strides_of(lse);
   m.num_heads = p.num_heads;
   m.query_len = p.query_len;
   m.num_splits = p.num_splits;

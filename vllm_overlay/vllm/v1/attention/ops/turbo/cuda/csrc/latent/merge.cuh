@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "common/numbers.cuh"
+#include "common/vectors.cuh"
 #include "common/warp.cuh"
 #include "turbo_constants.h"
 
@@ -26,8 +27,7 @@ struct LatentMergeParams {
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   void* output;                // [T, Hq, LATENT_RANK]
   float* lse;                  // [T, Hq], base e
-  int64_t stride_output_token, stride_output_head;
-  int64_t stride_lse_token, stride_lse_head;
+  Strides output_strides, lse_strides;
   int num_heads;
   int query_len;
   int num_splits;
@@ -102,8 +102,8 @@ __device__ __forceinline__ void latent_merge(const LatentMergeParams& p) {
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
   const int64_t t = first_token + token;
-  T* output = static_cast<T*>(p.output) + t * p.stride_output_token +
-              head * p.stride_output_head + 4 * place;
+  T* output = static_cast<T*>(p.output) + t * p.output_strides.token +
+              head * p.output_strides.head + 4 * place;
   if constexpr (std::is_same_v<T, float>) {
     *reinterpret_cast<float4*>(output) = sum;
   } else if constexpr (std::is_same_v<T, __half>) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void latent_merge(const LatentMergeParams& p) {
     *reinterpret_cast<uint2*>(output) = {as_bits(low), as_bits(high)};
   }
   if (place == 0)
-    p.lse[t * p.stride_lse_token + head * p.stride_lse_head] = shared_lse;
+    p.lse[t * p.lse_strides.token + head * p.lse_strides.head] = shared_lse;
 }
 
 template <typename T>

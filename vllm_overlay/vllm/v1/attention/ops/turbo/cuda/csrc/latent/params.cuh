@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/vectors.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {
@@ -19,8 +20,7 @@ struct LatentParams {
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   float* partial;              // [B, S, Q, Hq, LATENT_RANK]
   float* partial_lse;          // [B, S, Q, Hq], base 2
-  int64_t stride_query_token, stride_query_head;
-  int64_t stride_rope_token, stride_rope_head;
+  Strides query_strides, rope_strides;
   int64_t stride_cache_block;
   int stride_block_table;
   int num_seqs;

@@ -32,15 +32,15 @@ __device__ __noinline__ void load_queries(Shared& shared, const LatentParams& p,
     if (is_there) {
       const int64_t t = p.first_token(segment.seq) + token;
       const uint16_t* latent = static_cast<const uint16_t*>(p.query) +
-                               t * p.stride_query_token +
-                               head * p.stride_query_head;
+                               t * p.query_strides.token +
+                               head * p.query_strides.head;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
         x[i] = load_pair(latent + 2 * (32 * i + lane), p.is_bf16);
       if (ROPE_SIZE != 0) {
         const uint16_t* rope = static_cast<const uint16_t*>(p.query_rope) +
-                               t * p.stride_rope_token +
-                               head * p.stride_rope_head;
+                               t * p.rope_strides.token +
+                               head * p.rope_strides.head;
         x[kPairs] = load_pair(rope + 2 * lane, p.is_bf16);
       }
 #pragma unroll

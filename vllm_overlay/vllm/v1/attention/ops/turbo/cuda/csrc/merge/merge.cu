@@ -75,14 +75,10 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   p.query = query.data_ptr();
   p.key = key.data_ptr();
   p.value = value.data_ptr();
-  p.stride_output_token = output.stride(0);
-  p.stride_output_head = output.stride(1);
-  p.stride_query_token = query.stride(0);
-  p.stride_query_head = query.stride(1);
-  p.stride_key_token = key.stride(0);
-  p.stride_key_head = key.stride(1);
-  p.stride_value_token = value.stride(0);
-  p.stride_value_head = value.stride(1);
+  p.output_strides = turbo::strides_of(output);
+  p.query_strides = turbo::strides_of(query);
+  p.key_strides = turbo::strides_of(key);
+  p.value_strides = turbo::strides_of(value);
   p.score_factor = static_cast<float>(score_factor);
   p.num_heads = turbo::to_int("output", num_heads);
   p.heads_per_kv = p.num_heads / static_cast<int>(num_kv_heads);
@@ -108,8 +104,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
     turbo::check_device(device, x, y);
     p.newest_output = x.data_ptr();
     p.newest_lse = static_cast<const float*>(y.data_ptr());
-    p.stride_newest_token = x.stride(0);
-    p.stride_newest_head = x.stride(1);
+    p.newest_strides = turbo::strides_of(x);
     p.stride_newest_lse = y.stride(0);
   }
   p.sliding_window = turbo::sliding_window_of(sliding_window);

@@ -154,8 +154,8 @@ __device__ __forceinline__ void finish_row(
   const float normaliser = rescale * INVERSE_SQRT * inverse;
   newest_weight *= inverse;
   hadamard(sum, lane);
-  T* output = static_cast<T*>(p.output) + row.token * p.stride_output_token +
-              row.head * p.stride_output_head + lane % kLanes * kVector;
+  T* output = static_cast<T*>(p.output) + row.token * p.output_strides.token +
+              row.head * p.output_strides.head + lane % kLanes * kVector;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     float x[kVector];

@@ -44,8 +44,9 @@ struct Newest : WeightedSum {
     const float lse =
         LOG2_E * p.newest_lse[row.head * p.stride_newest_lse + row.token];
     const T* output = static_cast<const T*>(p.newest_output) +
-                      row.token * p.stride_newest_token +
-                      row.head * p.stride_newest_head + lane % kLanes * kVector;
+                      row.token * p.newest_strides.token +
+                      row.head * p.newest_strides.head +
+                      lane % kLanes * kVector;
     float4 v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) v[j] = load_vector(output + 128 * j);
@@ -59,12 +60,12 @@ struct Newest : WeightedSum {
     const int64_t kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int first = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
-                     row.token * p.stride_query_token +
-                     row.head * p.stride_query_head + first;
+                     row.token * p.query_strides.token +
+                     row.head * p.query_strides.head + first;
     const T* key =
-        static_cast<const T*>(p.key) + kv_head * p.stride_key_head + first;
+        static_cast<const T*>(p.key) + kv_head * p.key_strides.head + first;
     const T* value =
-        static_cast<const T*>(p.value) + kv_head * p.stride_value_head + first;
+        static_cast<const T*>(p.value) + kv_head * p.value_strides.head + first;
     float4 q[kChunks], v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) q[j] = load_vector(query + 128 * j);
@@ -75,8 +76,8 @@ struct Newest : WeightedSum {
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const float4 k =
-            load_vector(key + token * p.stride_key_token + 128 * j);
-        v[j] = load_vector(value + token * p.stride_value_token + 128 * j);
+            load_vector(key + token * p.key_strides.token + 128 * j);
+        v[j] = load_vector(value + token * p.value_strides.token + 128 * j);
         score += q[j].x * k.x + q[j].y * k.y + (q[j].z * k.z + q[j].w * k.w);
       }
       add(p.score_of(warp_sum<kLanes>(score)), v);

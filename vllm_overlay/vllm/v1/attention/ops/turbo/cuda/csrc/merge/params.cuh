@@ -6,6 +6,7 @@
 
 #include "common/cap_scores.cuh"
 #include "common/sinks.cuh"
+#include "common/vectors.cuh"
 #include "common/window.cuh"
 
 namespace turbo {
@@ -26,14 +27,8 @@ struct MergeParams {
   const void* query;  // [T, Hq, D], not rotated
   const void* key;    // [T, H, D], of the newest tokens
   const void* value;  // [T, H, D]
-  int64_t stride_output_token;
-  int64_t stride_output_head;
-  int64_t stride_query_token;
-  int64_t stride_query_head;
-  int64_t stride_key_token;
-  int64_t stride_key_head;
-  int64_t stride_value_token;
-  int64_t stride_value_head;
+  Strides output_strides, query_strides;
+  Strides key_strides, value_strides;
   float score_factor;  // of a score, for base-2 softmax
   int num_heads;       // Hq
   int heads_per_kv;    // query heads a KV head
@@ -45,8 +40,7 @@ struct MergeParams {
   // What attention to these alone gave; or null: that is done here.
   const void* newest_output;  // [T, Hq, D]
   const float* newest_lse;    // [Hq, T], base e
-  int64_t stride_newest_token;
-  int64_t stride_newest_head;
+  Strides newest_strides;
   int64_t stride_newest_lse;  // of a head
   int sliding_window;  // of these, those that a query token sees, at most
   Sinks sinks;

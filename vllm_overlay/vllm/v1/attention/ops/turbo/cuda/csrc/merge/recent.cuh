@@ -34,8 +34,8 @@ struct RecentOffset {
                                        int position, int count, int lane) {
     const int own = lane % kLanes * kVector;
     const T* query = static_cast<const T*>(p.query) +
-                     row.token * p.stride_query_token +
-                     row.head * p.stride_query_head + own;
+                     row.token * p.query_strides.token +
+                     row.head * p.query_strides.head + own;
     const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
     const int end = p.num_offsets - 1;
     const int segment = min(position / OFFSET_SEGMENT, end);
@@ -231,8 +231,8 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
   const int column = place % 4, head = 2 * (quarter % 2);
   const bool has_query = column < rows.count && place / 4 == quarter / 2;
   const T* query = static_cast<const T*>(p.query) +
-                   query_token * p.stride_query_token +
-                   (rows.first_head + column) * p.stride_query_head +
+                   query_token * p.query_strides.token +
+                   (rows.first_head + column) * p.query_strides.head +
                    quarter * (kKeyColumns / 4);
   RecentSums& sums = shared.sums[(rows.first << p.row_shift) + rows.warp];
   RecentValues values;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/divisor.cuh"
+#include "common/vectors.cuh"
 #include "common/window.cuh"
 #include "store/rotate.cuh"
 
@@ -37,12 +38,7 @@ struct StoreParams {
   const int* seq_lens;         // [R]
   const int* query_start_loc;  // [R + 1]
   StoreWindow window;
-  int64_t stride_key_token;
-  int64_t stride_key_head;
-  int64_t stride_value_token;
-  int64_t stride_value_head;
-  int64_t stride_query_token;
-  int64_t stride_query_head;
+  Strides key_strides, value_strides, query_strides;
   int64_t stride_cache_block;
   int64_t stride_cache_head;
   int num_tokens;
@@ -99,10 +95,10 @@ __device__ __forceinline__ const uint16_t* vector_of(const KernelParams& params,
                                                      bool is_key, int pair) {
   int head;
   const int64_t token = params.by_kv_heads.divide(pair, head);
-  return is_key ? params.key + token * params.stride_key_token +
-                      head * params.stride_key_head
-                : params.value + token * params.stride_value_token +
-                      head * params.stride_value_head;
+  return is_key ? params.key + token * params.key_strides.token +
+                      head * params.key_strides.head
+                : params.value + token * params.value_strides.token +
+                      head * params.value_strides.head;
 }
 
 // The last sequence that begins at a token or before, which is that of the
@@ -181,8 +177,8 @@ __device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,
                                                     int row) {
   int head;
   const int64_t token = params.by_heads.divide(row, head);
-  return params.query + token * params.stride_query_token +
-         head * params.stride_query_head;
+  return params.query + token * params.query_strides.token +
+         head * params.query_strides.head;
 }
 
 __device__ __forceinline__ void store_query_scale(const KernelParams& params,

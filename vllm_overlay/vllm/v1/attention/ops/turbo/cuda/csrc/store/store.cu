@@ -38,8 +38,7 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
   turbo::check_address("rotated_query", rotated_query, sizeof(__half2));
   p.rotated_query = static_cast<__half2*>(rotated_query.data_ptr());
   p.query_scale = static_cast<float*>(query_scale.data_ptr());
-  p.stride_query_token = query.stride(0);
-  p.stride_query_head = query.stride(1);
+  p.query_strides = turbo::strides_of(query);
   p.num_queries = turbo::to_int("query", query.size(0));
   p.num_heads = turbo::to_int("query", query.size(1));
   turbo::to_int("query", query.size(0) * query.size(1));
@@ -129,10 +128,8 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   p.single_matrix = table_of("single_matrix", single_matrix);
   p.query_matrix = table_of("query_matrix", query_matrix);
   p.tables = table_of("tables", tables);
-  p.stride_key_token = key.stride(0);
-  p.stride_key_head = key.stride(1);
-  p.stride_value_token = value.stride(0);
-  p.stride_value_head = value.stride(1);
+  p.key_strides = turbo::strides_of(key);
+  p.value_strides = turbo::strides_of(value);
   p.stride_cache_block = kv_cache.stride(0);
   p.stride_cache_head = kv_cache.stride(1);
   p.num_tokens = turbo::to_int("slot_mapping", num_tokens);

@@ -216,11 +216,11 @@ __device__ __forceinline__ void write_vector(const KernelParams& p,
   const bool is_written =
       item < num_items && token < p.num_tokens && p.slot_mapping[token] >= 0;
   const int first = threadIdx.x % kRowLanes * kVector;
-  const uint16_t* vector =
-      (is_key ? p.key + token * p.stride_key_token + kv_head * p.stride_key_head
-              : p.value + token * p.stride_value_token +
-                    kv_head * p.stride_value_head) +
-      first;
+  const uint16_t* vector = (is_key ? p.key + token * p.key_strides.token +
+                                         kv_head * p.key_strides.head
+                                   : p.value + token * p.value_strides.token +
+                                         kv_head * p.value_strides.head) +
+                           first;
   const float* offset = nullptr;
   if (KEY_OFFSET != 0 && is_key)
     offset = offset_of(p, position, kv_head) + first;
