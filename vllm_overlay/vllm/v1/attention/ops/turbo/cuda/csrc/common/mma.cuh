@@ -8,15 +8,20 @@
 
 namespace turbo {
 
-// D += A B, of int8: 16 rows of 32 times 32 rows of eight.
-__device__ __forceinline__ void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1,
-                                       uint32_t a2, uint32_t a3, uint32_t b0,
-                                       uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// D += A B: of int8 16 rows of 32 times 32 rows of eight, else 16 rows of 16
+// times 16 rows of eight. Numbers of D are operands of a kind.
+#define TURBO_MMA(name, type, kind, shape)                                    \
+  __device__ __forceinline__ void name(type(&d)[4], uint32_t a0, uint32_t a1, \
+                                       uint32_t a2, uint32_t a3, uint32_t b0, \
+                                       uint32_t b1) {                         \
+    asm("mma.sync.aligned." shape                                             \
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+        : "+" kind(d[0]), "+" kind(d[1]), "+" kind(d[2]), "+" kind(d[3])      \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));              \
+  }
+TURBO_MMA(mma_s8, int, "r", "m16n8k32.row.col.s32.s8.s8.s32")
+TURBO_MMA(mma_f16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
+TURBO_MMA(mma_bf16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
 
 // D = A B + c, of a number c.
 __device__ __forceinline__ void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1,
@@ -26,26 +31,6 @@ __device__ __forceinline__ void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1,
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c));
-}
-
-// The same of fp16: 16 rows of 16 times 16 rows of eight.
-__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1,
-                                        uint32_t a2, uint32_t a3, uint32_t b0,
-                                        uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// And of bf16.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0,
-                                         uint32_t a1, uint32_t a2, uint32_t a3,
-                                         uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void mma_f16(float (&d)[4], const uint4& a,
