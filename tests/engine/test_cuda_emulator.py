@@ -132,3 +132,22 @@ def test_what_a_source_does_not_include_is_not_translated(tmp_path):
     source.write_text('#include "other.cuh"\n')
     with pytest.raises(ValueError, match="other.cuh:1: .* no instruction 'unknown;'"):
         build.translated(source, tmp_path)
+
+
+@needs_compiler
+def test_assembly_of_macros_is_translated_where_they_are_used(tmp_path):
+    source = tmp_path / "a.cu"
+    lines = [
+        "#pragma once",
+        "#define EXP2(y, x) \\",
+        *8 * ["  \\"],
+        '  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));',
+        "#if __CUDA_ARCH__ >= 900",
+        "void f() { EXP2(z, 2.0f) }",
+        "#endif",
+    ]
+    source.write_text("\n".join(lines) + "\n")
+    translated = (build.translated(source, tmp_path) / "a.cu").read_text()
+    found = translated.splitlines()[1:]
+    assert (found[0], found[11], found[13]) == (lines[0], lines[11], lines[13])
+    assert "exp2_approx(::emulator::Site::current(), z, 2.0f)" in found[12]
