@@ -9,7 +9,7 @@
 namespace turbo {
 
 // D += A B: of int8 16 rows of 32 times 32 rows of eight, else 16 rows of 16
-// times 16 rows of eight. Numbers of D are operands of a kind.
+// times 16 rows of eight. kind: the constraint of D's numbers.
 #define TURBO_MMA(name, type, kind, shape)                                    \
   __device__ __forceinline__ void name(type(&d)[4], uint32_t a0, uint32_t a1, \
                                        uint32_t a2, uint32_t a3, uint32_t b0, \

@@ -107,8 +107,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
       TURBO_TEN(f, 9) TURBO_TEN(f, 10) TURBO_TEN(f, 11) f(120) f(121) f(122) \
           f(123) f(124) f(125) f(126) f(127)
 
-// A product of D, of `size` numbers a lane, and of A and B, whose operands are
-// named here. D is zero before it unless operand `adds` is set.
+// The template of a product, and its operands of D, of which a lane has `size`
+// numbers. The product adds to D if operand `adds` is not zero.
+//
+// operands: what the template has after D.
 #define TURBO_NAME(i) ", %" #i
 #define TURBO_NUMBER(i) , "+f"(d[i])
 #define TURBO_PRODUCT(columns, size, adds, operands)                   \
@@ -118,12 +120,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
   "k16.f32.f16.f16 {%0" TURBO_##size(TURBO_NAME) "}, " operands ";\n}" \
       : "+f"(d[0])TURBO_##size(TURBO_NUMBER)
 
-// Products of so many columns, whose operands after D have the other numbers.
+// Products of so many columns; i to o are the numbers of operands after D.
 //
 // wgmma_registers: D = A B, or D += A B. A is in registers, and B has its depth
-// contiguous, or with kByColumns its columns.
+//   contiguous, or with kByColumns its columns.
 // wgmma_deep: the same of A in shared memory, which has its depth contiguous
-// where B has, or else its rows.
+//   too, or with kByColumns its rows.
 #define TURBO_WGMMA(columns, size, i, j, k, l, m, n, o)                     \
   template <int kByColumns = 0>                                             \
   __device__ __forceinline__ void wgmma_registers(                          \
