@@ -57,8 +57,8 @@ NAME_LENGTH = 100
 ATTENTION_US, KERNELS_US = "attention_us", "kernels_us"
 # Kernels that store keys and values, quantise queries, attend, and join what was split.
 ATTENTION = re.compile(
-    r"turbo::|_(store|decode|extend|merge|isolate|window|rotate_query|weigh_by_sinks)"
-    r"_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
+    r"turbo::|(^|_)(store|decode|extend|merge|isolate|window|rotate_query|"
+    r"weigh_by_sinks)_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
     r"prepare_varlen|scaled_fp8_quant|_attn_packed|cache_int4|hadamard|per_token_head|"
     r"_latent_kernel|concat_and_cache_mla|mla_(combine|metadata)"
 )

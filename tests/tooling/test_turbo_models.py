@@ -108,10 +108,12 @@ def test_covered_time() -> None:
     [
         ("void turbo::(anonymous)::decode_kernel<4>(turbo::AttentionParams)", True),
         ("_store_kernel", True),
+        ("decode_kernel", True),
+        ("merge_kernel", True),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", True),
         ("void vllm::reshape_and_cache_flash_kernel<...>", True),
         ("kernel_unified_attention", True),
-        ("_decode_latent_kernel", True),
+        ("decode_latent_kernel", True),
         ("void turbo::latent_decode_kernel<...>(turbo::LatentParams)", True),
         ("void vllm::concat_and_cache_mla_kernel<...>", True),
         ("fused_recurrent_gated_delta_rule_packed_decode_kernel", False),
