@@ -12,7 +12,7 @@ MAX_TILES = 2**31 // TILE_TOKENS
 
 
 def divide(tile: int, constants: dict[str, int]) -> int:
-    """``codec.divide_by_block`` in integers of any size, with the bounds of int32."""
+    """``pages.divide_by_block`` in integers of any size, with the bounds of int32."""
     product = tile * TILE_TOKENS
     assert 0 <= product < 2**31
     multiplier = constants["block_multiplier"]
@@ -25,7 +25,7 @@ def test_exact_for_every_position():
     """Where a quotient changes, below the largest position and its halves: the error
     grows with the position, and is largest just before a multiple.
     """
-    from vllm.v1.attention.ops.turbo.triton.codec import block_divisor
+    from vllm.v1.attention.ops.turbo.triton.pages import block_divisor
 
     for tiles in TILES:
         constants = block_divisor(tiles * TILE_TOKENS)

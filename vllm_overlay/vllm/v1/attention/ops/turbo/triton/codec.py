@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Addresses, unpacking and levels of the turbo format, for Triton kernels.
+"""Unpacking and levels of the turbo format, for Triton kernels.
 
 A kernel sees a vector of D coordinates as D / 8 units of eight codes (see
 ``format.TurboFormat``) and works on columns: column c of step i is coordinate
@@ -8,73 +8,10 @@ A kernel sees a vector of D coordinates as D / 8 units of eight codes (see
 load of a unit serves every step; it is at least 16, the least depth of a dot.
 """
 
-from functools import cache
-
-from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
-from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.triton.pages import TILE
 
-MIN_DOT_SIZE = 16
-# Least number of columns of a dot's result: NVIDIA's tensor cores have 8.
-MIN_OUTPUT_COLUMNS = 8 if current_platform.is_cuda() else MIN_DOT_SIZE
-
-
-def num_columns(layout: TurboFormat) -> int:
-    """COLUMNS: coordinates a step, before padding to a power of two."""
-    units = layout.num_units
-    return units * max(1, MIN_DOT_SIZE // units)
-
-
-@cache
-def layout_constants(layout: TurboFormat) -> dict[str, object]:
-    """Constants of a kernel that reads pages, by the names of its parameters."""
-    columns = num_columns(layout)
-    return {
-        "VALUE_CODES_OFFSET": layout.value_codes_offset,
-        "KEY_SCALES_OFFSET": layout.key_scales_offset,
-        "VALUE_SCALES_OFFSET": layout.value_scales_offset,
-        "TILE_BYTES": layout.tile_bytes,
-        "KEY_COEFFICIENTS": layout.key_codebook.coefficients,
-        "VALUE_COEFFICIENTS": layout.value_codebook.coefficients,
-        "KEY_BITS": layout.key_bits,
-        "VALUE_BITS": layout.value_bits,
-        "SCALE_WORDS": tuple(layout.scale_words),
-        "HEAD_SIZE": layout.head_size,
-        "COLUMNS": columns,
-        "BLOCK_C": triton.next_power_of_2(columns),
-    }
-
-
-@cache
-def block_divisor(block_size: int) -> dict[str, int]:
-    """How kernels divide tiles by those of a block, by the names of their parameters.
-
-    They are not compiled for a block size: it is known when the cache is planned, after
-    the kernels have been launched for the first time, and that of hybrid models is any
-    multiple of 16.
-
-    Args:
-        block_size: Tokens of a block.
-
-    Returns:
-        Tiles of a block; log2 of that, rounded up; 2 ** (28 + log2) over the tiles,
-        rounded up, which is exact for positions below 2**31 (Granlund and Montgomery,
-        doi:10.1145/178243.178249).
-
-    """
-    assert block_size > 0 and block_size % fmt.TILE_TOKENS == 0, block_size
-    tiles = block_size // fmt.TILE_TOKENS
-    shift = (tiles - 1).bit_length()
-    return {
-        "tiles_per_block": tiles,
-        "block_shift": shift,
-        "block_multiplier": cdiv(1 << (28 + shift), tiles),
-    }
-
-
-TILE = tl.constexpr(fmt.TILE_TOKENS)
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
 _KEY_LEVEL = tl.constexpr(1 / fmt.KEY_LEVEL_UNIT)
 _SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
@@ -91,31 +28,6 @@ def load(pointer, mask):
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=mask, other=0)
-
-
-@triton.jit
-def divide_by_block(
-    tile,  # int32, not negative
-    tiles_per_block,
-    block_shift,
-    block_multiplier,
-):
-    """Places of a sequence's tiles in the block table, and in their blocks: see
-    ``block_divisor``.
-    """
-    # The high half of 16 * tile * multiplier is tile * multiplier / 2**28.
-    place = tl.umulhi(tile * 16, block_multiplier) >> block_shift
-    return place, tile - place * tiles_per_block
-
-
-@triton.jit
-def tile_pointers(
-    page_ptr,  # [N] uint8 pointers to the (block, head) regions
-    position,  # [N] position in the block
-    TILE_BYTES: tl.constexpr,
-):
-    """Pointers to the tokens' tiles, and the tokens' places in them."""
-    return page_ptr + position // TILE * TILE_BYTES, position % TILE
 
 
 @triton.jit
@@ -311,23 +223,29 @@ def load_scales(
 
 @triton.jit
 def load_side(
-    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
-    scales_ptr,  # likewise, to its scale plane
+    tile_ptr,  # [N, 1] or [1, N] uint8 pointers to tiles
     token,  # of that shape, place in the tile
     inside,  # of that shape, which tokens to load; None: all
     column,  # [1, C] or [C, 1]
     same_column,  # the same, from ``as_loaded`` where a dot follows
-    BITS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     IS_VALUE: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Load K's or V's units, int32, and their scales, fp16: [N, C] or [C, N]."""
-    mask = column < COLUMNS
+    if IS_VALUE:
+        codes_ptr = tile_ptr + LAYOUT.value_codes_offset
+        scales_ptr = tile_ptr + LAYOUT.value_scales_offset
+        BITS: tl.constexpr = LAYOUT.value_bits
+    else:
+        codes_ptr = tile_ptr
+        scales_ptr = tile_ptr + LAYOUT.key_scales_offset
+        BITS: tl.constexpr = LAYOUT.key_bits
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
+    mask = column < LAYOUT.columns
     if inside is not None:
         mask = inside & mask
-    elif column.shape[0] * column.shape[1] == COLUMNS:
+    elif column.shape[0] * column.shape[1] == LAYOUT.columns:
         mask = None
     word = load_units(
         codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, IS_VALUE

@@ -21,13 +21,17 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
     check_pages,
 )
-from vllm.v1.attention.ops.turbo.triton.codec import (
+from vllm.v1.attention.ops.turbo.triton.decode_kernel import (
+    DecodeCase,
+    RawQuery,
+    decode_kernel,
+)
+from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
+from vllm.v1.attention.ops.turbo.triton.pages import (
     MIN_OUTPUT_COLUMNS,
     block_divisor,
-    layout_constants,
+    tile_layout,
 )
-from vllm.v1.attention.ops.turbo.triton.decode_kernel import decode_kernel
-from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 from vllm.v1.attention.ops.turbo.triton.soft_cap import in_base_2
 
 
@@ -146,15 +150,14 @@ def decode_attention(
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
-    raw_query = table = None
-    num_segments = stride_raw_token = stride_raw_head = 0
-    offset_factor = 0.0
+    raw_query = raw_vectors = table = None
+    num_segments = 0
     if offset is not None:
-        raw_query, table, scale = offset
-        assert table.is_contiguous() and raw_query.stride(2) == 1
+        raw_vectors, table, scale = offset
+        assert table.is_contiguous() and raw_vectors.stride(2) == 1
         assert table.shape[1:] == (num_kv_heads, head_size), table.shape
-        num_segments, offset_factor = table.shape[0], scale * LOG2_E
-        stride_raw_token, stride_raw_head = raw_query.stride()[:2]
+        num_segments = table.shape[0]
+        raw_query = RawQuery(scale * LOG2_E, *raw_vectors.stride()[:2])
     decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * query_blocks)](
         query.vectors,
         query.scale,
@@ -163,14 +166,11 @@ def decode_attention(
         seq_lens,
         whole_lens,
         batch.seq_lens if start_loc is None else start_loc,
-        partials.output,
-        partials.lse,
-        raw_query,
+        partials,
+        raw_vectors,
         table,
         num_segments,
-        offset_factor,
-        stride_raw_token,
-        stride_raw_head,
+        raw_query,
         num_splits,
         batch.query_len,
         sliding_window or 0,
@@ -181,16 +181,17 @@ def decode_attention(
         **block_divisor(block_size),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        **layout_constants(layout),
+        LAYOUT=tile_layout(layout),
+        CASE=DecodeCase(
+            step_in_block=block_size % tuning.block_n == 0,
+            multiple=batch.query_len > 1,
+            uniform=start_loc is None,
+            with_newest=newest is not None or lse is not None,
+            sliding=sliding_window is not None,
+        ),
         BLOCK_H=block_h,
         BLOCK_N=tuning.block_n,
-        BLOCK_D=triton.next_power_of_2(head_size),
         NUM_STAGES=tuning.num_stages,
-        STEP_IN_BLOCK=block_size % tuning.block_n == 0,
-        MULTIPLE=batch.query_len > 1,
-        UNIFORM=start_loc is None,
-        WITH_NEWEST=newest is not None or lse is not None,
-        SLIDING=sliding_window is not None,
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         num_warps=tuning.num_warps,
         **options,

@@ -21,16 +21,16 @@ from vllm.v1.attention.ops.turbo.latent_interface import (
     check_latent_pages,
     check_latent_query,
 )
-from vllm.v1.attention.ops.turbo.triton.codec import (
-    TILE,
-    block_divisor,
-    divide_by_block,
-)
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
     ROPE_UNIT,
     latent_constants,
     load_latents,
     load_ropes,
+)
+from vllm.v1.attention.ops.turbo.triton.pages import (
+    TILE,
+    block_divisor,
+    divide_by_block,
 )
 from vllm.v1.attention.ops.turbo.triton.scales import exponent_of, power_of_two
 

@@ -9,16 +9,16 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.codec import (
-    TILE,
-    block_divisor,
-    divide_by_block,
-)
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
     ROPE_UNIT,
     latent_constants,
     load_latents,
     load_ropes,
+)
+from vllm.v1.attention.ops.turbo.triton.pages import (
+    TILE,
+    block_divisor,
+    divide_by_block,
 )
 
 

@@ -15,8 +15,9 @@ from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.codec import scale_value, tile_pointers
+from vllm.v1.attention.ops.turbo.triton.codec import scale_value
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
+from vllm.v1.attention.ops.turbo.triton.pages import tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer, scale_floor
 from vllm.v1.attention.ops.turbo.triton.store import SMALL_BATCH, StoreTuning
 from vllm.v1.attention.ops.turbo.triton.trellis import reciprocal_of

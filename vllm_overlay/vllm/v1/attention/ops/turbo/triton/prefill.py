@@ -10,15 +10,17 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores, check_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.codec import (
-    TILE,
-    block_divisor,
-    divide_by_block,
     key_coordinates,
     key_scale,
-    layout_constants,
     load_side,
     step_positions,
     value_coordinates,
+)
+from vllm.v1.attention.ops.turbo.triton.pages import (
+    TILE,
+    block_divisor,
+    divide_by_block,
+    tile_layout,
 )
 from vllm.v1.attention.ops.turbo.triton.rotate import (
     load_integers,
@@ -223,21 +225,13 @@ def _gather_kernel(
     block_shift,
     block_multiplier,
     NUM_KV_HEADS: tl.constexpr,
-    VALUE_CODES_OFFSET: tl.constexpr,
-    KEY_SCALES_OFFSET: tl.constexpr,
-    VALUE_SCALES_OFFSET: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    KEY_COEFFICIENTS: tl.constexpr,
-    VALUE_COEFFICIENTS: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     """Program (i, r, h): tokens [i * BLOCK_N, ...) of request r's piece."""
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    COEFFICIENTS: tl.constexpr = LAYOUT.key_coefficients
+    COLUMNS: tl.constexpr = LAYOUT.columns
     request = tl.program_id(1)
     head = tl.program_id(2)
     begin = tl.load(cu_lens_ptr + request)
@@ -258,48 +252,25 @@ def _gather_kernel(
     block = tl.load(table_ptr + place, mask=inside & (place < max_blocks), other=0)
     page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
     page_ptr += head.to(tl.int64) * stride_cache_head
-    tile_ptr = (page_ptr + tile * TILE_BYTES)[:, None]
+    tile_ptr = (page_ptr + tile * LAYOUT.tile_bytes)[:, None]
     token = (position % TILE)[:, None]
-    column = tl.arange(0, BLOCK_C)[None, :]
+    column = tl.arange(0, LAYOUT.block_c)[None, :]
     inside = inside[:, None]
     mask = inside & (column < COLUMNS)
     row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
     offset = row[:, None] + column
 
-    word, scale = load_side(
-        tile_ptr,
-        tile_ptr + KEY_SCALES_OFFSET,
-        token,
-        inside,
-        column,
-        column,
-        KEY_BITS,
-        False,
-        SCALE_WORDS,
-        HEAD_SIZE,
-        COLUMNS,
-    )
+    word, scale = load_side(tile_ptr, token, inside, column, column, LAYOUT, False)
     scale = key_scale(scale)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, False, COLUMNS, HEAD_SIZE)
-        key = key_coordinates(v, scale, KEY_COEFFICIENTS).to(key_ptr.dtype.element_ty)
+        key = key_coordinates(v, scale, COEFFICIENTS)
+        key = key.to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
 
-    word, scale = load_side(
-        tile_ptr + VALUE_CODES_OFFSET,
-        tile_ptr + VALUE_SCALES_OFFSET,
-        token,
-        inside,
-        column,
-        column,
-        VALUE_BITS,
-        True,
-        SCALE_WORDS,
-        HEAD_SIZE,
-        COLUMNS,
-    )
-    linear = scale * VALUE_COEFFICIENTS[0]
-    quadratic = scale * VALUE_COEFFICIENTS[1]
+    word, scale = load_side(tile_ptr, token, inside, column, column, LAYOUT, True)
+    linear = scale * LAYOUT.value_coefficients[0]
+    quadratic = scale * LAYOUT.value_coefficients[1]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, True, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
@@ -357,7 +328,7 @@ def gather_context(
         block_table.shape[1],
         **block_divisor(block_size),
         NUM_KV_HEADS=num_kv_heads,
-        **layout_constants(layout),
+        LAYOUT=tile_layout(layout),
         BLOCK_N=block_n,
         num_warps=2,
     )

@@ -18,11 +18,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     score_factor,
 )
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.codec import (
-    MIN_OUTPUT_COLUMNS,
-    tile_pointers,
-)
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
+from vllm.v1.attention.ops.turbo.triton.pages import MIN_OUTPUT_COLUMNS, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
 from vllm.v1.attention.ops.turbo.triton.window import update_window
 

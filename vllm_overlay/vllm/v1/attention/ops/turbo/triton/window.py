@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     WindowUpdate,
     check_pages,
 )
-from vllm.v1.attention.ops.turbo.triton.codec import TILE, tile_pointers
+from vllm.v1.attention.ops.turbo.triton.pages import TILE, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer
 
 # Coordinates with one scale.

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="assignment, misc"
+"""The phases of a step of ``triton.decode_kernel``.
+
+A step has N tokens, as pairs: even ones and odd ones, N / 2 each. ``columns`` are the
+columns of a step of coordinates, [C], and the same from ``codec.as_loaded``. ``rows``
+says which tokens rows see: their query tokens, [H], how many tokens the first of these
+sees, and how many each sees at most. Names of blocks of values begin with ``b_``, of
+indices with ``o_``, of masks with ``m_``.
+"""
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.triton.codec import key_scale, load_scales, load_side
+from vllm.v1.attention.ops.turbo.triton.operands import (
+    key_operands,
+    load_value_pairs,
+    value_operands,
+    value_places,
+)
+from vllm.v1.attention.ops.turbo.triton.pages import TILE, divide_by_block
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
+
+
+@triton.jit
+def load_queries(
+    p_query,  # [C, H]
+    m_query,  # [C, H]
+    LAYOUT: tl.constexpr,
+):
+    """Queries by steps of coordinates, NUM_STEPS of fp16 [C, H]."""
+    b_query = ()
+    for i in tl.static_range(LAYOUT.head_size // LAYOUT.columns):
+        part = tl.load(p_query + i * LAYOUT.columns, mask=m_query, other=0.0)
+        b_query = b_query + (part,)
+    return b_query
+
+
+@triton.jit
+def step_tokens(
+    start,
+    o_pair,  # [N / 2]
+    lowest,
+    last,
+    CASE: tl.constexpr,
+):
+    """A step's even tokens, [N / 2], and which are read, even and odd: 2 of [N / 2]."""
+    o_n = start + 2 * o_pair
+    m_n = o_n < last, o_n + 1 < last
+    if CASE.sliding:
+        # Before, blocks may be another sequence's.
+        m_n = m_n[0] & (o_n >= lowest), m_n[1] & (o_n + 1 >= lowest)
+    return o_n, m_n
+
+
+@triton.jit
+def step_tiles(
+    start,
+    o_pair,  # [N / 2]
+    m_pair,  # [N / 2], whether a token of the pair is read
+    pages,  # pointer to the KV head's, stride of a block, the sequence's block table
+    divisor,  # see ``pages.block_divisor``
+    LAYOUT: tl.constexpr,
+    CASE: tl.constexpr,
+):
+    """Pointers to the tiles of a step's pairs of tokens."""
+    cache_ptr, stride_cache_block, table_ptr = pages
+    tile = start // TILE
+    if CASE.step_in_block:
+        place = tile // divisor[0]
+        block = tl.load(table_ptr + place)
+        tile = tile - place * divisor[0] + 2 * o_pair // TILE
+    else:
+        place, tile = divide_by_block(tile + 2 * o_pair // TILE, *divisor)
+        block = tl.load(table_ptr + place, mask=m_pair, other=0)
+    page_ptr = cache_ptr + block.to(tl.int64) * stride_cache_block
+    return page_ptr + tile * LAYOUT.tile_bytes
+
+
+@triton.jit
+def _scores(
+    b_query,  # NUM_STEPS of [C, H] fp16
+    tile_ptr,  # [N]
+    o_token,  # [N], place in the tile
+    columns,
+    LAYOUT: tl.constexpr,
+):
+    """K q^T of tokens, fp32 [N, H]."""
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    COEFFICIENTS: tl.constexpr = LAYOUT.key_coefficients
+    tile_ptr = tile_ptr[:, None]
+    o_token = o_token[:, None]
+    o_column = columns[0][None, :]
+    same_column = columns[1][None, :]
+    # All that the table has may be read: what is not the sequence's is left out later.
+    word, b_scale = load_side(
+        tile_ptr, o_token, None, o_column, same_column, LAYOUT, False
+    )
+    b_key = key_operands(
+        word,
+        key_scale(b_scale),
+        same_column,
+        COEFFICIENTS,
+        COLUMNS,
+        HEAD_SIZE,
+    )
+    b_score = tl.zeros([o_token.shape[0], b_query[0].shape[1]], tl.float32)
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        b_score = tl.dot(b_key[i], b_query[i], b_score)
+    return b_score
+
+
+@triton.jit
+def _seen_scores(
+    b_score,  # [N, H] of tokens and rows
+    o_n,  # [N]
+    m_n,  # [N], which tokens are read
+    rows,
+    soft_cap,
+    CASE: tl.constexpr,
+):
+    """Scores, capped, and -inf where a row does not see the token."""
+    if soft_cap is not None:
+        b_score = capped(b_score, soft_cap)
+    b_score = tl.where(m_n[:, None], b_score, float("-inf"))
+    if CASE.multiple and (CASE.sliding or not CASE.with_newest):
+        query_token, first_end, sliding_window = rows
+        end = first_end + query_token
+        seen = o_n[:, None] < end[None, :]
+        if CASE.sliding:
+            seen &= o_n[:, None] >= (end - sliding_window)[None, :]
+        b_score = tl.where(seen, b_score, float("-inf"))
+    return b_score
+
+
+@triton.jit
+def step_scores(
+    b_query,  # NUM_STEPS of [C, H] fp16
+    query_scale,  # [H]
+    tile_ptr,  # [N / 2]
+    o_n,  # [N / 2], even tokens
+    o_token,  # [N / 2], their places in tiles
+    m_n,  # 2 of [N / 2], which tokens are read, even and odd
+    columns,
+    rows,
+    soft_cap,  # in base 2, or None
+    LAYOUT: tl.constexpr,
+    CASE: tl.constexpr,
+):
+    """Scores of even and odd tokens, in base 2 and without offsets: 2 of [N / 2, H]."""
+    b_score = ()
+    for i in tl.static_range(2):
+        product = _scores(b_query, tile_ptr, o_token + i, columns, LAYOUT)
+        product = product * query_scale[None, :]
+        product = _seen_scores(product, o_n + i, m_n[i], rows, soft_cap, CASE)
+        b_score = b_score + (product,)
+    return b_score
+
+
+@triton.jit
+def rescaled(
+    b_acc,  # NUM_STEPS of [C, H] fp32
+    b_sum,  # [N / 2, H]
+    b_max,  # [H]
+    b_score,  # 2 of [N / 2, H]
+    CASE: tl.constexpr,
+):
+    """An online softmax's sums relative to the largest score, with those of a step."""
+    new_max = tl.max(tl.maximum(b_score[0], b_score[1]), 0)
+    new_max = tl.maximum(b_max, new_max)
+    if CASE.sliding or (CASE.multiple and not CASE.with_newest):
+        # A query may see none of the tokens so far.
+        new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
+    rescale = tl.exp2(b_max - new_max)
+    b_sum = b_sum * rescale[None, :]
+    b_rescaled = ()
+    for i in tl.static_range(len(b_acc)):
+        b_rescaled = b_rescaled + (b_acc[i] * rescale[None, :],)
+    return b_rescaled, b_sum, new_max
+
+
+@triton.jit
+def _add_values(
+    b_acc,  # NUM_STEPS of [C, H] fp32
+    b_weight,  # [N / 2, H] fp16
+    words,  # from ``load_value_pairs``
+    tile_ptr,  # [N / 2]
+    o_pair,  # [N / 2], in the tile
+    m_n,  # [N / 2]
+    columns,
+    LAYOUT: tl.constexpr,
+    TOKEN: tl.constexpr,
+):
+    """Add V^T P of the even or (TOKEN 1) odd tokens of pairs."""
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
+    o_column, same_column = columns
+    # The cache holds any bytes where there is no token, but zero times infinity is
+    # not zero.
+    m_n = m_n[None, :]
+    group, _, _ = value_places(o_column[:, None], COLUMNS, HEAD_SIZE)
+    same_group, _, _ = value_places(same_column[:, None], COLUMNS, HEAD_SIZE)
+    b_scale = load_scales(
+        (tile_ptr + LAYOUT.value_scales_offset)[None, :],
+        (2 * o_pair + TOKEN)[None, :],
+        group,
+        same_group,
+        m_n,
+        m_n & (o_column < COLUMNS)[:, None],
+        HEAD_SIZE,
+        SCALE_WORDS,
+    )
+    linear = b_scale * LAYOUT.value_coefficients[0]
+    quadratic = b_scale * LAYOUT.value_coefficients[1]
+    b_value = value_operands(words, linear, quadratic, TOKEN)  # [C, N / 2]
+    result = ()
+    for i in tl.static_range(len(b_acc)):
+        result = result + (tl.dot(b_value[i], b_weight, b_acc[i]),)
+    return result
+
+
+@triton.jit
+def attend(
+    b_acc,  # NUM_STEPS of [C, H] fp32
+    b_sum,  # [N / 2, H]
+    b_max,  # [H]
+    b_score,  # 2 of [N / 2, H]
+    tile_ptr,  # [N / 2]
+    o_pair,  # [N / 2], in the tile
+    m_n,  # 2 of [N / 2]
+    columns,
+    LAYOUT: tl.constexpr,
+):
+    """Add a step's weights and values to the sums, which are relative to b_max."""
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    BITS: tl.constexpr = LAYOUT.value_bits
+    o_column, same_column = columns
+    mask = (o_column < COLUMNS)[:, None]
+    if LAYOUT.block_c == COLUMNS:
+        mask = None
+    words = load_value_pairs(
+        (tile_ptr + LAYOUT.value_codes_offset)[None, :],
+        o_pair[None, :],
+        o_column[:, None],
+        same_column[:, None],
+        mask,
+        HEAD_SIZE,
+        COLUMNS,
+        BITS,
+    )
+    for i in tl.static_range(2):
+        b_weight = tl.exp2(b_score[i] - b_max[None, :])
+        b_sum += b_weight
+        b_acc = _add_values(
+            b_acc,
+            b_weight.to(tl.float16),
+            words,
+            tile_ptr,
+            o_pair,
+            m_n[i],
+            columns,
+            LAYOUT,
+            i,
+        )
+    return b_acc, b_sum
