@@ -11,15 +11,13 @@ from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.interface import (
+    MAX_KV_SPLITS,
     AttendedTokens,
     DecodeBatch,
+    NewestTokens,
     Partials,
 )
 from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.triton.merge import (
-    MAX_KV_SPLITS,
-    NewestTokens,
-)
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
 from .utils import (

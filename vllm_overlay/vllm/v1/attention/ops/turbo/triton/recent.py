@@ -64,23 +64,19 @@ def _missing_scores(
 def attend_to_window(
     query_row_ptr,  # [R] pointers to vectors that are not rotated
     page_ptr,  # [R] uint8 pointers to the pages of the rows' sequences and KV heads
+    planes,  # ``merge_kernel.WindowPlanes``
     offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
     kv_head,  # [R]
     first_position,  # [R], of the window's first token
     num_tokens,  # [R] that the window has
-    score_factor,
-    soft_cap,  # of scores, in base 2, or None; not with an offset
+    scoring,  # ``merge_kernel.Scoring``
     num_segments,
     num_rows,
-    value_plane,
-    key_scale_plane,
-    value_scale_plane,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Attend from rows to the tokens of their windows, by an online softmax.
 
@@ -90,6 +86,7 @@ def attend_to_window(
 
     """
     BLOCK_G: tl.constexpr = BLOCK_D // GROUP
+    BLOCK_N: tl.constexpr = 512 // BLOCK_D if BLOCK_D < 512 else 1
     g = tl.arange(0, BLOCK_G)
     coordinate = (g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     coordinate = coordinate[None, :, :]  # [1, G, 16]
@@ -106,7 +103,7 @@ def attend_to_window(
             first_position,
             query_mask,
             coordinate,
-            score_factor,
+            scoring.factor,
             num_segments,
             NUM_KV_HEADS,
             HEAD_SIZE,
@@ -119,7 +116,7 @@ def attend_to_window(
             first_position + OFFSET_SEGMENT,
             query_mask,
             coordinate,
-            score_factor,
+            scoring.factor,
             num_segments,
             NUM_KV_HEADS,
             HEAD_SIZE,
@@ -144,15 +141,15 @@ def attend_to_window(
             HEAD_SIZE,
         )
         scale = _load_row_scales(
-            page_ptr + key_scale_plane, row, group, mask, HEAD_SIZE
+            page_ptr + planes.key_scale, row, group, mask, HEAD_SIZE
         )
         product = tl.sum(code * query[:, None, :, :], 3) * scale
-        score = score_factor * tl.sum(product, 2)
+        score = scoring.factor * tl.sum(product, 2)
         if offset_ptr is not None:
             is_first = n[None, :] < num_first[:, None]
             score += tl.where(is_first, missing[:, None], next_missing[:, None])
-        if soft_cap is not None:
-            score = capped(score, soft_cap)
+        if scoring.soft_cap is not None:
+            score = capped(score, scoring.soft_cap)
         score = tl.where(inside, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -161,14 +158,14 @@ def attend_to_window(
         total = total * rescale + tl.sum(weight, 1)
         largest = new_largest
         code = _load_codes(
-            (page_ptr + value_plane)[:, :, :, None],
+            (page_ptr + planes.value)[:, :, :, None],
             row[:, :, :, None],
             group[:, :, :, None],
             mask[:, :, :, None],
             HEAD_SIZE,
         )
         scale = _load_row_scales(
-            page_ptr + value_scale_plane, row, group, mask, HEAD_SIZE
+            page_ptr + planes.value_scale, row, group, mask, HEAD_SIZE
         )
         weighted = (scale * weight[:, :, None])[:, :, :, None] * code
         output = output * rescale[:, None, None] + tl.sum(weighted, 1)

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The kernel of ``triton.merge``.
+
+``queries`` are what attends to the newest tokens: vectors, [R, D]; which coordinates
+exist, [R, D]; the coordinates, [D]; of each row, [R], its sequence's first token, its
+KV head, its place among the sequence's query tokens, and how many of these do not
+exist; how many tokens a row sees at most. ``newest`` are these tokens: K, V, strides,
+how scores are made, and how many a sequence has at most. ``splits`` are the partial
+results; of each row its first, [R]; how many lie between a split and the next; how many
+splits there are; which rows have some, [R].
+
+Names of blocks of values begin with ``b_``, of indices with ``o_``, of masks with
+``m_``.
+"""
+
+from typing import NamedTuple
+
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.triton.recent import attend_to_window
+from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
+
+# Rows of a program.
+BLOCK_R = 16
+_BLOCK_R = tl.constexpr(BLOCK_R)
+_MAX_SPLITS = tl.constexpr(interface.MAX_KV_SPLITS)
+_BLOCK_S = tl.constexpr(8)
+_BLOCK_K = tl.constexpr(32)
+_PRECISION = tl.constexpr("tf32x3" if current_platform.is_cuda() else "ieee")
+_LOG2_E = tl.constexpr(interface.LOG2_E)
+
+
+class Scoring(NamedTuple):
+    """How products become scores in base 2.
+
+    Attributes:
+        factor: What products are multiplied by.
+        soft_cap: What bounds scores, not with an offset; None for nothing.
+
+    """
+
+    factor: float
+    soft_cap: float | None
+
+
+class MergeStrides(NamedTuple):
+    """Between tokens, and between heads of a token."""
+
+    output_token: int
+    output_head: int
+    query_token: int
+    query_head: int
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+
+
+class WindowPlanes(NamedTuple):
+    """Where a recent window's rows lie.
+
+    Attributes:
+        value: Where V's codes begin in a page; K's are at 0.
+        key_scale: Where K's scales begin.
+        value_scale: Where V's do.
+        stride_block: Of the pages.
+        stride_head: Likewise.
+
+    """
+
+    value: int
+    key_scale: int
+    value_scale: int
+    stride_block: int
+    stride_head: int
+
+
+class MergeCase(NamedTuple):
+    """What the kernel is compiled for, besides sizes.
+
+    Attributes:
+        multiple: Whether a sequence may have more than one query token.
+        uniform: Whether all sequences have as many.
+        with_newest: Whether the splits leave out the query tokens themselves.
+
+    """
+
+    multiple: bool
+    uniform: bool
+    with_newest: bool
+
+
+@triton.jit
+def _program_rows(
+    query_start_loc_ptr,
+    num_rows,
+    max_query_len,
+    NUM_HEADS: tl.constexpr,
+    CASE: tl.constexpr,
+):
+    """The program's rows.
+
+    Returns:
+        The rows, [R]; which exist, and which have a query token. Of each its sequence,
+        its place in this, the sequence's first token and number of query tokens.
+
+    """
+    row = tl.program_id(0).to(tl.int64) * _BLOCK_R + tl.arange(0, _BLOCK_R)
+    m_slot = row < num_rows
+    m_row = m_slot
+    place = (row // NUM_HEADS).to(tl.int32)
+    sequence = (place // max_query_len).to(tl.int64)
+    place = place % max_query_len
+    if CASE.uniform:
+        first_token = sequence * max_query_len
+        query_len = max_query_len
+    else:
+        p_start = query_start_loc_ptr + sequence
+        first_token = tl.load(p_start, mask=m_row, other=0).to(tl.int64)
+        query_len = tl.load(p_start + 1, mask=m_row, other=0) - first_token
+        m_row = m_row & (place < query_len)
+    return row, m_slot, m_row, sequence, place, first_token, query_len
+
+
+@triton.jit
+def _newest_scores(
+    queries,
+    newest,
+    other,  # a token's place among its sequence's newest
+):
+    """Scores of rows and one of their sequences' newest tokens, fp32 [R]."""
+    b_query, m_query, o_d, first_token, kv_head, place, num_missing, most = queries
+    key_ptr, _, strides, scoring, _ = newest
+    in_window = place - other < most
+    seen = (other >= num_missing) & (other <= place) & in_window
+    key_row = (first_token + other) * strides.key_token + kv_head * strides.key_head
+    p_key = key_ptr + key_row[:, None] + o_d[None, :]
+    # What padding holds may be NaN.
+    b_key = tl.load(p_key, mask=m_query & seen[:, None], other=0.0).to(tl.float32)
+    score = scoring.factor * tl.sum(b_query * b_key, 1)
+    if scoring.soft_cap is not None:
+        score = capped(score, scoring.soft_cap)
+    return tl.where(seen, score, float("-inf"))
+
+
+@triton.jit
+def _largest_newest_score(
+    largest,  # [R]
+    queries,
+    newest,
+):
+    """The largest score so far, [R], with those of the newest tokens."""
+    max_query_len = newest[4]
+    for other in range(max_query_len):
+        largest = tl.maximum(largest, _newest_scores(queries, newest, other))
+    return largest
+
+
+@triton.jit
+def _add_newest(
+    total,  # [R]
+    b_output,  # [R, D]
+    largest,  # [R]
+    queries,
+    newest,
+):
+    """Sums of weights and of values, weighted, with those of the newest tokens.
+
+    Scores are made once more: how many there are is not known when the kernel is
+    compiled.
+    """
+    _, m_query, o_d, first_token, kv_head, _, _, _ = queries
+    _, value_ptr, strides, _, max_query_len = newest
+    for other in range(max_query_len):
+        weight = tl.exp2(_newest_scores(queries, newest, other) - largest)
+        total += weight
+        value_row = (first_token + other) * strides.value_token
+        value_row += kv_head * strides.value_head
+        # Not "> 0": a NaN stays one.
+        m_value = m_query & (weight != 0)[:, None]
+        p_value = value_ptr + value_row[:, None] + o_d[None, :]
+        b_value = tl.load(p_value, mask=m_value, other=0.0).to(tl.float32)
+        b_output += weight[:, None] * b_value
+    return total, b_output
+
+
+@triton.jit
+def _combined(
+    splits,
+    largest,  # [R]
+    normaliser,  # [R]
+    o_k,  # [K], coordinates
+    m_k,  # [K]
+    HEAD_SIZE: tl.constexpr,
+):
+    """Some coordinates of the splits' values, weighted and summed, fp32 [R, K]."""
+    partials, first_partial, split_rows, num_splits, m_row = splits
+    b_combined = tl.zeros([_BLOCK_R, _BLOCK_K], tl.float32)
+    for first_split in range(0, num_splits, _BLOCK_S):
+        o_s = first_split + tl.arange(0, _BLOCK_S)
+        partial_row = first_partial[:, None] + (o_s * split_rows)[None, :]
+        m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
+        b_lse = tl.load(partials.lse + partial_row, mask=m_lse, other=float("-inf"))
+        weight = tl.exp2(b_lse - largest[:, None]) * normaliser[:, None]
+        # Splits without tokens were not written.
+        m_partial = (weight > 0)[:, :, None] & m_k[None, None, :]
+        p_partial = partials.output + (partial_row * HEAD_SIZE)[:, :, None]
+        b_partial = tl.load(p_partial + o_k[None, None, :], mask=m_partial, other=0.0)
+        b_combined += tl.sum(b_partial * weight[:, :, None], 1)
+    return b_combined
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_splits",
+        "max_query_len",
+        "num_segments",
+        "num_window_rows",
+        "sliding_window",
+    ],
+    # A call begins with any of the batch's requests.
+    do_not_specialize_on_alignment=[
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+        "packed_lens_ptr",
+        "blocks_ptr",
+    ],
+)
+def merge_kernel(
+    partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
+    matrix_ptr,  # [D, D] fp16, entries +-1, the inverse rotation
+    output_ptr,  # [T, Hq, D]; with an LSE [B, Q, Hq, D], rotated
+    lse_ptr,  # [B, Q, Hq] fp32, base 2, of the output; or None
+    query_ptr,  # [T, Hq, D]
+    key_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D]
+    seq_lens_ptr,  # [B]
+    query_start_loc_ptr,  # [B + 1]
+    pages_ptr,  # [num_blocks, H, N, C] uint8 of the recent window, or None
+    blocks_ptr,  # [B], with a window
+    packed_lens_ptr,  # [B], with a window
+    offset_ptr,  # [G, H, D] fp32, missing in the window's scores, or None
+    sinks_ptr,  # [Hq], logits in base e, or None
+    num_rows,
+    num_splits,
+    max_query_len,
+    sliding_window,
+    inverse_sqrt_d,
+    scoring,  # ``Scoring``
+    strides,  # ``MergeStrides``
+    num_segments,
+    num_window_rows,
+    planes,  # ``WindowPlanes``, with a window
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    CASE: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program i: rows [i * BLOCK_R, ...) of the (sequence, token, head) triples."""
+    if not CASE.multiple:
+        max_query_len = 1
+    row, m_slot, m_row, sequence, place, first_token, query_len = _program_rows(
+        query_start_loc_ptr, num_rows, max_query_len, NUM_HEADS, CASE
+    )
+    token = first_token + place
+    split_rows = max_query_len * NUM_HEADS
+    first_partial = row + sequence * ((num_splits - 1) * split_rows)
+    o_s = tl.arange(0, _MAX_SPLITS)
+    p_lse = partials.lse + first_partial[:, None] + (o_s * split_rows)[None, :]
+    m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
+    b_lse = tl.load(p_lse, mask=m_lse, other=float("-inf"))  # [R, S]
+    o_d = tl.arange(0, BLOCK_D)
+    if CASE.with_newest:
+        seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
+        head = row % NUM_HEADS
+        kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+        # Rows of padding may lie past what there is to load.
+        has_tokens = m_row & (seq_len > 0)
+        m_query = has_tokens[:, None] & (o_d < HEAD_SIZE)[None, :]
+        query_row = token * strides.query_token + head * strides.query_head
+        p_query = query_ptr + query_row[:, None] + o_d[None, :]
+        b_query = tl.load(p_query, mask=m_query, other=0.0).to(tl.float32)
+    largest = tl.max(b_lse, 1)
+    if pages_ptr is not None:
+        packed_len = tl.load(packed_lens_ptr + sequence, mask=has_tokens, other=0)
+        block = tl.load(blocks_ptr + sequence, mask=has_tokens, other=0)
+        page_ptr = pages_ptr + block.to(tl.int64) * planes.stride_block
+        own_largest, own_total, own_output = attend_to_window(
+            query_ptr + query_row,
+            page_ptr + kv_head * planes.stride_head,
+            planes,
+            offset_ptr,
+            kv_head,
+            (packed_len - query_len).to(tl.int32),
+            tl.where(has_tokens, seq_len - packed_len, 0),
+            scoring,
+            num_segments,
+            num_window_rows,
+            NUM_KV_HEADS,
+            HEAD_SIZE,
+            OFFSET_SEGMENT,
+            _BLOCK_R,
+            BLOCK_D,
+        )
+        largest = tl.maximum(largest, own_largest)
+    if CASE.with_newest:
+        # Tokens of the sequence's that do not exist.
+        num_missing = query_len - seq_len
+        places = first_token, kv_head, place, num_missing, sliding_window
+        queries = (b_query, m_query, o_d) + places
+        newest = key_ptr, value_ptr, strides, scoring, max_query_len
+        largest = _largest_newest_score(largest, queries, newest)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * _LOG2_E
+        largest = tl.maximum(largest, sink)
+    # A row without tokens has no finite LSE: its output is zero.
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(b_lse - largest[:, None]), 1)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - largest)
+    b_output = tl.zeros([_BLOCK_R, BLOCK_D], tl.float32)
+    if pages_ptr is not None:
+        rescale = tl.exp2(own_largest - largest)
+        total += own_total * rescale
+        b_output += own_output * rescale[:, None]
+    if CASE.with_newest:
+        total, b_output = _add_newest(total, b_output, largest, queries, newest)
+    if lse_ptr is not None:
+        # Of no tokens -inf.
+        tl.store(lse_ptr + row, largest + tl.log2(total), mask=m_slot)
+    # Not "> 0": a NaN stays one.
+    reciprocal = tl.where(total != 0, 1 / total, 0.0)
+    normaliser = reciprocal
+    if lse_ptr is None:
+        normaliser *= inverse_sqrt_d
+    b_output *= reciprocal[:, None]
+
+    splits = partials, first_partial, split_rows, num_splits, m_row
+    for start in range(0, HEAD_SIZE, _BLOCK_K):
+        o_k = start + tl.arange(0, _BLOCK_K)
+        m_k = o_k < HEAD_SIZE
+        b_combined = _combined(splits, largest, normaliser, o_k, m_k, HEAD_SIZE)
+        if lse_ptr is not None:
+            p_output = output_ptr + row[:, None] * HEAD_SIZE + o_k[None, :]
+            tl.store(p_output, b_combined, mask=m_slot[:, None] & m_k[None, :])
+        else:
+            p_matrix = matrix_ptr + o_k[:, None] * HEAD_SIZE + o_d[None, :]
+            m_matrix = m_k[:, None] & (o_d < HEAD_SIZE)[None, :]
+            b_matrix = tl.load(p_matrix, mask=m_matrix, other=0.0).to(tl.float32)
+            b_output = tl.dot(
+                b_combined, b_matrix, b_output, input_precision=_PRECISION
+            )
+
+    if lse_ptr is None:
+        output_row = token * strides.output_token
+        output_row += row % NUM_HEADS * strides.output_head
+        m_output = m_row[:, None] & (o_d < HEAD_SIZE)[None, :]
+        b_output = b_output.to(output_ptr.dtype.element_ty)
+        p_output = output_ptr + output_row[:, None] + o_d[None, :]
+        tl.store(p_output, b_output, mask=m_output)
