@@ -9,6 +9,7 @@ that are named are read: whoever has fewer names one of them again.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
@@ -29,24 +30,53 @@ ROPE_UNIT = tl.constexpr(float(latent_fmt.ROPE_CODE_MAX + 1))
 _INVERSE_ROPE_UNIT = tl.constexpr(1 / (latent_fmt.ROPE_CODE_MAX + 1))
 
 
+class LatentLayout(NamedTuple):
+    """Constants of a format as one argument of a kernel that reads pages, LAYOUT.
+
+    Attributes:
+        bits: Bits of a code.
+        coefficients: See ``format.Codebook``, times the gain.
+        scale_words: ``format.ScaleWords`` of a chunk, as a tuple: of one word.
+        paths_offset: Where path bits begin in a tile; codes are at 0.
+        rope_offset: Where rotary codes begin.
+        scales_offset: Where the latents' scales begin.
+        rope_scales_offset: Where the rotary codes' do.
+        tile_bytes: Bytes of a tile.
+        rank: L.
+        chunk: Coordinates that share a word of scales.
+        rope: R.
+
+    """
+
+    bits: int
+    coefficients: tuple[float, ...]
+    scale_words: tuple[int, ...]
+    paths_offset: int
+    rope_offset: int
+    scales_offset: int
+    rope_scales_offset: int
+    tile_bytes: int
+    rank: int
+    chunk: int
+    rope: int
+
+
 @cache
-def latent_constants(layout: LatentFormat) -> dict[str, object]:
-    """Constants of a kernel that reads pages, by the names of its parameters."""
+def latent_layout(layout: LatentFormat) -> LatentLayout:
     codebook = layout.codebook
-    return {
-        "BITS": layout.bits,
-        "COEFFICIENTS": tuple(x * codebook.gain for x in codebook.coefficients),
-        # Those of a chunk: one.
-        "SCALE_WORDS": (1, *layout.scale_words[1:]),
-        "PATHS_OFFSET": layout.path_bits_offset,
-        "ROPE_OFFSET": layout.rope_offset,
-        "SCALES_OFFSET": layout.scales_offset,
-        "ROPE_SCALES_OFFSET": layout.rope_scales_offset,
-        "TILE_BYTES": layout.tile_bytes,
-        "RANK": layout.rank,
-        "CHUNK": layout.rank // layout.scale_words.num_words,
-        "ROPE": layout.rope,
-    }
+    return LatentLayout(
+        layout.bits,
+        tuple(x * codebook.gain for x in codebook.coefficients),
+        (1, *layout.scale_words[1:]),
+        layout.path_bits_offset,
+        layout.rope_offset,
+        layout.scales_offset,
+        layout.rope_scales_offset,
+        layout.tile_bytes,
+        layout.rank,
+        layout.rank // layout.scale_words.num_words,
+        layout.rope,
+    )
 
 
 def _word_ptx() -> str:
@@ -91,12 +121,11 @@ def load_latent_words(
     tile_ptr,  # [N, 1] uint8 pointers to tiles
     token,  # [N, 1] place in the tile
     word,  # [1, W]
-    RANK: tl.constexpr,
-    BITS: tl.constexpr,
-    PATHS_OFFSET: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Load codes as words of four bits each, int32 [N, W]: even ones below odd ones."""
-    if BITS == 4:
+    RANK: tl.constexpr = LAYOUT.rank
+    if LAYOUT.bits == 4:
         row_ptr = tile_ptr + token * (RANK // 2)
         p_word = row_ptr.to(tl.pointer_type(tl.int32)) + word
         return tl.load(p_word)
@@ -104,7 +133,7 @@ def load_latent_words(
     row_ptr = tile_ptr + token * (RANK // 4)
     p_branch = row_ptr.to(tl.pointer_type(tl.int16)) + word
     branch = tl.load(p_branch).to(tl.int32)
-    row_ptr = tile_ptr + (PATHS_OFFSET + token * (RANK // 8))
+    row_ptr = tile_ptr + (LAYOUT.paths_offset + token * (RANK // 8))
     p_path = row_ptr.to(tl.pointer_type(tl.int16)) + word // _GROUP_WORDS
     path = tl.load(p_path).to(tl.int32) & 0xFFFF
     # Those of the word, and of the two codes before it.
@@ -164,24 +193,21 @@ def load_latents(
     tile_ptr,  # [N] uint8 pointers to tiles
     token,  # [N] place in the tile
     INDEX: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    PATHS_OFFSET: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Load the rotated coordinates of a chunk, fp16 [N, CHUNK]."""
+    CHUNK: tl.constexpr = LAYOUT.chunk
     CHUNK_WORDS: tl.constexpr = CHUNK // _WORD_CODES
+    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
+    COEFFICIENTS: tl.constexpr = LAYOUT.coefficients
     WORD_BYTES: tl.constexpr = SCALE_WORDS[1]
     own_word = tl.arange(0, CHUNK_WORDS)[None, :]
     word = own_word + INDEX * CHUNK_WORDS
     tile_ptr = tile_ptr[:, None]
     token = token[:, None]
-    codes = load_latent_words(tile_ptr, token, word, RANK, BITS, PATHS_OFFSET)
-    p_scale = tile_ptr + (SCALES_OFFSET + INDEX * WORD_BYTES)
-    p_scale += token * (RANK // CHUNK * WORD_BYTES)
+    codes = load_latent_words(tile_ptr, token, word, LAYOUT)
+    p_scale = tile_ptr + (LAYOUT.scales_offset + INDEX * WORD_BYTES)
+    p_scale += token * (LAYOUT.rank // CHUNK * WORD_BYTES)
     group = own_word // _GROUP_WORDS
     scale = load_scales(
         p_scale, token * 0, group, group, None, None, CHUNK, SCALE_WORDS
@@ -193,20 +219,19 @@ def load_latents(
 def load_ropes(
     tile_ptr,  # [N] uint8 pointers to tiles
     token,  # [N] place in the tile
-    ROPE: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    ROPE_SCALES_OFFSET: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Load rotary coordinates in units of ROPE_UNIT, fp16 [N, ROPE].
 
     None is rounded: a code has 7 bits and a scale 4, and there is an fp16 number for
     the largest product, and for the last bit of the smallest.
     """
+    ROPE: tl.constexpr = LAYOUT.rope
     tl.static_assert(ROPE == _GROUP * 4)
     r = tl.arange(0, ROPE)[None, :]
-    row_ptr = tile_ptr + (ROPE_OFFSET + token * ROPE)
+    row_ptr = tile_ptr + (LAYOUT.rope_offset + token * ROPE)
     code = tl.load(row_ptr[:, None].to(tl.pointer_type(tl.int8)) + r).to(tl.float16)
-    row_ptr = tile_ptr + (ROPE_SCALES_OFFSET + token * (ROPE // _GROUP))
+    row_ptr = tile_ptr + (LAYOUT.rope_scales_offset + token * (ROPE // _GROUP))
     scale = tl.load(row_ptr[:, None].to(tl.pointer_type(tl.int32)))
     scale = scale_value(scale >> (r // _GROUP * 8) & 0xFF)
     return code * (scale * _INVERSE_ROPE_UNIT)

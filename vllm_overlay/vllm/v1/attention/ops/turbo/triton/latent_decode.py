@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# mypy: disable-error-code="assignment"
 """Decode attention of MLA over packed pages: split-KV attention, then merge.
 
 K and V are one latent, decoded once to fp16 for both products. Rows are the query heads
@@ -21,18 +20,12 @@ from vllm.v1.attention.ops.turbo.latent_interface import (
     check_latent_pages,
     check_latent_query,
 )
-from vllm.v1.attention.ops.turbo.triton.latent_codec import (
-    ROPE_UNIT,
-    latent_constants,
-    load_latents,
-    load_ropes,
+from vllm.v1.attention.ops.turbo.triton.latent_codec import latent_layout
+from vllm.v1.attention.ops.turbo.triton.latent_decode_kernel import (
+    LatentStrides,
+    decode_latent_kernel,
 )
-from vllm.v1.attention.ops.turbo.triton.pages import (
-    TILE,
-    block_divisor,
-    divide_by_block,
-)
-from vllm.v1.attention.ops.turbo.triton.scales import exponent_of, power_of_two
+from vllm.v1.attention.ops.turbo.triton.pages import block_divisor
 
 
 class LatentTuning(NamedTuple):
@@ -82,199 +75,6 @@ def default_tuning(num_rows: int, bits: int = 4) -> LatentTuning:
     if num_rows > SMALL_TILE.block_h and bits == 4 and _is_hopper():
         return LARGE_TILE
     return SMALL_TILE
-
-
-@triton.jit
-def _largest(x_ptr, row_mask, SIZE: tl.constexpr):
-    """Largest magnitudes of rows, fp32 [H]."""
-    x = tl.load(
-        x_ptr[:, None] + tl.arange(0, SIZE)[None, :], mask=row_mask[:, None], other=0.0
-    )
-    return tl.max(tl.abs(x.to(tl.float32)), 1)
-
-
-@triton.jit
-def _load_half(
-    x_ptr,  # [H] pointers to rows
-    row_mask,  # [H]
-    factor,  # [H] fp32
-    FIRST: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Coordinates of rows, times a factor, fp16 [H, SIZE]."""
-    c = tl.arange(0, SIZE)[None, :] + FIRST
-    x = tl.load(x_ptr[:, None] + c, mask=row_mask[:, None], other=0.0)
-    return (x.to(tl.float32) * factor[:, None]).to(tl.float16)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_splits",
-        "max_query_len",
-        "tiles_per_block",
-        "block_shift",
-        "block_multiplier",
-        "stride_block_table",
-    ],
-    # A call begins with any of the batch's requests.
-    do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "seq_lens_ptr",
-        "query_start_loc_ptr",
-    ],
-)
-def _decode_latent_kernel(
-    query_ptr,  # [T, Hq, L]
-    query_rope_ptr,  # [T, Hq, R], or None
-    kv_cache_ptr,  # [num_blocks, N, C] uint8
-    block_table_ptr,  # [B, max_blocks]
-    seq_lens_ptr,  # [B]
-    query_start_loc_ptr,  # [B + 1]
-    partial_ptr,  # [B, S, Q, Hq, L] fp32
-    partial_lse_ptr,  # [B, S, Q, Hq] fp32, base 2
-    score_factor,
-    num_splits,
-    max_query_len,
-    stride_query_token,
-    stride_query_head,
-    stride_rope_token,
-    stride_rope_head,
-    stride_cache_block: tl.int64,
-    stride_block_table,
-    tiles_per_block,
-    block_shift,
-    block_multiplier,
-    NUM_HEADS: tl.constexpr,
-    BITS: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    PATHS_OFFSET: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    ROPE_SCALES_OFFSET: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    MULTIPLE: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):
-    """Program (h, b, s): rows [h * BLOCK_H, ...) of sequence b, split s.
-
-    MULTIPLE: whether ``max_query_len`` is more than one.
-    """
-    if not MULTIPLE:
-        max_query_len = 1
-    batch = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    if UNIFORM:
-        first_token = batch * max_query_len
-        query_len = max_query_len
-    else:
-        first_token = tl.load(query_start_loc_ptr + batch).to(tl.int64)
-        query_len = tl.load(query_start_loc_ptr + batch + 1) - first_token.to(tl.int32)
-    seq_len = tl.load(seq_lens_ptr + batch)
-    split_size = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
-    first = split * split_size
-    last = tl.minimum(first + split_size, seq_len)
-
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row_mask = h < query_len * NUM_HEADS
-    query_token = h // NUM_HEADS
-    # Tokens up to the row's own.
-    end = seq_len - query_len + 1 + query_token
-    partial_row = (batch * num_splits + split) * (max_query_len * NUM_HEADS) + h
-    p_lse = partial_lse_ptr + partial_row
-    # What no row of the program sees is not read.
-    last_token = (tl.program_id(0) * BLOCK_H + BLOCK_H - 1) // NUM_HEADS
-    last = tl.minimum(last, seq_len - query_len + 1 + last_token)
-    if first >= last:
-        tl.store(p_lse, float("-inf"), mask=row_mask)
-        return
-
-    token = first_token + query_token
-    head = h % NUM_HEADS
-    p_query = query_ptr + token * stride_query_token + head * stride_query_head
-    largest = _largest(p_query, row_mask, RANK)
-    if ROPE > 0:
-        p_rope = query_rope_ptr + token * stride_rope_token + head * stride_rope_head
-        largest = tl.maximum(largest, _largest(p_rope, row_mask, ROPE))
-    # bf16 has numbers that fp16 has not: rows are near 1, by powers of two that are
-    # normal.
-    exponent = tl.minimum(tl.maximum(exponent_of(largest), -126), 126)
-    to_unit = power_of_two(-exponent)
-    factor = power_of_two(exponent) * score_factor
-    query = ()
-    accumulator = ()
-    for i in tl.static_range(RANK // CHUNK):
-        query = query + (_load_half(p_query, row_mask, to_unit, i * CHUNK, CHUNK),)
-        accumulator = accumulator + (tl.zeros([BLOCK_H, CHUNK], tl.float32),)
-    if ROPE > 0:
-        query_rope = _load_half(p_rope, row_mask, to_unit * ROPE_UNIT, 0, ROPE)
-    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_H], tl.float32)
-    table_ptr = block_table_ptr + batch * stride_block_table
-
-    for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
-        n = start + tl.arange(0, BLOCK_N)
-        # Past the end the last token again, for recycled pages may hold NaN.
-        own = tl.minimum(n, last - 1)
-        place, tile = divide_by_block(
-            own // TILE, tiles_per_block, block_shift, block_multiplier
-        )
-        block = tl.load(table_ptr + place).to(tl.int64)
-        tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * TILE_BYTES
-        scores = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        latents = ()
-        for i in tl.static_range(RANK // CHUNK):
-            latent = load_latents(
-                tile_ptr,
-                own % TILE,
-                i,
-                RANK,
-                CHUNK,
-                BITS,
-                PATHS_OFFSET,
-                SCALES_OFFSET,
-                SCALE_WORDS,
-                COEFFICIENTS,
-            )
-            scores = tl.dot(query[i], tl.trans(latent), scores)
-            latents = latents + (latent,)
-        if ROPE > 0:
-            rope = load_ropes(
-                tile_ptr, own % TILE, ROPE, ROPE_OFFSET, ROPE_SCALES_OFFSET
-            )
-            scores = tl.dot(query_rope, tl.trans(rope), scores)
-        scores = scores * factor[:, None]
-        seen = (n < last)[None, :]
-        if MULTIPLE:
-            seen = seen & (n[None, :] < end[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        if MULTIPLE:
-            # A row may see none of the tokens so far.
-            new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
-        rescale = tl.exp2(running_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        running_max = new_max
-        weights = weights.to(tl.float16)
-        added = ()
-        for i in tl.static_range(RANK // CHUNK):
-            rescaled = accumulator[i] * rescale[:, None]
-            added = added + (tl.dot(weights, latents[i], rescaled),)
-        accumulator = added
-
-    tl.store(p_lse, running_max + tl.log2(running_sum), mask=row_mask)
-    c = tl.arange(0, CHUNK)[None, :]
-    p_partial = partial_ptr + (partial_row * RANK)[:, None] + c
-    for i in tl.static_range(RANK // CHUNK):
-        result = accumulator[i] / running_sum[:, None]
-        tl.store(p_partial + i * CHUNK, result, mask=row_mask[:, None])
 
 
 @triton.jit(
@@ -381,27 +181,26 @@ def decode_attention(
         query_rope = None
     start_loc = batch.query_start_loc
     grid = (triton.cdiv(num_rows, tuning.block_h), batch.num_seqs, num_splits)
-    _decode_latent_kernel[grid](
+    decode_latent_kernel[grid](
         query,
         query_rope,
         kv_cache,
         batch.block_table,
         batch.seq_lens,
         batch.seq_lens if start_loc is None else start_loc,
-        partials.output,
-        partials.lse,
+        partials,
         scale * LOG2_E,
         num_splits,
         batch.query_len,
-        query.stride(0),
-        query.stride(1),
-        0 if query_rope is None else query_rope.stride(0),
-        0 if query_rope is None else query_rope.stride(1),
+        LatentStrides(
+            *query.stride()[:2],
+            *((0, 0) if query_rope is None else query_rope.stride()[:2]),
+        ),
         kv_cache.stride(0),
         batch.block_table.stride(0),
         **block_divisor(kv_cache.shape[1]),
         NUM_HEADS=num_heads,
-        **latent_constants(layout),
+        LAYOUT=latent_layout(layout),
         BLOCK_H=tuning.block_h,
         BLOCK_N=tuning.block_n,
         NUM_STAGES=tuning.num_stages,

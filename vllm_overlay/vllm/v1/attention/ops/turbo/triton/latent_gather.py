@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
     ROPE_UNIT,
-    latent_constants,
+    latent_layout,
     load_latents,
     load_ropes,
 )
@@ -54,21 +54,13 @@ def _gather_latent_kernel(
     tiles_per_block,
     block_shift,
     block_multiplier,
-    BITS: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    PATHS_OFFSET: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    ROPE_SCALES_OFFSET: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Program i: tokens [i * BLOCK_T, ...)."""
+    RANK: tl.constexpr = LAYOUT.rank
+    CHUNK: tl.constexpr = LAYOUT.chunk
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
     t = tl.minimum(t, num_tokens - 1)
@@ -81,26 +73,14 @@ def _gather_latent_kernel(
     )
     p_block = block_table_ptr + seq * stride_block_table + place
     block = tl.load(p_block).to(tl.int64)
-    tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * TILE_BYTES
+    tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * LAYOUT.tile_bytes
     token = position % TILE
     output_row = output_ptr + t.to(tl.int64) * stride_output_token
     dtype = output_ptr.dtype.element_ty
 
     latents = ()
     for i in tl.static_range(RANK // CHUNK):
-        latent = load_latents(
-            tile_ptr,
-            token,
-            i,
-            RANK,
-            CHUNK,
-            BITS,
-            PATHS_OFFSET,
-            SCALES_OFFSET,
-            SCALE_WORDS,
-            COEFFICIENTS,
-        )
-        latents = latents + (latent,)
+        latents = latents + (load_latents(tile_ptr, token, i, LAYOUT),)
     k = tl.arange(0, CHUNK)
     # A pipeline would take the shared memory of more than one stage of the matrix.
     for start in tl.range(0, RANK, BLOCK_C, num_stages=1):
@@ -112,10 +92,10 @@ def _gather_latent_kernel(
         p_output = output_row[:, None] + c[None, :]
         rotated = (rotated * inverse_sqrt_l).to(dtype)
         tl.store(p_output, rotated, mask=inside[:, None])
-    if ROPE > 0:
-        rope = load_ropes(tile_ptr, token, ROPE, ROPE_OFFSET, ROPE_SCALES_OFFSET)
+    if LAYOUT.rope > 0:
+        rope = load_ropes(tile_ptr, token, LAYOUT)
         rope = (rope.to(tl.float32) * ROPE_UNIT).to(dtype)
-        r = tl.arange(0, ROPE)[None, :]
+        r = tl.arange(0, LAYOUT.rope)[None, :]
         tl.store(output_row[:, None] + (r + RANK), rope, mask=inside[:, None])
 
 
@@ -151,7 +131,7 @@ def gather(
         output.stride(0),
         block_table.stride(0),
         **block_divisor(kv_cache.shape[1]),
-        **latent_constants(layout),
+        LAYOUT=latent_layout(layout),
         BLOCK_T=block_t,
         BLOCK_C=64,
         num_warps=8,
