@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# mypy: disable-error-code="no-redef"
 """Unpacking and levels of the turbo format, for Triton kernels.
 
 A kernel sees a vector of D coordinates as D / 8 units of eight codes (see

@@ -7,7 +7,7 @@ Rows lie as ``window_format`` has them.
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
-from vllm.v1.attention.ops.turbo.triton.window import GROUP
+from vllm.v1.attention.ops.turbo.triton.window_kernel import GROUP
 
 
 @triton.jit
