@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "common/soft_cap.cuh"
-#include "common/vectors.cuh"
+#include "common/strides.cuh"
 #include "turbo_constants.h"
 
 namespace turbo {

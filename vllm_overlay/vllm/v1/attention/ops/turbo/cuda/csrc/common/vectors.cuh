@@ -10,15 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/strides.cuh"
+
 namespace turbo {
 
 // Coordinates that are loaded at once.
 constexpr int kVector = 4;
-
-// How far vectors are apart, [T, heads, D], in elements.
-struct Strides {
-  int64_t token, head;
-};
 
 template <typename T>
 __device__ __forceinline__ float4 load_vector(const T* p) {
