@@ -326,16 +326,21 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 warm_up(self.runner, query.device)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
-        own = (None if x is None else x[:num_tokens] for x in (key, value))
-        tokens = query[:num_tokens], *own
+        query = query[:num_tokens]
+        if key is not None and value is not None:
+            key, value = key[:num_tokens], value[:num_tokens]
         window = None
         if self.window is not None and key is not None:
             window = self.window.of_step()
         if self.runner.kernels is not None:
-            self.runner.forward(*tokens, kv_cache, attn_metadata, output, window)
+            self.runner.forward(
+                query, key, value, kv_cache, attn_metadata, output, window
+            )
         else:
             reference.forward(
-                *tokens,
+                query,
+                key,
+                value,
                 kv_cache,
                 attn_metadata,
                 self.scale,

@@ -51,7 +51,9 @@ def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
             lse = merge_results(call.output, lse, *other, needs_lse)
         else:
             some = lse[:, source.tokens].contiguous()
-            lse[:, source.tokens] = merge_results(part.output, some, *other)
+            merged = merge_results(part.output, some, *other)
+            assert merged is not None
+            lse[:, source.tokens] = merged
     if sinks is not None:
         assert lse is not None
         weigh_by_sinks(call.output, lse, sinks)

@@ -504,8 +504,11 @@ class TurboRunner:
             found, shared, own, outputs = (
                 [*islice(tensors, len(part))] for part in parts
             )
+            query_scale, partial, partial_lse = found
             scratch = DecodeScratch(
-                *found,
+                query_scale,
+                partial,
+                partial_lse,
                 SharedScratch(*shared) if shared else None,
                 OwnScratch(*own) if own else None,
                 OutputScratch(*outputs) if outputs else None,
