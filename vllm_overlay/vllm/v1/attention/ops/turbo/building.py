@@ -84,7 +84,7 @@ class ModuleBuilds:
         if self._refusal is not None:
             return self._refusal
         asked = time.monotonic()
-        # Of a failure, too: no thread is to go on once others serve.
+        # After a failure, too, no thread may go on once others serve.
         wait(self._futures)
         try:
             ends = [future.result() for future in self._futures]

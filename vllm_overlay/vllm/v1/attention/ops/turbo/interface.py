@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the sets of kernels, CUDA's and Triton's, have in common."""
+"""The types that all sets of kernels take, and the entry points that they have."""
 
 import struct
 from typing import NamedTuple, Protocol, TypeAlias
@@ -141,8 +141,9 @@ class RotatedQuery(NamedTuple):
 
 
 def score_factor(layout: TurboFormat, scale: float) -> float:
-    """What a rotated query's products with a cache's keys are times to be scores, in
-    base 2, of a softmax scale.
+    """The factor that turns a rotated query's products with coded keys into scores.
+
+    The scores are in base 2, and have the softmax scale in them.
     """
     return scale * LOG2_E * layout.key_codebook.gain
 
@@ -215,8 +216,8 @@ class NewestTokens(NamedTuple):
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
-        attended: What attention to them gave, where that has been done, for CUDA's
-            merge; None where the merge is to do it, one token after the other.
+        attended: The result of attention to them, for CUDA's merge to add; None if the
+            merge attends to them itself, one token after the other.
 
     """
 
@@ -228,7 +229,7 @@ class NewestTokens(NamedTuple):
 
 
 class KeyOffset(NamedTuple):
-    """What the store takes off K, by a token's place in its sequence.
+    """The offset that the store takes off K, by a token's place in its sequence.
 
     Attributes:
         table: (G, H, D) fp32, contiguous: of the tokens from g * ``OFFSET_SEGMENT`` on;
@@ -245,7 +246,7 @@ class KeyOffset(NamedTuple):
 
 
 class OffsetScores(NamedTuple):
-    """What the scores of cached keys get back: q.m.
+    """The part of scores that cached keys lack, q.m: the query times the offset.
 
     Attributes:
         query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous.
@@ -285,7 +286,7 @@ class RecentWindow(NamedTuple):
 
 
 class WindowUpdate(NamedTuple):
-    """What the store does for the recent window of a step's R sequences.
+    """The store's work for the recent windows of a step's R sequences.
 
     It writes the rows of the step's newest tokens, and counts those of the tokens
     before that still are what is packed: ``window.packed_lens`` gets lengths without
@@ -331,10 +332,10 @@ class StoreFn(Protocol):
             value: (>= T, H, D), likewise.
             layout: The cache's format.
             query: (Tq, Hq, D) of the same dtype; None to rotate none.
-            rotated_query: Of Tq queries, written; may share memory with what becomes
-                the output.
+            rotated_query: Tq rotated queries, written; may share memory with the later
+                output.
             scale: Softmax scale, which goes into ``rotated_query.scale``.
-            key_offset: What is taken off K first; None to take nothing.
+            key_offset: The offset that is taken off K first; None to take nothing.
             window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
 
         """
@@ -545,8 +546,8 @@ class KernelSet(Protocol):
         num_sms: int,
         num_own_tiles: int,
     ) -> TensorSpecs:
-        """Of the fields of ``OutputScratch``, for a call of ``extend_outputs`` or for
-        any smaller one.
+        """Shapes and dtypes of ``OutputScratch``, for a call of ``extend_outputs`` or
+        for any smaller one.
 
         Args:
             layout: The cache's format.
@@ -561,7 +562,7 @@ class KernelSet(Protocol):
 
 
 class PageLayout(Protocol):
-    """What pages have of a format."""
+    """The part of a format that pages follow from."""
 
     @property
     def name(self) -> str:

@@ -264,7 +264,7 @@ def share_kernels(
     query_len: int = 1,
     variant: Variant = PLAIN,
 ) -> ChosenKernels[KernelSet]:
-    """What ``choose_kernels`` chooses, for all layers alike and their builders."""
+    """The choice of ``choose_kernels``, for all layers alike and their builders."""
     kernels = choose_kernels(choice, layout, num_queries_per_kv, query_len, variant)
     return may_fall_back(kernels, triton_kernels)
 

@@ -25,9 +25,9 @@ class PrefillPlanner(NamedTuple):
 
     Attributes:
         stored: Whether query tokens, too, are read from the cache.
-        limits: What bounds the scratch of layers without a sliding window; None if all
-            have one.
-        window_tokens: Of each sliding window, how many tokens may be seen at a time.
+        limits: The bounds of the scratch of layers without a sliding window; None if
+            all have one.
+        window_tokens: By sliding window, the tokens that may be seen at a time.
         device: Where the kernels run.
         local_lens: How many of sequences' first tokens this rank has, where ranks share
             them; None where they do not.

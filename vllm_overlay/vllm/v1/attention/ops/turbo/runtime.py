@@ -116,20 +116,20 @@ class TurboRunner:
         capability: Compute capability of the GPU, such as 90; None for none.
         num_sms: Multiprocessors of the GPU.
         cache_config: vLLM's; its block size may be set after the layers are made.
-        prefill_limits: What bounds the scratch of a prefill.
+        prefill_limits: The bounds of a prefill's scratch.
         flash_attn: FlashAttention's varlen function, or what serves as it; None on a
             CPU.
         sliding_window: Tokens that a query token sees, at most, itself the last; None
             for all before it.
         sinks: (Hq,), of each query head a logit without a value, whose values weights
             that are loaded set; None for none.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
+        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
         window_wanted: Tokens of a recent window, at most; zero for none.
         key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
             sequence; None for nothing, as with a soft cap, under which scores cannot
             get back what they lack. It is set when weights have been loaded, and
             stays where it is.
-        key_bias: What it follows from; None without a bias.
+        key_bias: The bias that it follows from; None without one.
         key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
         is_beside_offset: Whether a layer that shares its plan has an offset.
         shares_cache: Whether another layer stores, whose cache all is read from.
@@ -242,7 +242,7 @@ class TurboRunner:
 
     @property
     def kernels(self) -> KernelSet | None:
-        """What stores and attends; None where PyTorch does."""
+        """The kernels that store and attend; None where PyTorch does."""
         return self.chosen_kernels.kernels
 
     @kernels.setter
@@ -252,7 +252,7 @@ class TurboRunner:
 
     @property
     def kernels_used(self) -> str:
-        """What stores and decodes, and why, for users."""
+        """The kernels that store and decode, and why these, for users."""
         if self.kernels is None:
             return "PyTorch's operators, because this is a CPU"
         return f"{self.kernels.name} kernels, because {self.kernels.reason}"
@@ -301,7 +301,7 @@ class TurboRunner:
 
     @property
     def planner(self) -> DecodePlanner | None:
-        """What plans decodes and extends for the kernels; None if there are none."""
+        """The planner of the kernels' decodes and extends; None without kernels."""
         if self.kernels is None:
             return None
         return DecodePlanner(
@@ -486,7 +486,7 @@ class TurboRunner:
     def _decode_scratch(
         self, step: StepPlan, plan: DecodePlan, device: torch.device
     ) -> DecodeScratch:
-        """What the first layer of this shape is given, and all others of the step."""
+        """The scratch that all layers of this shape share in a step."""
         shape = self.context_shape
         scratch = step.decode_scratch.get(shape)
         if scratch is None:
@@ -517,7 +517,7 @@ class TurboRunner:
         return scratch
 
     def _output_specs(self, num_own_tiles: int) -> TensorSpecs:
-        """Of ``OutputScratch``; of none of it without tiles."""
+        """Shapes and dtypes of ``OutputScratch``; none without tiles."""
         if num_own_tiles == 0:
             return []
         assert self.kernels is not None
@@ -542,7 +542,7 @@ class TurboRunner:
         assert self.context_parallel is not None and self.kernels is not None
         slots = call.batch.num_query_slots
         part, lse = scratch.output[:slots], scratch.lse[:slots]
-        # What a rank has of the sequences: it lacks the query tokens and the sinks.
+        # A rank's part of the sequences lacks the query tokens and the sinks.
         scoring = Scoring(self.scale, soft_cap=self.logits_soft_cap)
         own_part = AttentionCall(
             call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
@@ -574,7 +574,7 @@ class TurboRunner:
 
     @property
     def _largest_batch(self) -> LargestBatch:
-        """What bounds the scratch of decodes and extends, of any step."""
+        """The batch whose decodes and extends take the most scratch of any step."""
         return largest_batch(
             self.context_shape,
             self.max_num_seqs,
@@ -593,7 +593,7 @@ class TurboRunner:
         return max(self._largest_batch.num_tokens, most)
 
     def _largest_scratch(self) -> list[TensorSpecs]:
-        """Of all steps, the most that each request to the workspace asks for."""
+        """The most that each request to the workspace asks for, in any step."""
         shape, is_shared = self.context_shape, self.context_parallel is not None
         num_tokens, num_partials, num_own_tokens, num_own_tiles = self._largest_batch
         limits = self.prefill_limits

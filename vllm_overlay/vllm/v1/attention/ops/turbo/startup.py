@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is checked and said of a turbo KV cache when an engine starts."""
+"""Checks and log lines of a turbo KV cache at an engine's start."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -100,7 +100,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
 
 def turbo_impls(vllm_config: VllmConfig) -> list[TurboImpl]:
-    """Of the layers on this rank that store K and V in a turbo dtype."""
+    """The layers on this rank that store K and V in a turbo dtype."""
     return [
         cast(TurboImpl, layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
@@ -109,7 +109,7 @@ def turbo_impls(vllm_config: VllmConfig) -> list[TurboImpl]:
 
 
 def turbo_mla_impls(vllm_config: VllmConfig) -> list[TurboLatentImpl]:
-    """Of the layers on this rank that store latents in a turbo dtype."""
+    """The layers on this rank that store latents in a turbo dtype."""
     return [
         cast(TurboLatentImpl, layer.impl)
         for layer in get_layers_from_vllm_config(vllm_config, MLAAttention).values()
@@ -146,7 +146,7 @@ def share_caches(vllm_config: VllmConfig) -> None:
 
 
 def _kind(impl: TurboImpl) -> tuple[object, ...]:
-    """What layers alike have in common."""
+    """The key that layers alike have in common."""
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size
     features = runner.sinks is not None, runner.logits_soft_cap
@@ -155,13 +155,13 @@ def _kind(impl: TurboImpl) -> tuple[object, ...]:
 
 
 def _token_bytes(impl: TurboImpl) -> int:
-    """What a layer stores of a token of a request."""
+    """Bytes that a layer stores for a token of a request."""
     runner = impl.runner
     return runner.states_per_token * impl.num_kv_heads * runner.layout.slot_size
 
 
 def _layers(impl: TurboImpl, count: int) -> str:
-    """What layers alike store, and by which kernels."""
+    """Words for layers alike: their bytes, and the kernels that serve."""
     slot_bytes = _token_bytes(impl)
     window = impl.runner.sliding_window
     features = "" if window is None else f", sliding window: {window}"
@@ -180,7 +180,7 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     """One line of what a cache stores and how it is served.
 
     Args:
-        impls: Of the layers on this rank that have a turbo dtype.
+        impls: The layers on this rank that have a turbo dtype.
         num_unpacked: Layers that have another dtype.
 
     """
@@ -223,12 +223,12 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
 
 
 def _latent_kind(impl: TurboLatentImpl) -> tuple[object, ...]:
-    """What MLA layers alike have in common."""
+    """The key that MLA layers alike have in common."""
     return impl.runner.layout, impl.num_heads
 
 
 def _latent_layers(impl: TurboLatentImpl, count: int) -> str:
-    """What MLA layers alike store, and by which kernels."""
+    """Words for MLA layers alike: their bytes, and the kernels that serve."""
     layout = impl.runner.layout
     return (
         f"{layout.slot_size} bytes a token and layer (MLA layers: {count}, query "
@@ -241,7 +241,7 @@ def describe_latent_cache(impls: list[TurboLatentImpl]) -> str:
     """One line of what a cache of latents stores and how it is served.
 
     Args:
-        impls: Of the MLA layers on this rank that have a turbo dtype.
+        impls: The MLA layers on this rank that have a turbo dtype.
 
     """
     kinds = {_latent_kind(impl): impl for impl in impls}
@@ -266,7 +266,7 @@ def _is_first_of_its_layers() -> bool:
 
 
 def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
-    """What to know of a hybrid's prefix hits, if they are of whole blocks.
+    """Advice on a hybrid's prefix hits, if they are of whole blocks.
 
     A block is as large as a layer's state, and so the longer the fewer bytes a token
     takes.
@@ -286,7 +286,7 @@ def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
 
 
 def pooling_advice(vllm_config: VllmConfig) -> str | None:
-    """What to know of a pooling model's outputs, if they depend on what was cached.
+    """Advice on a pooling model's outputs, if they depend on what was cached.
 
     A request is a prefill alone, which sees its own tokens as they were computed: those
     that it finds in the cache, and those of its chunks before, as they are stored.

@@ -139,8 +139,8 @@ def find_extends(
         context_lens: Tokens before them.
         max_len: Query tokens of an extend, at most; 0: there are none.
         max_tokens: Query tokens of all extends, at most.
-        max_call_tokens: Those of a call if each of its requests had as many as the
-            longest, at most.
+        max_call_tokens: Query tokens of a call, at most, if each of its requests had as
+            many as the longest.
 
     Returns:
         First and last (exclusive) request of each call, from zero on. None if no
@@ -259,7 +259,7 @@ class DecodePlanner(NamedTuple):
         )
 
     def _output_cuts(self, span: RequestSpan) -> list[tuple[int, int]]:
-        """Of extends that need no merge."""
+        """Plan extends that need no merge."""
         most = self.shape.max_output_requests(span.query_len)
         return cut_evenly(span.num_requests, 1, 1, most)
 
@@ -326,7 +326,7 @@ class DecodePlanner(NamedTuple):
 
 
 class LargestBatch(NamedTuple):
-    """What any step has of each, at most.
+    """The most that any step has of each.
 
     Attributes:
         num_tokens: Query tokens of decodes and extends.
@@ -362,8 +362,8 @@ def largest_batch(
         max_num_seqs: Requests of a step.
         max_num_tokens: Query tokens of a step.
         max_query_len: Query tokens of a decode request.
-        extend_len: Those of an extend; 0: there are none.
-        max_extend_tokens: Those of all extends of a step.
+        extend_len: Query tokens of an extend; 0: there are no extends.
+        max_extend_tokens: Query tokens of all extends of a step.
         max_merged_tokens: See ``DecodePlanner``.
         extends_to_outputs: See there.
 

@@ -40,8 +40,8 @@ def max_extend_len(
 ) -> int:
     """Query tokens of a request that ``extend_attention`` is to serve, at most.
 
-    Of numbers of query heads between two that were measured it is what the larger one
-    has, and of still larger ones what has as many queries of a KV head.
+    A number of query heads between two that were measured has the limit of the larger
+    one. A still larger number has the limit that gives a KV head as many queries.
 
     Args:
         head_size: D.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a prefill does at a time, planned on the host."""
+"""The plan of a prefill, made on the host: the slices that it is served in."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ from vllm.v1.attention.ops.turbo.planning.sliding_window import (
 PIECE_BYTES = 64 * 2**20
 # Rotated queries of a slice, and as much again for what a piece adds to its output.
 ROW_BYTES = 64 * 2**20
-# What every version of FlashAttention takes.
+# The largest head size that every version of FlashAttention takes.
 FLASH_ATTN_MAX_HEAD_SIZE = 256
 # Query tokens of a slice for what attends to other heads, and takes memory for its LSE
 # that grows with their square: with its output at most 8 MiB a KV head.
@@ -42,7 +42,7 @@ LocalLensFn: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PrefillLimits(NamedTuple):
-    """What bounds the scratch of a prefill.
+    """The bounds of a prefill's scratch.
 
     Attributes:
         slice_tokens: Query tokens of a slice.
@@ -97,7 +97,7 @@ def prefill_limits(
 def _plan_piece(
     starts: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``plan_context`` returns of a piece that has these positions, (R,) each."""
+    """The piece of ``plan_context`` that has these positions, (R,) each."""
     cu_lens = torch.zeros(len(starts) + 1, dtype=torch.int32)
     torch.cumsum(ends - starts, 0, out=cu_lens[1:])
     return starts.to(torch.int32), cu_lens
@@ -146,8 +146,8 @@ def cut_at_segments(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cut requests where their query tokens come to the next segment.
 
-    What is cut off is a request with the tokens before it as context, as if prompts
-    came in chunks: for tokens that are read from the cache it makes no difference.
+    A part that is cut off is a request with the tokens before it as context, as if
+    prompts came in chunks. Tokens that are read from the cache notice no difference.
 
     Args:
         query_start_loc: (R + 1,) int32 on the host, from zero.
@@ -191,7 +191,7 @@ def _plan_requests(
         context_lens: (R,) int32 on the host.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        limits: What bounds the layers' scratch.
+        limits: The bounds of the layers' scratch.
         query_start_loc: ``starts`` on the device, if that begins at zero.
         device: Where the kernels run.
 
@@ -239,7 +239,7 @@ def _plan_slice(
         context_lens: (R,) int32 on the host, without query tokens.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        limits: What bounds the layers' scratch.
+        limits: The bounds of the layers' scratch.
         device: Where the kernels run.
         local_lens: As in ``plan_prefill``.
 
@@ -257,7 +257,7 @@ def _plan_slice(
             int(ends.diff().max()),
             int(ends[-1]),
         )
-    # What all ranks know: they wait for each other.
+    # All ranks know it, because they wait for each other.
     is_shared = local_lens is not None and bool(context_lens.any())
     if local_lens is not None:
         context_lens = local_lens(context_lens)
@@ -302,10 +302,10 @@ def plan_prefill(
         seq_lens_cpu: (R,) int32 on the host, exact.
         block_table: (R, max_blocks) int32 on the device.
         stored: Whether query tokens, too, are read from the cache.
-        limits: What bounds the scratch of layers without a sliding window; None if all
-            have one.
+        limits: The bounds of the scratch of layers without a sliding window; None if
+            all have one.
         device: Where the kernels run.
-        window_tokens: Of each sliding window, how many tokens may be seen at a time:
+        window_tokens: By sliding window, the tokens that may be seen at a time:
             ``PrefillLimits.piece_tokens``. None for no windows.
         local_lens: Where ranks share the context, how many of the first tokens of
             sequences this one has, (R,) int32 on the host, of these, likewise; None

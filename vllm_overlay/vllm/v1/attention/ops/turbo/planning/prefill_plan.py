@@ -80,10 +80,10 @@ class PrefillSlice(NamedTuple):
         tokens: Place of the query tokens among the prefills'.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most query tokens of a request.
-        raw: What is used as computed; None if all is read from the cache. Of several
-            requests it has no more tokens than a piece.
-        cached: What is read from the cache, by requests that are dequantised side by
-            side: all R of them, or none if nothing is read.
+        raw: The tokens that are used as computed, of several requests no more than a
+            piece; None if all is read from the cache.
+        cached: The requests that are read from the cache, by those that are
+            dequantised side by side: all R of them, or none.
         is_shared: Whether ranks share the requests' context, and any of these has some.
 
     """

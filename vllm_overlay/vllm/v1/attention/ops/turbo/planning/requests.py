@@ -41,8 +41,8 @@ class RequestSpan(NamedTuple):
         """Spans of extends, all copied to the device at once: a step may have dozens.
 
         Args:
-            requests: Of each span, the first request's place in the batch, and where
-                tokens begin in the batch: R + 1 numbers.
+            requests: For each span the first request's place in the batch, and R + 1
+                numbers, where tokens begin in the batch.
             device: Where the kernels run.
 
         """
@@ -73,8 +73,8 @@ class RequestSpan(NamedTuple):
         """Cut each of some spans, as ``of_extends`` does where lengths are known.
 
         Args:
-            spans: Of extends, or none of them with ``query_starts``.
-            bounds: Of each span, places among its R requests: see ``cut``.
+            spans: The spans of extends, or spans that all lack ``query_starts``.
+            bounds: For each span places among its R requests: see ``cut``.
             device: Where the kernels run.
 
         """
@@ -95,7 +95,7 @@ class RequestSpan(NamedTuple):
     def cut(self, bounds: list[tuple[int, int]]) -> list["RequestSpan"]:
         """The requests from one to another (exclusive), for each such pair.
 
-        Of several lengths, parts have all tokens and count from the first of these.
+        Parts of several lengths have all tokens, and count from the first of these.
 
         Args:
             bounds: Places among the R requests.

@@ -21,7 +21,7 @@ OWN_TILE_BYTES = 40 * 2**20
 
 
 class LayerShape(NamedTuple):
-    """What decides on a layer's scratch: layers alike share a step's plan.
+    """The sizes that a layer's scratch follows from: layers alike share a plan.
 
     Attributes:
         num_heads: Hq, query heads.
@@ -76,7 +76,7 @@ class SharedScratch(NamedTuple):
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_slots: int) -> TensorSpecs:
-        """Of the fields, in order."""
+        """Shapes and dtypes of the fields, in order."""
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads, size), torch.float16),
@@ -102,7 +102,7 @@ class OwnScratch(NamedTuple):
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int) -> TensorSpecs:
-        """Of the fields, in order; of none of them without tokens."""
+        """Shapes and dtypes of the fields, in order; none without tokens."""
         if num_tokens == 0:
             return []
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -120,7 +120,7 @@ class DecodeScratch(NamedTuple):
         partial_lse: (P, Hq) fp32, their LSE.
         shared: Where ranks share the context; None where they do not.
         own: Where extends attend to their own tokens before; None where none do.
-        outputs: Of extends that end in outputs; None where none do.
+        outputs: Scratch of extends that end in outputs; None where none do.
 
     """
 
@@ -133,7 +133,7 @@ class DecodeScratch(NamedTuple):
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
-        """Of the first three fields, in order."""
+        """Shapes and dtypes of the first three fields, in order."""
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads), torch.float32),
@@ -179,7 +179,7 @@ class PrefillScratch(NamedTuple):
         piece_tokens: int,
         is_shared: bool = False,
     ) -> TensorSpecs:
-        """Of the fields, in order; of none of them if ``num_tokens`` is None."""
+        """Shapes and dtypes of the fields, in order; none if ``num_tokens`` is None."""
         if num_tokens is None:
             return []
         rows = (num_tokens, shape.num_heads, shape.head_size)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a prefill under a sliding window does at a time, planned on the host.
+"""The plan of a prefill under a sliding window, made on the host.
 
 A query token sees few tokens then: those of them that are cached are dequantised, and
 lie beside the request's own in a buffer, which is attended to in one call.
@@ -18,7 +18,7 @@ LEAST_TOKENS = 1024
 
 
 class KeyRuns(NamedTuple):
-    """What R requests see: a run of each one's tokens, cached ones, then own.
+    """Keys of R requests: a run of each one's tokens, cached ones, then own.
 
     Own ones are used as computed, unless all are read from the cache.
 
@@ -56,8 +56,8 @@ class WindowSlice(NamedTuple):
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most query tokens of a request.
         block_table: (R, max_blocks) int32 on the device.
-        runs: What they see, to be laid into a buffer; None if that is the query tokens
-            of one request alone.
+        runs: The keys that they see, to be laid into a buffer; None if these are the
+            query tokens of one request alone.
 
     """
 
@@ -77,7 +77,7 @@ class _Part(NamedTuple):
         end: That behind the last.
         start: Position in the request of the first token that is seen.
         num_cached: Tokens from there on that are read from the cache.
-        num_own: Those that follow.
+        num_own: Own tokens that follow.
 
     """
 

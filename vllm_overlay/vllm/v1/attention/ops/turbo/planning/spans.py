@@ -101,7 +101,8 @@ class SpanPlan:
 
     Attributes:
         spans: They, by places among the prefills' requests and tokens.
-        slices: Of each slice of layers without a sliding window, what it attends to.
+        slices: The later tokens that each slice sees, in layers without a sliding
+            window.
         window_slices: By the layers' sliding windows, likewise.
 
     """
@@ -156,7 +157,7 @@ def _later_tokens(
     stored: bool,
     device: torch.device,
 ) -> list[list[LaterTokens]]:
-    """What query tokens of each slice see, of spans by places among the prefills'."""
+    """The later tokens that each slice sees, from spans by places in the prefills."""
     parts: list[list[LaterTokens]] = [[] for _ in slices]
     found = [
         (own, tokens, span, max(span.begin, tokens.start))

@@ -42,7 +42,7 @@ class StepPlan:
             prefilled once more: the place of each one's first token, and how.
         shared_prefills: All that is prefilled, likewise, by layers that read another's
             cache. None if others, too, read all tokens from the cache.
-        mm_prefix_range: Of requests, by their places, the first and last positions of
+        mm_prefix_range: By a request's place, the first and last positions of
             tokens that see each other. None if none do, and for layers without a
             sliding window if the model says so: Gemma 4's does, by this name.
         decode_plans: By the layers' shapes, how decodes and extends are served. None
@@ -80,7 +80,7 @@ class StepPlan:
         return self.num_decode_tokens + sum(span.num_tokens for span in self.extends)
 
     def prefills(self, shares_cache: bool) -> list[tuple[int, PrefillPlan]]:
-        """What is prefilled: the place of each plan's first token, and the plan.
+        """The prefills: the place of each plan's first token, and the plan.
 
         Args:
             shares_cache: Whether the layer reads another's cache.
@@ -97,14 +97,14 @@ class StepPlan:
         return sliding_window is not None or self.mm_prefix_range is not None
 
     def key_offset(self, table: torch.Tensor | None) -> KeyOffset | None:
-        """What is taken off the step's keys, of a layer's table; None for nothing."""
+        """The offset of the step's keys, from a layer's table; None for none."""
         if table is None:
             return None
         num_requests = self.query_start_loc.shape[0] - 1
         return KeyOffset(table, self.seq_lens[:num_requests], self.query_start_loc)
 
     def window_update(self, window: RecentWindow) -> WindowUpdate:
-        """What is done for the recent windows of the step's requests."""
+        """The store's work for the recent windows of the step's requests."""
         num_requests = self.query_start_loc.shape[0] - 1
         seq_lens = self.seq_lens[:num_requests]
         return WindowUpdate(window, self.block_table, seq_lens, self.query_start_loc)
