@@ -58,8 +58,8 @@ def get_turbo_backend_path(
     of backends to choose from.
 
     Args:
-        selected_backend: What the user asked for, if anything.
-        selector_config: What the layer needs.
+        selected_backend: The backend that the user asked for; None for none.
+        selector_config: The layer's needs.
         device_capability: The GPU's compute capability; None on a CPU.
 
     Raises:
@@ -258,7 +258,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.runner.share_cache()
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
-        # Of a model that is loaded to be run, beside its weights.
+        # A model that is loaded to be run builds beside its weights.
         if is_workspace_manager_initialized() and not may_add_key_bias(
             vllm_config.model_config.hf_text_config
         ):

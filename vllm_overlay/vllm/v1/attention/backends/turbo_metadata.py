@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What layers with turbo pages are told of a step, and what plans it for them."""
+"""Metadata of a step for layers with turbo pages, and the builder that plans it."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 @dataclass
 class TurboMetadata(StepPlan, AttentionMetadata):
-    """What layers are told of a step: its plan, complete but for scratch addresses."""
+    """Metadata of a step: its plan, complete but for scratch addresses."""
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
@@ -100,7 +100,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             if type(kv_cache_spec) is not FullAttentionSpec:
                 found = [reasons.DCP_OF_WINDOWS]
                 raise ValueError(refusals.refusal(self.cache_dtype, found))
-            # What decodes need is worked out from what the drafter updates.
+            # The needs of decodes are worked out from tensors that the drafter updates.
             self.supports_draft_decode_metadata_update = False
             # Where CUDA graphs read it.
             self.local_seq_lens = torch.zeros(
@@ -267,7 +267,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             common: The batch.
             rows: The first request, and that behind the last, of each plan.
             spans: All of the batch.
-            planner: Of the layers that are planned for; None for none.
+            planner: The planner of the layers that are planned for; None for none.
 
         Returns:
             The place of each plan's first token, and the plan.

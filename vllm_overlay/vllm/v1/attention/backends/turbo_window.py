@@ -185,7 +185,7 @@ class TurboWindow(AttentionLayerBase):
 
         Args:
             main_layer_name: The layer's name.
-            layout: Of its cache.
+            layout: Its cache's format.
             wanted: Tokens of the window, at most.
             query_len: Query tokens of a decode request, at most: as many rows are
                 being written while others are read.

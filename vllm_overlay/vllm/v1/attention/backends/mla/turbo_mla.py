@@ -113,7 +113,7 @@ class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
 
 @dataclass
 class TurboMLADecodeMetadata(MLACommonDecodeMetadata):
-    """What layers are told of requests that attend to packed pages.
+    """Metadata of the requests that attend to packed pages.
 
     Attributes:
         plans: By the layers' shapes, the calls of their kernels.
@@ -125,7 +125,7 @@ class TurboMLADecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass
 class TurboMLAMetadata(MLACommonMetadata[TurboMLADecodeMetadata]):
-    """What layers are told of a step.
+    """Metadata of a step.
 
     Attributes:
         prefill_token_to_seq: (T,) int32, the prefill request of each token that is
@@ -322,7 +322,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
                 raise ValueError(cuda_refusal(reason))
             self.runner.kernels = reference.TorchLatentKernels()
         elif is_workspace_manager_initialized():
-            # Of a model that is loaded to be run, beside its weights.
+            # A model that is loaded to be run builds beside its weights.
             self.runner.start_builds()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

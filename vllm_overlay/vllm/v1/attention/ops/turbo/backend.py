@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the backends of the turbo cache dtypes have in common, with MLA and without."""
+"""The common part of the turbo cache dtypes' backends, with MLA and without."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ class TurboPagesBackend(AttentionBackend):
 
     @classmethod
     def unsupported_features(cls, **configuration: Any) -> list[Reason]:
-        """What the base class finds in a configuration of a turbo dtype."""
+        """The faults that the base class finds in a configuration of a turbo dtype."""
         words = super().validate_configuration(**configuration)
         head_sizes = cls.get_supported_head_sizes()
         return refusals.borrowed_reasons(words, head_sizes, configuration)

@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 
 class State(Enum):
-    """What is known of a connector."""
+    """The knowledge of a connector."""
 
     RUN = "tested"
     READ = "by its source"
@@ -28,7 +28,7 @@ class State(Enum):
 
 
 class Verdict(NamedTuple):
-    """What is known of a connector, and where or why: a part of a sentence."""
+    """The knowledge of a connector, and its source or reason: a part of a sentence."""
 
     state: State
     reason: str

@@ -70,13 +70,13 @@ class ContextParallel:
             self._is_alone = False
 
     def local_lens(self, lens: torch.Tensor) -> torch.Tensor:
-        """Of the first tokens of sequences, how many this rank has, int32."""
+        """How many of the first tokens of sequences this rank has, int32."""
         return get_dcp_local_seq_lens(lens, self.size, self.rank, self.interleave_size)
 
     def local_seq_lens(
         self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> torch.Tensor:
-        """Of R sequences, what this rank has of their contexts and all query tokens.
+        """This rank's part of R sequences' contexts, and all query tokens.
 
         Args:
             seq_lens: (R,) int32, query tokens included; fewer than these for padding.
@@ -95,7 +95,7 @@ class ContextParallel:
     def gather_parts(
         self, output: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ranks have of this one's query heads, not joined: for CPUs.
+        """The ranks' results for this one's query heads, not joined: for CPUs.
 
         Args:
             output: (T, size * Hq, D), contiguous.
@@ -150,7 +150,7 @@ class ContextParallel:
 
         Args:
             num_tokens: Query tokens of the prefill.
-            num_slots: Those of the decode.
+            num_slots: Query slots of the decode.
             shape: The layer's, with this rank's query heads.
             device: Where.
 
@@ -163,7 +163,7 @@ class ContextParallel:
         size = num_tokens, shape.num_heads, shape.head_size
         gathered = self.gather(torch.full(size, own, dtype=shape.dtype, device=device))
         senders = numbers.repeat_interleave(shape.num_heads)[:, None]
-        # Of all tokens, comparing would take more memory than any step does.
+        # To compare all tokens would take more memory than any step does.
         ends = [0, -1]
         is_right = (gathered[ends] == senders).all()
         part = torch.empty(

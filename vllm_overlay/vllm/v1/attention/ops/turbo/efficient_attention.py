@@ -40,7 +40,7 @@ def efficient_attention(
         max_seqlen_q: Most queries of a sequence.
         cu_seqlens_k: (R + 1,) int32; a sequence may have no keys: its output is zero.
         max_seqlen_k: Most keys of a sequence.
-        softmax_scale: What scores, q times k, are multiplied by; usually D ** -0.5.
+        softmax_scale: The factor of scores, q times k; usually D ** -0.5.
         causal: Whether a sequence's last query sees its last key, the one before all
             but that, and so on.
         return_softmax_lse: As in FlashAttention's function; it always is.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-# Of all of this. Frozen: another one would be another format under the same name.
+# The version of all of this. Frozen: another is another format under the same name.
 LAYOUT_VERSION = 2
 
 # Tokens a tile. A page is a whole number of tiles.
@@ -108,7 +108,7 @@ class Codebook:
             1/2 of ``KEY_LEVEL_UNIT * level``, also when evaluated in fp16, so rounding
             it gives that exactly. In v neither coefficient, times a scale, overflows
             fp16, nor is it subnormal before the coordinate is.
-        gain: What decoded coordinates are multiplied by so that
+        gain: The factor of decoded coordinates with which
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
         unbiased: Whether the encoder makes that hold for each vector.

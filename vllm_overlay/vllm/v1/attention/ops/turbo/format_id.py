@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the bytes of turbo pages follow from beyond their dtype, in one word.
+"""The identity of turbo pages: the facts beyond their dtype that bytes follow from.
 
 It is the layout's version and, of a model that has an offset of K or layers in other
 dtypes, a digest of these: of the whole model, whatever ranks its layers and heads are
@@ -33,7 +33,7 @@ LayerFormats = dict[str, tuple[str, list[str]]]
 def _own_formats(
     vllm_config: VllmConfig, names: set[str], tp_rank: int
 ) -> LayerFormats:
-    """Of this rank's layers; a KV head is of the first of the ranks that have it."""
+    """The identity of this rank's layers; the first rank with a KV head has it."""
     formats: LayerFormats = {}
     latents = get_layers_from_vllm_config(vllm_config, MLAAttention)
     for name in sorted(names & latents.keys()):
@@ -59,7 +59,7 @@ def _gather(own: LayerFormats, group: GroupCoordinator) -> list[LayerFormats]:
 
 
 def model_formats(vllm_config: VllmConfig, names: set[str]) -> LayerFormats:
-    """Of the layers of all ranks, if each calls this with the names of its own."""
+    """The identity of all ranks' layers, if each calls this with its own names."""
     if not model_parallel_is_initialized():
         return _own_formats(vllm_config, names, 0)
     tp_group = get_tp_group()
@@ -93,7 +93,7 @@ def with_format_ids(
     one of their own.
 
     Args:
-        specs: Of the layers of this rank, by name.
+        specs: Cache specs of the layers of this rank, by name.
         vllm_config: The engine's configuration.
 
     """

@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 # Euclidean, of a KV head. Keys whose coordinates have a deviation of 1 then lose ten
 # times what they lose without a bias, as KL divergence of the attention weights.
 LONGEST_KEY_BIAS = 40.0
-# What models call a norm of K, or of Q and K. It follows the bias, and bounds K.
+# Names of a norm of K, or of Q and K, in models. It follows the bias, and bounds K.
 KEY_NORMS = ("k_norm", "key_norm", "k_layernorm", "key_layernorm", "qk_norm")
 CAPPED_LAYERS = (
     "Turbo KV cache: no offset is taken off K where logits have a soft cap, though the "
@@ -62,7 +62,7 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
 
 
 class OffsetRunner(Protocol):
-    """What a layer's ``TurboRunner`` has of an offset of K."""
+    """The part of a layer's ``TurboRunner`` that concerns an offset of K."""
 
     logits_soft_cap: float | None
     context_parallel: ContextParallel | None
@@ -82,7 +82,7 @@ def _runner(layer: Attention) -> OffsetRunner:
 def _find_key_projection(
     layer: Attention, parent: nn.Module, is_processed: bool = False
 ) -> tuple[LinearBase, torch.Tensor] | None:
-    """What adds a bias to K, and the bias: see ``find_key_bias``."""
+    """The layer that adds a bias to K, and the bias: see ``find_key_bias``."""
     for name, module in parent.named_children():
         linear = getattr(module, "base_layer", module)  # below a LoRA
         bias = getattr(linear, "bias", None)
@@ -305,7 +305,7 @@ def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
     Args:
         norms: The longest bias of K of a KV head, by layer name, of layers that take no
             offset off.
-        model: What the model is called.
+        model: The model's name.
 
     """
     found = {name: norm for name, norm in norms.items() if norm > LONGEST_KEY_BIAS}

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 )
 from vllm.v1.attention.ops.turbo import interface
 
-# Of the rule below: another changes the bytes of models with a bias.
+# The version of the rule below: another changes the bytes of models with a bias.
 VERSION = 2
 # The buffer of an attention layer. Sleeping engines keep buffers, and no other tensor.
 BUFFER = "turbo_key_offset"
@@ -116,7 +116,7 @@ def _rotary_beside(parent: nn.Module) -> nn.Module | None:
 
 
 def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
-    """What rotates K of an attention layer; None if nothing does.
+    """The module that rotates K of an attention layer; None if none does.
 
     Args:
         parent: The module that holds the layer. vLLM's models have RoPE beside it, but

@@ -41,7 +41,7 @@ WORD_CODES = 8
 # The largest magnitude of a rotary coordinate's code.
 ROPE_CODE_MAX = 127
 
-# What coordinates are multiplied by so that ``E[decode(x) * x] = E[x * x]`` on Gaussian
+# Factors of coordinates with which ``E[decode(x) * x] = E[x * x]`` on Gaussian
 # vectors. Tests measure them again.
 LATENT_GAINS = {4: 1.0053, 3: 1.0185}
 LATENT_CODEBOOKS = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the sets of kernels for MLA, CUDA's and Triton's, have in common.
+"""The types and entry points of the sets of kernels for MLA, CUDA's and Triton's.
 
 As ``interface``, for one latent and one rotary key a token in place of K and V. Shapes:
 L the rank of the latent, R the rotary coordinates, C bytes a slot (``LatentFormat``).

@@ -60,7 +60,7 @@ def find_spans(query_lens: Sequence[int], decode_len: int) -> list[tuple[int, in
 
     Args:
         query_lens: Query tokens of each request, zero for padding.
-        decode_len: Those of a decode, at most.
+        decode_len: Query tokens of a decode, at most.
 
     Returns:
         First and last (exclusive) request of each span.
@@ -89,11 +89,11 @@ def plan_spans(
     query_start_loc: torch.Tensor,
     decode_len: int,
 ) -> list[RequestSpan]:
-    """What a step's requests that attend to packed pages are cut into.
+    """The calls that a step's requests with packed pages are cut into.
 
     Args:
         query_lens: Query tokens of each request, on the host.
-        num_tokens: Of all of them, and of padding.
+        num_tokens: Tokens of all of them, and of padding.
         query_start_loc: (R + 1,) int32 on the device, where their tokens begin.
         decode_len: Query tokens of a decode, at most.
 
@@ -178,7 +178,7 @@ class LatentRunner:
 
     @property
     def kernels(self) -> LatentKernels:
-        """What stores and attends."""
+        """The kernels that store and attend."""
         kernels = self.chosen_kernels.kernels
         assert kernels is not None
         return kernels
@@ -190,7 +190,7 @@ class LatentRunner:
 
     @property
     def kernels_used(self) -> str:
-        """What stores and decodes, and why, for users."""
+        """The kernels that store and decode, and why these, for users."""
         if current_platform.is_cpu():
             return "PyTorch's operators, because this is a CPU"
         return f"{self.kernels.name} kernels, because {self.kernels.reason}"
@@ -211,7 +211,7 @@ class LatentRunner:
         """Cut the requests of a step into calls.
 
         Args:
-            spans: Of all requests.
+            spans: The spans of all requests.
             block_table: (R, max_blocks) int32 on the device.
             seq_lens: (R,) int32 on the device, query tokens included.
 
@@ -247,7 +247,7 @@ class LatentRunner:
             )
 
     def partials_specs(self, num_partials: int) -> TensorSpecs:
-        """Of the results of splits."""
+        """Shapes and dtypes of the results of splits."""
         heads = self.shape.num_heads
         return [
             ((num_partials, heads, self.layout.rank), torch.float32),
@@ -255,7 +255,7 @@ class LatentRunner:
         ]
 
     def rows_specs(self, num_tokens: int) -> TensorSpecs:
-        """Of a prefill's own tokens as they are stored."""
+        """Shapes and dtypes of a prefill's own tokens as they are stored."""
         size = self.layout.rank + self.layout.rope
         return [((num_tokens, size), self.shape.dtype)]
 
@@ -273,7 +273,7 @@ class LatentRunner:
         return min(self.max_num_tokens, self.max_num_seqs * self.max_query_len)
 
     def _largest_scratch(self) -> list[TensorSpecs]:
-        """Of all steps, the most that each request to the workspace asks for."""
+        """The most that each request to the workspace asks for, in any step."""
         own = self.rows_specs(self.max_num_tokens if self.stored else 0)
         return [self.partials_specs(self.max_partials), own]
 

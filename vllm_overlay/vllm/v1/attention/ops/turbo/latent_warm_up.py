@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
 
 # Cached tokens before those of the queries.
 _CONTEXT = 16
-# Of layers whose kernels have run in this process.
+# Keys of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
 
 
@@ -36,7 +36,7 @@ def _run_attention(
     seq_lens = torch.tensor(query_lens, dtype=torch.int32) + _CONTEXT
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     width = cdiv(int(seq_lens.max()), kv_cache.shape[1])
-    # What is read is zeros: all requests may share it.
+    # Pages of zeros are read, and all requests may share them.
     table = torch.arange(width, dtype=torch.int32).expand(num_seqs, -1).contiguous()
     table, seq_lens, starts = (x.to(device) for x in (table, seq_lens, starts))
     size = layout.rank + layout.rope

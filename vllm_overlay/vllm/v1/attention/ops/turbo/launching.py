@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.kernel_choice import (
 
 
 class Runner(Protocol):
-    """What runs a layer's kernels: ``TurboRunner`` or ``LatentRunner``."""
+    """The runner of a layer's kernels: ``TurboRunner`` or ``LatentRunner``."""
 
     kernel_choice: str
 
@@ -47,7 +47,7 @@ def run_on_all_ranks(runner: Runner, run: Callable[[], None]) -> None:
     rank or another, Triton's run, and serve from now on.
 
     Args:
-        runner: Of the layer.
+        runner: The layer's runner.
         run: Launches each kernel that the runner has now.
 
     Raises:

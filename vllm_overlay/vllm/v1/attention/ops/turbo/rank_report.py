@@ -27,13 +27,13 @@ def exchange(used: str, rank: int, world_size: int, store: Store) -> list[str] |
     """Tell the others what this rank runs.
 
     Args:
-        used: What it runs, and why.
+        used: The kernels that it runs, and why.
         rank: This one's.
         world_size: Ranks that tell, each once.
-        store: Of all ranks.
+        store: The store of all ranks.
 
     Returns:
-        What each rank runs, if this one is the last to tell.
+        Each rank's kernels, if this one is the last to tell.
 
     """
     store.set(f"{_KEY}/{rank}", used)

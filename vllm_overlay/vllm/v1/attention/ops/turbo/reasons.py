@@ -17,7 +17,7 @@ class Reason:
     """Why something is refused. <name> stands for a value.
 
     Attributes:
-        met: What is not supported, with its value.
+        met: The feature that is not supported, with its value.
         supported: What is, of what has several values; else empty.
         instead: The flags or settings that help; empty where another dtype alone does.
         is_partial: Whether they help some users alone, so that all are told of another
@@ -49,7 +49,7 @@ class Reason:
         return f"{self.met} ({notes})" if notes else self.met
 
 
-# What many reasons have in common.
+# Words that many reasons have in common.
 NO_DCP = "leave out --decode-context-parallel-size"
 TEXT_ALONE = "--language-model-only serves text alone"
 DRAFTER_DTYPE = 'of a drafter, set "kv_cache_dtype": "auto" in --speculative-config'

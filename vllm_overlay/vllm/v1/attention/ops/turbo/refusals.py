@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the turbo cache dtypes do not serve, and what a user is told."""
+"""Features that the turbo cache dtypes do not serve, and the messages for users."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,12 +47,12 @@ ATTENTION_KINDS = {
     AttentionType.ENCODER_DECODER: "encoder-decoder (cross)",
 }
 
-# Of an attention layer's arguments, by reason. Any other is refused by its name.
+# Arguments of an attention layer, by reason. Any other is refused by its name.
 LAYER_ARGUMENTS = {reasons.ALIBI: "alibi_slopes"}
 
-# What kinds of cache specs are served.
+# Kinds of cache specs that are served.
 SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-# Of a layer's cache spec, by reason.
+# Features of a layer's cache spec, by reason.
 SPEC_FEATURES: dict[Reason, Callable[[AttentionSpec], bool]] = {
     reasons.NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
     reasons.SIZE_OF_V: lambda spec: spec.head_size_v != spec.head_size,
@@ -65,7 +65,7 @@ MLA_ARGUMENTS = frozenset(
 )
 MLA_WINDOW = "of MLA the newest tokens are read as they are stored"
 
-# What an engine has that is not served with MLA.
+# Features of an engine that are not served with MLA.
 MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
     reasons.MLA_SKIPPED_LAYERS: (
         lambda config: bool(config.cache_config.kv_cache_dtype_skip_layers)
@@ -103,7 +103,7 @@ MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
         lambda config: config.parallel_config.decode_context_parallel_size > 1
     ),
 }
-# Of an MLA layer's cache spec, by reason.
+# Features of an MLA layer's cache spec, by reason.
 MLA_SPEC_FEATURES: dict[Reason, Callable[[MLAAttentionSpec], bool]] = {
     reasons.NON_CAUSAL: lambda spec: spec.non_causal_multi_token_decode,
     reasons.SPARSE: (
@@ -162,7 +162,7 @@ def window_sight(sliding_window: int, query_len: int) -> str:
 
 
 def way_out(cache_dtype: str | None) -> str:
-    """What follows the reasons for which a backend was not selected."""
+    """The words behind the reasons for which a backend was not selected."""
     return f"use --kv-cache-dtype fp8 or auto instead of {cache_dtype}"
 
 
@@ -184,9 +184,9 @@ def borrowed_reasons(
     """Reasons that say of a configuration what vLLM's words do not.
 
     Args:
-        words: What ``AttentionBackend.validate_configuration`` found.
-        head_sizes: Those of the backend.
-        configuration: What was validated.
+        words: The faults that ``AttentionBackend.validate_configuration`` found.
+        head_sizes: The backend's head sizes.
+        configuration: The validated configuration.
 
     """
     attn_type = configuration["attn_type"]
@@ -216,7 +216,7 @@ def backend_reason(cache_dtype: str | None, name: str, own: str) -> Reason:
 
     Args:
         cache_dtype: A turbo one.
-        name: What was chosen.
+        name: The backend that was chosen.
         own: The backend that reads the dtype's pages.
 
     """
@@ -224,7 +224,7 @@ def backend_reason(cache_dtype: str | None, name: str, own: str) -> Reason:
 
 
 def other_backend_reason(cache_dtype: str | None, use_mla: bool) -> str:
-    """What any other backend says of a turbo dtype."""
+    """The reason that any other backend gives for a turbo dtype."""
     return str(_other_backend(cache_dtype, use_mla))
 
 
@@ -251,7 +251,7 @@ def longest_sequence(vllm_config: VllmConfig) -> int:
 def unsupported_layer_arguments(
     attn_type: str, arguments: dict[str, object]
 ) -> list[Reason]:
-    """What of an attention layer's optional arguments is not implemented.
+    """Reasons against an attention layer's optional arguments.
 
     Models pass defaults explicitly: None, False and a factor of zero mean nothing.
     """
@@ -270,7 +270,7 @@ def unsupported_layer_arguments(
 
 
 def unsupported_settings(vllm_config: VllmConfig) -> list[Reason]:
-    """What of an engine's configuration is not served with any attention."""
+    """Reasons against an engine's configuration, with any attention."""
     found = []
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_extract_hidden_states():
@@ -289,13 +289,13 @@ def unsupported_with_dcp(
     is_pooled: bool,
     shares_cache: bool,
 ) -> list[Reason]:
-    """What of a layer is not served where ranks share the context."""
+    """Reasons against a layer where ranks share the context."""
     speculative = vllm_config.speculative_config
     model_config = vllm_config.model_config
     features = {
         # Query tokens are in the cache of one rank each.
         reasons.DCP_OF_STORED: vllm_config.attention_config.turbo_prefill == "stored",
-        # What a token sees of a rank's tokens depends on the token.
+        # How many of a rank's tokens a token sees depends on the token.
         reasons.DCP_OF_WINDOWS: has_sliding_window,
         reasons.DCP_OF_POOLED: is_pooled,
         reasons.DCP_OF_SHARED_CACHES: shares_cache,
@@ -314,7 +314,7 @@ def _unsupported_spec(
     kinds: tuple[type, ...],
     features: dict[Reason, Callable[[Any], bool]],
 ) -> list[Reason]:
-    """What of a cache spec is of none of these kinds, or has these features."""
+    """Reasons against a cache spec of another kind, or with one of these features."""
     if type(spec) not in kinds:
         names = [each.__name__.removesuffix("Spec") for each in (type(spec), *kinds)]
         return [reasons.LAYER_KIND.of(kind=names[0], kinds=", ".join(names[1:]))]
@@ -327,7 +327,7 @@ def _unsupported_spec(
 
 
 def unsupported_spec_features(spec: AttentionSpec) -> list[Reason]:
-    """What of a layer's cache spec is not implemented."""
+    """Reasons against a layer's cache spec."""
     return _unsupported_spec(spec, SPECS, SPEC_FEATURES)
 
 
@@ -339,7 +339,7 @@ def unsupported_mla_sizes(rank: int, rope: int) -> list[Reason]:
 
 
 def unsupported_mla_settings(vllm_config: VllmConfig) -> list[Reason]:
-    """What of an engine's configuration is not served with MLA."""
+    """Reasons against an engine's configuration, with MLA."""
     layers = " ".join(vllm_config.cache_config.kv_cache_dtype_skip_layers)
     method = getattr(vllm_config.speculative_config, "method", None)
     return [
@@ -350,5 +350,5 @@ def unsupported_mla_settings(vllm_config: VllmConfig) -> list[Reason]:
 
 
 def unsupported_mla_spec(spec: AttentionSpec) -> list[Reason]:
-    """What of an MLA layer's cache spec is not implemented."""
+    """Reasons against an MLA layer's cache spec."""
     return _unsupported_spec(spec, (MLAAttentionSpec,), MLA_SPEC_FEATURES)

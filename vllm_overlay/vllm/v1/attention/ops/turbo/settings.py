@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Of ``AttentionConfig``, those that are read under a turbo dtype alone.
+# Fields of ``AttentionConfig`` that are read under a turbo dtype alone.
 OPTIONS = ("turbo_prefill", "turbo_kernel", "turbo_window")
 SLIDING_WINDOW = "sliding_window"
 
@@ -38,7 +38,7 @@ def check_layers(
 
     """
     engine_dtype = vllm_config.cache_config.cache_dtype
-    # What says no dtype of its own, as a layer with a state, is judged by its spec.
+    # A layer without a dtype of its own, as one with a state, is judged by its spec.
     turbo = {
         name: layer
         for name, layer in layers.items()
@@ -105,7 +105,7 @@ def check_skipped_layers(
     """Check that what is to be left out is there.
 
     Args:
-        layers: Those with a cache dtype on this rank, by name.
+        layers: Layers with a cache dtype on this rank, by name.
         vllm_config: The engine's configuration.
 
     Raises:

@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16
-# Those of a prefill, at a time: so many that FlashAttention splits them among blocks.
+# Query tokens of a prefill: so many that FlashAttention splits them among blocks.
 _PREFILL_CONTEXT = 1024
 # Query tokens of a short prefill request.
 _QUERY_LEN = 2
@@ -40,7 +40,7 @@ _PREFILL_LENS = (_QUERY_LEN, 65, 641)
 # Queries that a block of FlashAttention takes, at most. With one such block for each
 # multiprocessor it splits nothing.
 _FLASH_ATTN_QUERIES = 192
-# Of layers whose kernels have run in this process.
+# Keys of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
 
 
@@ -64,7 +64,7 @@ def small_step(
         query_len: Query tokens of the decode.
         is_uniform: Whether no request could have fewer.
         extend_len: Query tokens of the extend; 0: there is none.
-        prefill_len: Those of the first prefill.
+        prefill_len: Query tokens of the first prefill.
         to_outputs: Whether the extend's results need no merge, as of many requests.
 
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What turbo pages have of the weights follows weights that are loaded later.
+"""The offset of K follows weights that are loaded later.
 
 That is the offset of K (see ``key_offset``). Engines that start with dummy weights, for
 reinforcement learning, get theirs before the first request, and others after each
@@ -85,7 +85,7 @@ class WeightUpdates:
         """Look whether weights were loaded, where it costs nothing, and follow them.
 
         Args:
-            step: What the model is about to run.
+            step: The step that the model is about to run.
 
         """
         if not self.layers:

@@ -29,7 +29,7 @@ from functools import cached_property
 
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
 
-# Of what rows hold, and where: engines of one version may exchange them.
+# The version of rows and their places: engines of one version may exchange them.
 VERSION = 1
 # Rows of a page at most: kernels tell them apart by the bits of a word.
 MAX_ROWS = 64
@@ -44,7 +44,7 @@ class WindowFormat:
     """Where rows lie in a page of one KV head: six planes, one after the other.
 
     Attributes:
-        layout: Of the packed pages.
+        layout: The packed pages' format.
         block_size: N, tokens of a packed page.
         sliding_window: Tokens that a query token sees, at most, itself the last; None:
             all before it. There are no more rows: the query tokens and the rows that

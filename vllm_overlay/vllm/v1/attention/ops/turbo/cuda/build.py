@@ -33,10 +33,10 @@ HEADER_NAME = "turbo_constants.h"
 # Optimisation of the host's code, which checks and launches: FlashInfer's -O3, which
 # comes before it, takes up to 3 s more of a module. Device code has a level of its own.
 _HOST_LEVEL = "-O1"
-# Of the compiler's output, in a message.
+# The most of the compiler's output that a message has.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
-# What this process has compiled: "KERNEL INSTANCE".
+# The modules that this process has compiled: "KERNEL INSTANCE".
 compiled_modules: list[str] = []
 # The kind of error that launch.cuh throws.
 _LAUNCH_REFUSED = "TurboLaunchRefused"
@@ -52,11 +52,11 @@ class LaunchRefused(RuntimeError):
 
 
 class CudaModule(NamedTuple):
-    """What a module is built from.
+    """The sources that a module is built from.
 
     Attributes:
         kernel: The source, without ``.cu``, and the function that it exports.
-        instance: What it is an instance for: no two modules of a kernel, built for the
+        instance: The name of the instance: no two modules of a kernel, built for the
             same GPU, have the same.
         header: The text of ``HEADER_NAME``, C++ with a macro a line.
         flags: For nvcc.
@@ -139,7 +139,7 @@ def _architecture(device: torch.device) -> str:
 
 
 def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
-    """What nvcc is given beyond FlashInfer's own."""
+    """The flags of nvcc beyond FlashInfer's own."""
     if module.is_specific:
         architecture += "a"
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
@@ -147,7 +147,7 @@ def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
 
 
 def version_of_tvm_ffi() -> str:
-    """Of the interface between a library and Python, whose headers it is built with."""
+    """The version of TVM-FFI, whose headers a library is built with."""
     try:
         return metadata.version("apache-tvm-ffi")
     except metadata.PackageNotFoundError:
@@ -253,7 +253,7 @@ def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., No
     """Load a module, built before or now.
 
     Args:
-        module: What to build.
+        module: The module to build.
         device: The GPU to build it for.
 
     Returns:

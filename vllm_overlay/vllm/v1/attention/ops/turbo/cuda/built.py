@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# Of this package, for whoever ships libraries with it.
+# The folder of libraries that are shipped with this package.
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 
 

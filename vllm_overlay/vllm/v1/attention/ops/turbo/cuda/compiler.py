@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     compiler_flags,
 )
 
-# Those of FlashInfer's that have a say in the device code.
+# The flags of FlashInfer's that have a say in the device code.
 _FLAGS = ("-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr")
 # Of a library, which finds the CUDA runtime where PyTorch has loaded it. It has no
 # symbols but those that it exports.
@@ -67,11 +67,11 @@ def compile_module(
     """Compile a module for one architecture.
 
     Args:
-        module: What to compile.
+        module: The module to compile.
         capability: The architecture's compute capability.
         nvcc: The compiler.
         output: The file to write.
-        flags: What is made of it; a library unless something else is named.
+        flags: Flags that say what is made of it; a library without them.
 
     Returns:
         The compiler's words.

@@ -28,7 +28,7 @@ from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 _BRANCH_BITS = 2
 _WORD_BITS = 32
-# What makes levels of K unsigned bytes.
+# The bias that makes levels of K unsigned bytes.
 _KEY_BYTE_BIAS = 128
 
 _Constants = dict[str, int | str]
@@ -228,7 +228,7 @@ def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
 
 
 def _of_latent_encoding(layout: LatentFormat) -> _Constants:
-    """What the store's headers know pages by, where latents are both K and V."""
+    """The names by which the store's headers know pages whose latents are K and V."""
     row_bits = _BRANCH_BITS if layout.codebook.trellis else layout.bits
     return {
         "IS_LATENT": 1,

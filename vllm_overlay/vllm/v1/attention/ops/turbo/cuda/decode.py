@@ -97,7 +97,7 @@ def num_warps(layout: TurboFormat, queries: int, shared_bytes: int) -> int:
 
 
 def queries_at_once(head_size: int) -> tuple[int, ...]:
-    """Those of ``QUERIES`` that there are modules for: registers hold the results."""
+    """The numbers of ``QUERIES`` that have modules: registers hold the results."""
     return QUERIES if head_size <= 128 else QUERIES[:-1]
 
 

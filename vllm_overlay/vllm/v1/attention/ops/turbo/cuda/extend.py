@@ -42,12 +42,12 @@ _MAX_STAGES = 4
 _MIN_STAGES = 2
 # Steps of a producer whose pages are being copied.
 _COPIES = 3
-# What a row takes of shared memory, a tile of a stage beside its numbers, and a block
-# in all beside these: barriers, ranges, and what aligns them.
+# Bytes of shared memory of a row, of a tile of a stage beside its numbers, and of a
+# block beside these: barriers, ranges and padding.
 _ROW_BYTES = 12
 _TILE_FACTOR_BYTES = 8
 _BLOCK_BYTES = 384
-# Of a block's shared memory the driver's own.
+# The driver's own bytes of a block's shared memory.
 _RESERVED_BYTES = 1024
 # Blocks a multiprocessor that work is divided among, and the splits of all query
 # tokens of a batch that there is room for in any case.

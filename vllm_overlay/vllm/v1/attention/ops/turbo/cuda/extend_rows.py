@@ -52,7 +52,7 @@ class RowsPlan(NamedTuple):
         tiles: Tiles of a step.
         stages: Steps that are decoded and not yet attended to.
         copies: A producer's steps whose pages are being copied.
-        registers: Those of a lane that attends; producers have what is left.
+        registers: Registers of a lane that attends; producers have the rest.
         holds_queries: Whether it has its queries in registers, not in shared memory.
         row_tiles: Its products, of 64 queries each.
         overlaps: Whether it weighs scores while values are added: it takes more

@@ -50,7 +50,7 @@ def serves(layout: LatentFormat) -> bool:
 
 @cache
 def plans_on(device_id: int) -> tuple[Plan, ...]:
-    """What serves on a GPU of this machine."""
+    """The plans that serve on a GPU of this machine."""
     capability = current_platform.get_device_capability(device_id)
     assert capability is not None
     return plans_of(capability.to_int())
@@ -120,7 +120,7 @@ def num_decode_splits(
         num_heads: Query heads.
         num_sms: Multiprocessors of the GPU.
         query_len: Query tokens a sequence, at most.
-        plans: What there is to attend; None for what serves on the first GPU.
+        plans: Plans to choose from; None for those that serve on the first GPU.
 
     """
     num_seqs = max(1, num_seqs)
@@ -164,7 +164,7 @@ def decode_attention(
         scale: Softmax scale.
         enable_pdl: Whether kernels may begin before the one before them on the stream
             has ended; they wait for what they read.
-        plans: What there is to attend, such as runs on the GPU; None for what serves
+        plans: Plans to choose from, which run on the GPU; None for those that serve
             there.
 
     Raises:

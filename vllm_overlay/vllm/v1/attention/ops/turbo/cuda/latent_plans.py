@@ -30,8 +30,8 @@ class Plan(NamedTuple):
         is_early: Whether a lane loads all of a tile before it decodes it.
         shares: Whether both warpgroups have the same tokens, each with half of
             their coordinates.
-        teams: Of four warps, each with a slice of the coordinates; 0: warpgroups
-            multiply, and what follows has no meaning.
+        teams: Teams of four warps, each with a slice of the coordinates; 0: warpgroups
+            multiply, and the further fields have no meaning.
         tiles: That a team takes at once.
         held: Blocks of eight columns whose queries a team has in registers.
         is_bulk: Whether a team's copies are bulk copies.
@@ -81,9 +81,9 @@ COPYING_SLICES = tuple(
 
 
 def plans_of(capability: int) -> tuple[Plan, ...]:
-    """What serves on GPUs of a compute capability, such as 90, from 80 on."""
+    """The plans that serve on GPUs of a compute capability, such as 90, from 80 on."""
     if capability == _WARPGROUP_CAPABILITY:
-        # Of eight columns a product of warpgroups has 64 rows of work for little: 195.
+        # A product of warpgroups for eight columns has 64 rows of work for little: 195.
         return SLICES[0], *WARPGROUPS
     return SLICES if capability >= _BULK_CAPABILITY else COPYING_SLICES
 

@@ -52,16 +52,16 @@ from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
 
 MANIFEST = "manifest.json"
-# Of K and V, or of a latent and its rotary key together.
+# Head sizes of K and V, or of a latent and its rotary key together.
 HEAD_SIZES = sorted({*SUPPORTED_HEAD_SIZES, *LATENT_SIZES})
-# Of what is written here, should it change.
+# The format of the manifest, should it change.
 _MANIFEST_FORMAT = 1
 # The kernels and what they are generated and called by.
 _PACKAGE_DIR = Path(__file__).parents[1]
 _SOURCES = (".py", ".cu", ".cuh")
-# Of an archive, before it is compressed: those that xz looks back on.
+# Bytes of a stream before it is compressed: as many as xz looks back on.
 _STREAM_BYTES = 64 << 20
-# Of the compiler's words, in a message.
+# The most of the compiler's words that a message has.
 _LAST_CHARS = 2000
 
 
@@ -71,7 +71,7 @@ class Job(NamedTuple):
     Attributes:
         label: For users.
         library: The name of what is built, without a suffix.
-        module: What it is built from.
+        module: Its sources.
         capability: The architecture's compute capability.
 
     """
@@ -103,7 +103,7 @@ def parse_architecture(text: str) -> int:
 def served_modules(
     capability: int, cache_dtypes: Sequence[str], head_sizes: Sequence[int]
 ) -> dict[str, CudaModule]:
-    """What serving may ask for on GPUs of an architecture, by name."""
+    """The modules that serving may ask for on GPUs of an architecture, by name."""
     from vllm.v1.attention.ops.turbo.cuda.latent_modules import all_latent_modules
 
     sizes = [size for size in head_sizes if size in SUPPORTED_HEAD_SIZES]
@@ -118,10 +118,10 @@ def jobs_for(
     head_sizes: Sequence[int] = HEAD_SIZES,
     pattern: str = "",
 ) -> list[Job]:
-    """What there is to build.
+    """The jobs that there are to do.
 
     Args:
-        capabilities: Of the architectures.
+        capabilities: Compute capabilities of the architectures.
         cache_dtypes: For these dtypes.
         head_sizes: For these head sizes.
         pattern: A regular expression that is found in the names of modules.
@@ -245,7 +245,7 @@ def prebuild(jobs: Sequence[Job], folder: Path, nvcc: str, threads: int) -> list
     """Build what the folder does not have, and say so.
 
     Returns:
-        What went wrong, a message each.
+        A message for each failure.
 
     """
     missing = [job for job in jobs if find_in(folder, job.library) is None]

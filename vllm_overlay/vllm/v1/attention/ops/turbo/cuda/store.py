@@ -101,7 +101,7 @@ def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, .
 
 @cache
 def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What the kernel reads beside its inputs: kv_matrix, single_matrix, query_matrix
+    """Tables that the kernel reads: kv_matrix, single_matrix, query_matrix
     and tables of store/params.cuh.
     """
     matrices = make_matrices(layout.head_size, device)
@@ -109,7 +109,7 @@ def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor,
 
 
 def _window_arguments(update: WindowUpdate | None) -> tuple:
-    """What the kernel is given of the recent window: see store/params.cuh."""
+    """The kernel's arguments for the recent window: see store/params.cuh."""
     if update is None:
         return (None, None, None, *[0] * 8, None)
     window = update.window

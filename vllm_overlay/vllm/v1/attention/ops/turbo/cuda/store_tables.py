@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the CUDA store reads beside its inputs: tables of levels and the rotation."""
+"""Tables that the CUDA store reads: levels, and the rotation."""
 
 import bisect
 import math
@@ -123,7 +123,7 @@ def _window_tables(codebook: Codebook) -> list[float]:
     levels, subsets = codebook.levels, fmt.NUM_SUBSETS
     windows = range(fmt.NUM_LEVELS - subsets + 1)
     table = [levels[w + (s - w) % subsets] for w in windows for s in range(subsets)]
-    # Of the last window there is no next.
+    # The last window has no next one.
     thresholds = [*_window_thresholds(codebook), 0.0]
     return table + [x for t in thresholds for x in (t, 0.0, 0.0, 0.0)]
 
@@ -137,7 +137,7 @@ def _fold_rows(sides: tuple[_Side, ...]) -> int:
 
 
 def _sides(layout: TurboFormat | LatentFormat) -> tuple[_Side, ...]:
-    """Those of K and V, or of latents."""
+    """The codebooks of K and V, or of latents."""
     if isinstance(layout, LatentFormat):
         return ((layout.codebook, fmt.UNBIAS_LIMIT),)
     return (layout.key_codebook, fmt.UNBIAS_LIMIT), (layout.value_codebook, 0.0)
@@ -202,7 +202,7 @@ class SearchConstants(NamedTuple):
 
 
 def search_constants(layout: TurboFormat | LatentFormat) -> SearchConstants:
-    """What goes with the tables of a layout."""
+    """Constants that go with the tables of a layout."""
     sides = _sides(layout)
     key, value = sides[0], sides[-1]
     return SearchConstants(
