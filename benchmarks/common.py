@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the engine benchmarks share: facts of a run, and rows of results.
+"""Helpers of the engine benchmarks: facts of a run, and rows of results.
 
 Whoever imports it may import the packages of `scripts/` and the tasks of the tests.
 """

@@ -34,7 +34,7 @@ STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_i
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest, and one that it does not have.
 PASSED, FAILED, NOT_PLANTED = 0, 1, 70
-# What build.py, and the emulated GPU, say of a kernel that the compiler does not take.
+# The words of build.py, and of the emulated GPU, for a kernel that does not compile.
 NOT_BUILT = "was not compiled or linked"
 NOT_EMULATED = "CannotBuildError"
 
@@ -288,7 +288,7 @@ DEFECTS = {
         "test_cuda_extend.py::test_splits",
         "outputs and one",
     ),
-    # What is not finite is added with a weight of zero.
+    # Numbers that are not finite are added with a weight of zero.
     "outputs-broken": Defect(
         "extend_rows/own_tiles.cuh",
         "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
@@ -381,7 +381,7 @@ DEFECTS = {
         "|| (__syncthreads(), false)",
         "test_cuda_window.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
-    # What the kernel before has not written yet is read.
+    # Tensors that the kernel before has not written yet are read.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
     "columns-wait": Defect(

@@ -84,7 +84,10 @@ def passes(command: list[str], variables: Variables | None = None) -> bool:
 def passes_with_log(
     command: list[str], name: str, num_lines: int, variables: Variables | None = None
 ) -> bool:
-    """Whether a command passes; the last lines of its log, OUT/NAME.txt, are shown."""
+    """Run a command, show the last lines of its log, and say whether it passed.
+
+    The log is OUT/NAME.txt.
+    """
     status = run(command, variables or {}, OUT / f"{name}.txt")
     lines = (OUT / f"{name}.txt").read_text(errors="replace").splitlines()
     print(*lines[-num_lines:], sep="\n", flush=True)
@@ -126,7 +129,7 @@ def kernels(commands: Commands, args: list[str]) -> bool:
 
 
 def watch(name: str, words: list[str], wanted: int) -> bool:
-    """Whether the kernels end with a status under the tool that begins a name."""
+    """Run the kernels under the tool that begins a name, and compare the status."""
     tool = name.partition("-")[0]
     log = OUT / "sanitizer-logs" / f"{name}.txt"
     cuda = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
@@ -193,8 +196,8 @@ class Section(NamedTuple):
     """A row of the table.
 
     Attributes:
-        does: What it does, and what arguments are good for.
-        commands: What $PYTHON runs, one after the other, of files in OUT. Arguments
+        does: Its work, and the use of arguments.
+        commands: Commands of $PYTHON, one after the other, on files in OUT. Arguments
             are the first's.
         needs: Beside GPUs and a vLLM with the series.
         gpus: How many it takes.

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OVERLAY = ROOT / "vllm_overlay"
 TURBO = OVERLAY / "vllm/v1/attention/ops/turbo"
 MANY_PARAMETERS = 10
+SOURCES = (".py", ".cu", ".cuh")
 LONG_FILE = 400
 # The format is one table, which is read as a whole.
 MAY_BE_LONG = "format.py"
@@ -106,7 +107,7 @@ def find_counts() -> list[Count]:
     kernels = [x for x in functions if x.is_kernel]
     longest = max(kernels, key=lambda x: x.num_lines)
     widest = max(kernels, key=lambda x: x.num_parameters)
-    sources = [x for x in (OVERLAY / "vllm").rglob("*") if x.suffix in (".py", ".cuh")]
+    sources = [x for x in (OVERLAY / "vllm").rglob("*") if x.suffix in SOURCES]
     long_files = [
         str(x.relative_to(OVERLAY))
         for x in sorted(sources)

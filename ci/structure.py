@@ -20,7 +20,7 @@ BACKENDS = (
     f"{ATTENTION}.backends.turbo_attn",
     f"{ATTENTION}.backends.mla.turbo_mla",
 )
-# What packages of the folder above may import of it; others may import anything but
+# Modules of the folder above that its packages may import; others may import all but
 # the reference.
 KERNELS = (
     "format",
@@ -93,7 +93,7 @@ def read_imports(root: Path, for_annotations: bool = False) -> dict[str, set[str
 def complaints(
     imports: dict[str, set[str]], all_imports: dict[str, set[str]] | None = None
 ) -> Iterator[str]:
-    """What is wrong with a graph of imports, a line each.
+    """The faults of a graph of imports, a line each.
 
     Args:
         imports: The modules that each module imports.

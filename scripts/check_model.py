@@ -64,7 +64,7 @@ PARTS = ROOT / "scripts" / "turbo_check"
 CHILD = PARTS / "child.py"
 GSM8K_CHILD = PARTS / "gsm8k.py"
 PICTURES = PARTS / "pictures.py"
-# What child.py is done with, one after the other.
+# The stages of child.py, one after the other.
 STAGES = ("start", "keys", "decode", "greedy", "needles")
 GSM8K_CONTEXT = 4096
 POLL_S = 0.5

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""As turbo_check/child.py, with the distributions over the whole vocabulary beside it.
+"""The child of turbo_check, which also writes distributions over all words.
 
 They go into `full.npy` (text, position, token). A job with `only_keys` has statistics
 of K as its result, and nothing else.

@@ -351,8 +351,8 @@ class AttentionCall(NamedTuple):
         scoring: The layer's. Pages that no query token sees under its sliding window
             are not read for what they hold.
         output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
-        query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous. None
-            where nothing needs it, that is without an offset of K.
+        query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous. An
+            offset of K and ``OutputsFn`` need it; else it may be None.
         newest: The query tokens, to be attended to in place of what the cache holds of
             them; None to read them from the cache.
         window: The newest cached tokens, to be read in place of their codes; only

@@ -45,13 +45,17 @@ def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
             lse = source.attend(part, needs_lse)
             continue
         assert lse is not None
-        target = source.target(part)
-        other = target, source.attend(part._replace(output=target), True)
         if source.tokens is None:
-            lse = merge_results(call.output, lse, *other, needs_lse)
+            assert call.scratch is not None
+            target = call.scratch.own_output(*call.query.shape[:2])
+            own_lse = source.attend(part._replace(output=target), True)
+            lse = merge_results(call.output, lse, target, own_lse, needs_lse)
         else:
+            # An image's, one at a time: less than other layers take beside attention.
+            target = torch.empty_like(part.output)
+            own_lse = source.attend(part._replace(output=target), True)
             some = lse[:, source.tokens].contiguous()
-            merged = merge_results(part.output, some, *other)
+            merged = merge_results(part.output, some, target, own_lse)
             assert merged is not None
             lse[:, source.tokens] = merged
     if sinks is not None:

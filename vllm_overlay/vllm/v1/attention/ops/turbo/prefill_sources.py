@@ -85,9 +85,6 @@ class Source(Protocol):
     def tokens(self) -> slice | None:
         """The place of these query tokens among the slice's; None for all of them."""
 
-    def target(self, call: PrefillCall) -> torch.Tensor:
-        """(T, Hq, D), where the result goes before it is merged."""
-
     def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
         """Attend from the call's queries into its output.
 
@@ -195,9 +192,6 @@ class CachedSource(NamedTuple):
     query_slice: PrefillSlice
     tokens: slice | None = None
 
-    def target(self, call: PrefillCall) -> torch.Tensor:
-        return call.output
-
     def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
         from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
@@ -225,10 +219,6 @@ class RawSource(NamedTuple):
 
     query_slice: PrefillSlice
     tokens: slice | None = None
-
-    def target(self, call: PrefillCall) -> torch.Tensor:
-        assert call.scratch is not None
-        return call.scratch.own_output(*call.query.shape[:2])
 
     def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
         from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
@@ -313,10 +303,6 @@ class RunsSource(NamedTuple):
             joins_raw=False,
             causal=False,
         )
-
-    def target(self, call: PrefillCall) -> torch.Tensor:
-        # An image's, one at a time: less than other layers take beside attention.
-        return torch.empty_like(call.output)
 
     def read(self, call: PrefillCall, runs: KeyRuns) -> tuple[torch.Tensor, ...]:
         """K and V of the runs, end to end in scratch: see ``lay_out_runs``."""

@@ -89,6 +89,12 @@ def by_head_size(
     return refusal
 
 
+@cache
+def _common(variant: Variant, other: Variant) -> Variant:
+    """The features that both have. It is asked for at each launch."""
+    return Variant(*(a and b for a, b in zip(variant, other)))
+
+
 @dataclass(frozen=True, eq=False)
 class Family(Generic[LayoutT, PlanT]):
     """A CUDA kernel, and the modules that it is compiled to.
@@ -140,13 +146,16 @@ class Family(Generic[LayoutT, PlanT]):
             A part of a sentence; None if the layout has the kernel.
 
         """
-        if self.capability not in (None, capability):
-            return f"GPUs other than Hopper's have no {self.title}"
+        own = self.capability
+        if own not in (None, capability):
+            return (
+                f"GPUs of another capability than {own / 10:.1f} have no {self.title}"
+            )
         return self.refusal(layout)
 
     def own_variant(self, variant: Variant) -> Variant:
         """The parts of a variant that the kernel is compiled for."""
-        return Variant(*(a and b for a, b in zip(variant, self.variants)))
+        return _common(variant, self.variants)
 
     def instance(self, layout: LayoutT, plan: PlanT, variant: Variant = PLAIN) -> str:
         """The name of a module's instance."""

@@ -21,7 +21,7 @@ from vllm.v1.attention.ops.turbo.triton.merge_kernel import (
     BLOCK_R,
     MergeCase,
     MergeStrides,
-    Scoring,
+    ScoreFactors,
     WindowPlanes,
     merge_kernel,
 )
@@ -92,7 +92,7 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
         batch.query_len,
         batch.query_len if sliding_window is None else sliding_window,
         inverse_sqrt(head_size),
-        Scoring(scale * LOG2_E, in_base_2(logits_soft_cap)),
+        ScoreFactors(scale * LOG2_E, in_base_2(logits_soft_cap)),
         MergeStrides(*strides),
         num_segments,
         num_window_rows,

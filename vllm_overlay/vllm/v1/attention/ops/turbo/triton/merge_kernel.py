@@ -32,7 +32,7 @@ _PRECISION = tl.constexpr("tf32x3" if current_platform.is_cuda() else "ieee")
 _LOG2_E = tl.constexpr(interface.LOG2_E)
 
 
-class Scoring(NamedTuple):
+class ScoreFactors(NamedTuple):
     """How products become scores in base 2.
 
     Attributes:
@@ -249,7 +249,7 @@ def merge_kernel(
     max_query_len,
     sliding_window,
     inverse_sqrt_d,
-    scoring,  # ``Scoring``
+    scoring,  # ``ScoreFactors``
     strides,  # ``MergeStrides``
     num_segments,
     num_window_rows,

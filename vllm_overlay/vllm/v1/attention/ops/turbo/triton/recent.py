@@ -69,7 +69,7 @@ def attend_to_window(
     kv_head,  # [R]
     first_position,  # [R], of the window's first token
     num_tokens,  # [R] that the window has
-    scoring,  # ``merge_kernel.Scoring``
+    scoring,  # ``merge_kernel.ScoreFactors``
     num_segments,
     num_rows,
     NUM_KV_HEADS: tl.constexpr,
