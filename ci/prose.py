@@ -25,7 +25,7 @@ from words import ROOT, split_sentences
 
 OPENINGS = ("Of", "What", "Those")
 # The counts when they last fell.
-BOUNDS = {"openings": 824, "long sentences": 56}
+BOUNDS = {"openings": 815, "long sentences": 56}
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".cc", ".sh")
 LICENCE = re.compile(r"SPDX-|shellcheck |!/")
 # Beside Python: a whole line that is a comment.

@@ -11,6 +11,7 @@ from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
 from turbo_check.args import CPU_ARGS
+from turbo_check.jobs import MAX_NUM_SEQS
 
 REFERENCE = "auto"
 CPU_CACHE_BYTES = 256 << 20
@@ -60,7 +61,7 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {
         "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
         "max_model_len": args.plan.max_context,
-        "max_num_seqs": 16,
+        "max_num_seqs": MAX_NUM_SEQS,
         # Of a longer prompt, all chunks but the first read the cache.
         "max_num_batched_tokens": 2048,
         "enable_prefix_caching": False,

@@ -19,7 +19,7 @@ USED_SHARE = 0.95
 OTHER_BYTES = 4 * GIB
 # Cores of an engine.
 CORES = 2
-# The key that arms.engine_args uses, too.
+# Requests that an engine runs at once: arms.engine_args sets it.
 MAX_NUM_SEQS = 16
 OWN_SHARES = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
