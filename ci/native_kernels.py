@@ -34,7 +34,7 @@ RECORD = ROOT / "benchmarks/results/native_kernels.json"
 TESTS = ROOT / "vllm_overlay/tests/kernels/turbo"
 TURBO = "vllm.v1.attention.ops.turbo"
 # What Triton's kernels take constants from.
-FORMATS = ("format", "latent_format", "window_format")
+FORMATS = ("format", "formats.window", "latent.format")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.MULTILINE)
 
@@ -149,7 +149,8 @@ def triton_families() -> Iterator[tuple[str, str]]:
 
     folder = Path(turbo.__path__[0])
     files = {f"{TURBO}.triton.{x.stem}": x for x in folder.glob("triton/*.py")}
-    files |= {f"{TURBO}.{name}": folder / f"{name}.py" for name in FORMATS}
+    for name in FORMATS:
+        files[f"{TURBO}.{name}"] = folder / f"{name.replace('.', '/')}.py"
     for path in sorted(folder.glob("triton/*.py")):
         if not _launches(path):
             continue

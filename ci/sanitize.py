@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
 from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     OFFSET_SEGMENT,
     AttentionCall,
@@ -45,7 +46,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     Variant,
     WindowUpdate,
 )
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Of each preset and head size one, and both widths.
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4), ("turbo4", 512, 8)]

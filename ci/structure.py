@@ -20,17 +20,11 @@ BACKENDS = (
     f"{ATTENTION}.backends.turbo_attn",
     f"{ATTENTION}.backends.mla.turbo_mla",
 )
-# Modules of the folder above that its packages may import; others may import all but
+# Modules beside packages of kernels that these may import; others may import all but
 # the reference.
-KERNELS = (
-    "format",
-    "interface",
-    "latent_format",
-    "latent_interface",
-    "rotation",
-    "window_format",
-)
+KERNELS = ("format", "formats", "interface", "latent.format", "latent.interface")
 ALLOWED = {
+    "formats": ("format", "formats"),
     "triton": (*KERNELS, "triton"),
     "cuda": (*KERNELS, "cuda"),
     "reference": (*KERNELS, "reference"),

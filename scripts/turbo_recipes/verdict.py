@@ -13,7 +13,7 @@ from torch import nn
 from turbo_recipes.shapes import Shape
 from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CircularBufferSpec,

@@ -35,8 +35,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
-from vllm.v1.attention.ops.turbo import interface, key_bias, key_offset
-from vllm.v1.attention.ops.turbo.weight_updates import WeightUpdates
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.serving.weight_updates import WeightUpdates
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, kv_cache_format_id
 from vllm.v1.spec_decode.gemma4 import Gemma4Proposer

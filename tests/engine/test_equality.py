@@ -375,7 +375,7 @@ def test_kernels_and_builds_are_read_from_the_log(tmp_path):
     assert kernel_reasons(log) == [chosen]
     warned = "Triton kernels, because they cannot be loaded (IndexError: 1)."
     with log.open("a") as file:
-        file.write(f"\nWARNING [kernel_choice.py:1] Turbo KV cache: {warned}")
+        file.write(f"\nWARNING [choose.py:1] Turbo KV cache: {warned}")
     assert kernel_reasons(log) == [warned, chosen]
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from scenarios import ALL_BYTES, NUM_DRAFTS, text
 from ways import KL_TOLERANCE, NUM_GENERATED
 
-from vllm.v1.attention.ops.turbo.latent_runtime import MAX_ABSORBED_LEN
+from vllm.v1.attention.ops.turbo.latent.runner import MAX_ABSORBED_LEN
 
 BLOCK = 64
 BYTES = {"turbo4": 340, "turbo3": 276}

@@ -31,7 +31,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
     ref_nvfp4_quant,
 )
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import inverse_rotate, rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 

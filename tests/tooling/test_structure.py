@@ -19,8 +19,8 @@ TREE = {
     "ops/turbo/triton/store": f"from {TURBO} import format as fmt",
     "ops/turbo/cuda/store": f"import {TURBO}.interface",
     "ops/turbo/reference/cache": f"from {TURBO}.format import TurboFormat",
-    "ops/turbo/runtime": f"from {TURBO}.planning import decode",
-    "backends/turbo_attn": f"from {TURBO} import reference, runtime",
+    "ops/turbo/layer/runner": f"from {TURBO}.planning import decode",
+    "backends/turbo_attn": f"import {TURBO}.reference, {TURBO}.layer.runner",
 }
 
 
@@ -47,7 +47,7 @@ def test_sound_tree(tmp_path: Path):
 
 # Of the wrong ways below.
 CIRCLES = [
-    ("planning__decode", "runtime import run"),
+    ("planning__decode", "layer.runner import run"),
     ("format", "interface import LOG2_E"),
 ]
 
@@ -59,9 +59,9 @@ CIRCLES = [
         ("cuda__store", "triton import store", "cuda/ may not"),
         ("cuda__store", "reference.cache import load", "cuda/ may not"),
         ("planning__decode", "triton.store import store", "planning/ may not"),
-        ("planning__decode", "runtime import run", "planning/ may not"),
-        ("reference__cache", "runtime import run", "reference/ may not"),
-        ("runtime", "reference.cache import load", "for CPUs and tests"),
+        ("planning__decode", "layer.runner import run", "planning/ may not"),
+        ("reference__cache", "layer.runner import run", "reference/ may not"),
+        ("layer__runner", "reference.cache import load", "for CPUs and tests"),
         ("format", "interface import LOG2_E", "import each other"),
     ],
 )

@@ -24,8 +24,9 @@ from turbo_start import (
 LOG = """\
 INFO core.py:138] Initializing a V1 LLM engine (v0) with config: model='m'
 INFO model_runner.py:411] Starting to load model m...
-INFO building.py:1] Turbo KV cache: CUDA kernels: 7 of 9 modules were built in 41.5 s, \
-beside the rest of the start, which waited for 12.5 s. The next start finds them built.
+INFO module_builds.py:1] Turbo KV cache: CUDA kernels: 7 of 9 modules were built in \
+41.5 s, beside the rest of the start, which waited for 12.5 s. The next start finds \
+them built.
 INFO model_runner.py:429] Model loading took 14.99 GiB memory and 3.250000 seconds
 INFO monitor.py:60] torch.compile took 20.50 s in total
 INFO monitor.py:92] Initial profiling/warmup run took 1.25 s

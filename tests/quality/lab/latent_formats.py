@@ -18,7 +18,7 @@ from rotations import rotation
 from variants import as_fp8, format_round_trip, identity
 
 from vllm.v1.attention.ops.turbo.format import KEY_CODEBOOKS
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
@@ -74,13 +74,13 @@ def in_parts(x: torch.Tensor, round_trip: RoundTrip) -> torch.Tensor:
 
 
 def turbo_latent(x: torch.Tensor, layout: LatentFormat) -> torch.Tensor:
-    """Latents as ``latent_format`` stores them, rotated back."""
+    """Latents as ``latent.format`` stores them, rotated back."""
     codes = reference.quantize_latent(x, layout)
     return inverse_rotate(reference.dequantize_latent(*codes, layout))
 
 
 def turbo_rope(x: torch.Tensor) -> torch.Tensor:
-    """Rotary keys as ``latent_format`` stores them."""
+    """Rotary keys as ``latent.format`` stores them."""
     return reference.dequantize_rope(*reference.quantize_rope(x))
 
 

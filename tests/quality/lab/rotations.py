@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from turboquant import random_rotation
 
-from vllm.v1.attention.ops.turbo.rotation import hadamard, rotation_matrix
+from vllm.v1.attention.ops.turbo.formats.rotation import hadamard, rotation_matrix
 
 
 def _quaternions(count: int, generator: torch.Generator) -> torch.Tensor:

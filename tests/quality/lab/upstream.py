@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.turboquant.config import (
     TQ_PRESETS,
     TurboQuantConfig,
 )
-from vllm.v1.attention.ops.turbo.rotation import hadamard
+from vllm.v1.attention.ops.turbo.formats.rotation import hadamard
 
 PRESETS = tuple(TQ_PRESETS)
 NUM_BOUNDARY_LAYERS = 2  # kept in bf16 at each end of a dense model

@@ -20,11 +20,11 @@ from windows import MODELS, load_subject
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.reference.window import (
     dequantize_rows,
     quantize_rows,
 )
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 TEXTS = 2
 LENGTH = 2048

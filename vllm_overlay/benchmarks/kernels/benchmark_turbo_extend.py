@@ -106,8 +106,8 @@ class ExtendArm(TurboArm):
         elsewhere: Elsewhere | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
+        from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.planning import decode as planning
         from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
         from vllm.v1.attention.ops.turbo.planning.scratch import (
@@ -173,7 +173,7 @@ class ExtendArm(TurboArm):
             RotatedQuery,
             Scoring,
         )
-        from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
+        from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
 
         batch, num_rotated = self.batch, self.plan.num_rotated_tokens
         self.kernels.store(
@@ -219,7 +219,7 @@ class PrefillArm(TurboArm):
     def __init__(
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
     ) -> None:
-        from vllm.v1.attention.ops.turbo.flash import get_flash_attn
+        from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
         from vllm.v1.attention.ops.turbo.planning.scratch import (
             LayerShape,
@@ -246,8 +246,8 @@ class PrefillArm(TurboArm):
 
     def attention(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import Scoring
-        from vllm.v1.attention.ops.turbo.prefill import prefill_attention
-        from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
+        from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
+        from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 
         batch = self.batch
         call = PrefillCall(

@@ -37,7 +37,7 @@ class Stores:
     """
 
     def __init__(self, num_tokens: int, args: argparse.Namespace) -> None:
-        from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+        from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
         size, device = args.head_size, torch.device("cuda")
         self.layout = LatentFormat.from_cache_dtype(args.cache_dtype, size)

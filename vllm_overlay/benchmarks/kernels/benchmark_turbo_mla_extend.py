@@ -15,7 +15,7 @@ model. One JSON object a line, for each shape, number of new tokens and way:
 All store the new tokens first. The two ways of the turbo dtype have to agree. Each is
 captured in a CUDA graph and replayed with a cold L2 cache, the ways in turn; where that
 cannot be captured it is launched, which the row says. Up to how many new tokens
-absorbed attention serves is ``latent_runtime.MAX_ABSORBED_LEN``.
+absorbed attention serves is ``latent.runner.MAX_ABSORBED_LEN``.
 """
 
 import argparse

@@ -212,6 +212,7 @@ class TurboArm(Arm):
         in_passes: bool = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
+        from vllm.v1.attention.ops.turbo.choose import choose_kernels
         from vllm.v1.attention.ops.turbo.format import TurboFormat
         from vllm.v1.attention.ops.turbo.interface import (
             OFFSET_SEGMENT,
@@ -221,7 +222,6 @@ class TurboArm(Arm):
             Variant,
             WindowUpdate,
         )
-        from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
 
         super().__init__(batch)
         shape, device = batch.shape, batch.device
@@ -300,8 +300,8 @@ class TurboArm(Arm):
 
     def make_window(self) -> "RecentWindow":
         """Pages of a window, of as many tokens as they have room for."""
+        from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
         from vllm.v1.attention.ops.turbo.interface import RecentWindow
-        from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
         batch, num_seqs = self.batch, len(self.batch.seq_lens)
         shape = num_seqs + 1, batch.shape.num_kv_heads, WINDOW_BLOCK_SIZE

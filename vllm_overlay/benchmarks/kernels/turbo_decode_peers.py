@@ -205,7 +205,7 @@ class TurboQuantArm(Arm):
         from vllm.model_executor.layers.quantization.turboquant.config import (
             TurboQuantConfig,
         )
-        from vllm.v1.attention.ops.turbo.rotation import hadamard
+        from vllm.v1.attention.ops.turbo.formats.rotation import hadamard
 
         super().__init__(batch)
         size, heads = batch.shape.head_size, batch.shape.num_heads

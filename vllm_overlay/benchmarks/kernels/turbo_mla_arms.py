@@ -386,10 +386,10 @@ class TurboArm(Arm):
         cache: torch.Tensor | None = None,
     ) -> None:
         super().__init__(batch)
-        from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-        from vllm.v1.attention.ops.turbo.latent_kernel_choice import (
+        from vllm.v1.attention.ops.turbo.latent.choose import (
             share_latent_kernels,
         )
+        from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
         self.layout = LatentFormat.from_cache_dtype(cache_dtype, SIZE)
         shape = batch.shape

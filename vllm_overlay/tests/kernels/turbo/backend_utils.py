@@ -41,16 +41,16 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import interface, reference
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.flash import get_flash_attn
-from vllm.v1.attention.ops.turbo.kernel_choice import (
+from vllm.v1.attention.ops.turbo.choose import (
     cuda_kernels,
     share_kernels,
     triton_kernels,
 )
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 from vllm.v1.worker.workspace import lock_workspace
 
 from .utils import (

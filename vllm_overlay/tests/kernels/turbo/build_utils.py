@@ -15,10 +15,10 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.ops.turbo import building
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
+from vllm.v1.attention.ops.turbo.cuda import module_builds
 
 DEVICE = torch.device("cuda", 0)
 # Of what ends in a moment on a machine that is not busy.
@@ -133,7 +133,7 @@ def record_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     for logger in (
         kernels.logger,
-        building.logger,
+        module_builds.logger,
         cuda_build.logger,
         cuda_built.logger,
     ):

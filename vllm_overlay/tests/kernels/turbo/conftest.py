@@ -84,7 +84,7 @@ def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from .utils import ON_GPU
 
     # Whoever runs the backend has loaded it.
-    warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.warm_up")
+    warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.layer.warm_up")
     if warm_up is not None and not ON_GPU:
         monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 16)
         monkeypatch.setattr(warm_up, "_PREFILL_LENS", (2, 3))

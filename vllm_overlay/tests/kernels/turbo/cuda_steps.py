@@ -15,13 +15,13 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     Partials,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
     BF16,

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.latent_format import (
+from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_PRESETS,
     LATENT_SIZES,
     LatentFormat,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vllm.v1.attention.ops.turbo import reasons, refusals
-from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
+from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 
 PAGE = Path(__file__).parents[3] / "docs/features/quantization/turbo_refused.md"
 

@@ -11,9 +11,9 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import runtime
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning import extend_limits
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner, find_extends
 from vllm.v1.attention.ops.turbo.planning.extend_limits import (
@@ -82,7 +82,7 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
     for name in ("MAX_CALL_TOKENS", "MAX_OUTPUT_CALL_TOKENS"):
-        monkeypatch.setattr(runtime, name, 8)
+        monkeypatch.setattr(layer_runner, name, 8)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     give_extends(impl, path)

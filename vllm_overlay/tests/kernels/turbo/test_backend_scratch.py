@@ -11,10 +11,10 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import prefill_sources
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
+from vllm.v1.attention.ops.turbo.layer import prefill_sources
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import lock_workspace

@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
-from vllm.v1.attention.ops.turbo.startup import check_layer, describe_cache
+from vllm.v1.attention.ops.turbo.serving.startup import check_layer, describe_cache
 
 from .backend_utils import (
     BLOCK_SIZE,

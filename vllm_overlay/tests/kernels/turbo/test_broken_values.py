@@ -12,7 +12,8 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import reference, runtime
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -50,7 +51,7 @@ class Layer(NamedTuple):
         """Each request's output."""
         builder = make_builder(self.config, self.impl)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "max_extend_len", lambda *_: EXTEND_LEN)
+            patch.setattr(layer_runner, "max_extend_len", lambda *_: EXTEND_LEN)
             metadata = builder.build(0, batch.common)
         assert metadata.num_decodes == 2 and metadata.prefill is not None
         assert sum(each.num_requests for each in metadata.extends) == 2

@@ -13,15 +13,16 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import building, runtime
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo.building import ModuleBuilds
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
+from vllm.v1.attention.ops.turbo.cuda import module_builds
 from vllm.v1.attention.ops.turbo.cuda.family import ServingModule
+from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import Variant
-from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import make_vllm_config
 from .build_utils import TIMEOUT_S, record_log, set_platform
@@ -75,7 +76,7 @@ def slow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_family, "modules_for", found)
     monkeypatch.setattr(cuda_build, "compiled_modules", [])
     monkeypatch.setattr(kernels, "_chosen", [])
-    caches = (kernels.cuda_builds, kernels.share_kernels, building._log_traceback)
+    caches = (kernels.cuda_builds, kernels.share_kernels, module_builds._log_traceback)
     for cached in caches:
         cached.cache_clear()
     set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))
@@ -94,8 +95,8 @@ def make_impl(
         turbo_attn, "is_workspace_manager_initialized", lambda: is_served
     )
     monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda _: print)
-    monkeypatch.setattr(runtime, "get_flash_attn", lambda _: print)
-    monkeypatch.setattr(runtime, "num_compute_units", lambda _: 132)
+    monkeypatch.setattr(layer_runner, "get_flash_attn", lambda _: print)
+    monkeypatch.setattr(layer_runner, "num_compute_units", lambda _: 132)
     with set_current_vllm_config(config):
         return TurboAttentionImpl(4, 128, 0.1, 1, kv_cache_dtype="turbo4")
 

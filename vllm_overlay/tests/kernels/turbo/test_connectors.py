@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlConnector,
     NixlPullConnector,
 )
-from vllm.v1.attention.ops.turbo import connectors
-from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, State
+from vllm.v1.attention.ops.turbo.serving import connectors
+from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, State
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .backend_utils import make_vllm_config

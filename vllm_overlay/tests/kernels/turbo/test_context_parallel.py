@@ -20,13 +20,15 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops import dcp
-from vllm.v1.attention.ops.turbo import reference, runtime, warm_up
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.interface import KernelSet
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
+from vllm.v1.attention.ops.turbo.layer import warm_up
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -456,7 +458,7 @@ def test_extends_have_room_for_all_ranks(folder, monkeypatch):
     """A step has fewer than of a context that one rank has: gathered, their queries
     would take too much.
     """
-    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 400)
+    monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 400)
     scene = Scene(folder, monkeypatch, [(400, 1)] * 7)
     runner = scene.ranks[0].impl.runner
     runner.kernels, runner.max_num_tokens = CudaKernels(), 4096

@@ -15,10 +15,9 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import building, runtime
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
+from vllm.v1.attention.ops.turbo.cuda import extend_rows, module_builds
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
@@ -27,6 +26,7 @@ from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import make_vllm_config
 from .build_utils import (
@@ -54,13 +54,13 @@ def gpu(monkeypatch, tmp_path):
     flashinfer = set_flashinfer(monkeypatch, tmp_path)
     monkeypatch.setattr(cuda_family, "load_instance", unwrap(load_instance))
     kernels.cuda_builds.cache_clear()
-    building._log_traceback.cache_clear()
+    module_builds._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield flashinfer
     kernels.cuda_builds.cache_clear()
-    building._log_traceback.cache_clear()
+    module_builds._log_traceback.cache_clear()
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
@@ -252,7 +252,7 @@ def test_cpu(monkeypatch, tmp_path, choice):
             make_impl(config)
         return
     asked: list[tuple] = []
-    monkeypatch.setattr(runtime, "share_kernels", lambda *args: asked.append(args))
+    monkeypatch.setattr(layer_runner, "share_kernels", lambda *args: asked.append(args))
     impl = make_impl(config)
     impl.process_weights_after_loading(torch.bfloat16)
     assert impl.runner.kernels is None
@@ -272,8 +272,8 @@ def test_kernels_are_chosen_once_when_they_are_asked_for(monkeypatch, tmp_path):
 
     monkeypatch.setattr(kernels, "choose_kernels", record)
     monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
-    monkeypatch.setattr(runtime, "share_kernels", kernels.share_kernels)
-    monkeypatch.setattr(runtime, "start_builds", lambda *args: builds.append(args))
+    monkeypatch.setattr(layer_runner, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(layer_runner, "start_builds", lambda *args: builds.append(args))
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
     assert builds == [("auto", impl.runner.layout, 2, 1, PLAIN)]

@@ -13,13 +13,13 @@ from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
     Partials,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
     BF16,

@@ -15,7 +15,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc, include_flags
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 
 NVCC = find_nvcc()
 pytestmark = pytest.mark.skipif(

@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     plans_of,
 )
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .compile_kernels import RECORDED, compile_to_ptx, excess

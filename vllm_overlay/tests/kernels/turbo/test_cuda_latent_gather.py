@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_gather
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .compile_kernels import compile_to_ptx

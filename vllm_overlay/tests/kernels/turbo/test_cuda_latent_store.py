@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_store
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     AttendedTokens,
@@ -17,7 +18,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     Partials,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
 from .utils import (

@@ -9,6 +9,7 @@ import pytest
 import regex as re
 import torch
 
+from vllm.v1.attention.ops.turbo.choose import cuda_kernels
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import extend_rows, family
@@ -29,7 +30,6 @@ from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES, all_modules
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN, Variant
-from vllm.v1.attention.ops.turbo.kernel_choice import cuda_kernels
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 

@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
 from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS as OUTPUTS_FAMILY
 from vllm.v1.attention.ops.turbo.cuda.extend_rows import ROWS as ROWS_FAMILY
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     NewestTokens,
@@ -33,7 +34,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     num_own_tiles,
 )
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
 from .utils import (

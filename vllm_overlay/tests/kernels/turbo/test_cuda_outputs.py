@@ -17,19 +17,20 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernel_choice, reference, runtime
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo import choose, reference
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import extend_rows
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     OutputScratch,
 )
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.rotation import rotation_signs
-from vllm.v1.attention.ops.turbo.warm_up import small_windows
 
 from . import backend_utils
 from .backend_utils import (
@@ -86,7 +87,7 @@ def long_heads_and_extends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what has such a kernel."""
     monkeypatch.setattr(backend_utils, "HEAD_SIZE", HEAD_SIZE)
     monkeypatch.setattr(backend_utils, "SCALE", HEAD_SIZE**-0.5)
-    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: LONGEST)
+    monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: LONGEST)
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -319,7 +320,7 @@ def test_what_reads_own_tokens_from_the_cache(folder):
 @pytest.mark.parametrize("max_call_tokens", [100, 8192])
 def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     """Of one call, and of several."""
-    for place in (runtime, decode_plan):
+    for place in (layer_runner, decode_plan):
         monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
     # Little else is reserved.
     set_scratch(monkeypatch, partials=64, slice_tokens=64, piece_tokens=64)
@@ -366,7 +367,7 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
 )
 def test_what_is_served(cache_dtype, head_size, capability, is_served):
     layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
-    kernels = kernel_choice.cuda_kernels(layout, capability=capability)
+    kernels = choose.cuda_kernels(layout, capability=capability)
     assert (kernels.extend_outputs is not None) == is_served
     assert (kernels.extend_attention is not None) == (head_size <= 256)
 
@@ -426,7 +427,7 @@ def test_few_beside_many(folder):
 @prefill_modes
 def test_warm_up_launches_each_plan(folder, mode):
     """And what extends launch whose results are merged."""
-    from vllm.v1.attention.ops.turbo import warm_up
+    from vllm.v1.attention.ops.turbo.layer import warm_up
 
     calls = [
         call

@@ -11,8 +11,9 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl, TurboMetadata
-from vllm.v1.attention.ops.turbo import interface, runtime
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 
 from .backend_utils import (
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def long_extends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: LONGEST)
+    monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: LONGEST)
 
 
 class Layer:
@@ -256,7 +257,7 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
 
 @prefill_modes
 def test_warm_up_attends_to_own_tokens(folder, mode, monkeypatch):
-    from vllm.v1.attention.ops.turbo import warm_up
+    from vllm.v1.attention.ops.turbo.layer import warm_up
 
     layer = make_layer(folder, mode)
     planned = [

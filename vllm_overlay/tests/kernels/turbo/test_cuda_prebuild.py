@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.cuda import prebuild
 from vllm.v1.attention.ops.turbo.cuda.build import version_of_tvm_ffi
 from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
-from vllm.v1.attention.ops.turbo.startup import describe_cache
+from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
 
 from . import compile_kernels
 from .backend_utils import make_vllm_config

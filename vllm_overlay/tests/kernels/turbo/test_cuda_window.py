@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
@@ -32,7 +33,6 @@ from vllm.v1.attention.ops.turbo.reference.window import (
     planes,
     update_window,
 )
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 from .test_cuda_multi import ATTENTION, COLUMNS, LAYOUT, ROUNDING, ROWS
 from .test_cuda_offset import EXTENDS, some_layouts

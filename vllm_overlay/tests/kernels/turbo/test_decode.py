@@ -9,8 +9,8 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
     BF16,

@@ -21,17 +21,17 @@ from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import latent_kernel_choice, launching
-from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.family import by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.key_bias import set_key_offsets
-from vllm.v1.attention.ops.turbo.prefill import check_image_heads
+from vllm.v1.attention.ops.turbo.keys.bias import set_key_offsets
+from vllm.v1.attention.ops.turbo.latent import choose as latent_choose
+from vllm.v1.attention.ops.turbo.layer import launching
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.prefill import check_image_heads
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
@@ -40,8 +40,9 @@ from vllm.v1.attention.ops.turbo.refusals import (
     WINDOW_FEATURES,
     window_room,
 )
-from vllm.v1.attention.ops.turbo.settings import check_layers
-from vllm.v1.attention.ops.turbo.startup import check_layer
+from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
+from vllm.v1.attention.ops.turbo.serving.settings import check_layers
+from vllm.v1.attention.ops.turbo.serving.startup import check_layer
 
 from .backend_utils import Batch, make_vllm_config
 from .backend_utils import make_builder as make_layer_builder
@@ -292,7 +293,7 @@ def test_every_lack_of_cuda_kernels_is_documented():
     reasons = [
         *returned(kernels.cuda_unsupported_reason),
         *(x.replace("<title>", DECODE.title) for x in returned(by_head_size)),
-        *returned(latent_kernel_choice.cuda_unsupported_reason),
+        *returned(latent_choose.cuda_unsupported_reason),
         *returned(latent_decode.unsupported_reason),
         *returned(kernels.refusal_of_other_ranks),
         *assigned(launching, "reason"),

@@ -14,8 +14,9 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
-from vllm.v1.attention.ops.turbo import flash, reference
-from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
+from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.layer import flash
+from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian

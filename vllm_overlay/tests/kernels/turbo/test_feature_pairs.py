@@ -26,8 +26,8 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.backends.turbo_window import window_choice
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
-from vllm.v1.attention.ops.turbo.warm_up import small_windows
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 

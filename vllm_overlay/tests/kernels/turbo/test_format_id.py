@@ -23,8 +23,11 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.turbo_window import TurboWindow
-from vllm.v1.attention.ops.turbo import format_id, key_bias, key_offset, window_format
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
+from vllm.v1.attention.ops.turbo.formats import window as window_format
+from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.serving import format_id
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, kv_cache_format_id
 from vllm.v1.worker.gpu_worker import Worker
 

@@ -9,8 +9,8 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import turbo_attn
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import runtime
+from vllm.v1.attention.ops.turbo import choose as kernels
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import make_impl, make_vllm_config, with_drafts
 from .utils import FP16, requires_triton
@@ -26,8 +26,8 @@ def test_multiprocessors_are_those_of_the_current_device(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(runtime, "num_compute_units", num_compute_units)
-    for module in (runtime, turbo_attn):
+    monkeypatch.setattr(layer_runner, "num_compute_units", num_compute_units)
+    for module in (layer_runner, turbo_attn):
         monkeypatch.setattr(module, "get_flash_attn", lambda head_size: print)
     make_impl(make_vllm_config(tmp_path, dtype=FP16))
     assert asked == [(3,)]

@@ -10,11 +10,11 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import warm_up
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA
+from vllm.v1.attention.ops.turbo.layer import warm_up
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
 from .backend_utils import (

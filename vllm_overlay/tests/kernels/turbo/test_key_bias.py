@@ -26,8 +26,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.ops.turbo import key_bias, key_offset
-from vllm.v1.attention.ops.turbo.key_offset import mean_rotary, mean_rotated
+from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.offset import mean_rotary, mean_rotated
 
 from .backend_utils import one_rank
 from .utils import BF16

@@ -14,9 +14,9 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.choose import choose_kernels
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.kernel_choice import choose_kernels
-from vllm.v1.attention.ops.turbo.key_offset import (
+from vllm.v1.attention.ops.turbo.keys.offset import (
     digest,
     find_rotary,
     mean_rotary,

@@ -14,8 +14,9 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.v1.attention.ops.turbo import interface, key_bias
-from vllm.v1.attention.ops.turbo.key_offset import (
+from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys.offset import (
     UnknownRotation,
     find_rotary,
     lag_until,

@@ -12,9 +12,9 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import startup
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
-from vllm.v1.attention.ops.turbo.startup import describe_cache
+from vllm.v1.attention.ops.turbo.serving import startup
+from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
 
 from .backend_utils import (
     BATCHES,

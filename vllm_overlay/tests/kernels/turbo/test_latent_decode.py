@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import latent_interface, reference
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import LATENT_MAX_SPLITS
+from vllm.v1.attention.ops.turbo.latent import interface as latent_interface
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 
 from .latent_utils import (

@@ -18,13 +18,13 @@ import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.latent_format import (
+from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_CODEBOOKS,
     LATENT_PRESETS,
     LATENT_SIZES,
     LatentFormat,
 )
-from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
+from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate, rotate

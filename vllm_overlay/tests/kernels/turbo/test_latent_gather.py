@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .latent_utils import fill_latent_cache, latent_cache, latent_presets

@@ -14,8 +14,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla import turbo_mla
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
-from vllm.v1.attention.ops.turbo import kernel_choice, latent_warm_up
-from vllm.v1.attention.ops.turbo import latent_kernel_choice as kernels
+from vllm.v1.attention.ops.turbo import choose
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
@@ -36,8 +35,10 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import plan_for, plans_of
 from vllm.v1.attention.ops.turbo.cuda.latent_store import LATENT_STORE
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES, LatentFormat
-from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner
+from vllm.v1.attention.ops.turbo.latent import choose as kernels
+from vllm.v1.attention.ops.turbo.latent import warm_up as latent_warm_up
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .backend_utils import one_rank
@@ -78,8 +79,8 @@ def config(tmp_path: Path) -> Iterator[VllmConfig]:
 @pytest.fixture
 def nothing_chosen(monkeypatch):
     """As in a new process, of a Hopper GPU whose kernels can be built."""
-    monkeypatch.setattr(kernel_choice, "_chosen", [])
-    monkeypatch.setattr(kernel_choice, "_launch_refusal", None)
+    monkeypatch.setattr(choose, "_chosen", [])
+    monkeypatch.setattr(choose, "_launch_refusal", None)
     monkeypatch.setattr(kernels, "current_platform", Platform((9, 0)))
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(latent_warm_up, "_warm", set())

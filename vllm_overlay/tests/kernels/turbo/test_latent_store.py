@@ -5,8 +5,8 @@
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import LatentStoreFn
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreFn
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens, Partials
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .utils import (
     DEVICE,

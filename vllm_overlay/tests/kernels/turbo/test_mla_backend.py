@@ -19,18 +19,18 @@ from vllm.v1.attention.backends.mla.turbo_mla import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
-from vllm.v1.attention.ops.turbo.format_id import with_format_ids
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
-from vllm.v1.attention.ops.turbo.latent_kernel_choice import triton_latent_kernels
-from vllm.v1.attention.ops.turbo.latent_runtime import (
+from vllm.v1.attention.ops.turbo.latent.choose import triton_latent_kernels
+from vllm.v1.attention.ops.turbo.latent.runner import (
     MAX_ABSORBED_LEN,
     find_spans,
     plan_spans,
 )
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 from vllm.v1.attention.ops.turbo.reference import latent as reference
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.startup import describe_latent_cache
+from vllm.v1.attention.ops.turbo.serving.format_id import with_format_ids
+from vllm.v1.attention.ops.turbo.serving.startup import describe_latent_cache
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.worker.utils import customize_attention_spec
 from vllm.v1.worker.workspace import lock_workspace

@@ -25,9 +25,9 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.ops.turbo.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
 from vllm.v1.attention.ops.turbo.refusals import MLA_SETTINGS, MLA_SPEC_FEATURES
+from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,

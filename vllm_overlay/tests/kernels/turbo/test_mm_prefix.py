@@ -303,7 +303,7 @@ def test_drafters_see_no_images(folder):
 @requires_triton
 def test_large_heads(folder):
     """What attends to them knows no windows. Gemma 4's have no ranges."""
-    from vllm.v1.attention.ops.turbo.prefill import check_image_heads
+    from vllm.v1.attention.ops.turbo.layer.prefill import check_image_heads
 
     with pytest.raises(NotImplementedError, match="turbo4.*head_size 512 .*up to 256"):
         check_image_heads(TurboFormat.from_cache_dtype("turbo4", 512))

@@ -10,15 +10,15 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import Scoring
+from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
+from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
     plan_prefill,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
-from vllm.v1.attention.ops.turbo.prefill import prefill_attention
-from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import (

@@ -14,14 +14,15 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import prefill_sources, runtime
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     AttentionCall,
     Partials,
     RotatedQuery,
 )
+from vllm.v1.attention.ops.turbo.layer import prefill_sources
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.extend_limits import (
     MAX_EXTEND_LEN,
     max_extend_len,
@@ -141,7 +142,7 @@ def test_every_batch_of_decodes_and_extends(
         with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
+    monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     profile(impl)
     builder = make_builder(config, impl)
@@ -169,8 +170,8 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
     config = make_vllm_config(folder, "turbo4", FP16, "stored", num_seqs, num_tokens)
     impl = without_kernels(make_impl(config), "most", True, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(runtime, "prefill_attention", no_kernel)
-    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 128)
+    monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
+    monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 128)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     profile(impl)
     batch = Batch.make(impl, [(128, 8)] * num_seqs)
@@ -209,7 +210,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
     ]
     for impl in impls:
         impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(runtime, "max_extend_len", lambda *_: 4)
+    monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 4)
     builder = make_shared_builder(config, impls)
     profile(*impls)
     for requests in (

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import launching, warm_up
+from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
+from vllm.v1.attention.ops.turbo.layer import launching, warm_up
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
 from .backend_utils import (

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import rank_report
-from vllm.v1.attention.ops.turbo.rank_report import describe_ranks, exchange
+from vllm.v1.attention.ops.turbo.serving import rank_report
+from vllm.v1.attention.ops.turbo.serving.rank_report import describe_ranks, exchange
 
 CUDA = "CUDA kernels, because they could be loaded"
 TRITON = "Triton kernels, because there is no nvcc"

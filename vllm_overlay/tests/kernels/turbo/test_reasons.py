@@ -18,12 +18,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo import reasons
-from vllm.v1.attention.ops.turbo.connectors import (
-    CANONICAL_MLA,
-    CONNECTORS,
-    UNKNOWN_WITH_MLA,
-    State,
-)
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
 from vllm.v1.attention.ops.turbo.refusals import (
     ATTENTION_KINDS,
@@ -31,6 +25,12 @@ from vllm.v1.attention.ops.turbo.refusals import (
     WINDOW_FEATURES,
     refusal,
     window_room,
+)
+from vllm.v1.attention.ops.turbo.serving.connectors import (
+    CANONICAL_MLA,
+    CONNECTORS,
+    UNKNOWN_WITH_MLA,
+    State,
 )
 
 from .refusal_cases import serve_options

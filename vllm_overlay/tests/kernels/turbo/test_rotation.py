@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES
-from vllm.v1.attention.ops.turbo.rotation import (
+from vllm.v1.attention.ops.turbo.formats.rotation import (
     hadamard,
     inverse_sqrt,
     rotation_matrix,

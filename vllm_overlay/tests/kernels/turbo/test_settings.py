@@ -11,8 +11,8 @@ from vllm.config import AttentionConfig, CacheConfig, VllmConfig
 from vllm.config.utils import get_attr_docs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
-from vllm.v1.attention.ops.turbo import settings
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.serving import settings
 
 from .backend_utils import make_vllm_config
 from .refusal_cases import make_layer, parallel_config, reasons_of, serve_parser

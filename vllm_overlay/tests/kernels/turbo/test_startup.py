@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
     TurboAttentionImpl,
 )
-from vllm.v1.attention.ops.turbo import kernel_choice as kernels
-from vllm.v1.attention.ops.turbo import startup
-from vllm.v1.attention.ops.turbo.startup import describe_cache
+from vllm.v1.attention.ops.turbo import choose as kernels
+from vllm.v1.attention.ops.turbo.serving import startup
+from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from .backend_utils import flash_attn_stand_in, make_vllm_config

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.ops.turbo import prefill_sources
+from vllm.v1.attention.ops.turbo.layer import prefill_sources
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import lock_workspace

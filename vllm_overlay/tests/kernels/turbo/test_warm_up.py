@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import warm_up as module
-from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
+from vllm.v1.attention.ops.turbo.choose import triton_kernels
+from vllm.v1.attention.ops.turbo.layer import warm_up as module
+from vllm.v1.attention.ops.turbo.layer.warm_up import small_step
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
-from vllm.v1.attention.ops.turbo.warm_up import small_step
 
 from .backend_utils import (
     BLOCK_SIZE,

@@ -22,9 +22,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.v1.attention.ops.turbo import key_bias, weight_updates
-from vllm.v1.attention.ops.turbo.key_offset import mean_rotary, mean_rotated
-from vllm.v1.attention.ops.turbo.weight_updates import WeightUpdates, follow_weights
+from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys.offset import mean_rotary, mean_rotated
+from vllm.v1.attention.ops.turbo.serving import weight_updates
+from vllm.v1.attention.ops.turbo.serving.weight_updates import (
+    WeightUpdates,
+    follow_weights,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, MAX_ROWS, WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     KeyOffset,
@@ -20,7 +22,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     WindowUpdate,
 )
-from vllm.v1.attention.ops.turbo.kernel_choice import triton_kernels
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
 from vllm.v1.attention.ops.turbo.reference.window import (
     dequantize_rows,
@@ -29,7 +30,6 @@ from vllm.v1.attention.ops.turbo.reference.window import (
     quantize_rows,
     update_window,
 )
-from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS, WindowFormat
 
 from .store_checks import vectors
 from .utils import (

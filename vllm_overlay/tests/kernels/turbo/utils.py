@@ -25,6 +25,7 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
@@ -37,7 +38,6 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,

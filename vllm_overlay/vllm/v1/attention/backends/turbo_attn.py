@@ -29,17 +29,17 @@ from vllm.v1.attention.backends.turbo_metadata import (
 )
 from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reasons, reference, refusals
-from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
-from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
-from vllm.v1.attention.ops.turbo.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.choose import cuda_refusal
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
-from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
-from vllm.v1.attention.ops.turbo.key_offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
+from vllm.v1.attention.ops.turbo.layer.warm_up import warm_up
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
-from vllm.v1.attention.ops.turbo.warm_up import warm_up
+from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend
+from vllm.v1.attention.ops.turbo.serving.connectors import unsupported_connectors
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 

@@ -18,14 +18,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reasons, refusals
+from vllm.v1.attention.ops.turbo.layer.prefill_planner import PrefillPlanner
+from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.attention.ops.turbo.prefill_planner import PrefillPlanner
-from vllm.v1.attention.ops.turbo.runtime import num_draft_slots
-from vllm.v1.attention.ops.turbo.startup import log_turbo_cache, share_caches
+from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache, share_caches
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 
 

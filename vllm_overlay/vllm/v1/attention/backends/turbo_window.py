@@ -3,7 +3,7 @@
 """The layer that has the recent window of a turbo layer: a block a running request.
 
 Where rows lie in a block, and when they count, is in
-``vllm/v1/attention/ops/turbo/window_format.py``.
+``vllm/v1/attention/ops/turbo/formats/window.py``.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import MAX_ROWS, VERSION, WindowFormat
 from vllm.v1.attention.ops.turbo.interface import RecentWindow
-from vllm.v1.attention.ops.turbo.window_format import MAX_ROWS, VERSION, WindowFormat
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

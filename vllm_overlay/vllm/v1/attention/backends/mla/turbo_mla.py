@@ -35,23 +35,23 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.ops.turbo import reasons, refusals
-from vllm.v1.attention.ops.turbo.backend import TurboPagesBackend
-from vllm.v1.attention.ops.turbo.connectors import unsupported_connectors
-from vllm.v1.attention.ops.turbo.kernel_choice import cuda_refusal
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
-from vllm.v1.attention.ops.turbo.latent_runtime import (
+from vllm.v1.attention.ops.turbo.choose import cuda_refusal
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.runner import (
     LatentRunner,
     absorbed_query_len,
     decode_query_len,
     plan_spans,
 )
-from vllm.v1.attention.ops.turbo.latent_warm_up import warm_up
+from vllm.v1.attention.ops.turbo.latent.warm_up import warm_up
+from vllm.v1.attention.ops.turbo.layer.runner import take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.reference import latent as reference
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.runtime import take_scratch
-from vllm.v1.attention.ops.turbo.startup import log_turbo_cache
+from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend
+from vllm.v1.attention.ops.turbo.serving.connectors import unsupported_connectors
+from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 

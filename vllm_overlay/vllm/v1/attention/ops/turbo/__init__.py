@@ -3,8 +3,9 @@
 """Turbo KV cache: rotated, block-scaled 3 and 4 bit keys and values.
 
 ``format`` is the byte contract, ``interface`` what sets of kernels have in common,
-``runtime`` what a layer's forward pass does. ``planning`` is on the host, ``triton``,
-``cuda`` and ``reference`` (PyTorch) compute the same. Words that are used throughout:
+``layer.runner`` what a layer's forward pass does. ``planning`` is on the host,
+``triton``, ``cuda`` and ``reference`` (PyTorch) compute the same. Words that are used
+throughout:
 
 * tile: 16 tokens of a (block, KV head); plane: the bytes of one kind in a tile.
 * unit: 8 codes that are packed together.

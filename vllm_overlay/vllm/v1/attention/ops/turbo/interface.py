@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 
 # Names of the sets of kernels, for users.
 CUDA, TRITON = "CUDA", "Triton"
@@ -16,7 +16,7 @@ CUDA, TRITON = "CUDA", "Triton"
 LOG2_E = 1.4426950408889634
 # Splits a sequence is cut into at most; sizes the partial results.
 MAX_KV_SPLITS = 64
-# Tokens of a sequence that share an offset of K: see ``key_offset``.
+# Tokens of a sequence that share an offset of K: see ``keys.offset``.
 OFFSET_SEGMENT = 2048
 
 
@@ -261,7 +261,7 @@ class OffsetScores(NamedTuple):
 
 
 class RecentWindow(NamedTuple):
-    """The newest cached tokens of sequences, in 8 bits: see ``window_format``.
+    """The newest cached tokens of sequences, in 8 bits: see ``formats.window``.
 
     Attributes:
         pages: (num_blocks, H, N, C) uint8; see ``check_pages``.

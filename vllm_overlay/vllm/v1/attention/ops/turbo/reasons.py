@@ -9,7 +9,7 @@ flag that helps.
 from dataclasses import dataclass, replace
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES
 
 
 @dataclass(frozen=True)

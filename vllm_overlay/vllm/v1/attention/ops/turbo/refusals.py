@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.ops.turbo import reasons
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS
 from vllm.v1.attention.ops.turbo.reasons import Reason
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,

@@ -10,9 +10,10 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_signs
+from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, MAX_ROWS
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
@@ -20,10 +21,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     Variant,
     half2_bits,
 )
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import LATENT_MAX_SPLITS
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_signs
-from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, MAX_ROWS
+from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
 
 # Bits of a trellis-coded code in the plane of branches; the path has one more.
 _BRANCH_BITS = 2

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.attention.ops.turbo.cuda import decode, extend, extend_rows, merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     CUDA,
     AttentionFn,
@@ -18,7 +19,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreFn,
     TensorSpecs,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 
 
 class CudaKernels(NamedTuple):

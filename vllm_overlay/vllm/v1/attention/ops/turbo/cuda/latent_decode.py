@@ -21,8 +21,8 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     plans_of,
 )
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, Variant
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import (
     LATENT_MAX_SPLITS,
     check_latent_query,
 )
@@ -109,7 +109,7 @@ def num_decode_splits(
     query_len: int = 1,
     plans: Sequence[Plan] | None = None,
 ) -> int:
-    """See ``latent_interface.LatentSplitsFn``.
+    """See ``latent.interface.LatentSplitsFn``.
 
     The kernel itself decides on the ranges that its blocks attend to, by lengths. A
     sequence alone is to have a range on every multiprocessor, unless the batch is so
@@ -146,7 +146,7 @@ def decode_attention(
     enable_pdl: bool = True,
     plans: Sequence[Plan] | None = None,
 ) -> None:
-    """See ``latent_interface.LatentAttentionFn``.
+    """See ``latent.interface.LatentAttentionFn``.
 
     The layout is one that this ``serves``, and the GPU has no ``unsupported_reason``.
     Queries' strides are even. Coordinates are decoded to fp16: rotary keys are to be

@@ -6,7 +6,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
 GATHER = Family[LatentFormat, None](
     kernel="latent_gather",
@@ -30,7 +30,7 @@ def gather(
     seq_starts: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """See ``latent_interface.LatentGatherFn``.
+    """See ``latent.interface.LatentGatherFn``.
 
     The output's rows begin at multiples of four elements. With ``enable_pdl`` the
     kernel may begin before the one before it on the stream has ended; it waits for what

@@ -8,8 +8,8 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.interface import CUDA
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import (
     LatentAttentionFn,
     LatentGatherFn,
     LatentSplitsFn,

@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda.latent_decode import (
 from vllm.v1.attention.ops.turbo.cuda.latent_gather import GATHER
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import plans_of
 from vllm.v1.attention.ops.turbo.cuda.latent_store import LATENT_STORE
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_PRESETS, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
 
 # The kernels of layers with latents.
 LATENT_FAMILIES = (LATENT_STORE, GATHER, LATENT_DECODE)

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_store_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.cuda.store_tables import level_tables
-from vllm.v1.attention.ops.turbo.latent_format import (
+from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_PRESETS,
     LATENT_SIZES,
     LatentFormat,
@@ -62,7 +62,7 @@ def store(
     parts: int | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """See ``latent_interface.LatentStoreFn``.
+    """See ``latent.interface.LatentStoreFn``.
 
     Blocks of the cache and rows of ``kv_c`` are at multiples of 16 bytes, rows of
     ``k_pe`` at multiples of 8. With ``enable_pdl`` the kernel may begin before the one

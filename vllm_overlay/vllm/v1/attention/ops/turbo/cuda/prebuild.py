@@ -49,7 +49,7 @@ from vllm.v1.attention.ops.turbo.cuda.compiler import (
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.modules import all_modules
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_SIZES
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES
 
 MANIFEST = "manifest.json"
 # Head sizes of K and V, or of a latent and its rotary key together.

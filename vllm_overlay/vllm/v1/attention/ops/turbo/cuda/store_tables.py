@@ -13,12 +13,12 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import Codebook, TurboFormat, fp32
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.rotation import (
+from vllm.v1.attention.ops.turbo.formats.rotation import (
     hadamard,
     rotation_matrix,
     rotation_signs,
 )
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
 # Rows and columns of a product of tensor cores, and lanes of a warp.
 _MMA_ROWS = 16

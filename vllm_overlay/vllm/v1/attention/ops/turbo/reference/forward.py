@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.turbo.reference.shared import shared_attention
 from vllm.v1.attention.ops.turbo.reference.window import update_window
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+    from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
     from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 

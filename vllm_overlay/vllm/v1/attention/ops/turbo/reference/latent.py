@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The turbo KV cache of MLA in PyTorch: the executable form of ``latent_format``.
+"""The turbo KV cache of MLA in PyTorch: the executable form of ``latent.format``.
 
 The kernels are tested against this module, bit for bit where bytes are written, and
 CPU tensors are served by it. Shapes: T tokens, L the rank of the latent, R the rotary
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
+from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import (
     LatentAttentionFn,
     LatentGatherFn,
     LatentStoreFn,
@@ -172,7 +172,7 @@ def store(
     k_pe: torch.Tensor | None,
     layout: LatentFormat,
 ) -> None:
-    """See ``latent_interface.LatentStoreFn``; any floating dtype."""
+    """See ``latent.interface.LatentStoreFn``; any floating dtype."""
     kept = slot_mapping >= 0
     num_tokens = slot_mapping.shape[0]
     index, scales = quantize_latent(kv_c[:num_tokens][kept], layout)
@@ -222,7 +222,7 @@ def decode_attention(
     lse: torch.Tensor,
     scale: float,
 ) -> None:
-    """See ``latent_interface.LatentAttentionFn``; in fp32, and needs no partials."""
+    """See ``latent.interface.LatentAttentionFn``; in fp32, and needs no partials."""
     if partials is not None:
         check_latent_query(query, query_rope, layout, batch, partials, output, lse)
     starts = batch.query_start_loc
@@ -261,7 +261,7 @@ def gather(
     num_tokens: int,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """See ``latent_interface.LatentGatherFn``; any floating dtype."""
+    """See ``latent.interface.LatentGatherFn``; any floating dtype."""
     block_size = kv_cache.shape[1]
     seqs = token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens, device=seqs.device) - cu_seq_lens[seqs]

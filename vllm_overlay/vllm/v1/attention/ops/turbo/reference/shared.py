@@ -12,7 +12,7 @@ from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+    from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 
 
 def _attend_to_own_context(

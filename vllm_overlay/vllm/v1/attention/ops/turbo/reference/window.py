@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window in PyTorch: the executable form of ``window_format``.
+"""The recent window in PyTorch: the executable form of ``formats.window``.
 
 Shapes: R rows a page, H KV heads, D the head size, G = D / 16 scales a vector.
 """
@@ -9,9 +9,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, WindowFormat
 from vllm.v1.attention.ops.turbo.interface import KeyOffset, RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.reference.cache import tile_addresses
-from vllm.v1.attention.ops.turbo.window_format import MAX_CODE, WindowFormat
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ codebook of four bits, or ``triton_trellis.trellis_constants`` of one of three.
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import Codebook, fp32
-from vllm.v1.attention.ops.turbo.latent_format import LATENT_CODEBOOKS
+from vllm.v1.attention.ops.turbo.latent.format import LATENT_CODEBOOKS
 from vllm.v1.attention.ops.turbo.triton.codec import (
     nibble_of,
     rotate_halves,

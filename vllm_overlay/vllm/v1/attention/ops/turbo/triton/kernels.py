@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     TRITON,
     AttentionFn,
@@ -16,7 +17,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreFn,
     TensorSpecs,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import decode, merge
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 

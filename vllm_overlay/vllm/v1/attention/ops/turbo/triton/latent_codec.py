@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment"
-"""Unpacking of latents and rotary keys, for Triton kernels (see ``latent_format``).
+"""Unpacking of latents and rotary keys, for Triton kernels (see ``latent.format``).
 
 Codes of three bits become words of those of four, so what follows is the same. A latent
 is decoded by chunks, each of the coordinates that share a word of scales. All tokens
@@ -14,9 +14,9 @@ from typing import NamedTuple
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
 from vllm.v1.attention.ops.turbo.interface import half2_bits
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.triton.codec import load_scales, scale_value
 
 _USE_PTX = tl.constexpr(

@@ -14,8 +14,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.interface import LOG2_E, DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import (
     LATENT_MAX_SPLITS,
     check_latent_pages,
     check_latent_query,
@@ -146,7 +146,7 @@ def _merge_latent_kernel(
 def num_decode_splits(
     num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """See ``latent_interface.LatentSplitsFn``: as many as run at once."""
+    """See ``latent.interface.LatentSplitsFn``: as many as run at once."""
     num_rows = query_len * num_heads
     tuning = default_tuning(num_rows)
     programs = max(1, num_seqs * triton.cdiv(num_rows, tuning.block_h))
@@ -166,7 +166,7 @@ def decode_attention(
     scale: float,
     tuning: LatentTuning | None = None,
 ) -> None:
-    """See ``latent_interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
+    """See ``latent.interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
     num_heads = query.shape[1]
     check_latent_pages(kv_cache, layout)
     num_splits = check_latent_query(

@@ -6,9 +6,9 @@
 import torch
 
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
     ROPE_UNIT,
     latent_layout,
@@ -109,7 +109,7 @@ def gather(
     num_tokens: int,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """See ``latent_interface.LatentGatherFn``."""
+    """See ``latent.interface.LatentGatherFn``."""
     check_latent_pages(kv_cache, layout)
     assert output.shape[0] >= num_tokens and output.shape[1] == layout.head_size
     assert output.stride(1) == block_table.stride(1) == 1

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import TRITON
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import (
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import (
     LatentAttentionFn,
     LatentGatherFn,
     LatentSplitsFn,
     LatentStoreFn,
 )
-from vllm.v1.attention.ops.turbo.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.triton import (
     latent_decode,
     latent_gather,

@@ -11,10 +11,10 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo import latent_format as latent_fmt
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import check_latent_pages
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
 from vllm.v1.attention.ops.turbo.triton.codec import scale_value
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
 from vllm.v1.attention.ops.turbo.triton.pages import tile_pointers
@@ -181,7 +181,7 @@ def store(
     k_pe: torch.Tensor | None,
     layout: LatentFormat,
 ) -> None:
-    """See ``latent_interface.LatentStoreFn``."""
+    """See ``latent.interface.LatentStoreFn``."""
     num_tokens, rank = slot_mapping.shape[0], layout.rank
     check_latent_pages(kv_cache, layout)
     assert kv_c.shape[0] >= num_tokens and kv_c.shape[1] == rank, kv_c.shape

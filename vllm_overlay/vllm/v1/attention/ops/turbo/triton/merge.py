@@ -10,13 +10,13 @@ their results, and combines its own.
 
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
     NewestTokens,
     Partials,
 )
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.merge_kernel import (
     BLOCK_R,
     MergeCase,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention to what a recent window has: a part of the merge.
 
-Rows lie as ``window_format`` has them.
+Rows lie as ``formats.window`` has them.
 """
 
 from vllm.triton_utils import tl, triton

@@ -9,6 +9,7 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     KeyOffset,
     RotatedQuery,
@@ -16,7 +17,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     check_pages,
     score_factor,
 )
-from vllm.v1.attention.ops.turbo.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.triton.pages import MIN_OUTPUT_COLUMNS, tile_layout
 from vllm.v1.attention.ops.turbo.triton.store_kernel import (
     StoreStrides,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The recent window: its rows are counted and written in one launch, after the store's.
 
-What is written equals ``reference.window`` bit for bit. Rows lie as ``window_format``
+What is written equals ``reference.window`` bit for bit. Rows lie as ``formats.window``
 has them.
 """
 
@@ -10,8 +10,8 @@ import torch
 
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo import window_format as wf
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats import window as wf
 from vllm.v1.attention.ops.turbo.interface import (
     KeyOffset,
     RecentWindow,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.turbo import window_format as wf
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
+from vllm.v1.attention.ops.turbo.formats import window as wf
 from vllm.v1.attention.ops.turbo.triton.pages import TILE, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer
 

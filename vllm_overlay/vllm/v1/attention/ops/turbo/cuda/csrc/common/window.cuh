@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Pages of the recent window, in which the newest tokens of running sequences
-// lie in 8 bits: see window_format.py.
+// lie in 8 bits: see formats/window.py.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ inline int plane_of(const char* name, const TensorView& pages, int64_t start,
   return static_cast<int>(start);
 }
 
-// See WindowPages, and window_format.py for where planes begin.
+// See WindowPages, and formats/window.py for where planes begin.
 inline WindowPages window_pages_of(const TensorView& pages,
                                    const TensorView& blocks, int64_t num_seqs,
                                    int64_t num_kv_heads, int64_t num_rows,

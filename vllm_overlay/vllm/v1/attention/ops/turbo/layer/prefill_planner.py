@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     LocalLensFn,
     PrefillLimits,
@@ -17,7 +18,6 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
 )
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
 from vllm.v1.attention.ops.turbo.planning.spans import Span, plan_spans
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
 
 
 class PrefillPlanner(NamedTuple):

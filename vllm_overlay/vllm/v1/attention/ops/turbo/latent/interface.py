@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The types and entry points of the sets of kernels for MLA, CUDA's and Triton's.
 
-As ``interface``, for one latent and one rotary key a token in place of K and V. Shapes:
-L the rank of the latent, R the rotary coordinates, C bytes a slot (``LatentFormat``).
+As ``turbo.interface``, for one latent and one rotary key a token in place of K and V.
+Shapes: L the rank of the latent, R the rotary coordinates, C bytes a slot
+(``LatentFormat``).
 """
 
 from typing import Protocol
@@ -15,7 +16,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     check_pages,
 )
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
 # Splits of a sequence, at most.
 LATENT_MAX_SPLITS = 256

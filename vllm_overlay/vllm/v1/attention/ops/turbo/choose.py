@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.ops.turbo.building import ModuleBuilds
+from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA, PLAIN, KernelSet, Variant
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from vllm.v1.attention.ops.turbo.flash import attend
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
     NewestTokens,
 )
+from vllm.v1.attention.ops.turbo.layer.flash import attend
 from vllm.v1.attention.ops.turbo.planning.scratch import OwnScratch
 
 

@@ -4,12 +4,12 @@
 
 MLA caches one vector a token, which is K and, without its rotary part, V: the
 compressed latent, and the rotary key that all heads share. The latent is stored as
-``format`` has vectors, rotated, with scales of groups of 16 and codes of four or three
-bits, but by one codebook for both roles: the levels of values, which a kernel decodes
-once to 16 bits for both products, chosen by the unbiased encoder of keys. The gain that
-goes with that is part of the decoded coordinate, for it cannot go into the softmax
-scale alone. The rotary part is int8 and not rotated: rotary embeddings come after the
-projection that a rotation would be folded into.
+``turbo.format`` has vectors, rotated, with scales of groups of 16 and codes of four or
+three bits, but by one codebook for both roles: the levels of values, which a kernel
+decodes once to 16 bits for both products, chosen by the unbiased encoder of keys. The
+gain that goes with that is part of the decoded coordinate, for it cannot go into the
+softmax scale alone. The rotary part is int8 and not rotated: rotary embeddings come
+after the projection that a rotation would be folded into.
 
 The constants that the two share are in ``format``; those of latents alone are here. The
 module imports nothing but the standard library. The format is as frozen as that one.

@@ -22,8 +22,8 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.v1.attention.ops.turbo import key_offset
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION, is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 # By layer, its dtype and the digest of the offset of each KV head, if there is one.

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
-from vllm.v1.attention.ops.turbo.flash import attend
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores, Scoring
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.flash import attend
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
     CachedRequests,
     PrefillSlice,

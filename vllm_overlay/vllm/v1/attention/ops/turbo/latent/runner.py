@@ -11,18 +11,19 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.attention.ops.turbo.choose import ChosenKernels
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     Partials,
     TensorSpecs,
 )
-from vllm.v1.attention.ops.turbo.kernel_choice import ChosenKernels
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
-from vllm.v1.attention.ops.turbo.latent_kernel_choice import (
+from vllm.v1.attention.ops.turbo.latent.choose import (
     share_latent_kernels,
     start_latent_builds,
 )
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentKernels
+from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots, take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,
@@ -30,7 +31,6 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
-from vllm.v1.attention.ops.turbo.runtime import num_draft_slots, take_scratch
 
 # Query tokens up to which a request attends to packed pages, absorbed. Of more, it pays
 # to project the whole context up once: that takes 2 * L * (nope + V) flop a token and

@@ -23,9 +23,10 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
-from vllm.v1.attention.ops.turbo import key_offset, reasons, refusals
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 
 logger = init_logger(__name__)
 
@@ -227,14 +228,14 @@ def is_normalised(parent: nn.Module) -> bool:
 
 
 def set_key_offsets(model: nn.Module) -> None:
-    """Have layers that add a bias to K take an offset off it: see ``key_offset``.
+    """Have layers that add a bias to K take an offset off it: see ``keys.offset``.
 
     Layers with a soft cap have none, nor do those whose cache they read: what scores
     lack is added to them, and behind a tanh that would not be what it was before. Nor
     do layers of which it is not known how RoPE rotates K.
 
     The offset is where kernels read it from now on. Of weights that are loaded later
-    it follows between requests: see ``weight_updates``.
+    it follows between requests: see ``serving.weight_updates``.
 
     Args:
         model: A model with its checkpoint's weights, not processed yet.

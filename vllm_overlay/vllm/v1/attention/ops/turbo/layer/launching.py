@@ -9,13 +9,13 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     model_parallel_is_initialized,
 )
-from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
-from vllm.v1.attention.ops.turbo.kernel_choice import (
+from vllm.v1.attention.ops.turbo.choose import (
     NamedKernels,
     cuda_refusal,
     fall_back_to_triton,
     refusal_of_other_ranks,
 )
+from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 
 
 class Runner(Protocol):

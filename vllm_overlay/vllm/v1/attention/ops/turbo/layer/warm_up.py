@@ -14,19 +14,19 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     KernelSet,
     KeyOffset,
     RecentWindow,
     RotatedQuery,
 )
-from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
+from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
-from vllm.v1.attention.ops.turbo.window_format import WindowFormat
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16

@@ -18,11 +18,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
-from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, PrefillSlice
-from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
-from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
-from vllm.v1.attention.ops.turbo.prefill_sources import (
+from vllm.v1.attention.ops.turbo.layer.prefill_sources import (
     CachedSource,
     PrefillCall,
     RawSource,
@@ -30,6 +26,10 @@ from vllm.v1.attention.ops.turbo.prefill_sources import (
     Source,
     merge_results,
 )
+from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, PrefillSlice
+from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
+from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 
 
 def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A first run of an MLA layer's kernels, within vLLM's profile run: see ``warm_up``."""
+"""A first run of an MLA layer's kernels, within vLLM's profile run.
+
+See ``layer.warm_up``.
+"""
 
 import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
-from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner, plan_spans
-from vllm.v1.attention.ops.turbo.launching import run_on_all_ranks
+from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner, plan_spans
+from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 
 # Cached tokens before those of the queries.
 _CONTEXT = 16

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
     is_flash_attn_varlen_func_available,
 )
-from vllm.v1.attention.ops.turbo.efficient_attention import efficient_attention
+from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The offset of K follows weights that are loaded later.
 
-That is the offset of K (see ``key_offset``). Engines that start with dummy weights, for
-reinforcement learning, get theirs before the first request, and others after each
+That is the offset of K (see ``keys.offset``). Engines that start with dummy weights,
+for reinforcement learning, get theirs before the first request, and others after each
 update, by ways that tell nobody. So the biases of K are looked at before the first step
 of requests when none was running: the device has nothing else to do then.
 """
@@ -15,14 +15,14 @@ import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.v1.attention.ops.turbo import key_offset
-from vllm.v1.attention.ops.turbo.key_bias import (
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.bias import (
     LONGEST_KEY_BIAS,
     KeyBias,
     warn_of_lagging_positions,
     warn_of_long_biases,
 )
-from vllm.v1.attention.ops.turbo.startup import turbo_impls
+from vllm.v1.attention.ops.turbo.serving.startup import turbo_impls
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 

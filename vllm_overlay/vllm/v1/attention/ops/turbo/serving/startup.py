@@ -11,19 +11,20 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.turbo_window import TurboWindow
-from vllm.v1.attention.ops.turbo import key_offset, reasons, refusals
+from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import (
     TILE_TOKENS,
     TurboFormat,
     is_turbo_cache_dtype,
 )
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.rank_report import report_kernels
-from vllm.v1.attention.ops.turbo.runtime import TurboRunner
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
+from vllm.v1.attention.ops.turbo.serving.rank_report import report_kernels
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.latent_runtime import LatentRunner
+    from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
 
 logger = init_logger(__name__)
 

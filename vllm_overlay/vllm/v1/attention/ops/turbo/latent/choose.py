@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels serve MLA: as ``kernel_choice``, for packed latents."""
+"""Which kernels serve MLA: as ``turbo.choose``, for packed latents."""
 
 from functools import cache
 
 from vllm.platforms import current_platform
-from vllm.v1.attention.ops.turbo.building import ModuleBuilds
-from vllm.v1.attention.ops.turbo.kernel_choice import (
+from vllm.v1.attention.ops.turbo.choose import (
     ChosenKernels,
     choose_between,
     may_fall_back,
     start_to_build,
 )
-from vllm.v1.attention.ops.turbo.latent_format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent_interface import LatentKernels
+from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentKernels
 
 
 def triton_latent_kernels(reason: str = "") -> LatentKernels:

@@ -14,8 +14,12 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import max_decode_query_len
-from vllm.v1.attention.ops.turbo.context_parallel import ContextParallel
-from vllm.v1.attention.ops.turbo.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.choose import (
+    ChosenKernels,
+    current_capability,
+    share_kernels,
+    start_builds,
+)
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
@@ -30,13 +34,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     TensorSpecs,
     Variant,
 )
-from vllm.v1.attention.ops.turbo.kernel_choice import (
-    ChosenKernels,
-    current_capability,
-    share_kernels,
-    start_builds,
-)
-from vllm.v1.attention.ops.turbo.own_tokens import attend_to_own_tokens
+from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
+from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
+from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_EXTEND_TOKENS,
@@ -64,15 +66,13 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
 )
 from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.attention.ops.turbo.prefill import prefill_attention
-from vllm.v1.attention.ops.turbo.prefill_sources import PrefillCall
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     is_workspace_manager_initialized,
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.key_bias import KeyBias
+    from vllm.v1.attention.ops.turbo.keys.bias import KeyBias
 
 
 def num_draft_slots(vllm_config: VllmConfig) -> int:

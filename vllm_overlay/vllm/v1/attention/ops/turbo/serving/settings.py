@@ -45,7 +45,7 @@ def check_layers(
         if is_turbo_cache_dtype(getattr(layer, "kv_cache_dtype", engine_dtype))
     }
     if turbo:
-        from vllm.v1.attention.ops.turbo.startup import check_layer
+        from vllm.v1.attention.ops.turbo.serving.startup import check_layer
 
         for name, layer in turbo.items():
             check_layer(name, layer, vllm_config)
