@@ -28,7 +28,7 @@ MAY_BE_LONG = "format.py"
 BOUNDS = {
     "parameters": 16,
     "files": 3,
-    "root": 33,
+    "root": 6,
     "kernel_lines": 138,
     "kernel_parameters": 30,
 }
