@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The entry point of a kernel of attention to pages.
+// The entry point of kernels that attend to pages.
 #pragma once
 
 #include <tvm/ffi/extra/cuda/device_guard.h>
@@ -12,11 +12,11 @@
 
 namespace turbo {
 
-// All but queries and partial results. See AttentionParams and decode.py for
-// shapes and types.
+// The parameters except queries and partial results. See AttentionParams and
+// decode.py for shapes and dtypes.
 //
-// packed_lens: without the tokens that the recent window has, as the kernel
-//   before this one writes them.
+// packed_lens: lengths without the tokens that the recent window has. The
+//   kernel before this one writes them.
 inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
                                  TensorView block_table, TensorView seq_lens,
                                  const Optional<TensorView>& query_start_loc,
@@ -56,7 +56,7 @@ inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
   return p;
 }
 
-// As the store kernel has rotated them.
+// Queries that the store kernel has rotated.
 inline void add_queries(AttentionParams& p, const TensorView& query,
                         const TensorView& query_scale, DLDevice device) {
   check_dtype("query", query, kFloat16);
@@ -70,7 +70,7 @@ inline void add_queries(AttentionParams& p, const TensorView& query,
   p.query_scale = static_cast<const float*>(query_scale.data_ptr());
 }
 
-// As the model has them, [T, Hq, D].
+// Queries as the model has them, [T, Hq, D].
 inline void add_original_queries(AttentionParams& p, const char* name,
                                  const TensorView& query, int64_t num_tokens,
                                  int64_t num_heads, DLDevice device) {
@@ -94,7 +94,7 @@ inline void add_partials(AttentionParams& p, const TensorView& query,
                                 p.num_seqs, p.query_len);
 }
 
-// original_query: as the model has it, [T, Hq, D].
+// original_query: the query as the model has it, [T, Hq, D].
 inline void add_offset(AttentionParams& p, const TensorView& query,
                        const TensorView& kv_cache,
                        const Optional<TensorView>& original_query,
@@ -113,7 +113,8 @@ inline void add_offset(AttentionParams& p, const TensorView& query,
 
 // Check the tensors and launch a kernel.
 //
-// Instance: see blocks_of; and has the kernel's threads a block.
+// Instance: see blocks_of. It also has kThreads, the kernel's threads per
+//   block.
 template <typename Instance>
 void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView kv_cache, TensorView block_table,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What decode and extend attention are given.
+// The parameters of decode and extend attention.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,8 +20,8 @@ struct AttentionParams {
   const uint8_t* kv_cache;     // [num_blocks, H, N, C]
   const int* block_table;      // [B, max_blocks]
   const int* seq_lens;         // [B]
-  const int* known_lens;       // [B], known early: as long, or longer by the
-                               // tokens of a recent window
+  const int* known_lens;       // [B], known before the previous kernel ends:
+                               // seq_lens plus the recent window's tokens
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   float* partial;              // [B, S, Q, Hq, D]
   float* partial_lse;          // [B, S, Q, Hq], base 2
@@ -34,27 +34,27 @@ struct AttentionParams {
   int tiles_per_block;
   int num_splits;
   int query_len;    // Q, most query tokens of a sequence: its last
-  int with_newest;  // whether query tokens' K and V are left out
-  int most_hidden;  // of the others, those that the first query does not see
-  // Tokens that a query token sees, at most, itself the last.
+  int with_newest;  // whether cached K and V of query tokens are left out
+  int most_hidden;  // most cached query tokens that the first one does not see
+  // The most tokens that a query token sees, itself the last.
   int sliding_window;
   // Whether the kernel before this one has written seq_lens.
   int lens_are_new;
-  // With KEY_OFFSET, and where there are OutputParams.
+  // With KEY_OFFSET, and in kernels with OutputParams.
   const void* original_query;  // [T, Hq, D], not rotated
   Strides original_strides;
-  int is_bf16;  // whether it is, or fp16
-  // With KEY_OFFSET: what the scores of cached keys get back.
+  int is_bf16;  // whether original_query is bf16, not fp16
+  // With KEY_OFFSET: the offset of K, for the scores of cached keys.
   const float* key_offset;  // [G, H, D]
   int num_offsets;          // G
-  float offset_factor;      // of a score, for base-2 softmax
-  SoftCap soft_cap;         // with SOFT_CAP: of scores
+  float offset_factor;      // factor of a score, for base-2 softmax
+  SoftCap soft_cap;         // with SOFT_CAP: the cap of scores
 
-  // Of a sequence, at most.
+  // The most queries of a sequence: one per query token and head.
   __device__ __forceinline__ int num_queries() const {
     return query_len * num_kv_heads * heads_per_kv;
   }
-  // Of a KV head, at most.
+  // The most columns of a KV head: one per query token and query head.
   __device__ __forceinline__ int num_columns() const {
     return query_len * heads_per_kv;
   }
@@ -65,29 +65,30 @@ struct AttentionParams {
     return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
                            : query_len;
   }
-  // Tiles of a sequence's query tokens as they are: see OutputParams.
+  // Tiles of own tokens: query tokens whose K and V are read as computed. See
+  // OutputParams.
   __device__ __forceinline__ int num_own_tiles(int) const { return 0; }
-  // Ranges of all work, at most.
+  // The most ranges that all work is cut into.
   __device__ __forceinline__ int max_ranges() const { return gridDim.x; }
-  // Of its first token, head 0.
+  // The query of a sequence's first token and head 0.
   __device__ __forceinline__ int64_t first_query(int seq) const {
     return int64_t(first_token(seq)) * num_kv_heads * heads_per_kv;
   }
-  // Of a sequence's queries, that of a column of a KV head, which is of a
-  // token.
+  // The index, among a sequence's queries, of a KV head's column. token: the
+  // column's query token.
   __device__ __forceinline__ int query_of(int token, int kv_head,
                                           int column) const {
     return (token * num_kv_heads + kv_head - token) * heads_per_kv + column;
   }
-  // Cached tokens that a sequence's queries are to see, by its lengths.
+  // Cached tokens that a sequence's queries attend to, by given lengths.
   __device__ __forceinline__ int num_tokens(int seq, const int* lens) const {
     return lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
   }
   __device__ __forceinline__ int num_tokens(int seq) const {
     return num_tokens(seq, seq_lens);
   }
-  // The first token that a sequence's query token sees; negative for all. The
-  // tokens of a recent window are before it, too.
+  // The first token that a sequence's query token sees; negative for all.
+  // known_len includes the tokens of a recent window.
   __device__ __forceinline__ int first_seen(int known_len, int query_len,
                                             int token) const {
     return known_len - query_len + token + 1 - sliding_window;
@@ -115,7 +116,7 @@ struct SeenTokens {
   }
 };
 
-// Their tiles, from a multiple of kUnit on.
+// The tiles of seen tokens, from a multiple of kUnit on.
 template <int kUnit>
 struct SeenTiles {
   int first, count;

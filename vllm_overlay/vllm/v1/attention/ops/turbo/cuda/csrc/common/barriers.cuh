@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Barriers of some of a block's warps: in shared memory, whose phases warps
-// wait for by parity, and those that have numbers.
+// Barriers for some of a block's warps. Barriers in shared memory have phases,
+// which warps wait for by parity. Others are named by a number.
 #pragma once
 
 #include "common/warp.cuh"
@@ -48,17 +48,17 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, int parity) {
 #endif
 }
 
-// Barrier 0 is __syncthreads.
+// Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Arrive there without waiting for others.
+// Arrive at a barrier without waiting for other threads.
 __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// As sync_threads, and whether the condition holds for any thread.
+// Like sync_threads. Returns whether the condition holds for any thread.
 __device__ __forceinline__ bool sync_threads_or(int barrier, int threads,
                                                 bool condition) {
   int result;

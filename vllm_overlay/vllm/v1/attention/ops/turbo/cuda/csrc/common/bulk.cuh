@@ -8,12 +8,12 @@
 
 namespace turbo {
 
-// Let copies see barriers that were just made.
+// Make barriers that were just initialised visible to bulk copies.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrive, where copies of so many bytes are to complete, too.
+// Arrive, and let the phase also wait for copies of so many bytes.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -21,7 +21,7 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
       : "memory");
 }
 
-// Copy a multiple of 16 bytes between addresses that are such multiples.
+// Copy a multiple of 16 bytes. Both addresses are multiples of 16 bytes.
 __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source,
                                           int bytes, uint32_t barrier) {
   asm volatile(
@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source,
       : "memory");
 }
 
-// Let the tensor core and bulk copies see what this thread has written.
+// Make this thread's writes visible to the tensor core and to bulk copies.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Division by a number that a launch has.
+// Division by a number that is constant in a launch.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Divisor {
     multiplier = static_cast<uint32_t>((excess << 32) / divisor + 1);
   }
 
-  // Of n, and the remainder.
+  // Returns the quotient of n, and writes the remainder.
   __device__ __forceinline__ int divide(int n, int& remainder) const {
     const uint32_t quotient =
         (__umulhi(static_cast<uint32_t>(n), multiplier) + n) >> shift;

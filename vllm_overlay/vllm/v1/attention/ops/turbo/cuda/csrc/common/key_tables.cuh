@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Keys decoded to fp16 exactly, by tables of bytes.
+// Exact decoding of keys to fp16, by tables of bytes.
 #pragma once
 
 #include "common/tile.cuh"
 
 namespace turbo {
 
-// Scales of keys as they are stored, for both numbers of a pair. Those of
-// tokens where one is above kLargest are taken for 2^-4 of what they are, which
-// a score makes up for: a product with KEY_BYTE_OFFSET then is finite.
+// The stored scales of keys, each twice for a pair of numbers. If a token has a
+// scale above kLargest, its scales are read as 2^-4 of their values, and its
+// score is multiplied by kFactor. A product with KEY_BYTE_OFFSET is then
+// finite.
 struct StoredKeyScales {
   static constexpr uint32_t kPair = 0x00010001u << SCALE_SHIFT;
   static constexpr uint32_t kLargest = 218;  // the code of 5120
@@ -20,7 +21,7 @@ struct StoredKeyScales {
   uint32_t bases, deltas;
 
   __device__ __forceinline__ StoredKeyScales() {}
-  // are_large: whether some of the tokens' have one above kLargest.
+  // are_large: whether any of the tokens has a scale above kLargest.
   __device__ __forceinline__ StoredKeyScales(const uint8_t* row, int group_half,
                                              bool are_large) {
     uint32_t word;
@@ -33,7 +34,7 @@ struct StoredKeyScales {
     }
     uint32_t base = word & 0xFF;
     if (are_large) {
-      // Scales that are this small beside others are as good as zero.
+      // Scales this small, beside large ones, count as zero.
       constexpr uint32_t kLeast =
           SCALE_DELTA_STEP * ((1u << SCALE_DELTA_BITS) - 1);
       base = max(base, kReduction + kLeast) - kReduction;
@@ -55,7 +56,7 @@ struct StoredKeyScales {
     }
   }
 
-  // Of the lane's unit j.
+  // The scale of the lane's unit j.
   __device__ __forceinline__ __half2 operator[](int j) const {
     constexpr uint32_t kMask = (1u << SCALE_DELTA_BITS) - 1;
     const uint32_t delta = deltas >> (SCALE_DELTA_BITS * j) & kMask;
@@ -63,18 +64,19 @@ struct StoredKeyScales {
   }
 };
 
-// Halves of the tables.
+// The low halves of both tables. The high halves are constants.
 struct KeyTables {
   uint32_t first = KEY_FIRST_LOW, second = KEY_SECOND_LOW;
 };
 
-// A unit's eight coordinates: pair i has those of codes 2 * i and 2 * i + 1.
+// Decode the eight coordinates of a unit. Pair i has the coordinates of codes
+// 2 * i and 2 * i + 1.
 //
-// A code is rotated by a bit, so that prmt's sign mode is that of bit 2: a code
-// and the one that differs in that alone have levels of one sign, and bytes
-// 128 + level with the same upper bit. The first table has those of codes with
-// bit 2 clear, the second the others', which the sign bytes of the first
-// invert.
+// Codes are rotated left by a bit, so that bit 2 selects prmt's sign mode. A
+// code and the code that differs from it in bit 2 have levels of one sign.
+// Their bytes, 128 + level, therefore have the same upper bit. The first table
+// has the bytes of codes with bit 2 clear. The second has the bytes of other
+// codes, which are xored with sign bytes of the first.
 __device__ __forceinline__ void table_coordinates(uint32_t (&pairs)[4],
                                                   uint32_t word, __half2 scale,
                                                   KeyTables tables = {}) {
@@ -88,7 +90,7 @@ __device__ __forceinline__ void table_coordinates(uint32_t (&pairs)[4],
         permute(tables.second, KEY_SECOND_HIGH, others >> (16 * i));
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      // The bytes as last ones of numbers from 8 to 16.
+      // A byte is the lower byte of an fp16 number from 8 to 16.
       const __half2 x =
           as_half2(__byte_perm(bytes, 0x48484848u, k == 0 ? 0x4140 : 0x4342));
       pairs[2 * i + k] = as_bits(__hfma2(x, scale, offset));

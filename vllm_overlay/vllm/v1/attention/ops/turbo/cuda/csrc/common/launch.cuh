@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Launches of kernels, which may begin while the one before them still runs,
-// and how their errors are told.
+// Launches of kernels, which may begin while the previous kernel still runs,
+// and the reporting of their errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,8 +20,8 @@ inline void check(cudaError_t error) {
   }
 }
 
-// Whether an error says that a kernel cannot be launched here. Others may be of
-// a kernel that has run.
+// Whether an error says that a kernel cannot be launched here. Other errors may
+// come from a kernel that has run.
 inline bool is_refusal(cudaError_t error) {
   switch (error) {
     case cudaErrorInvalidValue:
@@ -41,19 +41,19 @@ inline bool is_refusal(cudaError_t error) {
   }
 }
 
-// As check, of what loads or launches a kernel. build.py has the class of
-// the error for a kernel that is refused.
+// Check a call that loads or launches a kernel. A refusal raises an error of
+// its own class, which build.py defines.
 inline void check_launch(cudaError_t error) {
   if (is_refusal(error)) {
-    cudaGetLastError();  // so that no later check, PyTorch's say, finds it
+    cudaGetLastError();  // so that no later check finds it, PyTorch's say
     TVM_FFI_THROW(TurboLaunchRefused)
         << cudaGetErrorName(error) << ": " << cudaGetErrorString(error);
   }
   check(error);
 }
 
-// A positive number of each device, worked out when it is first asked for.
-// Threads that are first together all work it out.
+// A positive number per device, computed at its first use. Threads that ask for
+// it first at the same time all compute it.
 class NumberByDevice {
  public:
   template <typename F>
@@ -78,18 +78,18 @@ inline int attribute_of(int device, cudaDeviceAttr attribute) {
   return value;
 }
 
-// Let a kernel have so many bytes of shared memory on the current device.
+// Allow a kernel so many bytes of shared memory on the current device.
 template <typename Params>
 void allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
   check_launch(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
 }
 
-// The blocks of a kernel for a device, which is the current one.
+// The blocks of a kernel on a device, which is the current one.
 //
-// Instance: has the kernel, its bytes of shared memory, and the blocks of a
-//   multiprocessor. It is internal to its module: the process would have one
-//   number for all modules otherwise.
+// Instance: has the kernel, its bytes of shared memory, and the blocks per
+//   multiprocessor. It is internal to its module. Otherwise all modules of the
+//   process would share one number.
 template <typename Instance>
 int blocks_of(int device) {
   static NumberByDevice known;
@@ -100,11 +100,11 @@ int blocks_of(int device) {
   });
 }
 
-// Launch a kernel on the device, which is the current one, and its stream.
+// Launch a kernel on the device's stream. The device is the current one.
 //
-// enable_pdl: whether it may begin before the kernel before it ends, where GPUs
-//   can (programmatic dependent launch). It has to wait by itself: see
-//   wait_for_previous_kernel.
+// enable_pdl: whether the kernel may begin before the previous one has ended,
+//   on GPUs that can (programmatic dependent launch). The kernel then waits by
+//   itself: see wait_for_previous_kernel.
 template <typename Params>
 void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
             DLDevice device, const Params& params, bool enable_pdl) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Numbers and their bits: what the compiler has no name for, or does not find.
+// Operations on the bits of numbers that the compiler has no name for, or does
+// not find.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +12,8 @@
 
 namespace turbo {
 
-// 1.5 * 2**23: a sum with it is rounded to an integer n, and has the bits of it
-// plus n. Likewise adding n to its bits adds n to it.
+// 1.5 * 2**23. A sum with it is rounded to an integer n, and has the bits
+// kMagicBits + n. Conversely, kMagicBits + n are the bits of kMagic + n.
 constexpr float kMagic = 12582912.0f;
 constexpr int kMagicBits = 0x4B400000;
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
-// Where the mask is set a, elsewhere b.
+// The bits of a where the mask is set, and of b elsewhere.
 __device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a,
                                            uint32_t b) {
   uint32_t result;
@@ -45,15 +46,15 @@ __device__ __forceinline__ uint32_t select(uint32_t mask, uint32_t a,
   return result;
 }
 
-// a * b + c in one instruction, which is not split into a shift and an
-// addition.
+// a * b + c in one instruction, which the compiler does not split into a shift
+// and an addition.
 __device__ __forceinline__ uint32_t mad_lo(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
   asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
-// Unlike __byte_perm, with the sign mode.
+// prmt with its sign mode, which __byte_perm does not have.
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
                                             uint32_t nibbles) {
   uint32_t result;
@@ -61,14 +62,14 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b,
   return result;
 }
 
-// Of the bits of an fp16 number in the lower half of a word.
+// The value of an fp16 number, whose bits are the lower half of a word.
 __device__ __forceinline__ float half_as_float(uint32_t bits) {
   return __half2float(
       __ushort_as_half(static_cast<unsigned short>(bits & 0xFFFFu)));
 }
 
-// The bits of a float as an integer that is ordered as floats are, and back.
-// NaN is above infinity.
+// Maps a float's bits to an integer that is ordered as floats are, and back. A
+// positive NaN is above infinity.
 __device__ __forceinline__ int ordered_bits(int bits) {
   return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }

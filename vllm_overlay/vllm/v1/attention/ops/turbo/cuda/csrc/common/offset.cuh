@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the scores of cached keys lack where an offset m was taken off them:
-// q.m, of q as the model has it and in fp32, as scores may be in the thousands.
+// The part of scores that cached keys lack where an offset m was taken off
+// them: q.m. It is computed from q as the model has it, in fp32, because scores
+// may be in the thousands.
 //
-// Of neighbouring tokens m is the same. Attention compares scores that lack the
-// same, and keeps its references relative to them: only where m changes do they
-// become others, and in the end those of whole scores.
+// Neighbouring tokens have the same m. Attention compares scores that lack the
+// same q.m, and keeps its references relative to such scores. The references
+// change where m changes. In the end they are made relative to whole scores.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -16,17 +17,18 @@ namespace turbo {
 
 constexpr int kOffsetTiles = OFFSET_SEGMENT / TILE_TOKENS;
 
-// Which of the offsets a tile has.
+// The index of a tile's offset.
 __device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
                                               int tile) {
   return min(tile / kOffsetTiles, p.num_offsets - 1);
 }
 
-// What the scores of a column lack; each of its four neighbouring lanes gets
-// the same. All lanes of a warp call it, but rarely: inlined it would take
-// registers from the loops over tiles.
+// The part of a column's scores that cached keys lack. The four neighbouring
+// lanes of a column all get it. All lanes of a warp call this function, but
+// rarely: inlined it would take registers from the loops over tiles.
 //
-// row: of the sequence's queries, the column's; -1 for a column without one.
+// row: the column's index among the sequence's queries; -1 for a column without
+//   a query.
 __device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
                                            int kv_head, int offset, int row,
                                            int lane) {

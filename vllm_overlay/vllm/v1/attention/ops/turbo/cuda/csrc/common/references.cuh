@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the exponents of columns' scores are taken relative to.
+// References of columns: exponents of scores are relative to them.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace turbo {
 
-// References of a pair of columns, raised to the largest scores of four warps.
+// The references of a pair of columns, raised to the largest scores of four
+// warps.
 //
 // shared: has the largest of each warp in across[set].
-// scaling: the factors of the pair's scores, and the references.
+// scaling: the factors of the pair's scores, then the references.
 template <typename Shared>
 __device__ __forceinline__ float2 raised(const Shared& shared, int set,
                                          int pair, const float4& scaling) {

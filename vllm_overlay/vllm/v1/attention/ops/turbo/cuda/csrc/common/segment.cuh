@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Segments of sequences, which attention attends to one at a time: their tiles
-// are copied to shared memory. Of a sequence without tokens there are none.
+// Segments of sequences, which attention handles one at a time. Their tiles are
+// copied to shared memory. A sequence without tokens has no segment.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -11,16 +11,16 @@
 
 namespace turbo {
 
-// Neighbouring tiles of a sequence and KV head, and queries of that.
+// Neighbouring tiles of a sequence and KV head, and the queries for them.
 struct Segment {
   int seq;
   int kv_head;
-  int first_column;           // of the KV head's queries
-  const uint8_t* cache;       // of the KV head
-  int first_tile, last_tile;  // of the sequence
-  int first_seen_tile;        // those before it are not read
-  int num_tokens;             // of the sequence
-  int split;                  // where the partial result goes
+  int first_column;           // among the KV head's queries
+  const uint8_t* cache;       // pages of the KV head
+  int first_tile, last_tile;  // in the sequence
+  int first_seen_tile;        // tiles before it are not read
+  int num_tokens;             // in the sequence
+  int split;                  // the partial result's place
   bool ends;                  // whether it has the sequence's last tile
 };
 
@@ -40,9 +40,9 @@ __device__ __forceinline__ void skip_empty(const AttentionParams& p, int warp,
   }
 }
 
-// Zero the scales of V, of the warp's share, of a token that the sequence does
-// not have, or that is not read: there are any bytes, and a weight of zero does
-// not make a product with infinity or NaN zero.
+// Zero the warp's share of a token's scales of V. The sequence does not have
+// the token, or it is not read, so its bytes are arbitrary. A weight of zero
+// does not make a product with infinity or NaN zero.
 __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
   uint8_t* row = tiles + token / TILE_TOKENS * TILE_BYTES +
                  VALUE_SCALES_OFFSET + token % TILE_TOKENS * SCALE_BYTES +
@@ -53,14 +53,14 @@ __device__ __forceinline__ void clear_value_scales(uint8_t* tiles, int token) {
 }
 
 // The copies of a warp's tiles, two at a time, from pages to shared memory.
-// Half of the lanes copy a tile, or what a share is of it; lane i has the
-// address of tile i % 2 of step i / 2.
+// Half of the lanes copy a tile. If warps share tiles, these lanes copy their
+// warp's chunks of it. Lane i has the address of tile i % 2 of step i / 2.
 struct TileCopies {
   static constexpr int kHalf = 16, kChunk = 16;
   static constexpr int kStep = kTileWarps * kHalf * kChunk;
-  static constexpr int kSteps = 16;  // that lanes have the addresses of
-  // Instructions reach 2048 bytes either way of an address, which is so far
-  // from a tile's first byte.
+  static constexpr int kSteps = 16;  // steps that lanes have the addresses of
+  // An instruction's immediate offset reaches 2048 bytes either way, so
+  // addresses lie kReach bytes past a tile's first byte.
   static constexpr int kReach = 2048;
   const AttentionParams& p;
   const Segment& segment;
@@ -83,7 +83,7 @@ struct TileCopies {
     count = (segment.last_tile - first + stride - 1) / stride;
   }
 
-  // The first byte of a tile that the lane copies.
+  // The byte of a tile at which the lane's copies begin.
   __device__ __forceinline__ int own_byte() const {
     return (share_of_warp() * kHalf + lane % kHalf) * kChunk;
   }
@@ -91,8 +91,8 @@ struct TileCopies {
   __device__ __forceinline__ void load_addresses(int step) {
     const int tile = first + (step + lane / 2) * stride + lane % 2;
     address = nullptr;
-    // Segments begin at the first tile that is seen but where tiles are to have
-    // one offset of K.
+    // Segments begin at the first seen tile. With KEY_OFFSET they may begin
+    // earlier, so that the tiles of a step share one offset of K.
     const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
     if (is_seen && tile < segment.last_tile) {
       const int block = tile / p.tiles_per_block;
@@ -101,8 +101,8 @@ struct TileCopies {
     }
   }
 
-  // Copy the tiles of a step, the place-th from that with loaded addresses;
-  // none if the step is past the last.
+  // Copy the tiles of a step, by its place among the steps with loaded
+  // addresses. A step past the last has none.
   __device__ __forceinline__ void copy(int place, uint32_t stage_offset) {
     const auto bits = reinterpret_cast<unsigned long long>(address);
     const auto source = reinterpret_cast<const uint8_t*>(
@@ -111,7 +111,7 @@ struct TileCopies {
     commit_copies();
   }
 
-  // Copy what the lane has of a tile, from byte i on.
+  // Copy the lane's chunks of a tile, from byte i on.
   template <int i>
   __device__ __forceinline__ void copy_rest(const uint8_t* source, bool exists,
                                             uint32_t target) const {
@@ -126,7 +126,8 @@ struct TileCopies {
     }
   }
 
-  // The same of steps one after the other, whose addresses are loaded here.
+  // Copy the tiles of a step. Steps come in order, and addresses are loaded
+  // here.
   __device__ __forceinline__ void issue(int step, uint32_t stage_offset) {
     if (step < count) {
       if (step % kSteps == 0) load_addresses(step);

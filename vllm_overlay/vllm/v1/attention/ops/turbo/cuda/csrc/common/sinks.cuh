@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Sinks: of each query head a logit without a value.
+// Attention sinks: a logit without a value per query head.
 #pragma once
 
 #include "common/numbers.cuh"
@@ -9,14 +9,14 @@
 
 namespace turbo {
 
-// What numbers are.
+// Floating-point dtypes of a tensor.
 enum class Floats { kBFloat16, kHalf, kFloat };
 
 struct Sinks {
   const void* logits;  // [Hq], or null: none
   Floats type;
 
-  // That of a query head as a score in base 2.
+  // The logit of a query head, as a score in base 2.
   __device__ __forceinline__ float load(int head) const {
     float logit;
     if (type == Floats::kFloat) {

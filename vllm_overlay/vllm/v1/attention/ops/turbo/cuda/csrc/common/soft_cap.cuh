@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What kernels are given of the soft cap of attention logits: a score s becomes
+// The parameters of the soft cap of attention logits: a score s becomes
 // cap * tanh(s / cap). common/cap_scores.cuh has the function.
 #pragma once
 

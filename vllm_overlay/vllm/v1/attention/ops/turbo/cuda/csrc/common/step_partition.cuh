@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// How a batch's steps of some tokens are divided among blocks.
+// The division of a batch's work among blocks, in steps of some tokens.
 #pragma once
 
 #include "common/warp.cuh"
 
 namespace turbo {
 
-// What it takes to begin and to end a segment, in steps.
+// The cost of beginning and ending a segment, in steps.
 constexpr int kSegmentSteps = 4;
 
-// The steps of all sequences and passes over them, in that order, are cut into
-// ranges of one size, one a block at a time. With one split, a result does not
-// depend on what else is in the batch.
+// The steps of all sequences, and of each pass over a sequence, are cut in that
+// order into ranges of one size. A block takes a range at a time. With one
+// split, a result does not depend on the rest of the batch.
 //
 // kAtOnce: sequences whose lengths a lane loads before it needs one.
 // aligned: whether ranges begin where passes do.
@@ -23,13 +23,13 @@ struct StepPartition {
   int num_ranges;
   bool aligned;
 
-  // The steps that a pass counts as.
+  // The steps that a pass takes up in the ranges.
   __device__ __forceinline__ int counted(int steps) const {
     return aligned ? (steps + range - 1) / range * range : steps;
   }
 
-  // By all lanes of a warp. Params have num_seqs and num_splits, and steps_of
-  // has the steps of a sequence.
+  // All lanes of a warp call it. Params has num_seqs and num_splits, and
+  // steps_of returns the steps of a sequence.
   template <typename Params>
   __device__ __forceinline__ StepPartition(const Params& p, int num_passes,
                                            int num_blocks, int lane) {

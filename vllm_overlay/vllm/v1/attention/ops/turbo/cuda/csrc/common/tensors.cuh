@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the entry points ask of their tensors, on the host, at every call: the
-// kernels trust it. Messages name the tensor.
+// Checks of the entry points' tensors, on the host, at every call. The kernels
+// rely on them. Messages name the tensor.
 //
-// DLPack may give any stride to an axis of one element: such are not looked at.
+// DLPack may give any stride to an axis of one element, so such strides are not
+// checked.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -25,11 +26,11 @@ namespace turbo {
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-// Bytes of a page that are loaded at once, and elements of a vector.
+// Bytes of a page that are loaded at once, and elements of a vector likewise.
 constexpr int64_t kPageAlignment = 16;
 constexpr int64_t kVectorElements = 4;
 
-// A number that a kernel has in 32 bits.
+// The value as an int, after a check that it is not negative and fits.
 inline int to_int(const char* name, int64_t value) {
   TVM_FFI_CHECK(0 <= value && value <= INT32_MAX, ValueError)
       << name << ": " << value << " is not between 0 and 2**31 - 1";
@@ -39,15 +40,17 @@ inline int to_int(const char* name, int64_t value) {
 // More tokens than a sequence has, with room for sums of two such numbers.
 constexpr int kAllTokens = 1 << 30;
 
-// Tokens that a query token sees, at most; of 0: all before it.
+// The most tokens that a query token sees; a value of 0 stands for all before
+// it.
 inline int sliding_window_of(int64_t value) {
   const int window = to_int("sliding_window", value);
   return window == 0 || window > kAllTokens ? kAllTokens : window;
 }
 
-// As scores are in base 2.
+// The soft cap of scores in base 2.
 //
-// is_built: whether kernels have a cap, or 0 stands for none.
+// cap: in base 2; 0 for kernels without one.
+// is_built: whether the kernels were compiled with a cap.
 inline SoftCap soft_cap_of(double cap, bool is_built) {
   TVM_FFI_CHECK(is_built ? cap > 0.0 : cap == 0.0, ValueError)
       << "soft_cap: " << cap << ", of kernels "
@@ -119,8 +122,8 @@ inline void check_stride(const char* name, const TensorView& x, int axis,
       << ", is no multiple of " << divisor;
 }
 
-// [T, heads, D]: vectors of 16 or 32 bits, four elements of which are loaded or
-// stored at once.
+// Check vectors [T, heads, D] of 16 or 32 bits per element. Four elements are
+// loaded or stored at once.
 inline void check_vectors(const char* name, const TensorView& x,
                           int64_t head_size) {
   check_axes(name, x, 3);
@@ -135,7 +138,7 @@ inline Strides strides_of(const TensorView& x) {
   return {x.stride(0), x.stride(1)};
 }
 
-// [>= T, heads, D] in the model's dtype, of 16 bits.
+// Check vectors [>= T, heads, D] in the model's dtype, which has 16 bits.
 inline const uint16_t* vectors_of(const char* name, const TensorView& x,
                                   bool is_bf16, int64_t num_tokens,
                                   int64_t num_heads, int64_t head_size) {
@@ -147,7 +150,7 @@ inline const uint16_t* vectors_of(const char* name, const TensorView& x,
   return static_cast<const uint16_t*>(x.data_ptr());
 }
 
-// [num_blocks, H, N, C] of bytes: whole tiles, each aligned.
+// Check pages [num_blocks, H, N, C] of bytes: whole tiles, each aligned.
 inline void check_pages(const char* name, const TensorView& x,
                         int64_t tile_tokens, int64_t tile_bytes) {
   check_shape(name, x, kBytes,
@@ -165,7 +168,7 @@ inline void check_pages(const char* name, const TensorView& x,
   to_int(name, x.size(0) * x.size(2));  // slots
 }
 
-// All are on one GPU.
+// Check that all tensors are on one GPU.
 template <typename... Tensors>
 void check_device(DLDevice device, const Tensors&... tensors) {
   TVM_FFI_CHECK(device.device_type == kDLCUDA, ValueError)
@@ -176,7 +179,7 @@ void check_device(DLDevice device, const Tensors&... tensors) {
       << "tensors are not all on GPU " << device.device_id;
 }
 
-// int32, one a sequence, and so many more.
+// Check int32 numbers, at least so many.
 inline const int* ints_of(const char* name, const TensorView& x,
                           int64_t least) {
   check_dtype(name, x, kInt32);
@@ -187,7 +190,7 @@ inline const int* ints_of(const char* name, const TensorView& x,
   return static_cast<const int*>(x.data_ptr());
 }
 
-// [>= B, max_blocks] int32.
+// Check a table [>= B, max_blocks] of int32.
 inline const int* block_table_of(const TensorView& x, int64_t num_seqs) {
   check_shape("block_table", x, kInt32, {kAnySize, kAnySize});
   check_last_axis("block_table", x);
@@ -196,7 +199,7 @@ inline const int* block_table_of(const TensorView& x, int64_t num_seqs) {
   return static_cast<const int*>(x.data_ptr());
 }
 
-// [T] int64.
+// Check slots [T] of int64.
 inline const int64_t* slots_of(const TensorView& x) {
   check_shape("slot_mapping", x, kInt64, {kAnySize});
   check_last_axis("slot_mapping", x);
@@ -210,9 +213,10 @@ inline const int* starts_of(const Optional<TensorView>& query_start_loc,
   return ints_of("query_start_loc", query_start_loc.value(), num_seqs + 1);
 }
 
-// [G, H, D] fp32, for a module that was compiled for it, and for no other.
+// Check offsets [G, H, D] of fp32. A module has them if it was compiled for
+// them, and only then.
 //
-// num_offsets: G.
+// num_offsets: G, written.
 inline const float* key_offset_of(const Optional<TensorView>& key_offset,
                                   int64_t num_kv_heads, int64_t head_size,
                                   bool is_wanted, DLDevice device,
@@ -252,7 +256,7 @@ inline Sinks sinks_of(const Optional<TensorView>& sinks, int64_t num_heads,
   return {x.data_ptr(), type};
 }
 
-// Splits of each query that there is room for.
+// The splits per query that the partial results have room for.
 inline int check_partials(const TensorView& partial,
                           const TensorView& partial_lse, int64_t num_heads,
                           int64_t head_size, int64_t num_seqs,

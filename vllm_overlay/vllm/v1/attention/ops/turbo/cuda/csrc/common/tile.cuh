@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What lanes of a warp have of a tile of 16 tokens, in both attention kernels.
+// The fragments that lanes of a warp have of a tile of 16 tokens, in the
+// attention kernels.
 //
-// Tokens are the rows of the tensor core's result and queries its eight
-// columns: S^T = K q^T and O^T = V^T P^T. Where a coordinate sits in a fragment
-// is free, so a lane's codes of a token are whole words. Softmax is in base 2.
+// Tokens are the rows of the tensor core's result, and queries its eight
+// columns: S^T = K q^T and O^T = V^T P^T. A coordinate may be anywhere in a
+// fragment. The places are chosen so that a lane's codes of a token are whole
+// words. Softmax is in base 2.
 #pragma once
 
 #include "common/mma.cuh"
@@ -16,16 +18,16 @@
 namespace turbo {
 
 constexpr int kColumns = 8;
-// Of a token, in a share of a tile.
+// Units, groups and bytes of scales of a token in a share of a tile.
 constexpr int kShareUnits = NUM_UNITS / kTileWarps;
 constexpr int kShareGroups = NUM_GROUPS / kTileWarps;
 constexpr int kShareScaleBytes = SCALE_BYTES / kTileWarps;
-// Scores above the running reference by more than this raise it.
+// A score above the running reference by more than this raises it.
 constexpr float kMaxExponent = 8.0f;
-// Units of a token that a lane has of K.
+// Units of K that a lane has of a token.
 constexpr int kLaneUnits = kShareUnits / 4;
-// A lane's scale groups of V: it has one of 8 (or, if there are but 4, half of
-// one).
+// Scale groups of V that a lane has: one of each 8. If there are only 4 groups,
+// a lane has half of one.
 constexpr int kPieces = kShareUnits <= 16 ? 1 : kShareUnits / 16;
 constexpr int kPieceWords = HEAD_SIZE < 128 ? 2 : 4;
 constexpr int kPieceCodes =
@@ -33,12 +35,12 @@ constexpr int kPieceCodes =
 constexpr int kNumOutputs = HEAD_SIZE / 16 / kTileWarps;
 static_assert(kNumOutputs == kPieces * kPieceCodes);
 
-// Which of a tile's shares this warp has.
+// The share of a tile that this warp has.
 __device__ __forceinline__ int share_of_warp() {
   return threadIdx.x / 32 % kTileWarps;
 }
 
-// Over the eight lanes that have the same columns; each gets the same.
+// The maximum over the eight lanes with the same columns; each gets it.
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
   for (int mask = 4; mask <= 16; mask *= 2) {
@@ -64,19 +66,19 @@ __device__ __forceinline__ int output_coordinate(int i, int r, int lane) {
   return code * NUM_UNITS + g + 8 * piece + NUM_GROUPS * r;
 }
 
-// Which half of a share's scale groups a lane has of K, counted from the tile's
-// first: lanes 0 and 1 of four have the first.
+// The half share of scale groups of K that a lane has, counted from the tile's
+// first. Lanes 0 and 1 of four have the first half of their share.
 __device__ __forceinline__ int key_half(int lane) {
   return 2 * share_of_warp() + lane % 4 / 2;
 }
 
-// Which of a token's runs of units a lane has of K, of four a share.
+// The run of units of K that a lane has of a token. A share has four runs.
 __device__ __forceinline__ int key_place(int lane) {
   return (lane & 1) * (2 * kTileWarps) + key_half(lane);
 }
 
-// Load the 4-bit codes of a lane's units of K of token n of a tile. Three-bit
-// codes are made four by the trellis: see TurboFormat.
+// Load the 4-bit codes of a lane's units of K, for token n of a tile. Codes of
+// three bits become codes of four by the trellis: see TurboFormat.
 __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
                                                const uint8_t* tile, int n,
                                                int lane) {
@@ -92,8 +94,9 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
                           half * (2 * kLaneUnits));
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
-      // Bits 4k + 2a + p of code k and group a, which go to 4k + 2a + 1; and
-      // the ones before, which go to 4k + 2a.
+      // Bit 4k + 2a + p of paths is the path bit of code k of group a. Xored
+      // with the path bit two codes before, it goes to bit 4k + 2a + 1. The
+      // path bit of the code before goes to bit 4k + 2a.
       const uint32_t path = paths[i / 2];
       const uint32_t changes = path ^ path << 4;
       const uint32_t low =
@@ -104,7 +107,7 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[kLaneUnits],
   }
 }
 
-// Load a share's scale words of a token, and of the next.
+// Load a share's scale words, for a token and the next.
 __device__ __forceinline__ void load_scale_words(uint32_t (&words)[2 * kPieces],
                                                  const uint8_t* row) {
   if constexpr (kTileWarps == 1) {
@@ -120,13 +123,13 @@ __device__ __forceinline__ void load_scale_words(uint32_t (&words)[2 * kPieces],
   }
 }
 
-// Scales of V of tokens 8 * h + 2 * t and the next, of this lane's group.
+// The scales of V of tokens 8 * h + 2 * t and the next, in this lane's group.
 __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
                                                  int piece, int lane) {
   const int g = lane / 4 % NUM_GROUPS, t = lane % 4;
   const uint8_t* row =
       tile + VALUE_SCALES_OFFSET + (8 * h + 2 * t) * SCALE_BYTES;
-  // Where the end of a delta goes, which is that of a half's exponent.
+  // The bit of an fp16 scale that a delta's lowest bit is shifted to.
   constexpr int kPlace = SCALE_SHIFT + SCALE_DELTA_STEP - 1;
   constexpr uint32_t kMask = (0x00010001u << SCALE_DELTA_BITS) - 0x00010001u;
   if constexpr (HEAD_SIZE < 128) {
@@ -140,7 +143,7 @@ __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
     uint32_t words[2 * kPieces];
     load_scale_words(words, row);
     const uint32_t first = words[piece], second = words[kPieces + piece];
-    // Of both words the byte that the delta begins in, and the next.
+    // From both words, the byte in which the delta begins, and the next.
     const int bit = 8 + SCALE_DELTA_BITS * g, byte = bit / 8;
     const uint32_t bytes = (byte + 1) << 4 | byte;
     const uint32_t deltas =
@@ -151,15 +154,16 @@ __device__ __forceinline__ uint32_t value_scales(const uint8_t* tile, int h,
   }
 }
 
-// Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, of this
-// lane's group, as low_positions and high_positions take them: words
+// Load the 4-bit codes of V of tokens 8 * h + 2 * t and the next, in this
+// lane's group, for low_positions and high_positions. The words are
 // [unit][parity of the code].
 __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
                                                  const uint8_t* tile, int h,
                                                  int piece, int lane) {
   const int g = lane / 4, t = lane % 4;
   const int group = g % NUM_GROUPS + 8 * (piece + kPieces * share_of_warp());
-  const int lane_unit = g / NUM_GROUPS;  // if a lane has but one of a group
+  const int lane_unit =
+      g / NUM_GROUPS;  // if a lane has only one unit of a group
   const uint8_t* codes = tile + VALUE_CODES_OFFSET;
   if constexpr (VALUE_BITS == 4) {
     load_words(words,
@@ -171,8 +175,9 @@ __device__ __forceinline__ void load_value_words(uint32_t (&words)[kPieceWords],
                codes + PATHS_OFFSET + HEAD_SIZE * h + 16 * group + 4 * t);
     const uint32_t path = paths[0];
     const uint32_t changes = path ^ path << 2 & 0xFFFCFFFCu;
-    // Bit 4k + 2c + p of a half is of code 2k + c of unit p, and the one
-    // before.
+    // Bit 4k + 2c + p of a half is the path bit of code 2k + c of unit p. A
+    // code takes that bit, xored with the one two codes before, and the path
+    // bit of the code before.
     const uint32_t low[2] = {select(0x55555555u, changes, path & 0x7FFF7FFFu),
                              select(0xAAAAAAAAu, changes, path)};
 #pragma unroll

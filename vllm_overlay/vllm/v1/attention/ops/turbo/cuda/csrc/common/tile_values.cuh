@@ -11,9 +11,9 @@ namespace turbo {
 
 // Decode V of a warp's share of a tile.
 //
-// store: is given the index of a fragment and, of tokens' half h and
-// coordinates' half r, a lane's pair 2 * h + r: coordinate lane / 4 of two
-// tokens.
+// store: is called with a fragment's index and a lane's four pairs. Pair
+//   2 * h + r is coordinate lane / 4 of two tokens, from half h of the tokens
+//   and half r of the coordinates.
 template <typename Store>
 __device__ __forceinline__ void decode_tile_values(const uint8_t* tile,
                                                    int lane,

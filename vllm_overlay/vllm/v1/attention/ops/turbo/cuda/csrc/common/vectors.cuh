@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Vectors as models have them.
+// Loads of vectors in the model's dtype.
 #pragma once
 
 #include <cuda_bf16.h>

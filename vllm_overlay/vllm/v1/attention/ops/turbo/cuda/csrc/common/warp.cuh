@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Shared memory, copies to it, and the kernels before and after this one.
-// Lanes of a warp.
+// Helpers for warps: shared memory, copies to it, registers, lanes, and the
+// kernels before and after this one.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copy 16 bytes, not through L1.
+// Copy 16 bytes, bypassing L1.
 __device__ __forceinline__ void copy_async(uint32_t target,
                                            const uint8_t* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
@@ -21,8 +21,8 @@ __device__ __forceinline__ void copy_async(uint32_t target,
                : "memory");
 }
 
-// The same where a condition holds, without a branch, of bytes so far from the
-// addresses: instructions have such distances in them.
+// Copy 16 bytes if a condition holds, without a branch. kTarget and kSource are
+// immediate offsets from the addresses, in bytes.
 template <int kTarget, int kSource>
 __device__ __forceinline__ void copy_async_if(bool condition, uint32_t target,
                                               const uint8_t* source) {
@@ -46,23 +46,23 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Let the next kernel of the stream, if it was launched so, begin while this
-// one runs.
+// Let the next kernel of the stream begin while this one runs, if it was
+// launched to do so.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Wait until the kernel before this one has ended, and its writes are seen.
+// Wait until the previous kernel has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Have more registers a lane, or fewer: a multiple of eight. All warps of a
-// warpgroup call it (sm_90a).
+// Raise or lower the registers per lane to a multiple of eight. All warps of a
+// warpgroup call these functions (sm_90a).
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -72,19 +72,19 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// A number that all lanes have, which the compiler then knows, too.
+// A number that is the same in all lanes, made known as such to the compiler.
 __device__ __forceinline__ int uniform(int x) {
   return __reduce_max_sync(~0u, x);
 }
 
-// A number that the compiler does not compute from outside of a loop: registers
-// that are full keep no addresses for the next turn.
+// Keep the compiler from computing a number outside of a loop. It would hold
+// addresses for the next iteration in registers, and none are free.
 __device__ __forceinline__ int of_turn(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Over the lanes up to this one.
+// The sum over the lanes up to this one.
 __device__ __forceinline__ int inclusive_sum(int x, int lane) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Matrix products of a warpgroup (sm_90a): D of 64 rows and kColumns columns,
-// 16 deep, of fp16 operands.
+// Matrix products of a warpgroup (sm_90a). D has 64 rows and 8 to 256 columns,
+// the depth is 16, and operands are fp16.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Wait likewise, when x is known, which some operation gave. A wait alone is
-// moved up to where it could be first, so that nothing is done meanwhile, but
-// not ahead of a store that may depend on x. None does: x has not these bits,
-// which are a signalling NaN's.
+// Wait likewise, but only after x has been computed. The compiler moves a plain
+// wait up as far as it can, and nothing would run meanwhile. It does not move a
+// wait ahead of a store that may depend on x. The store is never executed: it
+// would need the bits of a signalling NaN, which x never has.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_after(float x) {
   asm volatile(
@@ -39,16 +39,17 @@ __device__ __forceinline__ void wgmma_wait_after(float x) {
       : "memory");
 }
 
-// Keep reads of accumulators after the wait for them, which the compiler does
-// not see to be what writes them.
+// Keep reads of accumulators after the wait for them. The compiler does not see
+// that the wait is for their writes.
 template <int kSize>
 __device__ __forceinline__ void hold(float (&d)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Store four 8x8 matrices of 16-bit numbers, a row's pairs in four lanes. Lane
-// l has the address of row l % 8, of 16 bytes, of matrix l / 8.
+// Store four 8 x 8 matrices of 16-bit numbers. Four lanes have a row, a pair
+// each. Lane l has the address of row l % 8 of matrix l / 8, which has 16
+// bytes.
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a0,
                                                uint32_t a1, uint32_t a2,
                                                uint32_t a3) {
@@ -59,22 +60,23 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a0,
       : "memory");
 }
 
-// Of an operand in shared memory: the lower half, to which the sixteenth of an
-// offset can be added. Addresses and offsets are multiples of 16.
+// The lower half of the descriptor of an operand in shared memory. A sixteenth
+// of an offset in bytes can be added to it. Addresses and offsets are multiples
+// of 16 bytes.
 __device__ __forceinline__ uint32_t wgmma_operand(uint32_t address,
                                                   uint32_t leading) {
   return (address >> 4 & 0x3FFF) | leading >> 4 << 16;
 }
 
-// An operand of a loop's products, in a uniform register: the compiler is not
-// to compute those of all of a loop's products before it, which would take more
-// registers than there are.
+// An operand of a loop's products, in a uniform register. The compiler would
+// otherwise compute the operands of all products ahead of the loop, which takes
+// more registers than there are.
 __device__ __forceinline__ uint32_t of_loop(uint32_t operand) {
   asm volatile("" : "+r"(operand));
   return uint32_t(uniform(int(operand)));
 }
 
-// The upper half. kSwizzle: 0 for none, 1 for 128 bytes.
+// The upper half of a descriptor. kSwizzle: 0 for none, 1 for 128 bytes.
 template <int kSwizzle>
 __host__ __device__ constexpr uint32_t wgmma_layout(uint32_t stride) {
   return stride >> 4 | kSwizzle << 30;
@@ -85,7 +87,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
   return uint64_t(layout) << 32 | operand;
 }
 
-// f(1), f(2) and so on, below a number: inline assembly names its operands one
+// f(1), f(2) and so on, below a number. Inline assembly names its operands one
 // by one.
 #define TURBO_TEN(f, i)                                                   \
   f(i##0) f(i##1) f(i##2) f(i##3) f(i##4) f(i##5) f(i##6) f(i##7) f(i##8) \
@@ -107,10 +109,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
       TURBO_TEN(f, 9) TURBO_TEN(f, 10) TURBO_TEN(f, 11) f(120) f(121) f(122) \
           f(123) f(124) f(125) f(126) f(127)
 
-// The template of a product, and its operands of D, of which a lane has `size`
-// numbers. The product adds to D if operand `adds` is not zero.
+// The template of a product, and D as its operands. A lane has `size` numbers
+// of D. The product adds to D if operand `adds` is not zero.
 //
-// operands: what the template has after D.
+// operands: the template's text after D.
 #define TURBO_NAME(i) ", %" #i
 #define TURBO_NUMBER(i) , "+f"(d[i])
 #define TURBO_PRODUCT(columns, size, adds, operands)                   \
@@ -120,12 +122,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
   "k16.f32.f16.f16 {%0" TURBO_##size(TURBO_NAME) "}, " operands ";\n}" \
       : "+f"(d[0])TURBO_##size(TURBO_NUMBER)
 
-// Products of so many columns; i to o are the numbers of operands after D.
+// Products with so many columns. i to o are the numbers of operands after D.
 //
-// wgmma_registers: D = A B, or D += A B. A is in registers, and B has its depth
-//   contiguous, or with kByColumns its columns.
-// wgmma_deep: the same of A in shared memory, which has its depth contiguous
-//   too, or with kByColumns its rows.
+// wgmma_registers: D = A B, or D += A B. A is in registers. B is contiguous
+//   along its depth, or with kByColumns along its columns.
+// wgmma_deep: the same with A in shared memory. A is contiguous along its
+//   depth, or with kByColumns along its rows.
 #define TURBO_WGMMA(columns, size, i, j, k, l, m, n, o)                     \
   template <int kByColumns = 0>                                             \
   __device__ __forceinline__ void wgmma_registers(                          \
@@ -154,7 +156,7 @@ TURBO_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 TURBO_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 TURBO_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-// D += A B. A is in registers, and B has its columns contiguous.
+// D += A B. A is in registers, and B is contiguous along its columns.
 template <int kSize>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[kSize], uint32_t a0,
                                                  uint32_t a1, uint32_t a2,
@@ -162,7 +164,7 @@ __device__ __forceinline__ void wgmma_by_columns(float (&d)[kSize], uint32_t a0,
   wgmma_registers<1>(d, a0, a1, a2, a3, b, 1);
 }
 
-// D += A B. A has its rows contiguous, and B its columns.
+// D += A B. A is contiguous along its rows, and B along its columns.
 template <int kSize>
 __device__ __forceinline__ void wgmma_shared(float (&d)[kSize], uint64_t a,
                                              uint64_t b) {

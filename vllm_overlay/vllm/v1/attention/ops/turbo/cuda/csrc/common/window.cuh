@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Pages of the recent window, in which the newest tokens of running sequences
-// lie in 8 bits: see formats/window.py.
+// Pages of the recent window. They hold the newest tokens of running sequences
+// in 8 bits: see formats/window.py.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int kWindowGroups = HEAD_SIZE / SCALE_GROUP;
 
 struct WindowPages {
   uint8_t* pages;     // [num_blocks, H, N, C]
-  const int* blocks;  // [B], of the sequences; 0 for none
+  const int* blocks;  // [B], a block per sequence; 0 for none
   int64_t stride_block;
   int64_t stride_head;
   int num_rows;  // R, up to WINDOW_MAX_ROWS

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What entry points ask of the recent window's tensors, on the host.
+// Checks of the recent window's tensors in entry points, on the host.
 #pragma once
 
 #include "common/tensors.cuh"
@@ -9,7 +9,8 @@
 
 namespace turbo {
 
-// That a plane of the pages begins where 16 bytes are loaded, and ends in them.
+// Check that a plane of the pages begins at a multiple of 16 bytes, which are
+// loaded at once, and ends inside a page.
 //
 // width: bytes of a row.
 inline int plane_of(const char* name, const TensorView& pages, int64_t start,
