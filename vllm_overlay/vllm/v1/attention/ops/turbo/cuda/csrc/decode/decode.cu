@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The decode kernel's entry point. A module has one instance: decode.py defines
-// DECODE_QUERIES, DECODE_WARPS and DECODE_SCALES_BY_WARP, and has
-// turbo_constants.h of the layout included.
+// DECODE_QUERIES, DECODE_WARPS and DECODE_SCALES_BY_WARP, and includes
+// turbo_constants.h of the layout.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"

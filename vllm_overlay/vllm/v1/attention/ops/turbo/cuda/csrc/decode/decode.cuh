@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Decode attention over pages of the turbo format: which warps attend to what.
+// Decode attention over pages of the turbo format: the warps of each segment.
 #pragma once
 
 #include "decode/partition.cuh"
@@ -9,7 +9,7 @@
 
 namespace turbo {
 
-// Attend to a range: to segments of any few sequences.
+// Attend to a range, which has segments of one or more sequences.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void attend_range(
     DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
@@ -52,8 +52,9 @@ __device__ __forceinline__ void attend_range(
         const int pass_first = known_end - seq_tiles;
         segment.first_tile = pass_first + max(first - start, 0);
         segment.last_tile = min(pass_first + last - start, end);
-        // Past the tokens that are read here: the split with the last of them
-        // marks this one, and skip_empty those of a sequence without any.
+        // The segment is past the tokens that are read here. The split with the
+        // last token marks the partial result of this one. skip_empty marks
+        // those of a sequence without tokens.
         if (segment.first_tile >= segment.last_tile) continue;
         if constexpr (KEY_OFFSET != 0)
           segment.first_seen_tile = SeenTokens(p, seq).first_tile();
@@ -76,17 +77,17 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const int head_passes = (p.num_columns() + kQueries - 1) / kQueries;
   const int num_passes = p.num_kv_heads * head_passes;
 
-  // The kernel before this one stores the queries. One that writes lengths also
-  // writes what the next kernel reads at once.
+  // The previous kernel stores the queries. One that writes lengths also writes
+  // data that the next kernel reads without waiting.
   if (!p.lens_are_new) start_next_kernel();
   const Partition cut = partition(p, num_passes, int(gridDim.x) * kWarps, lane);
   wait_for_previous_kernel();
   if (p.lens_are_new) start_next_kernel();
   const Team team(cut.team_size);
   const int num_teams = int(gridDim.x) * kWarps / cut.team_size;
-  // Each scheduler of all multiprocessors has a warp before one has a second:
-  // few ranges are done sooner, and blocks without any make room for the next
-  // kernel.
+  // Each scheduler of all multiprocessors gets a warp before any gets a second.
+  // A few ranges are then done sooner, and blocks without a range make room for
+  // the next kernel.
   const int place = warp / kTeamWarps * int(gridDim.x) + int(blockIdx.x);
   int index = (place * kTeamWarps + warp % kTeamWarps) / cut.team_size;
 #pragma unroll 1

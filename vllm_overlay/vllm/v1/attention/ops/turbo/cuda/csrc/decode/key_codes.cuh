@@ -8,28 +8,29 @@
 
 namespace turbo {
 
-// How a lane has its codes of K, and tables of bytes for them.
+// The form of codes of K in a lane, and tables of bytes for them.
 //
-// prmt takes a nibble below 8 as an index; of a nibble from 8 it gives the sign
-// of the byte. One table is for codes below 8, the other, looked up by their
-// complements, for the rest: the sum of both bytes is KEY_LEVEL_UNIT times the
-// level, for each makes up for the other's sign byte. The tensor core adds
-// their products, so nothing has to join the two.
+// prmt takes a nibble below 8 as an index. For a nibble of 8 or more it gives
+// the sign of the byte. One table is for codes below 8. The other is for the
+// rest, and is indexed by their complements. The sum of both bytes is
+// KEY_LEVEL_UNIT times the level, because each table makes up for the other's
+// sign bytes. The tensor core adds the products of both bytes, so no
+// instruction joins them.
 //
-// Of four bits a code is a level's index. So it is of three bits where p = 1:
-// the branch, and below it the two bits that the path makes. Where p = 0 the
-// branch is left in the lower bits: above it is what changes the level by two,
-// and then what does by one.
+// A code of four bits is the index of a level. So is a code of three bits in
+// units p = 1: the branch, and below it two bits from the path. In units p = 0
+// the branch stays in the lower bits. The bit above it changes the level by
+// two, and the highest bit by one.
 struct KeyCodes {
   uint32_t first_low = KEY_NEGATIVE_LOW, first_high = KEY_NEGATIVE_HIGH;
   uint32_t second_low = KEY_POSITIVE_LOW, second_high = KEY_POSITIVE_HIGH;
-  bool is_odd;  // p
+  bool is_odd;  // p of the lane's units
 
   __device__ __forceinline__ explicit KeyCodes(int lane)
       : is_odd(lane % 2 != 0) {
     if (KEY_BITS == 4) {
-      // Of each table half is in the instructions. The compiler, if it knew the
-      // other, would load it anew for each look-up.
+      // Half of each table is in the instructions. If the compiler knew the
+      // other half, it would load that again for each look-up.
       first_low = __shfl_sync(~0u, first_low, 0);
       second_low = __shfl_sync(~0u, second_low, 0);
     } else if (!is_odd) {
@@ -38,7 +39,7 @@ struct KeyCodes {
     }
   }
 
-  // Load those of token n of a tile.
+  // Load the codes of token n of a tile.
   __device__ __forceinline__ void load(uint32_t (&words)[kLaneUnits],
                                        const uint8_t* tile, int n,
                                        int lane) const {
@@ -53,9 +54,10 @@ struct KeyCodes {
                           half * (2 * kLaneUnits));
 #pragma unroll
     for (int i = 0; i < kLaneUnits; ++i) {
-      // Bits 4k + 2a + p of code k and group a. With p = 1 the bit before is
-      // below it; with p = 0 it comes to lie above it. Products instead of
-      // shifts, as integers and logic have half of the instructions.
+      // Bit 4k + 2a + p is the path bit of code k of group a. With p = 1 the
+      // bit of the code before is below it. With p = 0 that bit comes to lie
+      // above it. Products replace shifts, because integer and logic
+      // instructions are already half of all.
       const uint32_t path = paths[i / 2];
       const uint32_t here = path * (is_odd ? 1 : 16);
       const uint32_t there = path * (is_odd ? 16 : 1);
@@ -68,7 +70,8 @@ struct KeyCodes {
     }
   }
 
-  // Bytes of four codes by the first table, and of complements by the second.
+  // Bytes of four codes from the first table, and of complements from the
+  // second.
   __device__ __forceinline__ uint32_t first(uint32_t codes) const {
     return permute(first_low, first_high, codes);
   }

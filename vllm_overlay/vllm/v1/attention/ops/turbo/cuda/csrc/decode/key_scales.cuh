@@ -10,16 +10,17 @@
 
 namespace turbo {
 
-// Whether the lanes of a warp decode scales for each other, rather than each
-// what it needs, as three others do.
+// Whether the lanes of a warp decode scales for each other. Otherwise each lane
+// decodes all that it needs, and three others decode the same.
 constexpr bool kScalesByWarp = DECODE_SCALES_BY_WARP != 0;
 
-// A scale code in a float's exponent and first bits is 2^-112 times the scale.
+// A scale code in a float's exponent and upper mantissa is 2^-112 times the
+// scale.
 constexpr int kScaleShift = 20;
 constexpr float kScaleUnit = 0x1p112f;
 
-// Decode a token's scales, times 2^-112, of the share's groups from first on:
-// that of a word, or of its second half.
+// Decode a token's scales, times 2^-112, for the share's groups from `first`
+// on. A word, or its second half, begins with group `first`.
 template <int kGroups>
 __device__ __forceinline__ void decode_scales(float (&scales)[kGroups],
                                               const uint8_t* tiles, int token,
@@ -36,7 +37,7 @@ __device__ __forceinline__ void decode_scales(float (&scales)[kGroups],
   for (int i = 0; i < kGroups; ++i) {
     const uint32_t word = words[i / SCALE_WORD_GROUPS];
     const uint32_t base = (word & 0xFF) << kScaleShift;
-    // Deltas of a word's second half are brought to where the first's are.
+    // Deltas of a word's second half are moved to the places of the first's.
     const int half = (first + i) % SCALE_WORD_GROUPS / kHalf;
     const uint32_t deltas = word >> (half * kHalf * SCALE_DELTA_BITS);
     const int place = 8 + SCALE_DELTA_BITS * (i % kHalf);
@@ -47,9 +48,9 @@ __device__ __forceinline__ void decode_scales(float (&scales)[kGroups],
   }
 }
 
-// What scores begin with, as their products do with kMagic. Every other one is
-// taken off (see key_scores), so that what is added up stays small, and is
-// rounded as such.
+// The initial value of scores, because their products begin with kMagic. Every
+// other product is subtracted (see key_scores). Sums then stay small, and are
+// rounded as small numbers are.
 template <int kFirst, int kLast, int kGroups>
 __device__ __forceinline__ float start_of(const float (&scales)[kGroups]) {
   static_assert(kFirst % 2 == 0 && kLast % 2 == 0);
@@ -61,13 +62,13 @@ __device__ __forceinline__ float start_of(const float (&scales)[kGroups]) {
 
 // The scales of a warp's two tiles, times 2^-112, in shared memory.
 //
-// kByHalf: whether a lane needs those of one half of the groups.
+// kByHalf: whether a lane needs the scales of only one half of the groups.
 template <bool kByHalf>
 struct WarpKeyScales {
   float scales[2 * TILE_TOKENS][kShareGroups];
-  float starts[2 * TILE_TOKENS][2];  // of each half, or the first of all
+  float starts[2 * TILE_TOKENS][2];  // of each half, or [0] of all groups
 
-  // Each lane decodes a token's.
+  // Each lane decodes the scales of a token.
   __device__ __forceinline__ void decode(const uint8_t* tiles, int lane) {
     static_assert(2 * TILE_TOKENS == 32 && kShareGroups == 2 * kLaneUnits);
     alignas(16) float scale[kShareGroups];
@@ -84,8 +85,8 @@ struct WarpKeyScales {
         kByHalf ? start_of<kLaneUnits, kShareGroups>(scale) : 0.0f};
   }
 
-  // Load those of a token's half, or of all groups; return what scores begin
-  // with.
+  // Load the scales of half of a token's groups, or of all. Returns the initial
+  // value of scores.
   template <int kGroups>
   __device__ __forceinline__ float load(float (&x)[kGroups], const uint8_t*,
                                         int token, int half) const {
@@ -96,7 +97,7 @@ struct WarpKeyScales {
   }
 };
 
-// The same, which each lane decodes when it needs them.
+// Scales that each lane decodes when it needs them.
 struct LaneKeyScales {
   __device__ __forceinline__ void decode(const uint8_t*, int) {}
 

@@ -3,10 +3,11 @@
 //
 // Queries and the scores of a tile's keys: S^T = K q^T, tokens by queries.
 //
-// A query is one of a query head and query token. kQueries of a KV head attend
-// at once: 4, 8 or 16. With four (kPaired), columns 4 to 7 of K q^T hold the
-// products of the other half of the scale groups, and those of O^T the tokens 8
-// to 15. With 16 a fragment of keys or values is multiplied by two of queries.
+// A query belongs to a query head and a query token. kQueries of a KV head
+// attend at once: 4, 8 or 16. With four (kPaired), columns 4 to 7 of K q^T hold
+// the products of the other half of the scale groups. Columns 4 to 7 of O^T
+// then hold those of tokens 8 to 15. With 16 a fragment of keys or values is
+// multiplied by two of queries.
 #pragma once
 
 #include "common/tile.cuh"
@@ -18,7 +19,7 @@ namespace turbo {
 
 template <int kQueries>
 constexpr bool kPaired = kQueries < kColumns;
-// The tensor core's results for a tile's tokens.
+// Results of the tensor core for a tile's tokens, each with eight columns.
 template <int kQueries>
 constexpr int kColumnTiles = kPaired<kQueries> ? 1 : kQueries / kColumns;
 template <int kQueries>
@@ -27,11 +28,11 @@ constexpr int kAllColumns = kColumns * kColumnTiles<kQueries>;
 // The queries of eight columns.
 template <int kQueries>
 struct Query {
-  // B fragments: [word of a lane][half][codes 0-3, 4-7], the other half of the
-  // scale groups where the columns are not shared.
+  // B fragments: [word of a lane][half of the scale groups][codes 0-3, 4-7].
+  // With kPaired a column has only one half.
   static constexpr int kGroupHalves = kPaired<kQueries> ? 1 : 2;
   uint32_t codes[kLaneUnits][kGroupHalves][2];
-  float factor[2];  // of the scores, for this lane's two columns
+  float factor[2];  // of scores, for this lane's two columns
 
   // Codes are kept in shared memory, to leave registers to the values.
   static constexpr int kVectors = kGroupHalves * kLaneUnits / 2;
@@ -45,7 +46,7 @@ struct Query {
                        words[4 * i + 3]};
     }
   }
-  // Vector i; of columns that are not shared it has a word's codes.
+  // Load vector i. Without kPaired it has the codes of a word.
   __device__ __forceinline__ void recall(const Kept& kept, int lane, int i) {
     const auto words = &codes[0][0][0];
     const uint4 x = kept[i][lane];
@@ -58,15 +59,16 @@ struct Query {
   }
 };
 
-// Those of all columns of a pass, as they are kept.
+// The kept queries of all columns of a pass.
 template <int kQueries>
 using KeptQueries = typename Query<kQueries>::Kept[kColumnTiles<kQueries>];
 
-// Quantise eight columns' queries to int8, one factor each; of every other unit
-// with the other sign: see key_scores.
+// Quantise the queries of eight columns to int8, with a factor each. Every
+// other unit has the opposite sign: see key_scores.
 //
-// rows: their places in p_queries and p_scales; -1 for a column without one.
-// shared: what warps that share tiles tell each other by.
+// rows: the queries' places in p_queries and p_scales; -1 for a column without
+//   a query.
+// shared: scratch of warps that share tiles.
 template <int kQueries>
 __device__ __forceinline__ void load_query(Query<kQueries>& query,
                                            const __half* p_queries,
@@ -111,7 +113,7 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
     const float to_code = j % 2 == 0 ? inverse : -inverse;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // The last byte of a number near kMagic is its integer part's.
+      // The lowest byte of a number near kMagic is that of its integer part.
       uint32_t bits[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -134,13 +136,13 @@ __device__ __forceinline__ void load_query(Query<kQueries>& query,
 }
 
 // Products of a tile's keys, plus kMagic: [unit of a lane][half of the scale
-// groups, where columns are not shared][eight columns].
+// groups, one with kPaired][eight columns][numbers of a lane].
 template <int kQueries>
 using KeyProducts =
     int[kLaneUnits][Query<kQueries>::kGroupHalves][kColumnTiles<kQueries>][4];
 
-// The token of a tile that a lane has in rows g (n = 0) or g + 8 of products:
-// in columns 4 to 7 of kPaired they change places.
+// The token of a tile that a lane has in row g (n = 0) or g + 8 (n = 1) of
+// products. With kPaired the two change places in columns 4 to 7.
 template <int kQueries>
 __device__ __forceinline__ int token_of_row(int n, int lane) {
   return lane / 4 + 8 * (kPaired<kQueries> ? n ^ lane % 4 / 2 : n);
@@ -153,8 +155,9 @@ __device__ __forceinline__ void multiply_keys(
     const KeptQueries<kQueries>& kept, int lane) {
   constexpr int kGroupHalves = Query<kQueries>::kGroupHalves;
   constexpr int kAcross = kColumnTiles<kQueries>;
-  // Unit by unit where it has several products: those of a table do not wait
-  // for the other's of their unit. Else table by table, as registers have room.
+  // Unit by unit if a unit has several products: those of one table then do not
+  // wait for those of the other. Otherwise table by table, if registers have
+  // room.
   constexpr bool kByUnit = !kPaired<kQueries> || HEAD_SIZE > 128;
   uint32_t words[2][kLaneUnits];
 #pragma unroll
@@ -190,10 +193,11 @@ __device__ __forceinline__ void multiply_keys(
   }
 }
 
-// Scores of a tile, without the queries' factors: of eight columns, score c is
-// of the token of row g and column 2 * t + c, score 2 + c of that of row g + 8.
+// Scores of a tile, without the queries' factors. In each eight columns, score
+// c is that of the token of row g and column 2 * t + c. Score 2 + c is that of
+// the token of row g + 8.
 //
-// tiles, scales: of two tiles, of which this one's tokens begin at first_token.
+// tiles, scales: those of two tiles. This tile's tokens begin at first_token.
 template <int kQueries>
 __device__ __forceinline__ void key_scores(
     float (&scores)[kColumnTiles<kQueries>][4],

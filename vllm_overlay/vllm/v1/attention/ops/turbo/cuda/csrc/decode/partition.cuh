@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// How a decode batch's tiles are divided among its warps.
+// The division of a decode batch's tiles among its warps.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -9,28 +9,29 @@
 
 namespace turbo {
 
-// Warps that may work on a segment together, as those of a tile could.
+// The most warps that work on a segment together.
 constexpr int kTeamWarps = 4;
 static_assert(kTeamWarps % kTileWarps == 0);
 
-// A warp takes two tiles at once, which are to have one offset of K: ranges and
-// passes then begin at even tiles.
+// A warp takes two tiles at once. With KEY_OFFSET the two share an offset of K,
+// so ranges and passes begin at even tiles.
 __device__ __forceinline__ int whole_pairs(int tiles) {
   return KEY_OFFSET != 0 ? (tiles + 1) & ~1 : tiles;
 }
 
-// Of a sequence, in tiles: where the first range may begin.
+// The seen tiles of a sequence, from the first tile of a range on.
 using DecodeTiles = SeenTiles<KEY_OFFSET != 0 ? 2 : 1>;
 
-// A sequence's, by the length that is known early: ranges are cut while the
-// kernel before this one may still run.
+// Seen tiles of a sequence, by its known length. Ranges are cut while the
+// previous kernel may still run.
 __device__ __forceinline__ int known_tiles(const AttentionParams& p, int seq) {
   return DecodeTiles(SeenTokens(p, seq, p.known_lens)).count;
 }
 
-// How the tiles of all sequences and passes, in that order, are cut into ranges
-// of one size, one a team of warps, so that the GPU is evenly busy whatever the
-// lengths. If there are more, a team has several.
+// The tiles of all sequences, and of each pass over a sequence, are cut in that
+// order into ranges of one size. A team of warps takes a range, or several if
+// there are more ranges than teams. The GPU is then evenly busy, whatever the
+// lengths.
 struct Partition {
   int team_size;  // warps
   int range;      // tiles
@@ -39,14 +40,14 @@ struct Partition {
   // were a whole number of ranges.
   bool aligned;
 
-  // The tiles that a pass over `tiles` counts as.
+  // The tiles that a pass over `tiles` takes up in the ranges.
   __device__ __forceinline__ int counted(int tiles) const {
     return aligned ? (tiles + range - 1) / range * range : whole_pairs(tiles);
   }
 };
 
-// Call f with the tiles of each of a lane's sequences. Their lengths are loaded
-// side by side.
+// Call f with the tiles of each of a lane's sequences. Lengths of several
+// sequences are loaded at once.
 template <typename F>
 __device__ __forceinline__ void for_each_length(const AttentionParams& p,
                                                 int lane, F f) {
@@ -62,12 +63,12 @@ __device__ __forceinline__ void for_each_length(const AttentionParams& p,
   }
 }
 
-// A pass is over a sequence's tokens, for as many queries of a KV head as
-// attend at once; num_passes are those over a sequence. Teams are the warps of
-// a tile, or kTeamWarps where a sequence would otherwise have more than
-// num_splits partial results. With one split, a result does not depend on what
-// else is in the batch. Ranges that begin where passes do need no split more;
-// they are taken if they are no longer.
+// A pass is over a sequence's tokens, for the queries of a KV head that attend
+// at once. There are num_passes over a sequence. A team has the warps of a
+// tile. It has kTeamWarps if a sequence would otherwise have more than
+// num_splits partial results. With one split, a result does not depend on the
+// rest of the batch. Ranges that begin where passes do need no additional
+// split. They are used if they are not longer.
 __device__ __noinline__ Partition partition(const AttentionParams& p,
                                             int num_passes, int num_warps,
                                             int lane) {
@@ -78,7 +79,8 @@ __device__ __noinline__ Partition partition(const AttentionParams& p,
     num_filled += tiles > 0;
   });
   total = __reduce_add_sync(~0u, total) * num_passes;
-  // At least one, also where no sequence has tokens: so has each range.
+  // At least one tile, even if no sequence has tokens, so that no range is
+  // empty.
   longest = max(__reduce_max_sync(~0u, longest), 1);
   Partition result;
   result.team_size = kTileWarps;

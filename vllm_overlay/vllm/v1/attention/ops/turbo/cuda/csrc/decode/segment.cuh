@@ -35,24 +35,24 @@ struct Team {
 template <int kQueries, int kWarps>
 struct alignas(128) DecodeShared {
   static constexpr int kTotalColumns = kAllColumns<kQueries>;
-  // Of a warp, or of those that share tiles.
+  // Memory of a warp, or of the warps that share tiles.
   union {
-    uint8_t tiles[2][2][TILE_BYTES];             // two, and the next
-    float output[kTotalColumns][HEAD_SIZE + 4];  // padded for its writes' banks
+    uint8_t tiles[2][2][TILE_BYTES];             // two, and the next two
+    float output[kTotalColumns][HEAD_SIZE + 4];  // padded for the banks
   } warps[kWarps / kTileWarps];
   KeptQueries<kQueries> queries[kWarps];
   float reference[kWarps][kTotalColumns];
   float sum[kWarps][kTotalColumns];
-  // The columns' queries of the sequence, or -1.
+  // The queries of columns in the sequence, or -1.
   int rows[kWarps][kTotalColumns];
-  TokenLimits limits[kWarps][kTotalColumns];  // what they see
+  TokenLimits limits[kWarps][kTotalColumns];  // tokens that columns see
   KeyScales<kPaired<kQueries>> key_scales[kWarps];
-  // What the scores that the references are of lack.
+  // The part that scores lack, whose references these are: see offset.cuh.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
-// Note which queries a segment's columns are.
+// Write the queries of a segment's columns, and the tokens that they see.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void note_columns(
     DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void note_columns(
   if (lane < shared.kTotalColumns) {
     const int warp = threadIdx.x / 32;
     const int column = segment.first_column + lane % kQueries;
-    // One query token needs no division.
+    // The columns of the first query token need no division.
     const int token = column < p.heads_per_kv ? 0 : column / p.heads_per_kv;
     const int query_len = p.num_query_tokens(segment.seq);
     const int row = p.query_of(token, segment.kv_head, column);
@@ -74,14 +74,14 @@ __device__ __forceinline__ void note_columns(
   __syncwarp();
 }
 
-// Make the references those of scores that lack so much less.
+// Make the references those of scores that lack less, by `less`.
 __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
   // A column that has seen no token keeps none, also if its query is NaN.
   if (acc.reference[0] != kNoReference) acc.reference[0] += less.x;
   if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
 }
 
-// Have a warp go on to tiles with another offset of K.
+// Adapt a warp's references to tiles with another offset of K.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void change_offset(
     DecodeShared<kQueries, kWarps>& shared,
@@ -103,7 +103,7 @@ __device__ __forceinline__ void change_offset(
   }
 }
 
-// Leave eight columns' results, from first_column on, to the team.
+// Leave the results of eight columns, from first_column on, to the team.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void leave_results(
     DecodeShared<kQueries, kWarps>& shared, DecodeAccumulator& acc,
@@ -131,8 +131,9 @@ __device__ __forceinline__ void leave_results(
   }
 }
 
-// Replace the sums of the team's results for a warp's queries by their weights
-// in the joined result, and write its LSEs: a lane has a query.
+// For a warp's queries, replace the sums of the team's results by the weights
+// of these results in the joined one. Write the LSE of the joined result. A
+// lane has a query.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void weigh_results(
     DecodeShared<kQueries, kWarps>& shared, const AttentionParams& p,
@@ -189,7 +190,8 @@ __device__ void write_partial(DecodeShared<kQueries, kWarps>& shared,
       (int64_t(segment.seq) * p.num_splits + segment.split) * num_queries;
   weigh_results(shared, p, team, first_row);
   constexpr int kQueryColumns = kPaired<kQueries> ? 2 : 1;
-  // Two hide each other's loads; of longer heads they take too many registers.
+  // Two queries hide each other's loads. With longer heads two would take too
+  // many registers.
   constexpr int kSideBySide = HEAD_SIZE <= 128 ? 2 : 1;
 #pragma unroll kSideBySide
   for (int query = team.index(); query < kQueries; query += team.size) {
@@ -224,17 +226,17 @@ __device__ void write_partial(DecodeShared<kQueries, kWarps>& shared,
       }
     }
   }
-  team.sync();  // before tiles are copied over what was read here
+  team.sync();  // before tiles are copied over the results that were read
 }
 
-// Zero the scales of V of the first tile of two, which is not read. The other
-// is.
+// Zero the scales of V of the first of two tiles. Only the second has been
+// copied.
 __device__ __forceinline__ void clear_unseen(uint8_t* tiles, int lane) {
   if (lane < TILE_TOKENS) clear_value_scales(tiles, lane);
 }
 
-// Zero the scales of V of two tiles' tokens from num_tokens. Lanes wait for
-// each other before they are read.
+// Zero the scales of V of the tokens from num_tokens on, in two tiles. Lanes
+// wait for each other before scales are read.
 __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
                                               int lane) {
   static_assert(2 * TILE_TOKENS == 32);
@@ -243,8 +245,8 @@ __device__ __forceinline__ void clear_missing(uint8_t* tiles, int num_tokens,
 
 // Add two tiles to the running result.
 //
-// scales: room for their keys'.
-// shared: for the scores of warps that share the tiles.
+// scales: room for the scales of the tiles' keys.
+// shared: room for scores, for warps that share the tiles.
 template <int kQueries>
 __device__ __forceinline__ void attend_tiles(
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const uint8_t* tiles,
@@ -260,7 +262,8 @@ __device__ __forceinline__ void attend_tiles(
     multiply_keys(products[i], tiles + i * TILE_BYTES, codes, queries, kept,
                   lane);
   };
-  // Much to do at once before lanes wait for scales, as registers have room.
+  // As many products as registers have room for come before lanes wait for
+  // scales.
   scales.decode(tiles, lane);
   multiply(0);
   if constexpr (kPaired<kQueries>) multiply(1);
@@ -297,7 +300,7 @@ __device__ __forceinline__ void attend_segment(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int tile_index = warp / kTileWarps;
   uint8_t* tiles = shared.warps[tile_index].tiles[0][0];
-  // Of two tiles: two are copied while two are attended to.
+  // The bytes of two tiles: two are copied while two others are attended to.
   constexpr uint32_t kPairBytes = 2 * TILE_BYTES;
   TileCopies copies(p, segment, tiles, team.index() / kTileWarps,
                     team.size / kTileWarps, lane);
@@ -340,7 +343,7 @@ __device__ __forceinline__ void attend_segment(
       }
       wait_copies<0>();
       sync_tile();
-      // To where the tiles before were, which have been read.
+      // Copy to the place of the tiles before, which have been read.
       copies.copy(i, kPairBytes - offset);
       if (num_tokens < 2 * TILE_TOKENS)
         clear_missing(tiles + offset, num_tokens, lane);

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Warps that have a tile together, each a share of its coordinates: scores are
-// the sums of all shares', the output is made share by share. Softmax is
-// computed in each of the warps, of the same scores.
+// Warps that share a tile, each with a share of its coordinates. Scores are the
+// sums over all shares, and the output is made share by share. Each of the
+// warps computes the softmax, from the same scores.
 #pragma once
 
 #include "common/tile.cuh"
 
 namespace turbo {
 
-// Barrier 0 is the block's, and the next are those of up to four teams.
+// Barrier 0 is the block's, and barriers 1 to 4 are those of teams.
 constexpr int kFirstTileBarrier = 5;
 
-// Wait for the lanes of the warps that have a tile together.
+// Wait for the lanes of the warps that share a tile.
 __device__ __forceinline__ void sync_tile() {
   __syncwarp();
   if constexpr (kTileWarps > 1) {
@@ -24,13 +24,14 @@ __device__ __forceinline__ void sync_tile() {
   }
 }
 
-// Scores of two tiles by share and lane; hardly any room where none is shared.
+// Scores of two tiles by share and lane. The array is small if no tile is
+// shared.
 //
-// Between two uses of it the warps wait for each other.
+// Warps wait for each other between two uses of it.
 using SharedScores = float4[kTileWarps][2][kTileWarps > 1 ? 32 : 1];
 
-// The largest number that a lane has of all shares; NaN is above infinity, and
-// none is negative.
+// The largest of a lane's numbers in all shares. None is negative, and NaN is
+// above infinity.
 __device__ __forceinline__ float largest_of_shares(float x,
                                                    SharedScores& shared,
                                                    int lane) {
@@ -44,8 +45,8 @@ __device__ __forceinline__ float largest_of_shares(float x,
   return x;
 }
 
-// Make scores of a warp's share those of the whole tiles: in each of the warps
-// the same, for the order of two terms does not matter.
+// Add the scores of all shares, which gives those of the whole tiles. Each of
+// the warps gets the same sums, because the order of two terms does not matter.
 __device__ __forceinline__ void join_scores(float (&scores)[2][4],
                                             SharedScores& shared, int lane) {
   static_assert(kTileWarps == 1 || kTileWarps == 2 || kTileWarps == 4);

@@ -13,9 +13,9 @@ namespace turbo {
 
 constexpr float kNoReference = -1e30f;
 
-// One warp's running result of eight columns. Lane 4 * g + t has columns 2 * t
-// and 2 * t + 1, and coordinates output_coordinate(i, 0) and, in the other
-// half, (i, 1).
+// A warp's running result of eight columns. Lane 4 * g + t has columns 2 * t
+// and 2 * t + 1. It has coordinates output_coordinate(i, 0) and, in the other
+// half of the numbers, (i, 1).
 struct DecodeAccumulator {
   float output[kNumOutputs][4];
   float reference[2];
@@ -35,7 +35,7 @@ struct DecodeAccumulator {
   }
 };
 
-// Raise the references to the largest scores and rescale what is summed so far.
+// Raise the references to the largest scores, and rescale the running sums.
 template <int kScores>
 __device__ __forceinline__ void raise(DecodeAccumulator& acc,
                                       const float (&scores)[kScores]) {
@@ -56,30 +56,31 @@ __device__ __forceinline__ void raise(DecodeAccumulator& acc,
   }
 }
 
-// Tokens that a column sees, relative to the last of the segment's: from first
-// to last (exclusive), which is zero or less.
+// Tokens that a column sees, relative to the end of the segment's tokens: from
+// first to last (exclusive). last is zero or less.
 struct TokenLimits {
   int first, last;
 };
 
-// Which of tiles' tokens there are: num_tokens, of which a column does not see
-// the last few, at most most_hidden. Nor does it see those before a sliding
-// window: up to the first that it does, it has no reference, and so the limits
-// are looked at in any case.
+// The visible tokens of tiles. There are num_tokens, and a column does not see
+// the last few, at most most_hidden. Nor does it see tokens before its sliding
+// window. A column has no reference until it sees a token, and so its limits
+// are checked until then in any case.
 struct Visible {
   int num_tokens;
   int most_hidden;
-  const TokenLimits* limits;  // of columns
+  const TokenLimits* limits;  // per column
 
   __device__ __forceinline__ Visible of_columns(int first) const {
     return {num_tokens, most_hidden, limits + first};
   }
 };
 
-// Weights of tiles' tokens as B fragments: tokens 2 * t and 2 * t + 1, and
-// those eight later, of column lane / 4. Tokens that are not visible have none.
+// Weights of tiles' tokens as B fragments. A lane has tokens 2 * t and
+// 2 * t + 1, and those eight later, of column lane / 4. Tokens that are not
+// visible have weight zero.
 //
-// soft_cap: of scores, with SOFT_CAP.
+// soft_cap: the cap of scores, with SOFT_CAP.
 template <int kQueries, int kTiles>
 __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
                                       DecodeAccumulator& acc,
@@ -153,7 +154,7 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
   }
 }
 
-// Add V^T P^T of a tile, of eight columns each.
+// Add V^T P^T of a tile, with eight columns per accumulator.
 template <int kColumnTiles>
 __device__ __forceinline__ void add_values(
     DecodeAccumulator (&acc)[kColumnTiles], const uint8_t* tile,

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The entry point of decode attention by columns. A module has one instance:
-// decode_columns.py defines COLUMNS, COLUMNS_SETS and COLUMNS_STAGES, and has
-// turbo_constants.h of the layout included.
+// decode_columns.py defines COLUMNS, COLUMNS_SETS and COLUMNS_STAGES, and
+// includes turbo_constants.h of the layout.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Decode attention by columns: which blocks attend to what.
+// Decode attention by columns: the blocks of each segment.
 #pragma once
 
 #include "common/step_partition.cuh"
@@ -9,7 +9,8 @@
 
 namespace turbo {
 
-// Of a sequence: steps have one offset of K.
+// The seen tiles of a sequence. With KEY_OFFSET they begin with a whole step,
+// because a step has one offset of K.
 using ColumnsTiles = SeenTiles<KEY_OFFSET != 0 ? kStepTiles : 1>;
 
 __device__ __forceinline__ int steps_of(const AttentionParams& p, int seq) {
@@ -19,7 +20,7 @@ __device__ __forceinline__ int steps_of(const AttentionParams& p, int seq) {
 
 using ColumnsPartition = StepPartition<1>;
 
-// Attend to what a range has of a sequence, whose passes begin at step
+// Attend to a range's share of a sequence. The sequence's passes begin at step
 // seq_first.
 template <typename Plan>
 __device__ __forceinline__ void attend_passes(
@@ -57,7 +58,7 @@ __device__ __forceinline__ void attend_passes(
   }
 }
 
-// Attend to a range: to segments of any few sequences.
+// Attend to a range, which has segments of one or more sequences.
 template <typename Plan>
 __device__ __forceinline__ void attend_range(ColumnsShared<Plan>& shared,
                                              StepQueue<Plan>& queue,
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     decode_columns_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ColumnsShared<Plan>*>(shared_bytes);
-  // Warps are known to be uniform.
+  // The compiler is told that a warp's index is uniform.
   const int warp = uniform(threadIdx.x / 32);
   const Place own = {warp / 4, warp % 4, int(threadIdx.x % 32)};
   StepQueue<Plan> queue = {p, shared_address(shared.tiles[own.set]),
@@ -102,8 +103,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  // The kernel before this one stores the queries. One that writes lengths also
-  // writes what the next kernel reads at once.
+  // The previous kernel stores the queries. One that writes lengths also writes
+  // data that the next kernel reads without waiting.
   if (p.lens_are_new) wait_for_previous_kernel();
   start_next_kernel();
   const int head_passes =

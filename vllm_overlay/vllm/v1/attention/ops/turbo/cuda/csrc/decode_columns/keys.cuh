@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A tile in shared memory, and its keys decoded to fp16 in registers: as the A
-// operand of S^T = K q^T, tokens by queries.
+// A tile in shared memory, and its keys decoded to fp16 in registers. They are
+// the A operand of S^T = K q^T, tokens by queries.
 //
-// A warp multiplies the 16 tokens of a tile. Which token is which row, and
-// which coordinate sits where in the depth, is free: lane 4 * g + t has rows g
-// and g + 8, and of a token both units of kLaneGroups scale groups.
+// A warp multiplies the 16 tokens of a tile. Tokens may be in any order of
+// rows, and coordinates in any order of the depth. Lane 4 * g + t has rows g
+// and g + 8. It has both units of kLaneGroups scale groups of a token.
 #pragma once
 
 #include "common/bulk.cuh"
@@ -15,22 +15,23 @@
 namespace turbo {
 
 constexpr int kLaneGroups = NUM_GROUPS / 4;
-constexpr int kSteps = HEAD_SIZE / 16;  // of the depth, two a unit of a lane
+constexpr int kSteps = HEAD_SIZE / 16;  // of the depth, two per unit of a lane
 // Codes of the second eight tokens are moved by half a row, so that lanes that
-// load together have all banks: so many lanes' rows, in turn, are of either.
+// load together use all banks. kHalfLanes rows of the first eight tokens
+// alternate with as many of the second eight.
 constexpr int kHalfLanes = 256 / HEAD_SIZE;
 constexpr int kGap = KEY_BITS == 4 ? KEY_ROW_BYTES / 2 : 0;
 constexpr int kFirstBytes = 8 * KEY_ROW_BYTES;
 constexpr int kTileSpace = (TILE_BYTES + kGap + 127) / 128 * 128;
 static_assert(HEAD_SIZE <= 128 && kGap % 16 == 0 && TILE_BYTES % 16 == 0);
 
-// The token, of a tile, of row g; that of row g + 8 is the one eight before or
-// after.
+// The token of a tile in row g. Row g + 8 has the token eight before or after
+// it.
 __device__ __forceinline__ int token_of_row(int g) {
   return g + (g & kHalfLanes ? 8 : 0);
 }
 
-// Copy a tile to kTileSpace bytes.
+// Copy a tile, which takes kTileSpace bytes of shared memory.
 __device__ __forceinline__ void copy_tile(uint32_t target,
                                           const uint8_t* source,
                                           uint32_t barrier) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void copy_tile(uint32_t target,
   }
 }
 
-// A lane's words of a token of K: [which unit of the group][group].
+// A lane's words of a token of K: [unit of the group][group].
 using KeyWords = uint32_t[2][kLaneGroups];
 
 __device__ __forceinline__ void load_key_units(KeyWords& words,
@@ -78,7 +79,8 @@ __device__ __forceinline__ void load_key_units(KeyWords& words,
   }
 }
 
-// Scales of a lane's groups of a token, which are half of those of two lanes.
+// The scales of a lane's groups of a token. Two lanes share one half of the
+// token's groups.
 struct KeyScales : StoredKeyScales {
   bool are_reduced;
 
@@ -89,9 +91,9 @@ struct KeyScales : StoredKeyScales {
   }
 };
 
-// The step of the depth, and the place in it, of a coordinate of a query: that
-// of code i of a unit. Lane t of four has places 2 * t and 8 + 2 * t, and the
-// next, which are a pair each.
+// The place of a query's coordinate in the depth: a step, and a place in the
+// step. Lane t of four has two pairs of places. They begin at 2 * t and
+// 8 + 2 * t.
 struct DepthPlace {
   int step, place;
 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What a block of decode attention by columns has, in shared memory and in
-// registers.
+// The shared memory and the registers of a block of decode attention by
+// columns.
 #pragma once
 
 #include "common/segment.cuh"
@@ -15,25 +15,25 @@ namespace turbo {
 constexpr int kStepTiles = 4;
 constexpr int kStepTokens = kStepTiles * TILE_TOKENS;
 constexpr int kGroupThreads = 128;
-// Scores above the running reference by more than this raise it: weights are
-// fp16.
+// A score above the running reference by more than this raises it, because
+// weights are fp16.
 constexpr float kMaxScore = 8.0f;
 constexpr float kNoReference = -1e30f;
 
-// kColumns: queries of a KV head that attend at once, a multiple of 8. kSets:
-// warpgroups, which take steps in turn. kStages: steps that a warpgroup has or
-// waits for.
+// kColumns: queries of a KV head that attend at once, a multiple of 8.
+// kSets: warpgroups, which take steps in turn.
+// kStages: steps that a warpgroup has or waits for.
 template <int columns, int sets, int stages>
 struct ColumnsPlan {
   static constexpr int kColumns = columns, kSets = sets, kStages = stages;
   static constexpr int kScores = columns / 2;  // of a lane
-  static constexpr int kBlocks = columns / 8;  // of columns
+  static constexpr int kBlocks = columns / 8;  // of eight columns
   static constexpr int kThreads = kGroupThreads * sets;
 };
 
-// Who a thread is.
+// The place of a thread.
 struct Place {
-  int set, warp, lane;  // of the block, of the set, of the warp
+  int set, warp, lane;  // in the block, in the set, in the warp
 
   __device__ __forceinline__ int thread() const { return 32 * warp + lane; }
   __device__ __forceinline__ void sync_set() const {
@@ -47,28 +47,29 @@ struct Place {
 template <typename Plan>
 struct ColumnsShared {
   static constexpr int kColumns = Plan::kColumns, kSets = Plan::kSets;
-  // A result's columns: padded for the banks that a warp writes.
+  // The stride of a result's columns, padded for the banks that a warp writes.
   static constexpr int kResultStride = HEAD_SIZE + 1;
   static constexpr int kTileBytes = Plan::kStages * kStepTiles * kTileSpace;
   static constexpr int kResultBytes =
       (kColumns * kResultStride * 4 + 127) / 128 * 128;
   // Tiles of a set, and in the end its result.
   uint8_t tiles[kSets][kTileBytes > kResultBytes ? kTileBytes : kResultBytes];
-  // In core matrices of eight columns or tokens and 16 bytes: steps of the
-  // depth, its halves, and columns; columns, and tokens.
+  // Core matrices of eight columns and 16 bytes: [step of the depth][half of
+  // the step][column].
   __half query[kSteps][2][kColumns][8];
-  // Of a step and the one before, which is still read.
+  // Core matrices of eight tokens and 16 bytes. One set of weights is that of a
+  // step, the other that of the step before, which is still read.
   __half weights[kSets][2][Plan::kBlocks][kStepTokens][8];
   ValueScales scales[kSets][2];
-  // Pairs of columns: factors of scores, and the references.
+  // Per pair of columns: the factors of scores, then the references.
   float4 scaling[kSets][kColumns / 2];
-  float2 across[kSets][4][kColumns / 2];  // of a warp's columns
+  float2 across[kSets][4][kColumns / 2];  // by warp
   float2 sums[kSets][kColumns];           // references and sums
-  int rows[kColumns];  // the columns' queries of the sequence, or -1
-  // Tokens that they see: from the first, and up to a limit.
+  int rows[kColumns];  // the queries of columns in the sequence, or -1
+  // Tokens that columns see: from firsts to limits (exclusive).
   int firsts[kColumns];
   int limits[kColumns];
-  // What the scores that the references are of lack.
+  // The part that scores lack, whose references these are: see offset.cuh.
   float missing[KEY_OFFSET ? kSets : 1][kColumns];
   uint64_t copied[kSets][Plan::kStages];
 };
@@ -77,22 +78,22 @@ struct ColumnsShared {
 struct ColumnsSegment {
   int seq;
   int kv_head;
-  int first_column;     // of the KV head's queries, that of column 0
-  int first_tile;       // of the sequence, that of step 0
-  int first_seen_tile;  // those before it are not read
+  int first_column;     // column 0, among the KV head's queries
+  int first_tile;       // the tile of step 0, in the sequence
+  int first_seen_tile;  // tiles before it are not read
   int first_step;
   int last_step;
-  int num_tokens;  // of the sequence
-  // Of the columns: the largest of their firsts, and the least of their limits.
+  int num_tokens;  // in the sequence
+  // The largest of the columns' firsts, and the least of their limits.
   int last_first;
   int first_limit;
   int split;
-  bool ends;  // whether the last step is the sequence's
+  bool ends;  // whether it has the sequence's last step
 };
 
-// The running result of a warpgroup. Lane 4 * g + t of a warp has, of columns
-// 8 * n + 2 * t and the next, coordinates of rows g and g + 8 of the warp's
-// fragments: see ValuePlace.
+// The running result of a warpgroup. Lane 4 * g + t of a warp has columns
+// 8 * n + 2 * t and the next. It has the coordinates of rows g and g + 8 of the
+// warp's fragments: see ValuePlace.
 template <typename Plan>
 struct ColumnsAccumulator {
   float output[kOutputs][Plan::kScores];

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A step's products: its tiles come, are decoded and multiplied.
+// A step's products: its tiles are copied, decoded and multiplied.
 #pragma once
 
 #include "decode_columns/layout.cuh"
 
 namespace turbo {
 
-// A warpgroup's copies of its steps. Lanes 0 to 3 of one of its warps, another
-// one of each warpgroup, copy a tile of a step each.
+// A warpgroup's copies of its steps. Lanes 0 to 3 of one of its warps copy a
+// tile of a step each. Each warpgroup has another warp for it.
 template <typename Plan>
 struct StepQueue {
   const AttentionParams& p;
   uint32_t tiles, barriers;  // shared addresses
-  int issued = 0;            // the next one's stage
-  int taken = 0;             // twice the stage, and the barrier's phase
-  // Of the segment.
+  int issued = 0;            // the next copy's stage
+  int taken = 0;             // twice the stage, plus the barrier's phase
+  // State of the segment.
   const uint8_t* cache = nullptr;
   const int* table = nullptr;
-  int next_tile = 0, first_tile = 0, last_tile = 0;  // of the lane's
+  int next_tile = 0, first_tile = 0, last_tile = 0;  // the lane's
   int num_left = 0;                                  // steps
-  // Of the next tile: which block of the sequence, and where in it.
+  // The next tile's block of the sequence, and its place in the block.
   int place = 0, in_block = 0;
-  int block = 0;  // that block, which is asked for early
+  int block = 0;  // that block in the cache, loaded early
 
   __device__ __forceinline__ static bool copies(const Place& own) {
     return own.warp == own.set % 4;
@@ -43,15 +43,15 @@ struct StepQueue {
     const int first_step = s.first_step + own.set;
     num_left = (s.last_step - first_step + Plan::kSets - 1) / Plan::kSets;
     next_tile = s.first_tile + first_step * kStepTiles + own.lane;
-    // Segments begin at the first tile that is seen but where steps are to have
-    // one offset of K.
+    // Segments begin at the first seen tile. With KEY_OFFSET they may begin
+    // earlier, so that a step has one offset of K.
     first_tile = s.first_seen_tile;
     last_tile = (s.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
     place = next_tile / p.tiles_per_block;
     in_block = next_tile % p.tiles_per_block;
     ask();
   }
-  // Copy the next step to where all warps have read one.
+  // Copy the next step to a stage that all warps have read.
   __device__ __forceinline__ void issue(const Place& own) {
     if (!copies(own) || own.lane >= kStepTiles || num_left <= 0) return;
     const uint32_t barrier = barriers + issued * 8;
@@ -72,7 +72,7 @@ struct StepQueue {
     }
     ask();
   }
-  // Wait for the next step; where it is.
+  // Wait for the next step, and return its offset in bytes.
   __device__ __forceinline__ int take() {
     const int stage = taken >> 1;
     wait_barrier(barriers + stage * 8, taken & 1);
@@ -82,7 +82,8 @@ struct StepQueue {
   }
 };
 
-// What a lane decodes of a tile's keys: of rows g and g + 8.
+// The words and scales that a lane decodes of a tile's keys, in rows g and
+// g + 8.
 struct LaneKeys {
   KeyWords words[2];
   KeyScales scales[2];
@@ -99,7 +100,8 @@ struct LaneKeys {
 };
 
 // Scores of a warpgroup's tokens, without the queries' factors. Score 4 * n + c
-// is of row g and column 8 * n + 2 * t + c, score 4 * n + 2 + c of row g + 8.
+// is that of row g and column 8 * n + 2 * t + c. Score 4 * n + 2 + c is that of
+// row g + 8.
 template <typename Plan>
 __device__ __forceinline__ void multiply_keys(ColumnsShared<Plan>& shared,
                                               float (&scores)[Plan::kScores],
@@ -138,7 +140,7 @@ __device__ __forceinline__ void multiply_keys(ColumnsShared<Plan>& shared,
   }
 }
 
-// Add a step's values, in a group of products.
+// Add a step's values, with a group of products per tile.
 template <typename Plan>
 __device__ __forceinline__ void add_values(ColumnsShared<Plan>& shared,
                                            ColumnsAccumulator<Plan>& acc,

@@ -8,7 +8,7 @@
 
 namespace turbo {
 
-// Leave a warpgroup's result where its tiles were, and its references and sums.
+// Write a warpgroup's result over its tiles, and its references and sums.
 template <typename Plan>
 __device__ __forceinline__ void leave_result(ColumnsShared<Plan>& shared,
                                              ColumnsAccumulator<Plan>& acc,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void leave_result(ColumnsShared<Plan>& shared,
                         column_sum(acc.sum[2 * n + 1])};
     if (g == 0) shared.across[set][own.warp][4 * n + t] = sum;
   }
-  own.sync_set();  // after which none reads tiles either
+  own.sync_set();  // after it, no thread reads tiles either
   if (const int i = own.thread(); i < kColumns) {
     float sum = 0.0f;
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void leave_result(ColumnsShared<Plan>& shared,
   }
 }
 
-// Join the warpgroups' results, of different tokens, and write them.
+// Join the warpgroups' results, which are of different tokens, and write them.
 template <typename Plan>
 __device__ __forceinline__ void write_partial(ColumnsShared<Plan>& shared,
                                               const AttentionParams& p,
@@ -77,7 +77,7 @@ __device__ __forceinline__ void write_partial(ColumnsShared<Plan>& shared,
       shared.sums[set][i].y = total != 0.0f ? weights[set] / total : 0.0f;
     if (const int row = shared.rows[i]; row >= 0) {
       float* lse = p.partial_lse + first_row + row;
-      *lse = largest + log2f(total);  // -inf where nothing is seen
+      *lse = largest + log2f(total);  // -inf if no token is seen
       if (segment.ends) {
 #pragma unroll 1
         for (int s = segment.split + 1; s < p.num_splits; ++s)
@@ -101,7 +101,7 @@ __device__ __forceinline__ void write_partial(ColumnsShared<Plan>& shared,
     }
     p.partial[(first_row + row) * HEAD_SIZE + coordinate] = sum;
   }
-  // Copies are to come where results were read.
+  // The next copies go over the results that were read.
   fence_async_proxy();
   __syncthreads();
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries, as the tensor core takes them.
+// Queries as an operand of the tensor core.
 #pragma once
 
 #include "decode_columns/layout.cuh"
 
 namespace turbo {
 
-// Note which queries a segment's columns are, what they see, and their factors;
-// then put them to shared memory. Columns without a query are zero.
+// Write the queries of a segment's columns to shared memory, with the tokens
+// that they see, and their factors. Columns without a query are zero.
 template <typename Plan>
 __device__ __noinline__ void load_queries(ColumnsShared<Plan>& shared,
                                           const AttentionParams& p,

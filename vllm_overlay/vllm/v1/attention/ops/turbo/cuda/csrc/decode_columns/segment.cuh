@@ -4,12 +4,12 @@
 // Decode attention of a block to a segment of a sequence, for up to a few dozen
 // queries of a KV head.
 //
-// Tokens are the rows of the tensor core's first product and coordinates those
-// of the second, and queries the columns of both: S^T = K q^T, O^T = V^T P^T.
-// Keys and values are decoded to fp16 in registers, which are their operands:
-// a warp has the keys of a tile of its own, then coordinates of its own of all
-// tiles of its warpgroup. Warpgroups take steps of 64 tokens in turn, each on
-// its own, so that one's softmax overlaps the others' decoding. Softmax is in
+// Tokens are the rows of the tensor core's first product, and coordinates those
+// of the second. Queries are the columns of both: S^T = K q^T, O^T = V^T P^T.
+// Keys and values are decoded to fp16 in registers, as operands. A warp has the
+// keys of one tile, and then a quarter of the coordinates of all tiles of its
+// warpgroup. Warpgroups take steps of 64 tokens in turn, each on its own, so
+// that the softmax of one overlaps the decoding of the others. Softmax is in
 // base 2.
 #pragma once
 
@@ -21,18 +21,18 @@
 
 namespace turbo {
 
-// Have a warpgroup go on to a step with another offset of K, or begin with one.
+// Adapt a warpgroup's references to the offset of K of its next step.
 template <typename Plan>
 __device__ __forceinline__ void change_offset(ColumnsShared<Plan>& shared,
                                               const AttentionParams& p,
                                               const ColumnsSegment& segment,
                                               int offset, const Place& own) {
   const int lane = own.lane;
-  own.sync_set();  // references were raised, and read
+  own.sync_set();  // until references have been raised and read
 #pragma unroll 1
   for (int n = own.warp; n < Plan::kBlocks; n += 4) {
     const int column = 8 * n + lane / 4;
-    // Of a token that the sequence does not have the query may be NaN.
+    // The query of a token that the sequence does not have may be NaN.
     const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
     const float score =
         offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void attend_segment(ColumnsShared<Plan>& shared,
   ColumnsAccumulator<Plan> acc;
   acc.clear();
   const ValuePlace place(own.warp, own.lane);
-  // Zero, which the compiler takes for a number of the lane's own: what it
-  // knows to be uniform it would put in registers for each look-up anew.
+  // A zero that the compiler takes for a lane's own number. It would load a
+  // number that it knows to be uniform again for each look-up.
   const uint32_t zero = uint32_t(own.lane) & uint32_t(p.num_splits >> 31);
   const KeyTables tables = {KEY_FIRST_LOW ^ zero, KEY_SECOND_LOW ^ zero};
   int offset = -1, parity = 0;
@@ -86,7 +86,8 @@ __device__ __forceinline__ void attend_segment(ColumnsShared<Plan>& shared,
                       tiles + own.warp * kTileSpace, own.warp,
                       !KEY_OFFSET || own_tile >= segment.first_seen_tile,
                       segment.num_tokens - own_tile * TILE_TOKENS, own.lane);
-    // The last step's values have been added: its fragments are free.
+    // Wait until the last step's values have been added and its fragments are
+    // free.
     wgmma_wait<0>();
     acc.hold_outputs();
     float scores[Plan::kScores];

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Values decoded to fp16 in registers: as the A operand of O^T = V^T P^T,
+// Values decoded to fp16 in registers. They are the A operand of O^T = V^T P^T,
 // coordinates by queries.
 //
-// A warp has a quarter of the coordinates of all tokens: each of its lanes
-// those of some whole words. Scales are made once a step, for all warps.
+// A warp has a quarter of the coordinates of all tokens. Each of its lanes has
+// the coordinates of whole words. Scales are decoded once per step, for all
+// warps.
 #pragma once
 
 #include "decode_columns/keys.cuh"
@@ -15,13 +16,13 @@ namespace turbo {
 constexpr int kOutputs = HEAD_SIZE / 64;  // blocks of 64 coordinates
 constexpr int kWarpGroups = NUM_GROUPS / 4;
 
-// Of a step: coefficients of the levels, times scales, of tokens 8 * h + 2 * t
-// and the next of a tile: [tile][group][t][h].
+// The coefficients of levels, times scales, of a step's tokens:
+// [tile][group][t][h] for tokens 8 * h + 2 * t and the next of a tile.
 struct ValueScales {
   uint2 pairs[4][NUM_GROUPS][4][2];
 };
 
-// Scales of V of two neighbouring tokens of a group: see ScaleWords.
+// The scales of V of two neighbouring tokens in a group: see ScaleWords.
 __device__ __forceinline__ __half2 scale_pair(uint32_t first, uint32_t second,
                                               int place) {
   constexpr uint32_t kMask = ((1u << SCALE_DELTA_BITS) - 1) * 0x00010001u;
@@ -33,9 +34,10 @@ __device__ __forceinline__ __half2 scale_pair(uint32_t first, uint32_t second,
                          bases << SCALE_SHIFT));
 }
 
-// Make those of a warp's own tile. Tokens from first_token to num_tokens are
-// there, the others' are zero: there are any bytes, and a weight of zero does
-// not make a product with infinity or NaN zero.
+// Make the scales of a warp's own tile. Tokens below num_tokens are there, if
+// the tile is. The scales of others are zero, because their bytes are
+// arbitrary. A weight of zero does not make a product with infinity or NaN
+// zero.
 __device__ __forceinline__ void make_value_scales(ValueScales& scales,
                                                   const uint8_t* tile,
                                                   int index, bool is_there,
@@ -64,8 +66,8 @@ __device__ __forceinline__ void make_value_scales(ValueScales& scales,
   }
 }
 
-// Which codes a lane has: of two tokens a word, of a group, unit of that and
-// parity.
+// The codes that a lane has: those of a group, a unit of it, and a parity. A
+// word has the codes of two tokens.
 struct ValuePlace {
   int group, unit, parity;
   int half;  // of the word, for the smallest heads
@@ -86,7 +88,7 @@ struct ValuePlace {
   }
 };
 
-// A word of codes of tokens 8 * h + 2 * t and the next.
+// The word of codes of tokens 8 * h + 2 * t and the next.
 __device__ __forceinline__ uint32_t value_word(const uint8_t* tile,
                                                const ValuePlace& place, int h,
                                                int t) {

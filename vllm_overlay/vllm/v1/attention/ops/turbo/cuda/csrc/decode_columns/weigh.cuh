@@ -10,10 +10,10 @@
 
 namespace turbo {
 
-// Tokens' weights, from scores less the references; and store them.
+// Compute tokens' weights from scores less the references, and store them.
 //
-// row: where the lane's row of matrices of the first two blocks goes: see
-// store_matrices.
+// row: the address of the lane's row of matrices, in the first two blocks: see
+//   store_matrices.
 template <typename Plan>
 __device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
                                       const float (&exponents)[Plan::kScores],
@@ -28,7 +28,7 @@ __device__ __forceinline__ void weigh(float (&weights)[Plan::kScores],
     packed[i] = as_bits(__floats2half2_rn(weights[2 * i], weights[2 * i + 1]));
 #pragma unroll
   for (int n = 0; n < Plan::kBlocks; n += 2) {
-    // Of an odd number of blocks the last is stored twice.
+    // With an odd number of blocks, one is stored twice.
     const int first = n + 1 < Plan::kBlocks ? n : n - 1;
     const uint32_t* x = packed + 2 * first;
     store_matrices(row + first * kBlockBytes, x[0], x[1], x[2], x[3]);
@@ -42,11 +42,10 @@ __device__ __forceinline__ float scaled(float score, float factor,
   return score * factor;
 }
 
-// Leave out what columns do not see, raise a warpgroup's references to the
-// largest scores, and rescale what is summed so far. The scores become
-// exponents.
+// Mask tokens that columns do not see, raise a warpgroup's references to the
+// largest scores, and rescale the running sums. The scores become exponents.
 //
-// token: of row g; that of row g + 8 is `other`.
+// token, other: the tokens of rows g and g + 8.
 template <typename Plan>
 __device__ __forceinline__ void raise(ColumnsShared<Plan>& shared,
                                       ColumnsAccumulator<Plan>& acc,
@@ -109,15 +108,15 @@ __device__ __forceinline__ void raise(ColumnsShared<Plan>& shared,
 
 // Weigh a step's tokens.
 //
-// parity: which of the set's weights are written.
+// parity: the index of the set's weights that are written.
 template <typename Plan>
 __device__ __forceinline__ void weigh_step(
     ColumnsShared<Plan>& shared, ColumnsAccumulator<Plan>& acc,
     float (&scores)[Plan::kScores], const ColumnsSegment& segment, int step,
     int parity, const SoftCap& soft_cap, const Place& own) {
   const int lane = own.lane, t = lane % 4;
-  // Lane l has the address of row l % 8 of matrix l / 8: of rows from 0 or 8,
-  // of two blocks of columns.
+  // Lane l has the address of row l % 8 of matrix l / 8. Matrices are of rows
+  // from 0 or 8, and of two blocks of columns.
   const int stored = token_of_row(lane % 8) ^ lane & 8;
   const uint32_t row =
       shared_address(shared.weights[own.set][parity][lane / 16]
