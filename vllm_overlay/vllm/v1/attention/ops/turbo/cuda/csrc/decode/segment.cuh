@@ -76,7 +76,8 @@ __device__ __forceinline__ void note_columns(
 
 // Make the references those of scores that lack less, by `less`.
 __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
-  // A column that has seen no token keeps none, also if its query is NaN.
+  // A column that has seen no token keeps kNoReference, even if its query is
+  // NaN.
   if (acc.reference[0] != kNoReference) acc.reference[0] += less.x;
   if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Consumers: warps that attend with 16 queries each to what is decoded.
+// Consumers: warps that attend with 16 queries each to decoded tiles.
 #pragma once
 
 #include "extend/multiply.cuh"
@@ -13,12 +13,12 @@ namespace turbo {
 template <typename Plan>
 struct Part {
   Stage<Plan::kStages> stage;
-  int index = 0;  // of the step's
+  int index = 0;  // in the step
 
   __device__ __forceinline__ int tile() const {
     return Plan::kPartTiles * index;
   }
-  // Go on to the next, and let the stage go after its last.
+  // Advance to the next part, and release the stage after its last part.
   __device__ __forceinline__ void advance(uint64_t (&empty)[Plan::kStages],
                                           int lane) {
     if (++index < Plan::kParts) return;
@@ -28,14 +28,15 @@ struct Part {
   }
 };
 
-// Note which queries a warp's rows are. Returns whether it has any.
+// Write the queries of a warp's rows to shared memory. Returns whether it has
+// any.
 template <typename Plan>
 __device__ __forceinline__ bool note_rows(ExtendShared<Plan>& shared,
                                           const AttentionParams& p,
                                           const Segment& segment, int warp,
                                           int lane) {
   const int first = segment.first_column + kWarpRows * warp;
-  __syncwarp();  // what was noted before is not read any more
+  __syncwarp();  // until the queries written before are no longer read
   if (lane < kWarpRows) {
     const RowNote note(p, segment, first + lane);
     const int row = kWarpRows * warp + lane;
@@ -47,9 +48,10 @@ __device__ __forceinline__ bool note_rows(ExtendShared<Plan>& shared,
   return first < p.num_query_tokens(segment.seq) * p.heads_per_kv;
 }
 
-// Make the weights of a part's scores.
+// Turn a part's scores to weights.
 //
-// tile: the first of the part's. first_row: of the lane's two.
+// tile: the part's first tile.
+// first_row: the first of the lane's two rows.
 template <typename Plan>
 __device__ __forceinline__ void weigh_part(
     uint32_t (&weights)[Plan::kTokens / 4], RowsAccumulator& acc,
@@ -114,7 +116,7 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
     const int query = own.of_row[r];
     acc.factor[r] = query >= 0 ? p.query_scale[first_query + query] : 0.0f;
   }
-  // Parts, one after the other: of scores, and of values.
+  // The next part to be multiplied, and the part whose values are next.
   Part<Plan> next{stage}, part{stage};
   int tile = segment.first_tile;
   uint32_t weights[Plan::kTokens / 4];
@@ -147,7 +149,8 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
   Scores scores;
   multiply(scores);
   if constexpr (Plan::kOverlaps) {
-    // The tensor core makes the next part's scores while a part's are weighed.
+    // The tensor core computes the next part's scores while a part's are
+    // weighed.
     Scores others;
 #pragma unroll 1
     for (; parts > 2; parts -= 2) {
@@ -164,7 +167,7 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
       attend(scores);
     }
   } else {
-    // It makes them while values are added.
+    // The tensor core computes the next part's scores while values are added.
 #pragma unroll 1
     for (; parts > 1; --parts) {
       weigh(scores);

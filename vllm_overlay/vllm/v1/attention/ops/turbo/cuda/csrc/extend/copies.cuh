@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Copies of a warp's tiles of a segment's steps, from pages to shared memory.
+// Copies of a warp's tiles, in the steps of a segment, from pages to shared
+// memory.
 #pragma once
 
 #include "common/segment.cuh"
@@ -9,7 +10,8 @@
 
 namespace turbo {
 
-// What is copied of a tile: so many bytes, and where each is.
+// The part of a tile that is copied: its bytes, and the place of each in the
+// tile.
 struct WholeTile {
   static constexpr bool kHasKeys = true, kHasValues = true;
   static constexpr int kBytes = TILE_BYTES;
@@ -34,11 +36,12 @@ struct ValuePlanes {
   }
 };
 
-// Lane i has the address of the tile of step i of the warp's, and of those 32
-// later.
+// Lane i has the addresses of the tiles of the warp's step i, and then of the
+// step 32 later.
 //
-// Part: of a tile. kWarpTiles: of the warp's, in a step. kStepTiles: from one
-// of the warp's steps to its next.
+// Part: the part of a tile that is copied.
+// kWarpTiles: the warp's tiles of a step.
+// kStepTiles: tiles from one of the warp's steps to its next.
 template <typename Part, int kWarpTiles, int kStepTiles>
 struct PageCopies {
   static constexpr int kChunk = 16, kWarpBytes = 32 * kChunk;
@@ -46,7 +49,7 @@ struct PageCopies {
   const AttentionParams& p;
   const PassSegment& segment;
   uint32_t target;
-  int first_tile;  // of the warp's
+  int first_tile;  // the warp's
   const uint8_t* address[kWarpTiles];
 
   __device__ __forceinline__ PageCopies(const AttentionParams& p,
@@ -98,8 +101,8 @@ struct PageCopies {
   }
 };
 
-// Zero the scales of V of a tile's tokens that the sequence does not have, or
-// that are not read.
+// Zero the scales of V of a tile's tokens outside of [first, end). The sequence
+// does not have these tokens, or they are not read.
 __device__ __forceinline__ void clear_tokens(uint8_t* tile, int first, int end,
                                              int lane) {
   if (first <= 0 && end >= TILE_TOKENS) return;
@@ -108,7 +111,7 @@ __device__ __forceinline__ void clear_tokens(uint8_t* tile, int first, int end,
   __syncwarp();
 }
 
-// The same of a segment's tile.
+// Zero the scales of V of the unread tokens of a segment's tile.
 __device__ __forceinline__ void clear_unread(uint8_t* tile,
                                              const Segment& segment, int index,
                                              int lane) {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A tile's codes as operands of the tensor core, whose rows are queries:
-// S = Q K^T and O = P V.
+// Decodes a tile to operands of the tensor core. Queries are the rows of its
+// results: S = Q K^T and O = P V.
 //
-// The order of coordinates is free. Of queries and keys, chunk 4 * j + i of
-// eight has codes 2 * i and 2 * i + 1 of unit j of each lane's, lane by lane;
-// of values, each fragment has two times eight coordinates: see
-// value_coordinate.
+// The order of coordinates is free. In queries and keys, chunk 4 * j + i of
+// eight has codes 2 * i and 2 * i + 1 of unit j of each lane, lane by lane. In
+// values, each fragment has two times eight coordinates: see value_coordinate.
 #pragma once
 
 #include "common/key_tables.cuh"
@@ -17,9 +16,11 @@ namespace turbo {
 
 // Decode K of a warp's tile.
 //
-// factor: of the tile's scores. num_tokens: of the tile, those that the
-// sequence has; behind them are any bytes. store: is given tokens' half h, unit
-// j and a lane's pair of each of its chunks, of token lane / 4.
+// factor: the factor of the tile's scores, written.
+// num_tokens: tokens of the tile that the sequence has. The bytes of others are
+//   arbitrary.
+// store: is called with half h of the tokens, unit j, and a lane's pair of each
+//   chunk of the unit, for token lane / 4.
 template <typename Store>
 __device__ __forceinline__ void decode_tile_keys(float& factor,
                                                  const uint8_t* tile,
@@ -49,8 +50,8 @@ __device__ __forceinline__ void decode_tile_keys(float& factor,
   }
 }
 
-// The first of two coordinates of V, of a row of the operand that is even:
-// fragments' rows, one after the other.
+// The coordinate of V in an even row of the operand; the next row has the next
+// coordinate. Rows are those of the fragments, one after the other.
 __device__ __forceinline__ int value_coordinate(int row) {
   return output_coordinate(row / 16, row / 8 % 2, row % 8 * 4);
 }

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The extend kernel's entry point. A module has one instance: extend.py defines
-// EXTEND_CONSUMERS and so on, a macro a number of an ExtendPlan, and
-// EXTEND_MAX_SHARED_BYTES, and has turbo_constants.h of the layout included.
+// EXTEND_CONSUMERS and so on, a macro per number of an ExtendPlan, and
+// EXTEND_MAX_SHARED_BYTES. It includes turbo_constants.h of the layout.
 #include <tvm/ffi/function.h>
 
 #include "common/attention_entry.cuh"
@@ -20,7 +20,7 @@ struct Extend {
   static_assert(kSharedBytes <= EXTEND_MAX_SHARED_BYTES);
   static constexpr auto kKernel = turbo::extend_kernel<Plan>;
 
-  // As many as there is room for.
+  // As many per multiprocessor as there is room for.
   static int num_blocks() {
     int count = 0;
     turbo::check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Attention of sequences' last few dozen tokens to pages of the turbo format:
-// which blocks attend to what.
+// the segments of each block.
 #pragma once
 
 #include "extend/consume.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ void init_stages(ExtendShared<Plan>& shared) {
   }
 }
 
-// Call attend with all segments of a block.
+// Call `attend` with all segments of a block.
 template <typename Plan, typename F>
 __device__ __forceinline__ void for_each_segment(const AttentionParams& p,
                                                  const Ranges& ranges,
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   auto& shared = *reinterpret_cast<ExtendShared<Plan>*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) init_stages(shared);
-  // Lengths are known before the kernel before this one, which stores the
-  // queries, has ended, unless it writes them. Then it also writes what the
-  // next kernel reads at once.
+  // The previous kernel stores the queries. Lengths are known before it has
+  // ended, unless it writes them. It then also writes data that the next kernel
+  // reads without waiting.
   if (p.lens_are_new) wait_for_previous_kernel();
   start_next_kernel();
   if (warp == 0) {

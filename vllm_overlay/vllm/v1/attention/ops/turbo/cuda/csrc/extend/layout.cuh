@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What a block of the extend kernel has in shared memory, and how its warps
-// share the work.
+// The shared memory of a block of the extend kernel, and the division of work
+// among its warps.
 //
-// Queries are the rows of the tensor core's results, 16 of a warp that
-// consumes: S = Q K^T and O = P V. Producers decode each tile once, for all of
-// them, to fragments in shared memory.
+// Queries are the rows of the tensor core's results, 16 per consumer: S = Q K^T
+// and O = P V. Producers decode each tile once for all consumers, to fragments
+// in shared memory.
 #pragma once
 
 #include "extend/ranges.cuh"
@@ -18,10 +18,12 @@ namespace turbo {
 constexpr int kWarpRows = 16;
 constexpr int kFragmentOutputs = HEAD_SIZE / 16;  // fragments of V of a tile
 
-// kConsumers, kProducers: warps of a block. kBlocks: of a multiprocessor, which
-// registers are to have room for. kSplits: half of the producers decode K, and
-// half V. kOverlaps: a consumer has the scores of two parts of steps: see
-// consume_segment. kStages: steps that are decoded and not yet attended to.
+// kConsumers, kProducers: warps of a block.
+// kBlocks: blocks per multiprocessor for which there are registers.
+// kSplits: half of the producers decode K, and half V.
+// kOverlaps: a consumer has the scores of two parts of steps: see
+//   consume_segment.
+// kStages: steps that are decoded and not yet attended to.
 // kCopies: a producer's steps whose pages are being copied.
 template <int kConsumers_, int kProducers_, int kBlocks_, bool kSplits_,
           bool kOverlaps_, int kStages_, int kCopies_>
@@ -32,9 +34,10 @@ struct ExtendPlan {
   static constexpr bool kSplits = kSplits_, kOverlaps = kOverlaps_;
   static constexpr int kRows = kWarpRows * kConsumers;
   static constexpr int kThreads = 32 * (kConsumers + kProducers);
-  // Of a step, each a producer's, or one's of K and one's of V.
+  // Tiles of a step. One producer decodes a tile, or one its K and another its
+  // V.
   static constexpr int kTiles = kSplits ? kProducers / 2 : kProducers;
-  // Of what a consumer attends to at once, for which it has registers.
+  // Tiles of a part. A consumer has registers to attend to so many at once.
   static constexpr int kPartTiles = 2;
   static constexpr int kParts = kTiles / kPartTiles;
   static_assert(kTiles == kParts * kPartTiles);
@@ -44,12 +47,14 @@ struct ExtendPlan {
 
 template <typename Plan>
 struct alignas(128) ExtendShared {
-  // B fragments, of which a lane has its own: of eight tokens and two times 16
-  // coordinates, and of a tile's tokens and two times eight.
+  // B fragments, by lane. A fragment of keys has eight tokens and two times 16
+  // coordinates. One of values has a tile's tokens and two times eight
+  // coordinates.
   uint4 keys[Plan::kStages][2 * Plan::kTiles][kLaneUnits][32];
   uint4 values[Plan::kStages][Plan::kTiles][kFragmentOutputs][32];
   uint8_t tiles[Plan::kTiles][Plan::kCopies][TILE_BYTES];
-  // Of tiles' scores: they are read after the keys' place is free again.
+  // Factors of tiles' scores. They are read after the stage of keys is free
+  // again.
   float factors[2 * Plan::kStages][Plan::kTiles];
   // See RowNote.
   int queries[Plan::kRows];

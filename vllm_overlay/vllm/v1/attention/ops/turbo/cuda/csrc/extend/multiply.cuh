@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A consumer's products: scores of queries in registers and of keys that are
-// decoded, and sums of values by weights in registers.
+// A consumer's products: scores of queries in registers and decoded keys, and
+// sums of decoded values by weights in registers.
 #pragma once
 
 #include "common/mma.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ Quad quad_of(float* numbers) {
 
 // Load a unit of a part's keys.
 //
-// keys: the part's, from the lane's on.
+// keys: the part's fragments, from the lane's first on.
 template <typename Plan>
 __device__ __forceinline__ void load_unit(uint4 (&k)[2 * Plan::kPartTiles],
                                           const uint4* keys, int unit) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ void multiply_unit(
 
 // Scores of a part of a step.
 //
-// keys: the part's, from the lane's on. between: is called after each half of a
-//   unit, with its number.
+// keys: the part's fragments, from the lane's first on.
+// between: is called after each half of a unit, with the half's number.
 template <typename Plan, typename F>
 __device__ __forceinline__ void multiply_keys(
     float (&scores)[Plan::kTokens / 2],
@@ -65,9 +65,9 @@ __device__ __forceinline__ void multiply_keys(
   }
 }
 
-// Add two fragments of values of a part of a step, from one on.
+// Add two fragments of values of a part of a step, from fragment `first` on.
 //
-// values: the part's, from the lane's on.
+// values: the part's fragments, from the lane's first on.
 template <typename Plan>
 __device__ __forceinline__ void add_fragments(
     float (&output)[HEAD_SIZE / 2],
@@ -93,8 +93,8 @@ __device__ __forceinline__ void add_values(
     add_fragments<Plan>(output, weights, values, i);
 }
 
-// Both at once, of a part and of the one before: a score is a sum of products
-// one after the other, and these are in between.
+// Compute a part's scores, and add the values of the part before. The products
+// of a score depend on each other, and products of values come between them.
 template <typename Plan>
 __device__ __forceinline__ void multiply_and_add(
     float (&scores)[Plan::kTokens / 2],

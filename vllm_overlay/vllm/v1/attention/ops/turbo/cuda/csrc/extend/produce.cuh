@@ -12,7 +12,8 @@ namespace turbo {
 
 // Decode a warp's tile of a step, which has been copied.
 //
-// index: the tile's place in the step. tile: which of the sequence's it is.
+// index: the tile's place in the step.
+// tile: the tile's index in the sequence.
 template <typename Plan>
 __device__ __forceinline__ void produce_keys(ExtendShared<Plan>& shared,
                                              const Stage<Plan::kStages>& stage,
@@ -42,7 +43,7 @@ __device__ __forceinline__ void produce_values(
   arrive_warp(shared.full_values[stage.index], lane);
 }
 
-// Produce a tile of each step of a segment, or a part of it.
+// Produce a tile of each step of a segment, or a part of that tile.
 //
 // index: the tile's place in steps.
 template <typename TilePart, typename Plan>
@@ -70,7 +71,7 @@ __device__ __forceinline__ void produce_segment(ExtendShared<Plan>& shared,
       produce_keys(shared, stage, segment, bytes, index, tile, lane);
     if constexpr (TilePart::kHasValues)
       produce_values(shared, stage, segment, bytes, index, tile, lane);
-    // What has been decoded is not read any more.
+    // The decoded bytes are no longer read, so their slot is free.
     copies.issue(step + kCopies, slot, num_steps, lane);
     if (++slot == kCopies) slot = 0;
   }

@@ -1,54 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// How attention of sequences' last tokens is cut into ranges of work of one
-// size, so that the blocks are evenly busy whatever the lengths.
+// The division of work into ranges of one size, for attention of sequences'
+// last tokens. The blocks are then evenly busy, whatever the lengths.
 #pragma once
 
 #include "common/segment.cuh"
 
 namespace turbo {
 
-// The steps of all passes, in order. If there are more ranges than blocks, a
-// block has several.
+// Ranges of the steps of all passes, in order. If there are more ranges than
+// blocks, a block has several.
 struct Ranges {
   int size;  // steps
   int count;
-  bool whole;  // a pass each, which counts as so many steps
+  bool whole;  // a range is a pass, which counts as `size` steps
 };
 
-// What there is to do for a sequence: passes, each for as many queries of a KV
-// head as attend at once, of so many steps.
+// The work for a sequence: passes of so many steps, each for the queries of a
+// KV head that attend at once.
 struct Work {
   int steps, passes;
 };
 
-// What a range has of a pass. Behind the sequence's tiles, from a step's first
-// on, come those of its query tokens as they are.
+// A range's share of a pass. The tiles of the sequence's own tokens come after
+// its cached tiles, and begin with a whole step.
 struct PassSegment : Segment {
-  int own_tile;  // the first of these
+  int own_tile;  // the first tile of own tokens
   int range;
   bool begins;  // whether it has the pass's first tile
 };
 
-// Steps of so many tiles that a segment has.
+// The steps of a segment, of kStepTiles tiles each.
 template <int kStepTiles>
 __device__ __forceinline__ int num_steps_of(const Segment& segment) {
   return (segment.last_tile - segment.first_tile + kStepTiles - 1) / kStepTiles;
 }
 
-// Where a step is among all.
+// The place of a step among all steps.
 struct PassPlace {
   int seq;
-  int pass;         // of the sequence's
-  int head_passes;  // of a KV head's
-  int first, last;  // steps of the pass, of all
+  int pass;         // in the sequence
+  int head_passes;  // passes of a KV head
+  int first, last;  // steps of the pass, among all steps
 };
 
-// Cuts by passes of kQueries, and steps of kStepTiles.
+// Cuts by passes of kQueries queries, and steps of kStepTiles tiles.
 template <int kQueries, int kStepTiles>
 struct Cuts {
-  // Of a sequence: steps have one offset of K.
+  // The seen tiles of a sequence. With KEY_OFFSET they begin with a whole step,
+  // because a step has one offset of K.
   using Tiles = SeenTiles<KEY_OFFSET != 0 ? kStepTiles : 1>;
 
   static __device__ __forceinline__ int steps_of(int tiles) {
@@ -65,7 +66,7 @@ struct Cuts {
     return {steps, head_passes * p.num_kv_heads};
   }
 
-  // With one split, a result does not depend on what else is in the batch.
+  // With one split, a result does not depend on the rest of the batch.
   template <typename Params>
   static __device__ __forceinline__ Ranges ranges(const Params& p, int lane) {
     int total = 0, longest = 0, passes = 0;
@@ -88,8 +89,8 @@ struct Cuts {
     return {size, (total + size - 1) / size, false};
   }
 
-  // Call attend with what a range has of a sequence, whose passes begin at step
-  // seq_first.
+  // Call `attend` with a range's segments of a sequence. The sequence's passes
+  // begin at step seq_first.
   template <typename Params, typename F>
   static __device__ __forceinline__ void for_each_pass(
       const Params& p, const Ranges& ranges, int index, int seq, int passes,
@@ -126,7 +127,7 @@ struct Cuts {
     }
   }
 
-  // Call attend with a range's segments, of any few passes.
+  // Call `attend` with a range's segments, of one or more passes.
   template <typename Params, typename F>
   static __device__ __forceinline__ void for_each_segment(const Params& p,
                                                           const Ranges& ranges,
@@ -136,8 +137,8 @@ struct Cuts {
     const int first = index * ranges.size;
     const int last = first + ranges.size;
     int before = 0, base = 0, next = 0;
-    // What a lane knows of its sequence is found anew for each of them: few
-    // registers are left while one is attended to.
+    // A lane finds its sequence's work again for each segment, because few
+    // registers are left while a segment is attended to.
 #pragma unroll 1
     while (base < p.num_seqs && before < last) {
       const Work work = work_of(p, base + lane);
@@ -161,7 +162,7 @@ struct Cuts {
     }
   }
 
-  // Find a step, of which there are more. All lanes of a warp call it.
+  // Find a step, which is not past the last. All lanes of a warp call it.
   template <typename Params>
   static __device__ __forceinline__ PassPlace place_of(const Params& p,
                                                        int step) {

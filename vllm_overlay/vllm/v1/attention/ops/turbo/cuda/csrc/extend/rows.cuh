@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries as rows of the tensor core's results: a lane has numbers of rows g =
-// lane / 4 and g + 8 of its warp's 16.
+// Queries as rows of the tensor core's results. A lane has numbers of rows
+// g = lane / 4 and g + 8 of its warp's 16.
 #pragma once
 
 #include "common/offset.cuh"
@@ -12,17 +12,18 @@
 
 namespace turbo {
 
-// What a row is of a segment.
+// The query of a row of a segment.
 struct RowNote {
-  int token;       // of the sequence's query tokens
-  bool is_inside;  // whether the sequence has it
-  int query;       // of the sequence, or -1
-  // The cached tokens that it sees: from the first, and but the last few. A row
-  // without a query sees all, of which nothing comes.
+  int token;       // the query token, in the sequence
+  bool is_inside;  // whether the sequence has the token
+  int query;       // in the sequence, or -1
+  // The row sees cached tokens from `first` on, except the last `hidden`. A row
+  // without a query sees all, and its result is not used.
   int first, hidden;
 
-  // column: the row, of all of a KV head. query_len, known_len: the sequence's
-  // query tokens, and its length as it is known early.
+  // column: the row, among all rows of a KV head.
+  // query_len: the sequence's query tokens.
+  // known_len: its length, known before the previous kernel ends.
   __device__ __forceinline__ RowNote(const AttentionParams& p,
                                      const Segment& segment, int column,
                                      int query_len, int known_len) {
@@ -43,7 +44,7 @@ struct LaneQueries {
   int of_row[2];
 };
 
-// Load a lane's queries, of two rows, as A fragments: coordinates are in the
+// Load the queries of a lane's two rows as A fragments, with coordinates in the
 // order of K's.
 //
 // queries: their places in p_queries.
@@ -76,10 +77,10 @@ __device__ __forceinline__ void load_row_queries(
   }
 }
 
-// Go on to tokens with another offset of K.
+// Adapt references to tokens with another offset of K.
 //
-// queries: those that see a token of the segment's; -1 for others, for of a
-//   token that the sequence does not have the query may be NaN.
+// queries: those that see a token of the segment; -1 for others. The query of a
+//   token that the sequence does not have may be NaN.
 __device__ __forceinline__ void change_offset(RowsAccumulator& acc,
                                               const LaneQueries& queries,
                                               const AttentionParams& p,
@@ -89,16 +90,18 @@ __device__ __forceinline__ void change_offset(RowsAccumulator& acc,
   for (int r = 0; r < 2; ++r) {
     const float score = offset_score(p, segment.seq, segment.kv_head, offset,
                                      queries.of_row[r], lane);
-    // A row that has seen no token keeps none, also if its query is NaN.
+    // A row that has seen no token keeps kNoRowReference, even if its query is
+    // NaN.
     if (acc.reference[r] != kNoRowReference)
       acc.reference[r] += acc.missing[r] - score;
     acc.missing[r] = score;
   }
 }
 
-// Write a row's partial result.
+// Write a row's partial result, and return the address of its LSE.
 //
-// row: of p.partial. r: which of the lane's. Returns where its LSE is.
+// row: the row of p.partial.
+// r: the index of the row among the lane's two.
 __device__ __forceinline__ float* write_partial(const RowsAccumulator& acc,
                                                 const AttentionParams& p,
                                                 int64_t row, int r, float total,
@@ -117,7 +120,7 @@ __device__ __forceinline__ float* write_partial(const RowsAccumulator& acc,
   return lse;
 }
 
-// Mark the splits of a row behind a segment's as empty, if there are none.
+// If a segment has a row's last tokens, mark the splits after it as empty.
 __device__ __forceinline__ void end_splits(float* lse, const AttentionParams& p,
                                            const Segment& segment) {
   if (!segment.ends) return;
@@ -127,8 +130,8 @@ __device__ __forceinline__ void end_splits(float* lse, const AttentionParams& p,
     lse[int64_t(s - segment.split) * num_queries] = -INFINITY;
 }
 
-// Where a segment's queries are among partial results: the first, and one more
-// a query of the sequence.
+// The place of a sequence's first query among partial results, for a segment.
+// The sequence's other queries follow, one row each.
 __device__ __forceinline__ int64_t first_partial(const AttentionParams& p,
                                                  const Segment& segment) {
   return (int64_t(segment.seq) * p.num_splits + segment.split) *

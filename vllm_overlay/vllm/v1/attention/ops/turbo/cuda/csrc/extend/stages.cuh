@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A ring of stages in shared memory, that some warps fill and others empty.
+// A ring of stages in shared memory, which some warps fill and others empty.
 #pragma once
 
 #include "common/barriers.cuh"
 
 namespace turbo {
 
-// A place in the ring, and how often it has been used.
+// A place in the ring, and the parity of its use.
 template <int kStages>
 struct Stage {
   int index = 0;
   int parity = 0;
 
-  // Among twice as many.
+  // The place among twice as many stages.
   __device__ __forceinline__ int of_both() const {
     return kStages * parity + index;
   }
@@ -23,8 +23,7 @@ struct Stage {
   }
 };
 
-// Arrive at a barrier after what a warp has written, or read. All lanes call
-// it.
+// Arrive at a barrier after a warp's writes, or reads. All lanes call it.
 __device__ __forceinline__ void arrive_warp(uint64_t& barrier, int lane) {
   __syncwarp();
   if (lane == 0) arrive_barrier(shared_address(&barrier));
@@ -34,10 +33,10 @@ __device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
   wait_barrier(shared_address(&barrier), parity);
 }
 
-// Let steps go that are decoded for others.
+// Release steps that are decoded for other consumers.
 //
-// Shared: has the barriers of keys and of values, whose stages are filled and
-//   emptied apart.
+// Shared: has the barriers of keys and of values. Stages of the two are filled
+//   and emptied separately.
 template <typename Shared, int kStages>
 __device__ __forceinline__ void pass_steps(Shared& shared,
                                            Stage<kStages>& stage, int num_steps,

@@ -10,21 +10,21 @@
 namespace turbo {
 
 constexpr float kNoRowReference = -1e30f;
-// A lane's weights of a step and row whose sum is larger raise the reference:
-// they are to be finite in fp16.
+// If a lane's weights of a row in a step have a larger sum, the reference is
+// raised. Weights then are finite in fp16.
 constexpr float kMaxWeights = 8192.0f;
-// A lane's scores of a tile, of both rows.
+// A lane's scores of a tile, in both rows.
 constexpr int kTileScores = 8;
 
-// A lane's part of a running result: of rows g and g + 8 of its warp's. Numbers
-// 4 * n and 4 * n + 1 are of the first and columns 8 * n + 2 * t and the next,
-// those two later of the second.
+// A lane's part of a running result, in rows g and g + 8 of its warp. Numbers
+// 4 * n and 4 * n + 1 are in row g, and in columns 8 * n + 2 * t and the next.
+// Numbers 4 * n + 2 and 4 * n + 3 are in row g + 8.
 struct RowsAccumulator {
   float output[HEAD_SIZE / 2];
   float reference[2];
-  float sum[2];      // of the lane's columns
+  float sum[2];      // over the lane's columns
   float factor[2];   // of scores
-  float missing[2];  // what the scores that the references are of lack
+  float missing[2];  // the part that scores lack: see common/offset.cuh
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -37,7 +37,7 @@ struct RowsAccumulator {
   }
 };
 
-// Over the four lanes that have a row.
+// The maximum, or the sum, over the four lanes that have a row.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -47,13 +47,14 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Tokens that a row sees, relative to a step's first: up to last, exclusive.
+// Tokens that a row sees, relative to a step's first: from first to last
+// (exclusive).
 struct RowLimits {
   int first, last;
 };
 
-// Leave out what is not seen, raise the references to the largest scores, and
-// rescale what is summed so far.
+// Mask tokens that are not seen, raise the references to the largest scores,
+// and rescale the running sums.
 template <int kScores>
 __device__ __forceinline__ void raise_rows(RowsAccumulator& acc,
                                            float (&scores)[kScores],
@@ -86,11 +87,12 @@ __device__ __forceinline__ void raise_rows(RowsAccumulator& acc,
   }
 }
 
-// Weights of a step's tokens as A fragments, by the references as they are:
-// numbers 2 * n and 2 * n + 1 are of columns 8 * n. Returns whether all of the
-// warp's are small enough.
+// Weights of a step's tokens as A fragments, with the references as they are.
+// Words 2 * n and 2 * n + 1 are in columns from 8 * n on. Returns whether all
+// of the warp's weights are small enough.
 //
-// sum: of a row's. factors: of the step's tiles.
+// sum: the sum of a row's weights, written.
+// factors: the factors of the step's tiles.
 template <int kScores>
 __device__ __forceinline__ bool weigh_rows(uint32_t (&weights)[kScores / 2],
                                            float (&sum)[2],
@@ -116,11 +118,11 @@ __device__ __forceinline__ bool weigh_rows(uint32_t (&weights)[kScores / 2],
     sum[r] += weight[0] + weight[1];
     weights[i / 2] = as_bits(__floats2half2_rn(weight[0], weight[1]));
   }
-  // Written so that NaN is too large, too.
+  // The comparison is negated so that NaN counts as too large.
   return !__any_sync(~0u, !(fmaxf(sum[0], sum[1]) <= kMaxWeights));
 }
 
-// The same where some tokens are not seen, or weights would be too large.
+// Weigh again where some tokens are not seen, or where weights are too large.
 template <int kScores>
 __device__ __forceinline__ void weigh_anew(
     uint32_t (&weights)[kScores / 2], float (&sum)[2], RowsAccumulator& acc,

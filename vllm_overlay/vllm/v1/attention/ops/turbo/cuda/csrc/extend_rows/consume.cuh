@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Consumers: warpgroups that attend with 64 queries each, or more, to what is
-// decoded.
+// Consumers: warpgroups that attend with 64 queries each, or more, to decoded
+// tiles.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,8 @@ template <typename Params>
 using SegmentOf =
     std::conditional_t<kWithOutputs<Params>, OutputSegment, PassSegment>;
 
-// Note which queries a warpgroup's rows are. Returns whether it has any.
+// Write the queries of a warpgroup's rows to shared memory. Returns whether it
+// has any.
 template <typename Plan, typename Params>
 __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
                                           const Params& p,
@@ -35,7 +36,7 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
   }
   constexpr int kGroupRows = Plan::kGroupRows;
   const int first = segment.first_column + kGroupRows * group;
-  sync_group(group);  // what was noted before is not read any more
+  sync_group(group);  // until the queries written before are no longer read
   if (thread < kGroupRows) {
     const RowNote note(p, segment, first + thread, query_len, known_len);
     const int row = kGroupRows * group + thread;
@@ -44,7 +45,8 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
     shared.limits[row] =
         segment.num_tokens - note.hidden - limits_from(segment);
     if constexpr (kWithOutputs<Params>) {
-      // Padding of a sequence shorter than its query tokens is seen by nobody.
+      // A sequence may be shorter than its query tokens. No query sees the
+      // padding.
       const int first_own =
           max(note.token + 1 - p.sliding_window, query_len - known_len);
       shared.own_firsts[row] = note.is_inside ? first_own : 0;
@@ -55,7 +57,7 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
   return first < query_len * p.heads_per_kv;
 }
 
-// Ask for the sum of a step's values.
+// Issue the products that add a step's values.
 template <typename Plan>
 __device__ __forceinline__ void add_values(
     float (&output)[HEAD_SIZE / 2],
@@ -84,7 +86,7 @@ __device__ __forceinline__ void add_values(
 
 // Attend to a segment with a warpgroup's rows.
 //
-// end_queries: is called when these are not read any more.
+// end_queries: is called when queries are no longer read.
 template <typename Plan, typename Params, typename EndQueries>
 __device__ __forceinline__ void consume_segment(
     RowsShared<Plan>& shared, Stage<Plan::kStages>& stage, const Params& p,
@@ -129,8 +131,8 @@ __device__ __forceinline__ void consume_segment(
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
   constexpr uint32_t kValueStage = sizeof(shared.values[0]) / 16;
   float scores[kTokens / 2];
-  // Weigh a step's scores of the m-th rows, which are there, while the values
-  // that were asked for last are being added.
+  // Weigh a step's scores of the m-th rows, which are complete. The values that
+  // were issued last are being added meanwhile.
   const auto weigh = [&](uint32_t (&weights)[kTokens / 4], int m, int step) {
     hold(scores);
     if (m == kRowTiles - 1) arrive_warp(shared.empty_keys[stage.index], lane);
@@ -176,8 +178,8 @@ __device__ __forceinline__ void consume_segment(
     }
     acc.sum[0] += sum[0], acc.sum[1] += sum[1];
   };
-  // Ask for a step's scores of the m-th rows, and then for the sum of the
-  // values of those before, or of the step before.
+  // Issue the products of a step's scores for the m-th rows. Then issue the
+  // products of values for the rows before, or for the step before.
   const auto attend = [&](const uint32_t (&before)[kTokens / 4],
                           uint32_t (&weights)[kTokens / 4], int m, int step) {
     const Stage<Plan::kStages> last = stage;
@@ -238,7 +240,7 @@ __device__ __forceinline__ void consume_segment(
   }
 }
 
-// Attend to segments of the ring, whose queries are copied ahead.
+// Attend to segments of the ring. Queries are copied ahead.
 template <typename Plan>
 __device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
                                              Stage<Plan::kStages>& stage,
@@ -259,7 +261,7 @@ __device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
     next.advance();
     consume_segment(shared, stage, p, ring.segments[place.index], group, lane,
                     [&] {
-                      // Other warps' products read queries, too.
+                      // Products of other warps also read queries.
                       if (!Plan::kHoldsQueries) sync_group(group);
                       is_there = begin(next);
                     });

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Steps of query tokens as they are, of which another kernel has made operands
-// of the tensor core, but for panels: see own_tiles.cuh.
+// Steps of own tokens, whose K and V are as computed. Another kernel has turned
+// them to operands of the tensor core, without the division into panels: see
+// own_tiles.cuh.
 #pragma once
 
 #include "extend_rows/decode_tile.cuh"
@@ -10,9 +11,10 @@
 
 namespace turbo {
 
-// Copy K of a tile, the index-th of a step; zeros where there is none.
+// Copy K of a tile, or zeros if there is no tile.
 //
-// keys: the stage's.
+// keys: the keys of the stage.
+// index: the tile's place in the step.
 template <typename Plan>
 __device__ __forceinline__ void copy_own_keys(uint8_t* keys, const uint4* tile,
                                               int index, int lane) {
@@ -44,9 +46,10 @@ __device__ __forceinline__ void copy_own_values(uint8_t* values,
   }
 }
 
-// Copy a warp's tiles of a step of query tokens as they are.
+// Copy a warp's tiles of a step of own tokens.
 //
-// first: the first of its tiles. index: its place in the step.
+// first: the first of the warp's tiles.
+// index: the place of that tile in the step.
 template <typename Plan>
 __device__ __forceinline__ void copy_own_step(RowsShared<Plan>& shared,
                                               Stage<Plan::kStages>& stage,
@@ -54,7 +57,7 @@ __device__ __forceinline__ void copy_own_step(RowsShared<Plan>& shared,
                                               const PassSegment& segment,
                                               int first, int index, int lane) {
   constexpr int kWarpTiles = Plan::kWarpTiles;
-  // Own keys are not a codebook's, whose gain queries have.
+  // Queries include the gain of a codebook, which own keys do not need.
   constexpr float kFactor = (1 << PRODUCT_FRACTION_BITS) / KEY_GAIN;
   const auto source = [&](int i) -> const uint4* {
     if (first + i >= segment.last_tile) return nullptr;

@@ -9,22 +9,24 @@
 
 namespace turbo {
 
-// Where a lane's rows of 8x8 matrices are in a row of panels: its chunk.
+// The offset of a 16-byte chunk of a row in panels, which are swizzled.
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
   return row * kRowBytes + (chunk ^ row % 8) * 16;
 }
 
 // Decode K of a warp's tile of a step.
 //
-// keys: the stage's address. index: the tile's place in the step. See
-//   decode_tile_keys for the others.
+// keys: the stage's address.
+// index: the tile's place in the step.
+//
+// See decode_tile_keys for the others.
 template <typename Plan>
 __device__ __forceinline__ void decode_keys(uint32_t keys, float& factor,
                                             const uint8_t* tile, int index,
                                             int num_tokens, int lane) {
   constexpr uint32_t kPanelBytes = Plan::kTokens * kRowBytes;
   const auto store = [&](int h, int j, const uint32_t (&pairs)[4]) {
-    // Row lane % 8 of matrix lane / 8.
+    // A lane has the address of row lane % 8 of matrix lane / 8.
     const int row = index * TILE_TOKENS + 8 * h + lane % 8;
     store_matrices(
         keys + swizzled(row, j % 2 * 4 + lane / 8) + j / 2 * kPanelBytes,
@@ -39,8 +41,8 @@ __device__ __forceinline__ void decode_values(uint32_t values,
                                               const uint8_t* tile, int index,
                                               int lane) {
   constexpr uint32_t kPanelBytes = HEAD_SIZE * kRowBytes;
-  // Matrices are of rows r = lane / 8 % 2 of a fragment and tokens h = lane /
-  // 16.
+  // A matrix has rows of half r = lane / 8 % 2 of a fragment, and tokens of
+  // half h = lane / 16.
   const int chunk = index % 4 * 2 + lane / 16;
   const uint32_t target = values + index / 4 * kPanelBytes +
                           swizzled(8 * (lane / 8 % 2) + lane % 8, chunk);

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The entry point of the kernel for many queries that attend to cached tokens
-// and to their own, and have outputs. A module has one instance: see
+// and to own tokens, and that writes outputs. A module has one instance: see
 // instance.cuh.
 #include <tvm/ffi/function.h>
 
@@ -17,7 +17,7 @@ using tvm::ffi::TensorView;
 using Instance = RowsInstance<turbo::OutputParams>;
 using Plan = Instance::Plan;
 
-// [T, heads, D] of the queries' dtype.
+// Check vectors [T, heads, D] in the queries' dtype.
 void check_tokens(const char* name, const TensorView& x,
                   const TensorView& output, int64_t num_heads) {
   turbo::check_device(output.device(), x);
@@ -27,7 +27,8 @@ void check_tokens(const char* name, const TensorView& x,
   turbo::check_size(name, x, 1, num_heads);
 }
 
-// Vectors of 16 bits that are copied or written 16 bytes at a time.
+// Check vectors of 16-bit numbers that are copied or written 16 bytes at a
+// time.
 void check_runs(const char* name, const TensorView& x) {
   turbo::check_stride(name, x, 0, 8);
   turbo::check_stride(name, x, 1, 8);
@@ -58,9 +59,9 @@ void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
   p.own_tiles = static_cast<__half*>(tiles.data_ptr());
 }
 
-// partial: [P, D]; partial_lse: [P]. With too few for a range's two passes each
-//   block has whole ones, and a result does not depend on the rest of the
-//   batch.
+// partial: [P, D].
+// partial_lse: [P]. If P is too small for two passes per range, each block has
+//   whole passes. A result then does not depend on the rest of the batch.
 //
 // See turbo::OutputParams and extend_rows.py for the others.
 void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
@@ -117,7 +118,8 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   turbo::launch(Instance::kKernel, num_blocks, Instance::kThreads,
                 Instance::kSharedBytes, device, p, enable_pdl);
   if (p.num_ranges > 1) {
-    // Of few passes each has many parts, and more blocks are free to join them.
+    // If there are few passes, each has many parts, and more blocks are free to
+    // join them.
     const int64_t queries = query_len * p.heads_per_kv;
     const int64_t passes =
         (queries + Plan::kRows - 1) / Plan::kRows * p.num_seqs * p.num_kv_heads;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The entry point of the kernel for many queries, whose results the merge
-// joins. A module has one instance: see instance.cuh.
+// The entry point of the kernel for many queries whose results the merge joins.
+// A module has one instance: see instance.cuh.
 #include <tvm/ffi/function.h>
 
 #include "extend_rows/instance.cuh"

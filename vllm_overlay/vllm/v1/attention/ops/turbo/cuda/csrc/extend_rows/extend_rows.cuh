@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of sequences' last tokens, many queries at once, to pages of the
-// turbo format, on GPUs whose warpgroups multiply (sm_90a).
+// Attention of sequences' last tokens, with many queries at once, to pages of
+// the turbo format. The GPU needs products of warpgroups (sm_90a).
 #pragma once
 
 #include <type_traits>
@@ -26,8 +26,8 @@ __device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
   fence_barrier_init();
 }
 
-// Params: AttentionParams, for partial results that another kernel merges, or
-// OutputParams.
+// Params: AttentionParams for partial results that another kernel merges, or
+//   OutputParams.
 template <typename Plan, typename Params>
 __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
     extend_rows_kernel(const __grid_constant__ Params p) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   using Cut = typename Plan::Cut;
   static_assert(kWithOutputs<Params> == Plan::kEndsInOutputs);
   if (threadIdx.x == 0) init_rows(shared);
-  // As in extend.cuh.
+  // extend.cuh says why the wait and the start are in this order.
   if (p.lens_are_new) wait_for_previous_kernel();
   start_next_kernel();
   if (warp == 0) {

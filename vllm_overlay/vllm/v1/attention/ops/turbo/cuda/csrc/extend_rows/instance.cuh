@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The instance that a module has of the kernel for many queries:
-// extend_rows.py defines ROWS_CONSUMERS and so on, a macro a number of a
-// RowsPlan, and has turbo_constants.h of the layout included.
+// A module's instance of the kernel for many queries. extend_rows.py defines
+// ROWS_CONSUMERS and so on, a macro per number of a RowsPlan, and includes
+// turbo_constants.h of the layout.
 #pragma once
 
 #include <type_traits>

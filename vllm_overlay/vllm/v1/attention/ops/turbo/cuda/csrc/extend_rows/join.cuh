@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Outputs of passes that several ranges have parts of.
+// Joins the parts of passes that several ranges have parts of, to outputs.
 #pragma once
 
 #include "extend/ranges.cuh"
@@ -11,19 +11,21 @@
 namespace turbo {
 
 constexpr int kJoinWarps = 8;
-// Rows of a lane at a time, and how often: of many passes.
+// Rows that a lane joins at a time, and turns of a block if there are many
+// passes.
 constexpr int kJoinedRows = 2;
 constexpr int kJoinTurns = 2;
-// Rows of a block at a time.
+// Rows that a block joins at a time.
 constexpr int kJoinBlockRows = kJoinWarps * kSideBySide * kJoinedRows;
-// Parts of a row that are loaded at a time: of many passes each has two.
+// Parts of a row that are loaded at a time. If there are many passes, each has
+// two.
 constexpr int kPartsInFlight = 2;
 
-// A row's partial results: those of range first_range and of the next ones,
-// the first of which goes on to them.
+// A row's partial results: that of range first_range, in which the pass begins,
+// and those of the ranges after it.
 template <int kRows>
 struct RowParts {
-  int row;  // of a block's
+  int row;  // of the pass
   int first_range, count;
 
   __device__ __forceinline__ int64_t place(int i) const {
@@ -31,7 +33,7 @@ struct RowParts {
   }
 };
 
-// The next parts of a row, in a warp's lanes, or in those of half of it.
+// The next parts of a row, in the lanes of a warp or of half a warp.
 struct PartsInFlight {
   float lse[kPartsInFlight];
   float4 numbers[kPartsInFlight][kChunks];
@@ -57,7 +59,7 @@ struct PartsInFlight {
   __device__ __forceinline__ void add_to(WeightedSum& row) const {
 #pragma unroll
     for (int u = 0; u < kPartsInFlight; ++u) {
-      // Where a part has no tokens there may be NaN.
+      // A part without tokens may have NaN.
       if (lse[u] != -INFINITY) row.add(lse[u], numbers[u]);
     }
   }
@@ -65,8 +67,8 @@ struct PartsInFlight {
 
 // Join partial results of rows, rotate them back, and write them.
 //
-// parts: a lane's rows', as many each. queries: these, of the sequence's; -1
-//   for none.
+// parts: the parts of a lane's rows, equally many per row.
+// queries: the rows' queries in the sequence; -1 for none.
 template <typename T, int kRows>
 __device__ __forceinline__ void join_rows(
     const OutputParams& p, const Signs& signs,
@@ -109,8 +111,8 @@ __device__ __forceinline__ void join_rows(
   }
 }
 
-// Blocks (i, ...) join the pass that range i is the first to have a part of,
-// and range i + 1 has one of, too, if there is such a pass.
+// Blocks (i, ...) join the pass that begins in range i and goes on in range
+// i + 1, if there is such a pass.
 template <typename Plan>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ OutputParams p) {

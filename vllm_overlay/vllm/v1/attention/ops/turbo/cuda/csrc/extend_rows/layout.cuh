@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What a block of the kernel for many queries has in shared memory, and how its
-// warps share the work.
+// The shared memory of a block of the kernel for many queries, and the division
+// of work among its warps.
 //
-// Queries are the rows of the tensor core's results, 64 of them or more a
-// warpgroup of consumers: S = Q K^T and O = P V. Producers decode each tile
-// once, for all of them, to operands in shared memory.
+// Queries are the rows of the tensor core's results, 64 or more per warpgroup
+// of consumers: S = Q K^T and O = P V. Producers decode each tile once for all
+// consumers, to operands in shared memory.
 #pragma once
 
 #include <type_traits>
@@ -21,36 +21,40 @@ namespace turbo {
 
 constexpr int kTileRows = 64;  // queries of a warpgroup's product
 constexpr int kGroupThreads = 128;
-// Operands have rows of 64 numbers in panels.
+// Operands are in panels, whose rows have 64 numbers.
 constexpr int kPanelColumns = 64;
 constexpr int kRowBytes = 2 * kPanelColumns;
 constexpr int kKeyPanels = HEAD_SIZE / kPanelColumns;
 constexpr uint32_t kQueryPanelBytes = kTileRows * kRowBytes;
-// Eight rows of a panel: the stride of operands.
+// The stride of operands is eight rows of a panel.
 constexpr uint32_t kOperandLayout = wgmma_layout<1>(8 * kRowBytes);
 
-// Segments that are known to consumers.
+// Segments of the ring: see segments.cuh.
 constexpr int kSegments = 2;
 
-// What is announced of one to those that end in outputs.
+// A segment as it is announced to consumers that write outputs.
 struct OutputSegment : PassSegment {
-  // Of the sequence: where its query tokens begin among all, how many these
-  // are, and its length as it is known early.
+  // The sequence's first query token among all, the number of its query tokens,
+  // and its length, known before the previous kernel ends.
   int first_token, query_len, known_len;
 };
 
-// Whether there is room for the rows' queries, which else are found anew, and
-// for what they see up to, which else is counted from the sequence's end.
+// Whether shared memory has room for the rows' queries, and for limits of 32
+// bits. Otherwise queries are found again when they are needed, and limits are
+// counted from the sequence's end.
 constexpr bool kNotesQueries = HEAD_SIZE <= 128;
 using RowLimit = std::conditional_t<kNotesQueries, int, int16_t>;
 
-// kConsumers, kProducers: warpgroups of a block, of whose steps producers take
-// turns. kBlocks: of a multiprocessor. kTiles: of a step. kStages: steps that
-// are decoded and not yet attended to. kCopies: a producer's steps whose pages
-// are being copied. kRegisters: of a consumer, of which producers have what is
-// left. kHoldsQueries: a consumer has its queries in registers, not in shared
-// memory. kRowTiles: products of a consumer, each of other queries. kOverlaps:
-// a consumer weighs scores while values are added, which takes more registers.
+// kConsumers, kProducers: warpgroups of a block. Producers take steps in turn.
+// kBlocks: blocks per multiprocessor.
+// kTiles: tiles of a step.
+// kStages: steps that are decoded and not yet attended to.
+// kCopies: a producer's steps whose pages are being copied.
+// kRegisters: registers of a consumer. Producers have the others.
+// kHoldsQueries: a consumer has its queries in registers, not in shared memory.
+// kRowTiles: products of a consumer, each of other queries.
+// kOverlaps: a consumer weighs scores while values are added, which takes more
+//   registers.
 // kEndsInOutputs: whether there are OutputParams.
 template <int kConsumers_, int kProducers_, int kBlocks_, int kTiles_,
           int kStages_, int kCopies_, int kRegisters_, bool kHoldsQueries_,
@@ -64,8 +68,8 @@ struct RowsPlan {
   static constexpr bool kOverlaps = kOverlaps_;
   static constexpr bool kEndsInOutputs = kEndsInOutputs_;
   static_assert(kNotesQueries || !kEndsInOutputs, "their limits are no others");
-  // Whether there is room for queries in shared memory: also those that are
-  // held are copied there first, as the model has them.
+  // Whether shared memory has room for queries. With OutputParams, queries that
+  // registers hold are first copied there, as the model has them.
   static constexpr bool kHasQueries = !kHoldsQueries || kEndsInOutputs;
   static constexpr int kGroupRows = kTileRows * kRowTiles;
   static_assert(kGroupRows <= kGroupThreads);
@@ -76,15 +80,16 @@ struct RowsPlan {
   static constexpr int kWarpTiles = kTiles / 4;
   static_assert(kWarpTiles * 4 == kTiles);
   static constexpr int kValuePanels = kTokens / kPanelColumns;
-  // Products of values, for the compiler has as many registers as the block
-  // has a thread for one of them.
+  // Parts of a product of values. For a product the compiler has no more
+  // registers than a thread of the block has on average.
   static constexpr int kValueParts =
       HEAD_SIZE > 128 && 65536 / kBlocks / kThreads < 160 ? 2 : 1;
   // A producer has stages of its own.
   static_assert(kStages % kProducers == 0);
   using Cut = Cuts<kRows, kTiles>;
   static constexpr int kConsumerRegisters = kRegisters_;
-  // Those of a block, of which warps take multiples of eight a lane.
+  // Registers per lane, added over the block's warpgroups. Warps take multiples
+  // of eight.
   static constexpr int kAllRegisters =
       65536 / kBlocks / kThreads / 8 * 8 * (kConsumers + kProducers);
   static constexpr int kLeftRegisters =
@@ -93,8 +98,9 @@ struct RowsPlan {
       kLeftRegisters < 240 ? kLeftRegisters : 240;
 };
 
-// Operands are [panel][row][16-byte chunk, swizzled]: queries by coordinates,
-// tokens by coordinates, and coordinates by tokens.
+// Operands are [panel][row][16-byte chunk, swizzled]. A row is a query, with
+// its coordinates, or a token of K, with its coordinates, or a coordinate of V,
+// with its tokens.
 template <typename Plan, bool kHasQueries = Plan::kHasQueries>
 struct alignas(1024) QueriesShared {
   uint8_t queries[Plan::kConsumers][Plan::kRowTiles][kKeyPanels][kTileRows]
@@ -103,7 +109,7 @@ struct alignas(1024) QueriesShared {
 template <typename Plan>
 struct QueriesShared<Plan, false> {};
 
-// What producers are at, and what consumers are: see segments.cuh.
+// The segments that producers and consumers are at: see segments.cuh.
 template <bool kExists>
 struct SegmentRing {
   OutputSegment segments[kSegments];
@@ -119,13 +125,14 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
   uint8_t values[Plan::kStages][Plan::kValuePanels][HEAD_SIZE][kRowBytes];
   alignas(128) uint8_t
       tiles[4 * Plan::kProducers][Plan::kCopies][Plan::kWarpTiles][TILE_BYTES];
-  // Of tiles' scores: they are read after the keys' place is free again.
+  // Factors of tiles' scores. They are read after the stage of keys is free
+  // again.
   float factors[2 * Plan::kStages][Plan::kTiles];
-  // See RowNote. The segment's tokens are up to a limit.
+  // See RowNote. A row sees the segment's tokens from its first to its limit.
   int rows[kNotesQueries ? Plan::kRows : 1];
   int firsts[Plan::kRows];
   RowLimit limits[Plan::kRows];
-  // The same of the query tokens as they are.
+  // The same for own tokens.
   int own_firsts[Plan::kEndsInOutputs ? Plan::kRows : 1];
   RowLimit own_limits[Plan::kEndsInOutputs ? Plan::kRows : 1];
   alignas(8) uint64_t full_keys[Plan::kStages];

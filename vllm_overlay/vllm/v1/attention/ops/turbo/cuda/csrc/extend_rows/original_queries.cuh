@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries as the model has them, which consumers rotate by themselves: those of
-// a segment are copied to shared memory while results of the one before are
-// written. A warp copies and rotates its own rows.
+// Queries as the model has them, which consumers rotate themselves. The queries
+// of a segment are copied to shared memory while results of the segment before
+// are written. A warp copies and rotates its own rows.
 //
-// The rotation is H (s * q) / sqrt(D). Coordinates are in the order of K's, in
-// which the bits of their places are those of coordinates in another order, so
-// H is Sylvester's there, too: of 16 neighbours by the tensor core, and of the
-// rest by sums and differences of a lane's registers.
+// The rotation is H (s * q) / sqrt(D). Coordinates are in the order of K's. The
+// bits of a place in this order are the bits of a coordinate in another order,
+// so H is Sylvester's for places as well. The tensor core rotates each 16
+// neighbours. Sums and differences of a lane's registers do the rest.
 #pragma once
 
 #include "common/mma.cuh"
@@ -18,22 +18,23 @@
 
 namespace turbo {
 
-// Rows of a product that a warp has.
+// The rows of a product that a warp has.
 constexpr int kWarpTileRows = 16;
 
-// The first of a warp's, of a product.
+// The first row of a product that the warp has.
 __device__ __forceinline__ int first_warp_row() {
   return threadIdx.x / 32 % 4 * kWarpTileRows;
 }
 
-// Where a chunk of 16 bytes of a row is until queries are rotated: lanes read
-// eight bytes or four of eight rows, four lanes a row.
+// The offset of a 16-byte chunk of a row until queries are rotated. Lanes read
+// eight or four bytes of eight rows at a time, four lanes per row.
 __device__ __forceinline__ uint32_t original_place(int row, int chunk) {
   const int mask = HEAD_SIZE < 128 ? row % 8 : row % 4 * 2 + row / 4 % 2;
   return row * kRowBytes + (chunk ^ mask) * 16;
 }
 
-// Begin to copy the queries of a warp's rows; zeros where there are none.
+// Begin to copy the queries of a warp's rows, or zeros for rows without a
+// query.
 template <typename Plan>
 __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
                                              const OutputParams& p,
@@ -73,10 +74,10 @@ __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
   commit_copies();
 }
 
-// Load a lane's queries, of two rows, as A fragments, with the rotation's
+// Load the queries of a lane's two rows as A fragments, with the rotation's
 // signs.
 //
-// queries: of a product.
+// queries: the queries of a product.
 __device__ __forceinline__ void load_original_queries(
     uint32_t (&fragments)[HEAD_SIZE / 4], const uint8_t* queries, int lane) {
   const int first_row = first_warp_row() + lane / 4;
@@ -111,8 +112,8 @@ __device__ __forceinline__ void load_original_queries(
   }
 }
 
-// H x of 16 neighbours each. x and y are fragments of a product and of its
-// result.
+// H x of each 16 neighbours. x has A fragments of a product, and y fragments of
+// its result.
 template <bool kIsBf16>
 __device__ __forceinline__ void rotate_neighbours(
     float (&y)[HEAD_SIZE / 16][2][4], const uint32_t (&x)[HEAD_SIZE / 4],
@@ -141,11 +142,12 @@ __device__ __forceinline__ void rotate_neighbours(
   }
 }
 
-// Rotate a lane's queries, of two rows that its warp has copied. Each is
-// rounded to fp16 relative to a power of two above its largest number.
+// Rotate the queries of a lane's two rows, which its warp has copied. Each
+// query is rounded to fp16 relative to a power of two above its largest number.
 //
-// factor: of scores. A query that is not finite, or near the largest numbers of
-//   fp32, has NaN there, and so has all that comes of it.
+// factor: the factor of scores, written. It is NaN for a query that is not
+//   finite, or that is near the largest numbers of fp32. All results of such a
+//   query are then NaN.
 __device__ __forceinline__ void rotate_queries(
     uint32_t (&fragments)[HEAD_SIZE / 4], float (&factor)[2],
     const uint8_t* queries, const OutputParams& p, int lane) {
@@ -174,7 +176,7 @@ __device__ __forceinline__ void rotate_queries(
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    // NaN is above infinity.
+    // The bits of NaN are above those of infinity.
     uint32_t largest = 0;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
@@ -204,7 +206,7 @@ __device__ __forceinline__ void rotate_queries(
   }
 }
 
-// Make an operand of a lane's fragments, where the warp has read its rows.
+// Store a lane's fragments as an operand, over the rows that the warp has read.
 __device__ __forceinline__ void store_queries(
     uint8_t* queries, const uint32_t (&fragments)[HEAD_SIZE / 4], int lane) {
   const int first_row = first_warp_row() + lane / 4;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What attention that ends in outputs is given: of queries to cached tokens and
-// to their own, at once.
+// The parameters of attention that writes outputs: queries attend to cached
+// tokens and to own tokens at once.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -10,26 +10,28 @@
 
 namespace turbo {
 
-// Query tokens of a tile of their K and V: K's rows and V's columns, rotated.
+// Numbers of K and V in a tile of own tokens: K's rows and V's columns,
+// rotated.
 constexpr int kOwnTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
 
-// Partial results are of a block's rows there: of range i 2 * i of the pass
-// that it goes on with, and 2 * i + 1 of the one that it does not end. Those
-// that it has all of are outputs at once.
+// Partial results have a block's rows per place. Range i has two places. Place
+// 2 * i is for the pass that the range continues. Place 2 * i + 1 is for the
+// pass that it begins and does not end. A pass that a range has in full becomes
+// outputs at once.
 //
-// Queries are the original ones alone.
+// Only the original queries are given.
 struct OutputParams : AttentionParams {
   void* output;  // [T, Hq, D]
   Strides output_strides;
-  // [T / 16 + B, H, 2, 16 * D] fp16: sequence i's from first_token / 16 + i on.
-  // Or null: query tokens are read from the cache.
+  // [T / 16 + B, H, 2, 16 * D] fp16. The tiles of sequence i begin at
+  // first_token / 16 + i. Null if query tokens are read from the cache.
   __half* own_tiles;
   const void* own_key;    // [T, H, D], not rotated
   const void* own_value;  // [T, H, D], not rotated
   Strides key_strides, value_strides;
   float query_factor;  // of rotated queries, for base-2 softmax
   Sinks sinks;
-  int num_ranges;  // that there is room for
+  int num_ranges;  // the most that partial results have room for
 
   __device__ __forceinline__ int num_own_tiles(int seq) const {
     if (own_tiles == nullptr || seq >= num_seqs) return 0;
@@ -41,7 +43,7 @@ struct OutputParams : AttentionParams {
     const int64_t place = first_token(seq) / TILE_TOKENS + seq + tile;
     return own_tiles + (place * num_kv_heads + kv_head) * kOwnTileNumbers;
   }
-  // first_token: of the row's sequence.
+  // first_token: that of the row's sequence.
   __device__ __forceinline__ int64_t output_place(int first_token,
                                                   int row) const {
     const int num_heads = num_kv_heads * heads_per_kv;

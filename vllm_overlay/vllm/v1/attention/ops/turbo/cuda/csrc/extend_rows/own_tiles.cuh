@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Query tokens as they are: a kernel rotates their K and V once, to what
-// producers copy. See copy_own_tiles.cuh.
+// Own tokens: a kernel rotates their K and V once, to operands that producers
+// copy. See copy_own_tiles.cuh.
 #pragma once
 
 #include "extend_rows/decode_tile.cuh"
@@ -12,24 +12,24 @@
 namespace turbo {
 
 constexpr int kOwnTileWarps = 8;
-// As the format's largest scales, these are what larger numbers become.
+// Larger numbers become this one, as larger scales become the format's largest.
 constexpr float kLargestHalf = 65504.0f;
 
-// As operands have them, but for panels: see decode_tile.cuh. Of V's rows, of
-// 16 tokens, each four are followed by a word, so that what a warp writes of
-// two tokens is in different banks.
+// K and V as operands have them, except for panels: see decode_tile.cuh. A row
+// of V has 16 tokens. A word follows each four rows, so that a warp writes its
+// two tokens to different banks.
 struct OwnTileShared {
   static constexpr int kRowWords = TILE_TOKENS / 2;
   __half keys[TILE_TOKENS][HEAD_SIZE];
   uint32_t values[HEAD_SIZE * kRowWords + HEAD_SIZE / 4];
 
-  // Where a row's word is.
+  // The index of a row's word.
   static __device__ __forceinline__ int value_place(int row, int word) {
     return row * kRowWords + row / 4 + word;
   }
 };
 
-// Where a coordinate of K is in a row of the operand.
+// The place of a coordinate of K in a row of the operand.
 __device__ __forceinline__ int key_position(int coordinate) {
   const int code = coordinate / NUM_UNITS, unit = coordinate % NUM_UNITS;
   const int j = unit % kLaneUnits, place = unit / kLaneUnits;
@@ -38,7 +38,7 @@ __device__ __forceinline__ int key_position(int coordinate) {
   return (4 * j + code / 2) * 8 + 2 * t + code % 2;
 }
 
-// Which row of the operand a coordinate of V has: see output_coordinate.
+// The row of the operand that has a coordinate of V: see output_coordinate.
 __device__ __forceinline__ int value_row(int coordinate) {
   if (HEAD_SIZE < 128) return coordinate;
   const int code = coordinate / NUM_UNITS, unit = coordinate % NUM_UNITS;
@@ -47,7 +47,7 @@ __device__ __forceinline__ int value_row(int coordinate) {
   return 16 * fragment + 8 * r + unit % 8;
 }
 
-// H (s * x) / sqrt(D) of a vector, or of two side by side.
+// H (s * x) / sqrt(D) for a vector, or for two side by side.
 __device__ __forceinline__ void rotate_vector(Coordinates& x,
                                               const Signs& signs, int lane) {
 #pragma unroll
@@ -61,18 +61,18 @@ __device__ __forceinline__ void rotate_vector(Coordinates& x,
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const float y = x[j][i] * INVERSE_SQRT;
-      // Not by fmin alone, which makes a number of NaN.
+      // fmin alone would turn NaN to a number.
       x[j][i] = fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;
     }
   }
 }
 
-// Which lanes have the same vector as this.
+// A mask of the lanes that have the same vector as this lane.
 __device__ __forceinline__ uint32_t lanes_beside(int lane) {
   return kSideBySide == 1 ? ~0u : 0xFFFFu << lane / kLanes * kLanes;
 }
 
-// Load a vector; zeros where there is no token. Returns whether it is finite.
+// Load a vector, or zeros if there is no token. Returns whether it is finite.
 template <typename T>
 __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
                                                  bool is_there, int lane) {
@@ -89,9 +89,9 @@ __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
   return (broken & lanes_beside(lane)) == 0;
 }
 
-// Make a sequence's tile. A token whose K or V is not finite has NaN for K, so
-// that who sees it has NaN, and zeros for V: a weight of zero would make
-// neither NaN nor infinity zero.
+// Make a sequence's tile. If K or V of a token is not finite, its K becomes
+// NaN, and so do the results of queries that see it. Its V becomes zero,
+// because a weight of zero would not make NaN or infinity zero.
 template <typename T>
 __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
                                               const OutputParams& p, int seq,
@@ -99,7 +99,7 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int query_len = p.num_query_tokens(seq);
   const Signs signs(lane);
-  // A warp has two tokens: side by side, or one after the other.
+  // A warp has two tokens, side by side or one after the other.
   constexpr int kTurns = 2 / kSideBySide;
   static_assert(2 * kOwnTileWarps == TILE_TOKENS);
   const int first = 2 * warp + lane / kLanes;
@@ -147,12 +147,12 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
   }
 }
 
-// Block (i, j, k): tile j of sequence i, of KV head k.
+// Block (i, j, k) makes tile j of sequence i, for KV head k.
 __global__ void __launch_bounds__(32 * kOwnTileWarps)
     own_tiles_kernel(const __grid_constant__ OutputParams p) {
   __shared__ __align__(16) OwnTileShared shared;
   const int seq = blockIdx.x, tile = blockIdx.y, kv_head = blockIdx.z;
-  // It may be that what is read is as new, and written memory still in use.
+  // Inputs may be as new, and the memory that is written may still be in use.
   wait_for_previous_kernel();
   start_next_kernel();
   if (tile >= p.num_own_tiles(seq)) return;

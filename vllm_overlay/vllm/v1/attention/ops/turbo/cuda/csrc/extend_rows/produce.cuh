@@ -13,7 +13,9 @@ namespace turbo {
 
 // Decode a warp's tiles of a step, which have been copied.
 //
-// tiles: these. first: the first of them. index: its place in the step.
+// tiles: the copied bytes.
+// first: the first of the tiles, in the sequence.
+// index: the place of that tile in the step.
 template <typename Plan>
 __device__ __forceinline__ void decode_step(RowsShared<Plan>& shared,
                                             Stage<Plan::kStages>& stage,
@@ -43,7 +45,7 @@ __device__ __forceinline__ void decode_step(RowsShared<Plan>& shared,
   arrive_warp(shared.full_values[stage.index], lane);
 }
 
-// Produce its steps of a segment.
+// Produce the steps of a segment that the warp's producer has.
 template <typename Plan, typename Params>
 __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
@@ -57,7 +59,7 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
       (warp / 4 + kProducers - stage.index % kProducers) % kProducers;
   const int num_steps = (all_steps - first_step + kProducers - 1) / kProducers;
   uint8_t* tiles = shared.tiles[warp][0][0];
-  // From one of the producer's steps to its next.
+  // Tiles from one of the producer's steps to its next.
   constexpr int kStepTiles = kProducers * Plan::kTiles;
   const int index = warp % 4 * kWarpTiles;
   PageCopies<WholeTile, kWarpTiles, kStepTiles> copies(

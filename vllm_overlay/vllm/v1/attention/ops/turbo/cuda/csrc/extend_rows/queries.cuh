@@ -10,12 +10,12 @@
 
 namespace turbo {
 
-// Barrier 0 is the block's, and the next are the consumers'.
+// Barrier 0 is the block's. Barriers from 1 on are those of consumers.
 __device__ __forceinline__ void sync_group(int group) {
   sync_threads(1 + group, kGroupThreads);
 }
 
-// The query of the sequence that a block's row is, or -1.
+// The query of a block's row, by its index in the sequence, or -1.
 template <typename Plan>
 __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
                                         const AttentionParams& p,
@@ -24,7 +24,7 @@ __device__ __forceinline__ int query_of(const RowsShared<Plan>& shared,
   return RowNote(p, segment, segment.first_column + row).query;
 }
 
-// row: the first of a lane's two.
+// The queries of a lane's two rows, of which `row` is the first.
 template <typename Plan>
 __device__ __forceinline__ LaneQueries
 queries_of(const RowsShared<Plan>& shared, const AttentionParams& p,
@@ -41,13 +41,15 @@ __device__ __forceinline__ int limits_from(const Segment& segment) {
 template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
 struct RowQueries;
 
-// In registers, as A fragments: what products read of shared memory is half.
+// Queries in registers, as A fragments. Products then read half as much shared
+// memory.
 template <typename Plan>
 struct RowQueries<Plan, true> {
   static_assert(Plan::kRowTiles * HEAD_SIZE <= 128);
   uint32_t fragments[Plan::kRowTiles][HEAD_SIZE / 4];
 
-  // queries: of the sequence. first_row: of the lane's first two.
+  // queries: those of the sequence.
+  // first_row: the first of the lane's rows.
   __device__ __forceinline__ void load(RowsShared<Plan>& shared,
                                        const AttentionParams& p,
                                        const Segment& segment,
@@ -61,7 +63,7 @@ struct RowQueries<Plan, true> {
     }
   }
 
-  // Rotate those that have been copied.
+  // Rotate the queries that have been copied.
   __device__ __forceinline__ void rotate(
       RowsShared<Plan>& shared,
       RowsAccumulator (&accumulators)[Plan::kRowTiles], const OutputParams& p,
@@ -73,7 +75,7 @@ struct RowQueries<Plan, true> {
     }
   }
 
-  // Ask for a step's scores of the m-th rows.
+  // Issue the products of a step's scores for the m-th rows.
   __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
                                            int m, uint32_t keys) const {
     constexpr uint32_t kKeyPanel = Plan::kTokens * kRowBytes / 16;
@@ -91,7 +93,7 @@ struct RowQueries<Plan, true> {
   }
 };
 
-// In shared memory.
+// Queries in shared memory.
 template <typename Plan>
 struct RowQueries<Plan, false> {
   uint32_t operand;
@@ -135,7 +137,7 @@ struct RowQueries<Plan, false> {
     begin(shared, group);
   }
 
-  // Rotate those that have been copied, where they are.
+  // Rotate the queries that have been copied, in place.
   __device__ __forceinline__ void rotate(
       RowsShared<Plan>& shared,
       RowsAccumulator (&accumulators)[Plan::kRowTiles], const OutputParams& p,
@@ -156,7 +158,7 @@ struct RowQueries<Plan, false> {
     operand = wgmma_operand(shared_address(shared.queries[group]), 16);
   }
 
-  // Ask for a step's scores of the m-th rows.
+  // Issue the products of a step's scores for the m-th rows.
   __device__ __forceinline__ void multiply(float (&scores)[Plan::kTokens / 2],
                                            int m, uint32_t keys) const {
     constexpr uint32_t kTileQueries = kKeyPanels * kQueryPanelBytes / 16;

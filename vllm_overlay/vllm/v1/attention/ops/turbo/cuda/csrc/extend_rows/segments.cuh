@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Segments of a block's ranges, in a ring: a producer finds them, ahead of
-// consumers, which then do not wait for lengths to be loaded between two.
+// Segments of a block's ranges, in a ring. A producer finds them ahead of
+// consumers. Consumers then do not wait for lengths to be loaded between two
+// segments.
 #pragma once
 
 #include "extend_rows/layout.cuh"
@@ -20,7 +21,7 @@ __device__ __forceinline__ void init_ring(SegmentRing<true>& ring,
   }
 }
 
-// Tell consumers of a segment. All lanes of one producer warp call it.
+// Announce a segment to consumers. All lanes of one producer warp call it.
 __device__ __forceinline__ void announce(SegmentRing<true>& ring,
                                          SegmentPlace& place,
                                          const OutputSegment& segment,
@@ -42,7 +43,7 @@ __device__ __forceinline__ void announce(SegmentRing<true>& ring,
       lane);
 }
 
-// Tell them that there are no more.
+// Announce that there are no more segments.
 __device__ __forceinline__ void announce_end(SegmentRing<true>& ring,
                                              SegmentPlace& place, int lane) {
   OutputSegment none = {};
@@ -50,7 +51,7 @@ __device__ __forceinline__ void announce_end(SegmentRing<true>& ring,
   announce(ring, place, none, lane);
 }
 
-// Wait for the segment of a place, which stays until consumers let it go.
+// Wait for the segment of a place, which stays until consumers release it.
 // Returns whether there is one.
 __device__ __forceinline__ bool wait_for_segment(SegmentRing<true>& ring,
                                                  const SegmentPlace& place) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Where a warpgroup's results go: to partial results, or to outputs.
+// Writes a warpgroup's results, to partial results or to outputs.
 #pragma once
 
 #include <type_traits>
@@ -37,9 +37,10 @@ __device__ __forceinline__ void write_rows(const RowsShared<Plan>& shared,
   }
 }
 
-// Of numbers x[i] and x[i + kStride] of two lanes, the sum and the difference
-// of the lanes' two, in the place of the first and of the second: a bit of the
-// place and one of the lane change roles.
+// Sums and differences over two lanes. The first lane gets those of both lanes'
+// x[i], and the second lane those of both lanes' x[i + kStride]. The sum goes
+// to x[i], and the difference to x[i + kStride]. A bit of the place and a bit
+// of the lane thereby change roles.
 template <int kLanes, int kStride>
 __device__ __forceinline__ void add_lanes(float (&x)[HEAD_SIZE / 2], int lane) {
   const bool is_second = lane & kLanes;
@@ -56,20 +57,21 @@ __device__ __forceinline__ void add_lanes(float (&x)[HEAD_SIZE / 2], int lane) {
   }
 }
 
-// Bits of a coordinate that places in registers have, so far apart: of 8 and
-// of 16, before rows are rotated, and of 32.
+// Distances in registers of numbers whose coordinates are 8, 16 and 32 apart.
+// The first two hold before rows are rotated.
 constexpr int kEights = 4;
 constexpr int kSixteens = HEAD_SIZE < 128 ? 8 : 32;
 constexpr int kThirtySeconds = HEAD_SIZE < 128 ? 16 : 8;
 
-// H x of two rows, unnormalised: bits of places in registers and lanes are
-// those of coordinates, in another order. Then a lane has runs of eight: number
-// 2 * b + a of one is at kEights * (b % 2) + kSixteens * (b / 2) + a.
+// H x of two rows, unnormalised. The bits of places in registers and lanes are
+// those of coordinates, in another order. Afterwards a lane has runs of eight
+// coordinates. Number 2 * b + a of a run is at
+// kEights * (b % 2) + kSixteens * (b / 2) + a.
 __device__ __forceinline__ void rotate_rows(float (&x)[HEAD_SIZE / 2],
                                             int lane) {
 #pragma unroll
   for (int width = 1; width < HEAD_SIZE / 2; width *= 2) {
-    if (width == 2) continue;  // the rows
+    if (width == 2) continue;  // the bit of the two rows
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 2; ++i) {
       if (i & width) continue;
@@ -82,7 +84,7 @@ __device__ __forceinline__ void rotate_rows(float (&x)[HEAD_SIZE / 2],
   add_lanes<2, kSixteens>(x, lane);
 }
 
-// Write outputs of rows that have attended to all that they see.
+// Write outputs of rows that have attended to all tokens that they see.
 template <typename Plan>
 __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
                                               RowsAccumulator& acc,
