@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(32 * kOwnTileWarps)
     own_tiles_kernel(const __grid_constant__ OutputParams p) {
   __shared__ __align__(16) OwnTileShared shared;
   const int seq = blockIdx.x, tile = blockIdx.y, kv_head = blockIdx.z;
-  // Inputs may be as new, and the memory that is written may still be in use.
+  // The previous kernel may still write the inputs, or use the written memory.
   wait_for_previous_kernel();
   start_next_kernel();
   if (tile >= p.num_own_tiles(seq)) return;

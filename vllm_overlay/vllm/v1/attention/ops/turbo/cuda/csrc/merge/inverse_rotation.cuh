@@ -3,9 +3,9 @@
 //
 // A vector in the lanes of a warp, and its inverse rotation.
 //
-// The rotation is H (s * x) / sqrt(D), H a Sylvester matrix and s signs: its
-// inverse is a fast Walsh-Hadamard transform of coordinates in registers and
-// lanes.
+// The rotation is H (s * x) / sqrt(D), with a Sylvester matrix H and signs s.
+// Its inverse is a fast Walsh-Hadamard transform of coordinates in registers
+// and lanes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_vector(T* p, const float (&x)[kVector]) {
   }
 }
 
-// Sum over kWidth neighbouring lanes; each gets the same.
+// The sum over kWidth neighbouring lanes; each lane gets it.
 template <int kWidth>
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The largest number of a warp; NaN is above infinity.
+// The largest number of a warp. NaN is above infinity.
 __device__ __forceinline__ float warp_max(float x) {
   const int bits = ordered_bits(__float_as_int(x));
   return __int_as_float(ordered_bits(__reduce_max_sync(~0u, bits)));

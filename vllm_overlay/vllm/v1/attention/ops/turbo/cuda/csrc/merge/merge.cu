@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The merge kernel's entry point. A module is of one head size, that of
+// The merge kernel's entry point. A module has one head size, from
 // turbo_constants.h, which constants.py makes.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -33,7 +33,7 @@ Kernel kernel_of(const TensorView& output, bool with_newest, bool with_window) {
   return kernel_of<float>(with_newest, with_window);
 }
 
-// [T, heads, D] of the output's dtype.
+// Check vectors [T, heads, D] in the output's dtype.
 void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
                   int64_t num_heads) {
   turbo::check_dtype(name, x, dtype);
@@ -41,7 +41,7 @@ void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
   turbo::check_size(name, x, 1, num_heads);
 }
 
-// See turbo::MergeParams and merge.py for shapes and types.
+// See turbo::MergeParams and merge.py for shapes and dtypes.
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
            TensorView value, int64_t num_kv_heads, bool with_newest,

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Merge of decode attention's splits: a row's partial results are joined,
-// rotated back and, if so asked, joined with the sequence's newest tokens,
-// those that are not quantised and those of the recent window, and with a sink.
+// Merge of decode attention's splits. A row's partial results are joined and
+// rotated back. They may be joined with a sink and with the sequence's newest
+// tokens, which are not quantised or are in the recent window.
 //
-// A row is a query, one of a sequence, query token and query head. It has as
-// many warps as the GPU has room for; block (i, j) has the j-th rows of
-// kMergeWarps warps, of sequence i.
+// A row is a query of a sequence, query token and query head. It has as many
+// warps as the GPU has room for. Block (i, j) has the j-th rows of sequence i,
+// as many as kMergeWarps warps have.
 #pragma once
 
 #include "common/warp.cuh"
@@ -16,9 +16,9 @@
 namespace turbo {
 
 constexpr int kMergeThreads = 32 * kMergeWarps;
-// Blocks a multiprocessor: more leave too few registers for loads in flight.
-// With a window, three for long vectors, and two for fp32, of which it makes
-// three operands.
+// Blocks per multiprocessor. More leave too few registers for loads in flight.
+// With a window there are three for long vectors. There are two for fp32, which
+// takes three operands instead of one.
 template <typename T, bool kWithWindow>
 constexpr int kMergeBlocks = !kWithWindow     ? 4
                              : sizeof(T) == 4 ? 2
@@ -29,14 +29,14 @@ constexpr int kLoadsInFlight = kChunks > 1 ? 4 : 8;
 static_assert(MAX_SPLITS == 64, "a lane has two LSEs of a row");
 
 struct MergeShared {
-  // Of each row, and at the end -inf; padded for banks.
+  // By row. The last LSE is -inf, and rows are padded for banks.
   float lse[kMergeWarps][MAX_SPLITS + 4];
-  float4 sums[kMergeWarps][HEAD_SIZE / kVector];  // of each warp
+  float4 sums[kMergeWarps][HEAD_SIZE / kVector];  // by warp
 };
 
-// Let the LSEs of the block's rows come to shared memory, each once:
-// neighbouring rows' lie side by side. Those of rows that the sequence does not
-// have, as nobody has written them, are -inf.
+// Copy the LSEs of the block's rows to shared memory, each once. LSEs of
+// neighbouring rows lie side by side. Rows that the sequence does not have get
+// -inf, because their LSEs are not written.
 __device__ __forceinline__ void load_lses(MergeShared& shared,
                                           const MergeParams& p, int seq,
                                           int first_row, int num_rows) {
@@ -60,10 +60,11 @@ __device__ __forceinline__ void load_lses(MergeShared& shared,
   }
 }
 
-// Sum the partial results first, first + step, ... of a row with their weights.
-// A split of weight zero is not read.
+// Sum the partial results `first`, `first + step` and so on of a row, with
+// their weights. A split of weight zero is not read.
 //
-// partial: the row's of split 0. count: splits up to the last that was written.
+// partial: the row's result of split 0.
+// count: splits up to the last that was written.
 __device__ __forceinline__ void add_partials(Coordinates& sum,
                                              const MergeParams& p,
                                              const float* partial,
@@ -108,7 +109,7 @@ __device__ __forceinline__ void add_partials(Coordinates& sum,
   }
 }
 
-// Add the sums of a row's warps to that of its first, which alone goes on.
+// Add the sums of a row's warps to that of its first. Only the first goes on.
 __device__ __forceinline__ bool join_warps(MergeShared& shared,
                                            Coordinates& sum, int warp,
                                            int warps, int lane) {
@@ -135,8 +136,8 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared,
 
 // Rotate a row's sum back and write it.
 //
-// largest: LSE, -inf without splits. total: of the splits' weights relative to
-// it.
+// largest: the largest LSE, -inf without splits.
+// total: the sum of the splits' weights relative to it.
 template <typename T, bool kWithNewest>
 __device__ __forceinline__ void finish_row(
     Coordinates& sum, const MergeParams& p, const Newest& newest,
@@ -148,8 +149,8 @@ __device__ __forceinline__ void finish_row(
     newest_weight = exp2_approx(newest.largest - reference);
     total = fmaf(total, rescale, newest_weight * newest.total);
   }
-  // At least about one, unless there are no tokens at all. Not "> 0": a NaN
-  // stays one.
+  // The total is about one or more, unless there are no tokens. The test is not
+  // "> 0", so that NaN stays NaN.
   const float inverse = total != 0.0f ? reciprocal_approx(total) : 0.0f;
   const float normaliser = rescale * INVERSE_SQRT * inverse;
   newest_weight *= inverse;
@@ -173,10 +174,10 @@ __device__ __forceinline__ void finish_row(
   }
 }
 
-// Write a row's sum as it is, and its LSE: what a rank has of its sequence, for
-// another merge.
+// Write a row's sum as it is, and its LSE. They are a rank's part of a
+// sequence, for another merge.
 //
-// largest, total: as above.
+// largest, total: see finish_row.
 __device__ __forceinline__ void write_part(const Coordinates& sum,
                                            const MergeParams& p, float largest,
                                            float total, int64_t row, int lane) {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void write_part(const Coordinates& sum,
     for (int i = 0; i < kVector; ++i) x[i] = sum[j][i] * inverse;
     if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
   }
-  // Without tokens -inf, the logarithm of zero.
+  // Without tokens it is -inf, the logarithm of zero.
   if (lane == 0) p.lse[row] = or_zero(largest) + log2f(total);
 }
 
@@ -204,12 +205,13 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   const int warps = 1 << p.row_shift, r = warp >> p.row_shift;
   const int seq = blockIdx.x;
   const int first_row = blockIdx.y * (kMergeWarps >> p.row_shift);
-  // Warps of no row take another's and write nothing.
+  // Warps without a row take the last row and do not write it.
   const int index = min(first_row + r, p.num_queries - 1);
   const Row row(p, seq, index);
 
-  // What does not depend on the decode kernel is done while that still runs. It
-  // lets this one begin when the store has ended, which writes the window.
+  // Work that does not depend on the decode kernel is done while that still
+  // runs. The decode kernel lets this one begin once the store has ended, which
+  // writes the window.
   const Signs signs(lane);
   Recent<kWithWindow> recent(p, seq, row, first_row, index, warp);
   recent.template attend<T>(p, seq, row, r, lane);
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
   start_next_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
   if constexpr (kWithNewest) {
-    // It may be as new as the partial results.
+    // This result may be as new as the partial results.
     if (joins && p.newest_lse != nullptr)
       newest.take_result<T>(p, seq, row, lane);
   }
@@ -252,7 +254,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
                                    exp2_approx(high - reference));
   if constexpr (!kWithNewest && sizeof(T) == 4) {
     if (p.lse != nullptr) {
-      // Rows that the sequence does not have get an LSE, too.
+      // Rows that the sequence does not have also get an LSE.
       write_part(sum, p, largest, total, int64_t(seq) * p.num_queries + index,
                  lane);
       return;

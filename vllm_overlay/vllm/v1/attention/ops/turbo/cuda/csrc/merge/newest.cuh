@@ -9,7 +9,8 @@
 
 namespace turbo {
 
-// A query: its head, and its token, of the batch and of the sequence's.
+// A query: its head, its token in the batch, and the token's place in the
+// sequence's.
 struct Row {
   int64_t token;
   int head, place;
@@ -27,16 +28,16 @@ struct Row {
   }
 };
 
-// Attention of a row to tokens as they are: the newest, up to its own.
+// Attention of a row to the newest tokens as computed, up to its own.
 struct Newest : WeightedSum {
-  // How many tokens a row sees. Padding has none; what is there may be NaN.
+  // The number of tokens that a row sees. Padding sees none, and may be NaN.
   static __device__ __forceinline__ int places_of(const MergeParams& p, int seq,
                                                   const Row& row) {
     const int missing = max(row.query_len - p.seq_lens[seq], 0);
     return min(row.place + 1 - missing, p.sliding_window);
   }
 
-  // Add what attention to the tokens has given.
+  // Add the result of attention to the tokens, which is given.
   template <typename T>
   __device__ __forceinline__ void take_result(const MergeParams& p, int seq,
                                               const Row& row, int lane) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the merge is given.
+// The parameters of the merge.
 #pragma once
 
 #include "common/cap_scores.cuh"
@@ -11,8 +11,7 @@
 
 namespace turbo {
 
-// Warps a block: of long vectors registers and shared memory have room for
-// fewer.
+// Warps per block. Long vectors leave registers and shared memory for fewer.
 constexpr int kMergeWarps = HEAD_SIZE <= 256 ? 8 : 4;
 
 struct MergeParams {
@@ -21,39 +20,40 @@ struct MergeParams {
   const int* seq_lens;         // [B]
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   void* output;                // [T, Hq, D]
-  // Or null. Of a rank that has a part of each sequence, base 2: the output is
-  // [B, Q, Hq, D] fp32 then, in rotated space.
+  // Base-2 LSEs, on a rank that has a part of each sequence; null otherwise.
+  // The output is then [B, Q, Hq, D] fp32, in rotated space.
   float* lse;         // [B, Q, Hq]
   const void* query;  // [T, Hq, D], not rotated
   const void* key;    // [T, H, D], of the newest tokens
   const void* value;  // [T, H, D]
   Strides output_strides, query_strides;
   Strides key_strides, value_strides;
-  float score_factor;  // of a score, for base-2 softmax
+  float score_factor;  // factor of a score, for base-2 softmax
   int num_heads;       // Hq
-  int heads_per_kv;    // query heads a KV head
+  int heads_per_kv;    // query heads per KV head
   int query_len;       // Q, most query tokens of a sequence
   int num_queries;     // Q * Hq
   int num_splits;
   int row_shift;    // a row has 1 << row_shift warps, up to kMergeWarps
   int with_newest;  // whether there are newest tokens
-  // What attention to these alone gave; or null: that is done here.
+  // The result of attention to the newest tokens alone. If null, the merge
+  // computes it.
   const void* newest_output;  // [T, Hq, D]
   const float* newest_lse;    // [Hq, T], base e
   Strides newest_strides;
-  int64_t stride_newest_lse;  // of a head
-  int sliding_window;  // of these, those that a query token sees, at most
+  int64_t stride_newest_lse;  // between heads
+  int sliding_window;         // most newest tokens that a query token sees
   Sinks sinks;
   // With a recent window: its pages, and lengths without the tokens that are
-  // taken from them.
+  // read from it.
   WindowPages window;
   const int* packed_lens;   // [B]
-  const float* key_offset;  // [G, H, D], of these tokens; or null: none
+  const float* key_offset;  // [G, H, D], of the window's tokens, or null
   int num_kv_heads;         // H
   int num_offsets;          // G
-  SoftCap soft_cap;         // with SOFT_CAP: of the scores of all these tokens
+  SoftCap soft_cap;  // with SOFT_CAP: of scores of newest and window tokens
 
-  // Of a query's product with a key.
+  // The score of a query's product with a key.
   __device__ __forceinline__ float score_of(float product) const {
     const float score = score_factor * product;
     if constexpr (SOFT_CAP != 0) return soft_cap(score);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a block's rows to the tokens that the recent window has of their
-// sequence, which the splits leave out. Rows of one query token and KV head
-// share them: their warps divide the tokens, not the rows.
+// Attention of a block's rows to their sequence's tokens in the recent window,
+// which the splits leave out. Rows of one query token and KV head share these
+// tokens. Their warps divide the tokens, not the rows.
 #pragma once
 
 #include "merge/recent_scores.cuh"
@@ -13,7 +13,7 @@ namespace turbo {
 static_assert(WINDOW_MAX_ROWS <= OFFSET_SEGMENT,
               "they have two offsets at most");
 
-// Load a scale, not from L1.
+// Load a scale, bypassing L1.
 __device__ __forceinline__ float load_scale(const uint8_t* scales, int group) {
   const auto* bits = reinterpret_cast<const uint16_t*>(scales) + group;
   return __uint_as_float(uint32_t(__ldcg(bits)) << 16);
@@ -23,8 +23,8 @@ __device__ __forceinline__ float dot(const float4& a, const float4& b) {
   return a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w);
 }
 
-// What a row's scores lack where an offset was taken off K: of the first of
-// neighbouring tokens and, if it is another, of those from a position on.
+// The part that a row's scores lack where an offset was taken off K.
+// Neighbouring tokens have one offset, or a second one from a position on.
 struct RecentOffset {
   float first, last;
   int last_start;
@@ -60,7 +60,7 @@ struct RecentOffset {
   }
 };
 
-// What a warp has of the window's tokens.
+// A warp's sums over the window's tokens.
 struct RecentSums {
   union {
     RecentTile tile;
@@ -71,17 +71,17 @@ struct RecentSums {
 
 struct RecentShared {
   RecentSums sums[kMergeWarps];
-  RecentOffset offsets[kMergeWarps];  // of rows
+  RecentOffset offsets[kMergeWarps];  // by row
 };
 
 // Neighbouring rows of a block that attend together, and their warps.
 struct RecentRows {
-  int first;        // of the block's
+  int first;        // in the block
   int first_head;   // its query head
   int count;        // up to kRecentHeads
-  int warp, warps;  // this one, of so many; past them it has no row
+  int warp, warps;  // this warp and their number; it has no row if past them
 
-  // index, head: of the warp's own row.
+  // index, head: those of the warp's own row.
   __device__ __forceinline__ RecentRows(const MergeParams& p, int first_row,
                                         int index, int head, int own_warp) {
     const int group = unsigned(index) / unsigned(p.heads_per_kv);
@@ -99,8 +99,8 @@ struct RecentRows {
 
 // The tokens of a sequence that the window has.
 struct RecentRange {
-  int position, count;  // of the first; of them
-  int row;              // of the first in the page
+  int position, count;  // of the first token; of tokens
+  int row;              // of the first token, in the page
 
   __device__ __forceinline__ RecentRange(const MergeParams& p, int seq,
                                          int query_len) {
@@ -111,15 +111,15 @@ struct RecentRange {
   }
 };
 
-// A lane's sums over tokens: kVector coordinates of each chunk, of each head.
-// With 64 coordinates half of a warp has every other token.
+// A lane's sums over tokens: kVector coordinates of each chunk, for each head.
+// With 64 coordinates each half of a warp has every other token.
 struct RecentValues {
   static constexpr int kSteps = kRecentTokens / kSideBySide;
   static constexpr int kOwnGroups = kWindowGroups / 4;
-  float scales[kOwnGroups];  // of token lane / 4: every lane of four has some
+  float scales[kOwnGroups];  // of token lane / 4, in parts of four lanes
   float4 sum[kRecentHeads][kChunks] = {};
 
-  // row: of token lane / 4.
+  // row: that of token lane / 4.
   __device__ __forceinline__ void load_scales(const WindowPages& window,
                                               const uint8_t* page, int row,
                                               int lane) {
@@ -140,10 +140,10 @@ struct RecentValues {
     }
   }
 
-  // Add a tile's tokens with the weights of token lane / 4.
+  // Add a tile's tokens, with the weights of token lane / 4.
   __device__ __forceinline__ void add(RecentTile& tile,
                                       const HeadWeights& weight, int lane) {
-    __syncwarp();  // keys have been read
+    __syncwarp();  // until keys have been read
 #pragma unroll
     for (int i = 0; i < kOwnGroups; ++i) {
       HeadWeights scaled;
@@ -176,7 +176,7 @@ struct RecentValues {
   }
 
   __device__ __forceinline__ void put(RecentSums& shared, int lane) {
-    __syncwarp();  // the tile has been read
+    __syncwarp();  // until the tile has been read
 #pragma unroll
     for (int h = 0; h < kRecentHeads; ++h) {
 #pragma unroll
@@ -194,7 +194,8 @@ struct RecentValues {
   }
 };
 
-// Of lanes of one column: those of all tokens, by steps of four.
+// The maximum, or the sum, over all tokens, for lanes of one column. Lanes of
+// neighbouring tokens are four apart.
 __device__ __forceinline__ float largest_of_tokens(float x) {
 #pragma unroll
   for (int mask = 4; mask < 32; mask *= 2)
@@ -208,7 +209,7 @@ __device__ __forceinline__ float sum_of_tokens(float x) {
   return x;
 }
 
-// Numbers of heads, two of them a lane, as lane `first` and the next have them.
+// The numbers of all heads. Lane `first` and the next lane have two heads each.
 __device__ __forceinline__ HeadWeights of_all_heads(const float (&own)[2],
                                                     int first) {
   HeadWeights all;
@@ -218,8 +219,8 @@ __device__ __forceinline__ HeadWeights of_all_heads(const float (&own)[2],
   return all;
 }
 
-// Attend to a warp's share of the tokens. Nothing is taken from L1, which may
-// have what was there before the store.
+// Attend to a warp's share of the tokens. Loads bypass L1, which may have data
+// from before the store.
 template <typename T>
 __device__ __forceinline__ void attend_to_range(RecentShared& shared,
                                                 const MergeParams& p,
@@ -240,19 +241,19 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
 #pragma unroll 1
   for (int base = kRecentTokens * rows.warp; base < range.count;
        base += kRecentTokens * rows.warps) {
-    // Past the last token it is loaded again.
+    // After the last token, that token is loaded again.
     const auto row_of = [&](int i) {
       const int row = range.row + min(base + i, range.count - 1);
       return row < p.window.num_rows ? row : row - p.window.num_rows;
     };
-    __syncwarp();  // values have been read
+    __syncwarp();  // until values have been read
     sums.tile.copy(p.window, page, lane, row_of);
     const int row = row_of(place);
     RecentKeyScales key_scales;
     key_scales.load(p.window, page, row);
     values.load_scales(p.window, page, row, lane);
     RecentQuery<T> own_query;
-    // While copies are on their way, where there are registers for all of it.
+    // Queries are loaded while copies are under way, if registers have room.
     if constexpr (kChunks == 1) own_query.load(query, has_query);
     wait_copies<0>();
     __syncwarp();
@@ -287,10 +288,11 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
   }
 }
 
-// Add to a row's newest tokens those of the window, of all warps that have
+// Add the window's tokens to a row's newest tokens, from all warps that have
 // some.
 //
-// sums: of the rows' first warp. head: of the rows'.
+// sums: those of the rows' first warp and the next ones.
+// head: the row among the rows.
 __device__ __forceinline__ void join_recent(Newest& newest,
                                             const RecentSums* sums, int warps,
                                             int head, int lane) {
@@ -318,7 +320,7 @@ __device__ __forceinline__ void join_recent(Newest& newest,
 
 // Attention of a block's rows to the window's tokens.
 //
-// kIsThere: without a window there are none.
+// kIsThere: whether there is a window.
 template <bool kIsThere>
 struct Recent {
   __device__ __forceinline__ Recent(const MergeParams&, int, const Row&, int,
@@ -330,15 +332,16 @@ struct Recent {
                                        int) const {}
 };
 
-// All threads of the block call each.
+// All threads of the block call each function.
 template <>
 struct Recent<true> {
   RecentShared& shared;
   RecentRange range;
   RecentRows rows;
-  bool has_row, is_first;  // whether the warp has one, and is its first
+  bool has_row, is_first;  // whether the warp has one, and is its first warp
 
-  // index: of the warp's row among the sequence's. warp: of the block.
+  // index: the warp's row in the sequence.
+  // warp: the warp in the block.
   __device__ __forceinline__ Recent(const MergeParams& p, int seq,
                                     const Row& row, int first_row, int index,
                                     int warp)
@@ -352,7 +355,7 @@ struct Recent<true> {
     __shared__ RecentShared recent;
     return recent;
   }
-  // own: the warp's row among the block's.
+  // own: the warp's row in the block.
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams& p, int seq,
                                          const Row& row, int own, int lane) {
@@ -367,7 +370,8 @@ struct Recent<true> {
     const uint8_t* page = p.window.page(p.window.blocks[seq], kv_head);
     attend_to_range<T>(shared, p, page, range, rows, row.token, lane);
   }
-  // Add what the rows' warps have to a row's newest tokens, of its first warp.
+  // Add the sums of the rows' warps to a row's newest tokens, in its first
+  // warp.
   __device__ __forceinline__ void join(const MergeParams& p, Newest& newest,
                                        int own, int lane) const {
     __syncthreads();

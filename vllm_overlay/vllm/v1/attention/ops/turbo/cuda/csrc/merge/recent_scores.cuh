@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Scores of the recent window's keys. The tensor core multiplies codes, which
-// are exact in 16 bits, by queries as the model has them, and scales follow in
-// fp32: so a key is read once for several query heads.
+// Scores of the recent window's keys. The tensor core multiplies codes by
+// queries as the model has them. Codes are exact in 16 bits. Scales follow in
+// fp32. A key is then read once for several query heads.
 //
 // Tokens are the rows of a product, of which eight are used. A lane has eight
-// coordinates of each 32 of a token, so two lanes of four have those of one
-// scale. Columns are query heads twice: half of them have the query's
-// coordinates of the first two lanes, and zeros for those of the others, and
-// half the other way round. So a lane's sums have one scale.
+// of each 32 coordinates of a token, so two of four lanes share a scale. A
+// query head has two columns. The first has the query's coordinates of the
+// first two lanes, and zeros for the other two. The second has the others. A
+// lane's sum then has one scale.
 #pragma once
 
 #include "common/mma.cuh"
@@ -20,35 +20,35 @@ namespace turbo {
 
 // Tokens that a warp attends to at once.
 constexpr int kRecentTokens = 8;
-// Query heads: with more, or with as many of long vectors, sums of values take
-// too many registers.
+// Query heads that a warp attends with. With more, or with as many of long
+// vectors, sums of values take too many registers.
 constexpr int kRecentHeads = kChunks > 1 ? 2 : 4;
 // Coordinates that four lanes have at once.
 constexpr int kKeyColumns = 32;
 constexpr int kKeyParts = HEAD_SIZE / kKeyColumns;
 static_assert(2 * SCALE_GROUP == kKeyColumns);
 
-// A code of four in a word, exactly: with its sign bit flipped it is that of a
-// float's mantissa.
+// Code i of the four in a word, exactly. The code with its sign bit flipped
+// becomes the lowest byte of a float's mantissa.
 __device__ __forceinline__ float code_of(uint32_t flipped, int i) {
-  constexpr uint32_t kBits = 0x4B000000u;  // of 2**23
+  constexpr uint32_t kBits = 0x4B000000u;  // the bits of 2**23
   return __uint_as_float(__byte_perm(flipped, kBits, 0x7440 | i)) - 8388736.0f;
 }
 
-// Of the 8-bit vectors' kVector coordinates that a lane has.
+// The codes of kVector coordinates of an 8-bit vector.
 __device__ __forceinline__ float4 codes_of(uint32_t word) {
   const uint32_t flipped = word ^ 0x80808080u;
   return {code_of(flipped, 0), code_of(flipped, 1), code_of(flipped, 2),
           code_of(flipped, 3)};
 }
 
-// Two floats as bf16, their lower bits cut off.
+// Two floats as bf16, truncated.
 __device__ __forceinline__ uint32_t upper_halves(float x, float y) {
   return __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
 }
 
-// What the tensor core multiplies if the model's dtype is T: fp16 and bf16
-// themselves. An fp32 number is a sum of three in bf16.
+// The operands of the tensor core for the model's dtype T. fp16 and bf16 are
+// used as they are. A number of fp32 becomes a sum of three in bf16.
 template <typename T>
 constexpr bool kIsHalf = std::is_same_v<T, __half>;
 template <typename T>
@@ -58,7 +58,7 @@ constexpr int kPieces = sizeof(T) == 4 ? 3 : 1;
 template <typename T>
 __device__ __forceinline__ uint2 pairs_of(uint32_t word) {
   if constexpr (kIsHalf<T>) {
-    // 1024 and a number of eight bits in the mantissa, less 1024 and 128.
+    // The mantissa of 1024 plus an 8-bit number. 1024 and 128 are subtracted.
     constexpr uint32_t kBits = 0x64646464u, kMinusBias = 0xE480E480u;
     const uint32_t flipped = word ^ 0x80808080u;
     const __half2 low = as_half2(__byte_perm(flipped, kBits, 0x4140));
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint2 pairs_of(uint32_t word) {
   }
 }
 
-// Of a query, four coordinates in each of a lane's places.
+// Four coordinates of a query in each of a lane's places.
 template <typename T>
 struct RecentQuery {
   using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
@@ -110,21 +110,22 @@ struct RecentQuery {
   }
 };
 
-// Of several query heads, side by side.
+// Weights of several query heads, side by side.
 struct alignas(sizeof(float) * kRecentHeads) HeadWeights {
   float of[kRecentHeads];
 };
 
-// Codes of the tokens at hand.
+// Codes of the tokens that a warp attends to at once.
 struct RecentTile {
   union {
     alignas(16) uint8_t keys[kRecentTokens][HEAD_SIZE + 16];  // for banks
-    // By a value's scale, after the keys: a value's code times it counts.
+    // The weights go over the keys. They include the scales of values, and are
+    // multiplied by values' codes.
     HeadWeights weights[kRecentTokens][kWindowGroups];
   };
   uint8_t values[kRecentTokens][HEAD_SIZE];
 
-  // Copy them, from rows of a page that `row_of` gives by token.
+  // Copy the codes from rows of a page. `row_of` returns a token's row.
   template <typename RowOf>
   __device__ __forceinline__ void copy(const WindowPages& window,
                                        const uint8_t* page, int lane,
@@ -142,7 +143,7 @@ struct RecentTile {
   }
 };
 
-// The scales of keys, of token lane / 4, and of the sums that the lane has.
+// The scales of keys of token lane / 4, for the sums that the lane has.
 struct RecentKeyScales {
   uint2 pairs[kKeyParts / 2];  // of bf16
 
@@ -162,7 +163,7 @@ struct RecentKeyScales {
 
 // Scores of token lane / 4 with heads 2 * (lane % 2) and the next.
 //
-// query: of the head lane / 4 % 4, if there is one.
+// query: that of head lane / 4 % 4, if there is one.
 template <typename T>
 __device__ __forceinline__ void score_recent(float (&scores)[2],
                                              const RecentTile& tile,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A row's sum of vectors by softmax of their scores, which come one after the
-// other.
+// A row's sum of vectors, weighted by the softmax of their scores. Vectors and
+// scores come one after the other.
 #pragma once
 
 #include "common/numbers.cuh"
@@ -10,12 +10,12 @@
 
 namespace turbo {
 
-// An LSE to take others relative to.
+// An LSE as a reference for others; zero for -inf.
 __device__ __forceinline__ float or_zero(float lse) {
   return lse == -INFINITY ? 0.0f : lse;
 }
 
-// Load 16 bytes, not through L1, if the condition holds; else zeros.
+// Load 16 bytes, bypassing L1, if the condition holds; zeros otherwise.
 __device__ __forceinline__ float4 load_if(bool condition, const float* p) {
   float4 x;
   asm volatile(
@@ -30,10 +30,11 @@ __device__ __forceinline__ float4 load_if(bool condition, const float* p) {
   return x;
 }
 
-// A row's attention to what has been added, and to a sink, which has no value.
+// A row's attention to the tokens added so far, and to a sink, which has no
+// value.
 struct WeightedSum {
   float largest = -INFINITY;   // score
-  float total = 0.0f;          // of the weights relative to it
+  float total = 0.0f;          // of the weights, relative to `largest`
   float4 value[kChunks] = {};  // sum, with these weights
 
   __device__ __forceinline__ void begin_with(float sink) {
@@ -41,7 +42,8 @@ struct WeightedSum {
     total = 1.0f;
   }
 
-  // Add a token or, with what else is a sum of theirs, several.
+  // Add a token, or several tokens as one. `v` is then the sum of their values,
+  // and `weights` that of their weights, relative to `score`.
   __device__ __forceinline__ void add(float score, const float4 (&v)[kChunks],
                                       float weights = 1.0f) {
     const float larger = fmaxf(largest, score);
@@ -59,7 +61,7 @@ struct WeightedSum {
     }
   }
 
-  // Have weights be relative to a larger score.
+  // Make weights relative to a larger score.
   __device__ __forceinline__ void raise(float larger) {
     const float rescale = exp2_approx(largest - or_zero(larger));
     largest = larger;
