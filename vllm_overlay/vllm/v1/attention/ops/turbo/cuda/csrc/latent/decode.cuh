@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Decode attention over pages of latents: which blocks attend to what.
+// Decode attention over pages of latents: the segments of each block.
 #pragma once
 
 #include "latent/layout.cuh"
 
 namespace turbo {
 
-// Attend to a range: to segments of any few sequences.
+// Attend to a range, which has segments of one or more sequences.
 //
 // kernel: see LatentKernel and SliceKernel.
 template <typename Kernel>
@@ -73,7 +73,7 @@ template <typename Kernel>
 __device__ __forceinline__ void latent_decode(const LatentParams& p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const int lane = threadIdx.x % 32;
-  // Known to be uniform.
+  // The compiler is told that a warp's index is uniform.
   Kernel kernel(shared_bytes, p, uniform(threadIdx.x / 32), lane);
   start_next_kernel();
   wait_for_previous_kernel();

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Scores of warpgroups that share tokens: sums of both, each of which has those
-// of half of the coordinates. Either does the softmax of half of the columns.
+// Exchange of scores between warpgroups that share tokens. Each has scores over
+// half of the coordinates, and the sum of both is the score. Each warpgroup
+// does the softmax of half of the columns.
 #pragma once
 
 #include "latent/layout.cuh"
 
 namespace turbo {
 
-// Give the other warpgroup what it needs of the scores.
+// Give the other warpgroup the scores of its columns.
 template <typename Plan>
 __device__ __forceinline__ void give_scores(LatentShared<Plan>& shared,
                                             const float (&s)[Plan::kScores],
@@ -26,7 +27,7 @@ __device__ __forceinline__ void give_scores(LatentShared<Plan>& shared,
   }
 }
 
-// The sums, of the columns whose softmax the warpgroup does.
+// Add both warpgroups' scores, for the columns whose softmax this one does.
 template <typename Plan>
 __device__ __forceinline__ void take_scores(const LatentShared<Plan>& shared,
                                             float (&sums)[4 * Plan::kOwn],

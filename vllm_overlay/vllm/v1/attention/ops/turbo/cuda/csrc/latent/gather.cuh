@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Gather: dequantise tokens of contexts, rotated back. A warp has a token; its
-// lanes have the coordinates that Coordinates says.
+// Gather: dequantises tokens of contexts and rotates them back. A warp has a
+// token, with coordinates in lanes as in Coordinates.
 #pragma once
 
 #include "common/warp.cuh"
@@ -21,9 +21,9 @@ struct LatentGatherParams {
   const uint8_t* kv_cache;  // [num_blocks, N, C]
   void* output;             // [T, LATENT_RANK + ROPE_SIZE]
   const int* block_table;   // [B, max_blocks]
-  const int* cu_seq_lens;   // [B + 1], where the sequences' rows begin
+  const int* cu_seq_lens;   // [B + 1], first rows of sequences
   const int* token_to_seq;  // [T]
-  const int* seq_starts;  // [B], positions of their first rows, or null: zeros
+  const int* seq_starts;    // [B], positions of first rows, or null: zeros
   int64_t stride_cache_block;
   int64_t stride_output_token;
   int stride_block_table;
@@ -31,9 +31,9 @@ struct LatentGatherParams {
   int num_tokens;
 };
 
-// Of the four coordinates of a chunk that a lane has, indices of levels.
+// Load the indices of levels of a lane's four coordinates of a chunk.
 //
-// tile: of the token n. Bits are the format's own: see LatentFormat.
+// tile: that of token n. See LatentFormat for the order of bits.
 __device__ __forceinline__ void load_levels(int (&levels)[kVector],
                                             const uint8_t* tile, int n,
                                             int chunk, int lane) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_levels(int (&levels)[kVector],
     const int group = 8 * chunk + lane / 4, first = lane % 4 * kVector;
     const uint32_t branches = *reinterpret_cast<const uint32_t*>(
         tile + n * (LATENT_RANK / 4) + 4 * group);
-    // With zeros before the first.
+    // Two zeros come before the first bit.
     const uint32_t path =
         *reinterpret_cast<const uint16_t*>(tile + PATHS_OFFSET +
                                            n * (LATENT_RANK / 8) + 2 * group)
@@ -68,7 +68,7 @@ __device__ __forceinline__ float level_of(int index) {
   return v * fmaf(fabsf(v), LATENT_QUADRATIC, LATENT_LINEAR);
 }
 
-// Of a chunk's group lane / 4.
+// The scale of group lane / 4 of a chunk.
 __device__ __forceinline__ float scale_of(const uint8_t* tile, int n, int chunk,
                                           int lane) {
   const uint32_t word = *reinterpret_cast<const uint32_t*>(
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_pair(T* p, float x, float y) {
   }
 }
 
-// Two rotary coordinates a lane.
+// Write two rotary coordinates per lane.
 template <typename T>
 __device__ __forceinline__ void gather_rope(T* output, const uint8_t* tile,
                                             int n, int lane) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The entry point of decode attention to latents, and of the merge of its
-// partial results. A module has one instance of the former: latent_decode.py
-// defines LATENT_COLUMNS, LATENT_STAGES and LATENT_TEAMS; with teams
-// LATENT_TILES, LATENT_HELD and LATENT_BULK, else LATENT_EARLY and
-// LATENT_SHARES; and has turbo_constants.h of the layout included.
+// The entry point of decode attention to latents and of the merge of its
+// partial results. A module has one instance of decode attention.
+// latent_decode.py defines LATENT_COLUMNS, LATENT_STAGES and LATENT_TEAMS. With
+// teams it defines LATENT_TILES, LATENT_HELD and LATENT_BULK, and without teams
+// LATENT_EARLY and LATENT_SHARES. It includes turbo_constants.h of the layout.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -37,7 +37,8 @@ struct Decode {
   static int num_blocks() { return 1; }
 };
 
-// [T, Hq, D] of the query's dtype, two elements of which are loaded at once.
+// Check queries [T, Hq, D] in the query's dtype. Two elements are loaded at
+// once.
 const void* queries_of(const char* name, const TensorView& x, DLDataType dtype,
                        int64_t size, const TensorView& query) {
   turbo::check_shape(name, x, dtype, {query.size(0), query.size(1), size});
@@ -130,7 +131,7 @@ MergeKernel merge_of(DLDataType dtype) {
 }
 
 // See LatentParams, LatentMergeParams and latent_decode.py for shapes and
-// types.
+// dtypes.
 void latent_decode(TensorView query, Optional<TensorView> query_rope,
                    TensorView kv_cache, TensorView block_table,
                    TensorView seq_lens, TensorView partial,

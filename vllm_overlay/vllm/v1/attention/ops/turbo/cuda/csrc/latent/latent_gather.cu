@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The gather kernel's entry point; turbo_constants.h of the layout is included.
+// The gather kernel's entry point. A module includes turbo_constants.h of its
+// layout.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -24,7 +25,7 @@ GatherKernel kernel_of(DLDataType dtype) {
   return turbo::latent_gather_kernel<float>;
 }
 
-// See LatentGatherParams and latent_gather.py for shapes and types.
+// See LatentGatherParams and latent_gather.py for shapes and dtypes.
 void latent_gather(TensorView kv_cache, TensorView output,
                    TensorView block_table, TensorView cu_seq_lens,
                    TensorView token_to_seq, int64_t num_tokens,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The store's entry point of MLA; turbo_constants.h of the layout is included.
+// The entry point of MLA's store. A module includes turbo_constants.h of its
+// layout.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -14,9 +15,9 @@ namespace {
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-// [>= T, size] in the model's dtype, of 16 bits.
+// Check rows [>= T, size] in the model's dtype, which has 16 bits.
 //
-// elements: that are loaded at once.
+// elements: the elements that are loaded at once.
 const uint16_t* rows_of(const char* name, const TensorView& x, bool is_bf16,
                         int64_t num_tokens, int64_t size, int64_t elements) {
   turbo::check_shape(name, x, is_bf16 ? turbo::kBFloat16 : turbo::kFloat16,
@@ -43,7 +44,7 @@ void launch_store(turbo::LatentStoreParams p, bool is_bf16, DLDevice device,
                 device, p, enable_pdl);
 }
 
-// See LatentStoreParams and latent_store.py for shapes and types.
+// See LatentStoreParams and latent_store.py for shapes and dtypes.
 void latent_store(TensorView kv_cache, TensorView slot_mapping, TensorView kv_c,
                   Optional<TensorView> k_pe, TensorView tables, int64_t parts,
                   bool enable_pdl) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What a block of decode attention to latents has, in shared memory and in
-// registers.
+// The shared memory and the registers of a block of decode attention to
+// latents.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -11,53 +11,55 @@
 
 namespace turbo {
 
-// Rows of a product of O^T: 64 coordinates of each token, in 128 bytes.
+// Bytes of a step's block of values: 64 coordinates of each token, in 128
+// bytes.
 constexpr int kValueBytes = 128 * kStepTokens;
-// Scores above the running reference by more than this raise it: the
-// accumulators of weights are fp16's.
+// A score above the running reference by more than this raises it, because
+// weights are fp16.
 constexpr float kMaxScore = 8.0f;
 constexpr float kNoReference = -1e30f;
-// Queries are scaled to have their largest coordinate below 2 to this.
+// A query is scaled so that its largest coordinate is below 2 to this power.
 constexpr int kQueryExponent = 10;
 
 template <typename Plan>
 struct LatentShared {
   static constexpr int kColumns = Plan::kColumns, kStages = Plan::kStages;
   static constexpr int kSets = Plan::kSets, kWarps = kBlockWarps;
-  // fp16 of a step's tokens, coordinates contiguous, in blocks of 64 with the
-  // 16-byte chunks of a token swizzled.
+  // A step's tokens in fp16, in blocks of 64 coordinates. A token's coordinates
+  // are contiguous in a block, and its 16-byte chunks are swizzled.
   uint8_t values[kGroups][Plan::kOutputs][kValueBytes];
-  // In core matrices of eight columns or tokens and 16 bytes: steps of the
-  // depth, its halves, and columns; columns, and tokens.
+  // Core matrices of 16 bytes by eight columns, or by eight tokens. Queries are
+  // by step of the depth, half of the step, and column. Weights are by block of
+  // columns, and token.
   __half query[kSteps][2][kColumns][8];
   __half weights[kSets][Plan::kBlocks][kStepTokens][8];
   uint8_t tiles[4 * kSets][kStages][kTileSpace];
-  // Scores that a warpgroup gives to the other, which shares its tokens.
+  // Scores that a warpgroup gives to the other one, which shares its tokens.
   float4 given[kGroups][Plan::kOwn][Plan::kShares ? kGroupThreads : 1];
-  // Pairs of columns: factors of scores, and the references.
+  // Per pair of columns: the factors of scores, then the references.
   float4 scaling[kSets][kColumns / 2];
-  float2 across[kSets][4][kColumns / 2];  // of a warp's columns
+  float2 across[kSets][4][kColumns / 2];  // by warp
   float2 sums[kSets][kColumns];           // references and sums
-  int limits[kColumns];                   // tokens that are seen
+  int limits[kColumns];                   // tokens that columns see
   uint64_t copied[4 * kSets][kStages];
 };
 
 // Some steps of a sequence, and some of its rows.
 struct LatentSegment {
   int seq;
-  int first_row;   // of the sequence's rows, that of column 0
+  int first_row;   // column 0, among the sequence's rows
   int num_rows;    // of the sequence
-  int first_step;  // its steps, and those up to which
+  int first_step;  // the segment has steps up to last_step
   int last_step;
   int num_tokens;   // of the sequence
   int first_limit;  // tokens that column 0 sees: others see no fewer
   int split;
-  bool ends;  // whether the last step is the sequence's
+  bool ends;  // whether it has the sequence's last step
 };
 
-// The running result of a warpgroup. Lane 4 * g + t of a warp has, of columns
-// 8 * n + 2 * t and the next, coordinates g and g + 8 of 16 * warp in blocks of
-// 64 of its part: see output_coordinate.
+// The running result of a warpgroup. Lane 4 * g + t of a warp has columns
+// 8 * n + 2 * t and the next. It has rows 16 * warp + g and 16 * warp + g + 8,
+// in blocks of 64 rows of its part: see output_coordinate.
 template <typename Plan>
 struct LatentAccumulator {
   float output[Plan::kOutputs][Plan::kScores];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Merge of the partial results of decode attention to latents: a block joins
-// those of a row, a query token's head.
+// Merge of the partial results of decode attention to latents. A block joins
+// the results of a row, which is a head of a query token.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,7 +87,7 @@ __device__ __forceinline__ void latent_merge(const LatentMergeParams& p) {
 #pragma unroll 4
   for (int s = group; s < count; s += kMergeSplits) {
     const float weight = weights[s];
-    if (weight == 0.0f) continue;  // perhaps not written
+    if (weight == 0.0f) continue;  // it may not have been written
     const float4 x =
         __ldcg(reinterpret_cast<const float4*>(source + s * stride));
     sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);

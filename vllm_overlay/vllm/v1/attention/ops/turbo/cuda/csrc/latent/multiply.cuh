@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// A step's scores: its tiles come, are decoded, multiplied and stored.
+// A step's scores: its tiles are copied, decoded, multiplied and stored.
 #pragma once
 
 #include "latent/layout.cuh"
 
 namespace turbo {
 
-// A warp's copies of its tiles: of every step, or of every other. Warpgroups
-// that share tokens share copies, too, which those of the first ask for.
+// A warp's copies of its tiles, in every step or in every other. Warpgroups
+// that share tokens also share copies. The first warpgroup issues them.
 template <typename Plan>
 struct TileQueue {
   const LatentParams& p;
   uint32_t tiles, barriers;  // shared addresses
   int issued = 0, taken = 0;
-  // Of the segment.
+  // State of the segment.
   const int* table = nullptr;
   int next_tile = 0, last_tile = 0;
-  // Of the next tile: which block of the sequence, and where in it.
+  // The next tile's block of the sequence, and its place in the block.
   int place = 0, in_block = 0;
-  int block = 0;  // that block, which is asked for early
+  int block = 0;  // that block in the cache, loaded early
 
   __device__ __forceinline__ void ask() {
     if (next_tile < last_tile) block = table[place];
@@ -36,14 +36,14 @@ struct TileQueue {
     in_block = next_tile % p.tiles_per_block;
     ask();
   }
-  // Copy the next tile, if there is one, to where all have read one.
+  // Copy the next tile, if there is one, over a tile that all lanes have read.
   //
-  // loaded: any bits of what all lanes have loaded of that: copies must not
-  // overtake loads, which the tensor core's own can hold up.
+  // loaded: bits that depend on all lanes' loads of that tile. The copy must
+  //   not overtake these loads, and loads of the tensor core can hold them up.
   __device__ __forceinline__ void issue(int lane, uint32_t loaded) {
     if (next_tile >= last_tile) return;
     const int stage = issued % Plan::kStages;
-    // Zero, which the compiler does not know.
+    // A zero that the compiler does not know to be one.
     const int nothing = uniform(int(loaded & uint32_t(p.num_splits >> 31)));
     const uint8_t* source =
         p.kv_cache + int64_t(uniform(block) + nothing) * p.stride_cache_block +
@@ -61,8 +61,8 @@ struct TileQueue {
   }
 };
 
-// Wait for the next tile, of a step that is not past the segment, and load it,
-// or what is decoded first.
+// Wait for the next tile, in a step of the segment, and load it, or load the
+// part that is decoded first.
 template <typename Plan>
 __device__ __forceinline__ void take_tile(LatentShared<Plan>& shared,
                                           LaneTile<Plan>& taken,
@@ -79,7 +79,7 @@ __device__ __forceinline__ void take_tile(LatentShared<Plan>& shared,
              segment.num_tokens - first_token, own);
 }
 
-// Of the products of a step's values and weights.
+// Operands of the products of a step's values and weights.
 struct ValueOperands {
   uint32_t values, weights;
 
@@ -111,10 +111,11 @@ __device__ __forceinline__ void add_block(LatentAccumulator<Plan>& acc,
   wgmma_commit();
 }
 
-// Multiply a tile by the queries while it is decoded, and put its values in the
-// place of those of the step before, block by block as these are added.
+// Multiply a tile by the queries while it is decoded. Its values replace those
+// of the step before, block by block as those are added.
 //
-// fragments: of its first batches. adds: whether there is a step before.
+// fragments: those of the tile's first batches.
+// adds: whether there is a step before.
 template <bool adds, typename Plan>
 __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
                                               LatentAccumulator<Plan>& acc,
@@ -129,7 +130,7 @@ __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
       wgmma_operand(shared_address(shared.query), 16 * kColumns);
   const uint32_t query =
       of_loop(all + own.part() * (Plan::kLatentSteps * kStepOperand));
-  // Of some steps from the first.
+  // Issue the products of some steps, from `first` on.
   const auto multiply = [&](const Fragments& f, uint32_t first, int steps,
                             bool adds_scores) {
     wgmma_fence();
@@ -151,8 +152,8 @@ __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
   }
   if constexpr (adds) add_block(acc, operands, 0);
 
-  // A step's operand as it is: its four 8x8 matrices are rows of tokens, of 16
-  // bytes, of which lane l has the address of row l % 8 of matrix l / 8.
+  // A step's operand is stored as it is. Rows of its four 8 x 8 matrices are
+  // tokens, of 16 bytes. Lane l has the address of row l % 8 of matrix l / 8.
   const int lane = own.lane;
   const uint32_t values = shared_address(shared.values[own.group]) +
                           (16 * own.warp + 8 * (lane / 8 % 2) + lane % 8) * 128;
@@ -172,9 +173,9 @@ __device__ __forceinline__ void multiply_tile(LatentShared<Plan>& shared,
                ROPE_SIZE != 0 || block > 0);
       const bool has_next = block + 1 < kOutputs;
       if (adds && has_next) add_block(acc, operands, block + 1);
-      // All but the latest products have been done: those of the batch before,
-      // whose registers are free, and those of this block's values, whose place
-      // is, when all warps are here.
+      // Wait for all but the latest products. The registers of the batch before
+      // are then free. The place of this block's values is free when all warps
+      // are here.
       if (has_next)
         wgmma_wait<1 + kAhead>();
       else

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the entry points of MLA ask of its pages, on the host.
+// Checks of MLA's pages in entry points, on the host.
 #pragma once
 
 #include "common/tensors.cuh"
 
 namespace turbo {
 
-// [num_blocks, N, C] of bytes: whole tiles, each aligned.
+// Check pages [num_blocks, N, C] of bytes: whole tiles, each aligned.
 inline void check_latent_pages(const TensorView& x) {
   check_shape("kv_cache", x, kBytes,
               {kAnySize, kAnySize, TILE_BYTES / TILE_TOKENS});

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What decode attention to latents is given.
+// The parameters of decode attention to latents.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,10 @@ struct LatentParams {
   int tiles_per_block;
   int num_splits;
   int query_len;       // Q, most query tokens of a sequence: its last
-  int is_bf16;         // whether the query is, or fp16
+  int is_bf16;         // whether the query is bf16, not fp16
   float score_factor;  // of a product, for base-2 softmax
 
-  // Rows of a sequence: its query tokens' heads.
+  // The most rows of a sequence: one per query token and head.
   __device__ __forceinline__ int most_rows() const {
     return query_len * num_heads;
   }

@@ -16,7 +16,7 @@ __device__ __forceinline__ float2 other_sum(const LatentShared<Plan>& shared,
   return shared.sums[Plan::kSets - 1 - set][column];
 }
 
-// Join both warpgroups' results, of different tokens or of different
+// Join both warpgroups' results, which are of different tokens or of different
 // coordinates, and write them.
 template <typename Plan>
 __device__ __forceinline__ void write_partial(LatentShared<Plan>& shared,
@@ -49,7 +49,8 @@ __device__ __forceinline__ void write_partial(LatentShared<Plan>& shared,
     shared.sums[set][thread] = {reference, sum};
   }
   __syncthreads();
-  // Of the same coordinates each gives the other half, with weights.
+  // Two warpgroups with the same coordinates give each other half of them, with
+  // weights.
   float4* given = reinterpret_cast<float4*>(shared.values[own.group]) + thread;
   constexpr int kKept = kOutputs / Plan::kSets;
 #pragma unroll
@@ -110,13 +111,13 @@ __device__ __forceinline__ void write_partial(LatentShared<Plan>& shared,
     const float total =
         exp2_approx(a.x - reference) * a.y + exp2_approx(b.x - reference) * b.y;
     float* lse = p.partial_lse + first_row + column;
-    lse[0] = reference + log2f(total);  // -inf where nothing is seen
+    lse[0] = reference + log2f(total);  // -inf if no token is seen
     if (segment.ends) {
       for (int s = segment.split + 1; s < p.num_splits; ++s)
         lse[int64_t(s - segment.split) * num_rows] = -INFINITY;
     }
   }
-  __syncthreads();  // before what was read is written again
+  __syncthreads();  // before the memory that was read is written again
 }
 
 }  // namespace turbo

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The steps of 64 tokens that a sequence has.
+// The steps of a sequence, of 64 tokens each.
 #pragma once
 
 #include "common/step_partition.cuh"

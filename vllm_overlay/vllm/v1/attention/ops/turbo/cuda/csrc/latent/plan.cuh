@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// How a kernel of decode attention to latents is laid out.
+// The plan of a kernel of decode attention to latents.
 #pragma once
 
 #include "common/bulk.cuh"
@@ -14,12 +14,14 @@ constexpr int kGroupThreads = 128;
 constexpr int kBlockThreads = kGroups * kGroupThreads;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
-// kColumns: query rows that attend at once, a multiple of 8. kStages: tiles
-// that a warp has or waits for. kEarly: whether a lane has all of a tile in
-// registers before it is decoded; then the next may come while it is. kShares:
-// whether the warpgroups share a step's tokens, each with half of their
-// coordinates; else they take steps in turn. Half of the coordinates leave
-// registers for more columns, but scores are then sums of both halves'.
+// kColumns: query rows that attend at once, a multiple of 8.
+// kStages: tiles that a warp has or waits for.
+// kEarly: whether a lane has all of a tile in registers before it is decoded.
+//   The next tile may then be copied during the decoding.
+// kShares: whether the warpgroups share a step's tokens, each with half of
+//   their coordinates. They otherwise take steps in turn. Half of the
+//   coordinates leave registers for more columns, but scores are then sums over
+//   both halves.
 template <int columns, int stages, bool early, bool shares>
 struct LatentPlan {
   static constexpr int kColumns = columns;
@@ -28,35 +30,36 @@ struct LatentPlan {
   static constexpr bool kShares = shares;
   static_assert(early || !shares);
   static constexpr int kScores = columns / 2;  // of a lane
-  static constexpr int kBlocks = columns / 8;  // of columns
-  // Steps at a time, and warpgroups that share one.
+  static constexpr int kBlocks = columns / 8;  // of eight columns
+  // Steps at a time, and warpgroups that share a step.
   static constexpr int kSets = shares ? 1 : kGroups;
   static constexpr int kParts = kGroups / kSets;
-  // Blocks of columns whose softmax a warpgroup does: of an odd number both do
-  // the middle one, alike.
+  // Blocks of columns whose softmax a warpgroup does. If the number is odd,
+  // both do the middle one, with the same result.
   static constexpr int kOwn = (kBlocks + kParts - 1) / kParts;
-  // Of a warpgroup's coordinates: rows of products of O^T, in 64s; runs of
-  // words of a lane, of 128; and steps of the depth, of the latent and the
-  // rope.
+  // Units of a warpgroup's coordinates: blocks of 64 rows of O^T, a lane's runs
+  // of words, and steps of the depth. A run is over 128 coordinates. The latent
+  // and the rope have steps of their own.
   static constexpr int kOutputs = LATENT_RANK / 64 / kParts;
   static constexpr int kRuns = LATENT_RANK / 128 / kParts;
   static constexpr int kLatentSteps = LATENT_RANK / 16 / kParts;
   static constexpr int kRopeSteps = ROPE_SIZE / 16 / kParts;
 };
 
-// Who a thread is.
+// The place of a thread.
 template <typename Plan>
 struct Place {
-  int group, warp, lane;  // of the block, of the group, of the warp
+  int group, warp, lane;  // in the block, in the group, in the warp
 
-  // Of the steps at a time, and of the warpgroups that share one.
+  // The index of the thread's step among the steps at a time, and of its
+  // warpgroup among those that share the step.
   __device__ __forceinline__ int set() const {
     return Plan::kShares ? 0 : group;
   }
   __device__ __forceinline__ int part() const {
     return Plan::kShares ? group : 0;
   }
-  // Of the columns whose softmax the warpgroup does, in blocks.
+  // The first block of columns whose softmax the warpgroup does.
   __device__ __forceinline__ int first_block() const {
     return part() * (Plan::kBlocks - Plan::kOwn);
   }
@@ -65,7 +68,7 @@ struct Place {
   __device__ __forceinline__ void sync_group() const {
     sync_threads(1 + group, kGroupThreads);
   }
-  // Of the threads that have the same tokens.
+  // Wait for the threads that have the same tokens.
   __device__ __forceinline__ void sync_set() const {
     if constexpr (Plan::kShares)
       __syncthreads();

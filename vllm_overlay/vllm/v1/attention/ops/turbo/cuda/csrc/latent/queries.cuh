@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Queries, as the tensor core takes them.
+// Queries as an operand of the tensor core.
 #pragma once
 
 #include "latent/layout.cuh"
@@ -15,8 +15,8 @@ __device__ __forceinline__ float2 load_pair(const void* p, bool is_bf16) {
   return __half22float2(as_half2(bits));
 }
 
-// Put the rows of a segment to shared memory, in fp16 and with the softmax
-// scale, and note what columns see. Columns without a row are zero.
+// Write the rows of a segment to shared memory, in fp16 and with the softmax
+// scale, and the tokens that columns see. Columns without a row are zero.
 template <typename Shared>
 __device__ __noinline__ void load_queries(Shared& shared, const LatentParams& p,
                                           const LatentSegment& segment) {

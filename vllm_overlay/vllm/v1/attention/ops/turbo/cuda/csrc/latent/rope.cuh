@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Rotary keys in int8 with a scale a group: see reference.latent.quantize_rope.
-// A lane has four coordinates.
+// Rotary keys in int8 with a scale per group: see
+// reference.latent.quantize_rope. A lane has four coordinates.
 #pragma once
 
 #include <cfloat>
@@ -19,11 +19,11 @@ constexpr int kWarpRopes = 32 / kRopeLanes;
 constexpr int kRopeParts = SCALE_GROUP / kVector;
 static_assert(32 % kRopeLanes == 0);
 
-// Code of the smallest scale that holds a magnitude.
+// The code of the smallest scale that holds a magnitude.
 __device__ __forceinline__ int smallest_scale(float largest) {
   constexpr float kInverse = 1.0f / ROPE_CODE_MAX;
-  // The quotient may be off by its rounding: its code by one, the code below's
-  // by two.
+  // The quotient is rounded, and its code may be off by one. The search begins
+  // one code below it.
   int code = scale_floor(__fmul_rn(largest, kInverse)) - 1;
   code = min(max(code, 0), SCALE_CODE_MAX);
 #pragma unroll
@@ -34,8 +34,8 @@ __device__ __forceinline__ int smallest_scale(float largest) {
   return code;
 }
 
-// Four coordinates' codes and the code of their group's scale. All lanes take
-// part.
+// The codes of four coordinates, and the code of their group's scale. All lanes
+// call it.
 __device__ __forceinline__ uint32_t quantize_rope(float4 x, int& scale_code) {
   float y[kVector] = {x.x, x.y, x.z, x.w};
   float largest = 0.0f;
@@ -52,14 +52,15 @@ __device__ __forceinline__ uint32_t quantize_rope(float4 x, int& scale_code) {
   for (int i = 0; i < kVector; ++i) {
     float code = __fmul_rn(y[i], reciprocal);
     code = fminf(fmaxf(code, -float(ROPE_CODE_MAX)), float(ROPE_CODE_MAX));
-    // An integer, rounded to nearest even.
+    // Round to an integer, ties to even.
     const uint32_t bits = __float_as_uint(__fadd_rn(code, kMagic));
     word |= (bits & 0xFFu) << (8 * i);
   }
   return word;
 }
 
-// row: of the lane's token, or null for zeros. tile: null to write nothing.
+// row: that of the lane's token, or null for zeros.
+// tile: null to write nothing.
 template <bool kIsBf16>
 __device__ __forceinline__ void store_rope(const uint16_t* row, uint8_t* tile,
                                            int token) {

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The rotation of latents in block fixed point (see reference.rotate): a fast
-// Walsh-Hadamard transform of integers in registers and lanes. Sums of them are
-// exact in fp32.
+// Walsh-Hadamard transform of integers in registers and lanes. Sums of these
+// integers are exact in fp32.
 #pragma once
 
 #include "merge/inverse_rotation.cuh"
@@ -29,9 +29,9 @@ __device__ __forceinline__ void round_to_units(const uint32_t (&x)[kBlocks][2],
   }
 }
 
-// Pairs of 16-bit numbers to integers, see load_integers.
+// Turn pairs of 16-bit numbers to integers: see load_integers.
 //
-// largest_of_vector: of what lanes have the largest of.
+// largest_of_vector: maps the largest number of a lane to that of the vector.
 template <bool kIsBf16, int kBlocks, typename Reduce>
 __device__ __forceinline__ void make_integers(uint32_t (&x)[kBlocks][2],
                                               float (&y)[kBlocks][kVector],
@@ -55,7 +55,7 @@ __device__ __forceinline__ void make_integers(uint32_t (&x)[kBlocks][2],
   }
 }
 
-// H x over coordinates of a lane, and then over kLanes of them side by side.
+// H x over the coordinates of a lane, and then over kLanes lanes side by side.
 template <int kLanes, int kElements>
 __device__ __forceinline__ void transform(float (&x)[kElements]) {
 #pragma unroll
@@ -76,13 +76,13 @@ __device__ __forceinline__ void transform(float (&x)[kElements]) {
       x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], width));
     }
   }
-  // Zeros of flipped signs may leave a negative one, whose code is another.
+  // Zeros with flipped signs may give a negative zero, which has another code.
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = __fadd_rn(x[i], 0.0f);
 }
 
-// A latent that has kSingleWarps warps. Each loads all of it and goes on with
-// 128 coordinates; a lane then has the four from 4 * lane on.
+// A latent that kSingleWarps warps share. Each loads all of it and goes on with
+// 128 coordinates. A lane then has the four from 4 * lane on.
 struct PartsInput {
   uint32_t x[kChunks][2];
   Signs signs;

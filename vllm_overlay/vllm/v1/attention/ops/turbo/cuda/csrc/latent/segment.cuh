@@ -3,12 +3,12 @@
 //
 // Decode attention of a block to a segment of a sequence's latents.
 //
-// Tokens are the rows of the tensor core's products and query rows, heads times
-// query tokens, their columns: S^T = K q^T, O^T = V^T P^T. A latent is decoded
-// once: its registers are an operand of S^T, and are stored for O^T, which is
-// summed over tokens, while the step after is decoded. Two warpgroups take
-// steps of 64 tokens in turn, each on its own, so that one's softmax overlaps
-// the other's products; or, for many columns, share them. Softmax is in base 2.
+// Query rows, heads times query tokens, are the columns of the tensor core's
+// products: S^T = K q^T, O^T = V^T P^T. A latent is decoded once. Its registers
+// are an operand of S^T, and are stored for O^T, which is summed over tokens
+// while the next step is decoded. Two warpgroups take steps of 64 tokens in
+// turn, each on its own, so that the softmax of one overlaps the products of
+// the other. For many columns they share steps instead. Softmax is in base 2.
 #pragma once
 
 #include "latent/exchange.cuh"
@@ -19,8 +19,8 @@
 
 namespace turbo {
 
-// Scores and weights of the step whose products have been asked for last; and
-// the tile of the next, if there is one.
+// Weigh the step whose products were issued last, and take the tile of the next
+// step, if there is one.
 template <typename Plan>
 __device__ __forceinline__ void weigh_and_take(
     LatentShared<Plan>& shared, LatentAccumulator<Plan>& acc,
@@ -42,7 +42,7 @@ __device__ __forceinline__ void weigh_and_take(
     weigh_step(shared, acc, scores, segment, step, own);
     if (goes_on) queue.issue(own.lane, taken.any_bits());
   } else {
-    queue.issue(own.lane, 0);  // what was loaded has been decoded
+    queue.issue(own.lane, 0);  // the loaded codes have been decoded
     weigh_step(shared, acc, scores, segment, step, own);
     if (goes_on) take_tile(shared, taken, queue, segment, next, own);
   }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void attend_segment(LatentShared<Plan>& shared,
   write_partial(shared, acc, p, segment, own);
 }
 
-// What a block is, by products of warpgroups.
+// The kernel of a block that uses products of warpgroups.
 template <typename P>
 struct LatentKernel {
   using Plan = P;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The partial result of a segment, of all teams.
+// The partial result of a segment, from all teams.
 #pragma once
 
 #include "latent/slices_weigh.cuh"
 
 namespace turbo {
 
-// Put the references and sums of a team's columns to shared memory.
+// Write the references and sums of a team's columns to shared memory.
 template <typename Plan>
 __device__ __forceinline__ void share_sums(SliceShared<Plan>& shared,
                                            SliceAccumulator<Plan>& acc,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void share_sums(SliceShared<Plan>& shared,
   shared.sums[own.team][column] = {column % 2 ? scaling.w : scaling.z, sum};
 }
 
-// The reference and the sum of a column, of all teams.
+// The reference and the sum of a column, over all teams.
 template <typename Plan>
 __device__ __forceinline__ float2 joined_sum(const SliceShared<Plan>& shared,
                                              int column) {
@@ -53,14 +53,15 @@ __device__ __forceinline__ float2 joined_sum(const SliceShared<Plan>& shared,
   return {reference, total};
 }
 
-// Where step s of a slice has a place, of a column of `joined`.
+// The index, in a column of `joined`, of a place in step s of a slice.
 __device__ __forceinline__ int joined_place(int warp, int s, int place) {
   return warp * kSlicePitch + s / 2 * kPairPitch + s % 2 * 16 + place;
 }
 
-// Write a block of columns of which all teams' are in shared memory.
+// Write a block of columns, whose results are in shared memory for all teams.
 //
-// target: of its first column. left: columns that are rows.
+// target: the address for its first column.
+// left: columns that are rows.
 template <typename Plan>
 __device__ __forceinline__ void write_joined(const SliceShared<Plan>& shared,
                                              float* target, int left) {
@@ -101,7 +102,8 @@ __device__ __forceinline__ void write_slices(SliceShared<Plan>& shared,
   const int left = segment.num_rows - segment.first_row;
 #pragma unroll
   for (int n = 0; n < Plan::kBlocks; ++n) {
-    if (n > 0 && 8 * n < left) __syncthreads();  // the block before was read
+    if (n > 0 && 8 * n < left)
+      __syncthreads();  // until the block before has been read
     if (8 * n >= left) break;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -126,13 +128,13 @@ __device__ __forceinline__ void write_slices(SliceShared<Plan>& shared,
   if (column < Plan::kColumns && column < left) {
     const float2 joined = joined_sum(shared, column);
     float* lse = p.partial_lse + first_row + column;
-    lse[0] = joined.x + log2f(joined.y);  // -inf where nothing is seen
+    lse[0] = joined.x + log2f(joined.y);  // -inf if no token is seen
     if (segment.ends) {
       for (int s = segment.split + 1; s < p.num_splits; ++s)
         lse[int64_t(s - segment.split) * num_rows] = -INFINITY;
     }
   }
-  // Before tiles are copied to where results were.
+  // The next tiles are copied over the results.
   if constexpr (Plan::kBulk) fence_async_proxy();
   __syncthreads();
 }

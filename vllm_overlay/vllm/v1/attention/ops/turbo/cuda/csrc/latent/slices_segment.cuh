@@ -2,14 +2,14 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Decode attention of a block to a segment, by instructions that every GPU from
-// 8.0 has.
+// 8.0 on has.
 //
-// As segment.cuh, tokens are the rows of products, S^T = K q^T and
-// O^T = V^T P^T. A team of four warps takes a tile of 16 tokens, or some, at
-// once. Each warp decodes a slice of the coordinates: its registers are an
-// operand of S^T, of which the team adds up the slices' parts, and, with the
-// 8x8 matrices in them transposed, one of O^T, of which the warp has its slice.
-// Values do not pass through shared memory.
+// As in segment.cuh, query rows are the columns of both products,
+// S^T = K q^T and O^T = V^T P^T. A team of four warps takes one or more tiles
+// of 16 tokens at once. Each warp decodes a slice of the coordinates. Its
+// registers are an operand of S^T, and the team adds the slices' scores. With
+// their 8 x 8 matrices transposed they are also an operand of O^T, of which the
+// warp has its slice. Values do not pass through shared memory.
 #pragma once
 
 #include "latent/queries.cuh"
@@ -18,7 +18,7 @@
 
 namespace turbo {
 
-// A warp's queries, as operands: of blocks of columns that it holds.
+// A warp's queries as operands. Registers hold those of some blocks of columns.
 template <typename Plan>
 struct SliceQueries {
   static constexpr int kSliceSteps = kOwnSteps + kOwnRopes;
@@ -26,7 +26,7 @@ struct SliceQueries {
   uint32_t held[kSliceSteps][kSpace][2];
   uint32_t rows;  // shared address of a lane's row of matrices
 
-  // Of all steps, that of a slice's.
+  // The index of a slice's step among all steps.
   static __device__ __forceinline__ int step_of(int s, int warp) {
     return s < kOwnSteps ? warp * kOwnSteps + s : kLatentSteps + warp;
   }
@@ -43,7 +43,8 @@ struct SliceQueries {
               &shared.query[step_of(s, own.warp)][h][8 * n + g][2 * t]);
       }
     }
-    // Matrices are both halves of the depth of a block, and of the next.
+    // The matrices are both halves of a step's depth, for a block and for the
+    // next.
     if constexpr (Plan::kHeld < Plan::kBlocks) {
       rows = shared_address(
           &shared.query[0][own.lane / 8 % 2]
@@ -68,7 +69,7 @@ struct SliceQueries {
   }
 };
 
-// Scores of a slice of a tile, for its team; and the operands that remain.
+// Write the scores of a slice of a tile for its team. The operands are kept.
 template <typename Plan>
 __device__ __forceinline__ void score_tile(SliceShared<Plan>& shared,
                                            uint32_t (&values)[kOwnSteps][4],

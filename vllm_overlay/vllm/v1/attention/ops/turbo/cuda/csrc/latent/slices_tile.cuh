@@ -8,19 +8,20 @@
 
 namespace turbo {
 
-// A team's copies of its tiles, some at once.
+// A team's copies of its tiles, kTiles at once.
 template <typename Plan>
 struct SliceQueue {
   const LatentParams& p;
   uint32_t tiles, barriers;  // shared addresses
   int issue_stage = 0, stage = 0, phase = 0;
-  // Of the segment.
+  // State of the segment.
   const int* table = nullptr;
   int next_tile = 0, last_tile = 0;
-  // Of the next tile: which block of the sequence, and where in it.
+  // The next tile's block of the sequence, and its place in the block.
   int place = 0, in_block = 0;
-  // Of the cache, those of the 32 places from a first: a lane has one. A load
-  // each time would have the warp wait for it, as its numbers are uniform.
+  // The blocks in the cache of 32 places from first_place on, one per lane. A
+  // load for each tile would make the warp wait for it, because its result is
+  // uniform.
   int blocks = 0, first_place = 0;
 
   __device__ __forceinline__ bool is_issuing(const SlicePlace& own) const {
@@ -46,7 +47,7 @@ struct SliceQueue {
     in_block = next_tile % p.tiles_per_block;
     load_blocks(place, own.lane);
   }
-  // Copy the next tiles, if there are, to where all have read some.
+  // Copy the next tiles, if there are any, to a stage that all have read.
   __device__ __forceinline__ void issue(const SlicePlace& own) {
     if (next_tile < last_tile) {
       const uint32_t barrier = barriers + issue_stage * 8;
@@ -74,7 +75,7 @@ struct SliceQueue {
     }
     if constexpr (!Plan::kBulk) commit_copies();
   }
-  // As copy_tile has it in shared memory.
+  // Copy a tile to its places in shared memory, which are those of copy_tile.
   __device__ __forceinline__ void copy(uint32_t target, const uint8_t* source,
                                        uint32_t barrier,
                                        const SlicePlace& own) {
@@ -89,7 +90,7 @@ struct SliceQueue {
 #pragma unroll
       for (int round = 0; round < TILE_BYTES; round += kRound) {
         if (round + kRound > TILE_BYTES && first >= TILE_BYTES - round) break;
-        // Known in advance if rounds end where halves do.
+        // This is known at compile time if rounds end where halves do.
         const bool is_half = kHalfBytes % kRound == 0
                                  ? round < kHalfBytes
                                  : round + first < kHalfBytes;
@@ -98,8 +99,8 @@ struct SliceQueue {
       }
     }
   }
-  // Wait for the next tiles; other copies than bulk copies have been waited
-  // for, by all threads, before the team met.
+  // Wait for the next tiles. If copies are no bulk copies, all threads have
+  // waited for them before the team's last barrier.
   __device__ __forceinline__ void wait() const {
     if constexpr (Plan::kBulk) wait_barrier(barriers + stage * 8, phase);
   }
@@ -108,8 +109,8 @@ struct SliceQueue {
   }
 };
 
-// What a lane decodes of a tile: words of tokens token_of_row(g) and the fourth
-// after it.
+// The words that a lane decodes of a tile, for token token_of_row(g) and the
+// token four later.
 struct SliceTile {
   uint32_t codes[2][kOwnWords], scales[2], ropes[2], rope_scales[2];
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Softmax of a team's tokens: its warps share the planes of scores, and put
-// weights where all take them.
+// Softmax of a team's tokens. Its warps divide the planes of scores, and write
+// weights to shared memory for all.
 #pragma once
 
 #include "common/mma.cuh"
@@ -10,7 +10,7 @@
 
 namespace turbo {
 
-// Of a plane, the sum over slices.
+// The scores of a plane, added over slices.
 template <typename Plan>
 __device__ __forceinline__ float2 whole_scores(const SliceShared<Plan>& shared,
                                                const SlicePlace& own,
@@ -24,7 +24,7 @@ __device__ __forceinline__ float2 whole_scores(const SliceShared<Plan>& shared,
   return sum;
 }
 
-// A plane's weights, from scores less the references; and store them.
+// Compute a plane's weights from scores less the references, and store them.
 template <typename Plan>
 __device__ __forceinline__ float2 weigh_plane(SliceShared<Plan>& shared,
                                               const SlicePlace& own, int plane,
@@ -35,7 +35,7 @@ __device__ __forceinline__ float2 weigh_plane(SliceShared<Plan>& shared,
   return w;
 }
 
-// Call f(i, plane) of the planes that a warp weighs.
+// Call f(i, plane) for the planes that a warp weighs.
 template <typename Plan, typename F>
 __device__ __forceinline__ void for_own_planes(const SlicePlace& own, F f) {
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_own_planes(const SlicePlace& own, F f) {
   }
 }
 
-// References of a pair of a block's columns, raised to the largest scores.
+// The references of a pair of a block's columns, raised to the largest scores.
 template <typename Plan>
 __device__ __forceinline__ float2 raised(const SliceShared<Plan>& shared,
                                          const SlicePlace& own, int n) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ float2 raised(const SliceShared<Plan>& shared,
   return reference;
 }
 
-// Raise a team's references to the largest scores that are seen, rescale what
-// is summed so far, and weigh the tokens anew.
+// Raise a team's references to the largest scores that are seen, rescale the
+// running sums, and weigh the tokens again.
 template <typename Plan>
 __device__ __forceinline__ void raise(SliceShared<Plan>& shared,
                                       SliceAccumulator<Plan>& acc,
@@ -122,10 +122,10 @@ __device__ __forceinline__ void raise(SliceShared<Plan>& shared,
   }
 }
 
-// Weigh a team's tokens, from scores that all warps have stored. Meanwhile is
-// for what else a warp does until its team meets.
+// Weigh a team's tokens, from scores that all warps have stored.
 //
 // is_cut: whether there are tokens that columns do not see.
+// meanwhile: is called before the warp waits for its team.
 template <typename Plan, typename F>
 __device__ __forceinline__ void weigh_tiles(SliceShared<Plan>& shared,
                                             SliceAccumulator<Plan>& acc,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Store: rotate and quantise latents into their pages, and rotary keys. Blocks
-// of either are of one launch.
+// Store: rotates latents, quantises them and rotary keys, and writes them to
+// pages. A launch has blocks for both.
 #pragma once
 
 #include "common/divisor.cuh"
@@ -29,8 +29,8 @@ struct LatentStoreParams {
   explicit LatentStoreParams(int block_size) : by_block(block_size) {}
 };
 
-// How latents are shared out: with kParts = 1 a lane has a group, for many
-// tokens; with 4 a latent has kSingleWarps warps, for few.
+// The division of latents among threads. With kParts = 1 a lane has a group,
+// for many tokens. With 4 a latent has kSingleWarps warps, for few tokens.
 template <int kParts>
 struct LatentShare {
   static_assert(kParts == 1 || kParts == kSingleParts);
@@ -42,8 +42,8 @@ struct LatentShare {
 };
 constexpr int kBlockRopes = kStoreThreads / 32 * kWarpRopes;
 
-// Where a token's bytes go: a tile, or null, and a place in it. A recent window
-// there is none.
+// The place of a token's bytes: a tile, or null, and the token's index in it.
+// There is no recent window.
 struct LatentPlace {
   static constexpr uint8_t* tag = nullptr;
   uint8_t* tile = nullptr;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_ropes(const LatentStoreParams& p,
                       place.token);
 }
 
-// By the first warp, at once.
+// Load tables, with one row per thread of the first warp.
 __device__ __forceinline__ void load_tables(const LatentStoreParams& p,
                                             SideTables<true>& tables) {
   constexpr int kNumRows = sizeof(tables) / sizeof(uint4);
@@ -94,11 +94,11 @@ __device__ __forceinline__ void store_latents(const LatentStoreParams& p,
   typename Share::Input input;
   const int row =
       int(blockIdx.x) * Share::kLatents + int(threadIdx.x) / Share::kThreads;
-  // Loads take long: all before the barrier.
+  // Loads take long, so all are issued before the barrier.
   const int slot = slot_of(p, row);
   input.load(p.kv_c + min(row, p.num_tokens - 1) * p.stride_kv_c_token);
   load_tables(p, tables);
-  // A latent's warps end together.
+  // The warps of a latent end together.
   if (!__any_sync(~0u, slot >= 0)) return;
   float y[1][Share::kElements];
   int exponent;

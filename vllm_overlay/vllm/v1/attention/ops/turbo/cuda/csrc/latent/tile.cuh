@@ -2,12 +2,12 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // A tile of 16 latents in a warp's shared memory, and its decoding to fp16 in
-// registers: as the rows of an A operand of the tensor core, with tokens as
-// rows.
+// registers. It becomes an A operand of the tensor core, with tokens as rows.
 //
-// Which token is which row, and which coordinate sits where in the depth, is
-// free. Lane 4 * g + t has rows g and g + 8, and of the latent's words those of
-// 16 bytes t, t + 4, ... of a token; of the rope the 16 coordinates of a scale.
+// Tokens may be in any order of rows, and coordinates in any order of the
+// depth. Lane 4 * g + t has rows g and g + 8. In the words of a token it has
+// 16-byte chunks t, t + 4 and so on. In the rope it has the 16 coordinates of a
+// scale.
 #pragma once
 
 #include "common/value_levels.cuh"
@@ -15,15 +15,15 @@
 
 namespace turbo {
 
-// Codes of a word, and of a lane's run of words.
+// Codes of a word, and words of a lane's run.
 constexpr int kWordCodes = 8;
 constexpr int kRunWords = 4;
 constexpr int kRowBytes = LATENT_RANK / 2;
 constexpr int kHalfBytes = 8 * kRowBytes;
 constexpr int kOtherBytes = TILE_BYTES - 2 * kHalfBytes;
-// The second eight tokens' codes are moved by half the banks: rows 2 * i are of
-// the first eight, rows 2 * i + 1 of the others, so that lanes that load
-// together have all banks.
+// Codes of the second eight tokens are moved by half of the banks. Rows 2 * i
+// are the first eight, and rows 2 * i + 1 the second, so that lanes that load
+// together use all banks.
 constexpr int kSecondHalf = kHalfBytes + 64;
 constexpr int kOthers = kSecondHalf + kHalfBytes;
 constexpr int kTileSpace = (kOthers + kOtherBytes + 127) / 128 * 128;
@@ -34,12 +34,12 @@ static_assert(LATENT_BITS == 4 && SCALE_WORD_BYTES == 4 &&
               SCALE_WORD_GROUPS == 8 && SCALE_DELTA_STEP == 1);
 static_assert(kRowBytes % 128 == 0 && kOtherBytes % 16 == 0);
 
-// The token, of a tile, of row g; four later is that of row g + 8.
+// The token of a tile in row g. Row g + 8 has the token four later.
 __device__ __forceinline__ int token_of_row(int g) {
   return (g & 1) * 8 + (g >> 1);
 }
 
-// Copy a tile to kTileSpace bytes.
+// Copy a tile, which takes kTileSpace bytes of shared memory.
 __device__ __forceinline__ void copy_tile(uint32_t target,
                                           const uint8_t* source,
                                           uint32_t barrier) {
@@ -49,12 +49,13 @@ __device__ __forceinline__ void copy_tile(uint32_t target,
             barrier);
 }
 
-// Coefficients of the levels, times scales, of both groups of a lane's run: the
-// first in the lower halves.
+// The coefficients of levels, times scales, for both groups of a lane's run.
+// The first group has the lower halves.
 struct RunScales {
   __half2 a, b;
 
-  // word: of the run's eight groups. shift: 1 + 6 * t.
+  // word: the scale word of the run's eight groups.
+  // shift: 1 + 6 * t.
   __device__ __forceinline__ RunScales(uint32_t word, int shift) {
     constexpr uint32_t kDelta = 7u << SCALE_SHIFT;
     const uint32_t deltas = word >> shift;  // the first at bit SCALE_SHIFT
@@ -66,7 +67,7 @@ struct RunScales {
   }
 };
 
-// Coordinates of a word, two a register, in order.
+// Decode the coordinates of a word, two per register, in order.
 __device__ __forceinline__ void decode_word(uint32_t (&values)[4],
                                             uint32_t word, __half2 a,
                                             __half2 b) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
-// Four coordinates of the rope, two a register.
+// Decode four coordinates of the rope, two per register.
 __device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
                                             uint32_t word, __half2 scale) {
   const uint32_t biased = word ^ 0x80808080u;
@@ -94,7 +95,8 @@ __device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
   }
 }
 
-// What a lane decodes of a tile: its warpgroup's part of the coordinates.
+// The words and scales that a lane decodes of a tile, in its warpgroup's part
+// of the coordinates.
 template <typename Plan>
 struct LaneTile {
   static constexpr int kRuns = Plan::kRuns;
@@ -110,8 +112,8 @@ struct LaneTile {
       codes[r][run] = *reinterpret_cast<const uint4*>(row[r] + 64 * run);
   }
 
-  // Load it, or of its codes the first run. Tokens from num_tokens on, which
-  // are missing, decode to zeros.
+  // Load the lane's part of a tile, or only the first run of its codes. Tokens
+  // from num_tokens on, which are missing, decode to zeros.
   __device__ __forceinline__ void load(const uint8_t* tile, int num_tokens,
                                        const Place<Plan>& own) {
     const int g = own.lane / 4, t = own.lane % 4, part = own.part();
@@ -141,7 +143,7 @@ struct LaneTile {
     }
   }
 
-  // Bits of all that was loaded, which come when it has.
+  // Bits that depend on all that was loaded, and so are known after it.
   __device__ __forceinline__ uint32_t any_bits() const {
     uint32_t bits = 0;
 #pragma unroll
@@ -155,8 +157,8 @@ struct LaneTile {
   }
 };
 
-// Operands of four steps of the depth, of two words a row: a batch. With a
-// rope the first batch is of that, which may be shorter.
+// A batch: the operands of four steps of the depth, from two words per row.
+// With a rope, the first batch is the rope's, which may be shorter.
 using Fragments = uint32_t[16];
 
 template <typename Plan>
@@ -175,7 +177,7 @@ __device__ __forceinline__ void decode_ropes(Fragments& f,
   }
 }
 
-// half: of a run's words, which have one scale.
+// half: the half of a run's words, which have one scale.
 template <typename Plan>
 __device__ __forceinline__ void decode_words(Fragments& f,
                                              const LaneTile<Plan>& taken,
@@ -203,8 +205,8 @@ __device__ __forceinline__ RunScales scales_of(const LaneTile<Plan>& taken,
   return RunScales(taken.scales[row][run], 1 + 6 * (threadIdx.x % 4));
 }
 
-// The first batches of a tile, which are decoded while the tensor core still
-// adds the values of the one before it.
+// Decode the first batches of a tile. The tensor core still adds the values of
+// the tile before it.
 template <typename Plan>
 __device__ __forceinline__ void decode_first(Fragments (&fragments)[2],
                                              const LaneTile<Plan>& taken) {
@@ -213,15 +215,15 @@ __device__ __forceinline__ void decode_first(Fragments (&fragments)[2],
   decode_words(fragments[0], taken, scales, 0, 0);
 }
 
-// The depth of the products of a token and a query, 16 a step: where query
-// coordinates go. Step s, of all LATENT_STEPS of the latent and those of the
-// rope after them, multiplies places 2 * t + b and 8 + 2 * t + b of lanes t.
+// The depth of the products of a token and a query, in steps of 16 places.
+// Steps of the rope come after those of the latent. In a step, lane t has
+// places 2 * t + b and 8 + 2 * t + b.
 constexpr int kLatentSteps = LATENT_RANK / 16;
 constexpr int kRopeSteps = ROPE_SIZE / 16;
 constexpr int kSteps = kLatentSteps + kRopeSteps;
 
 struct DepthPlace {
-  int step, place;  // of a coordinate and its next, an even one
+  int step, place;  // of an even coordinate and the next
 };
 
 __device__ __forceinline__ DepthPlace place_of_latent(int coordinate) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Softmax, and the sum of a step's values: O^T = V^T P^T.
+// Softmax of a step's scores.
 #pragma once
 
 #include "common/references.cuh"
@@ -9,7 +9,7 @@
 
 namespace turbo {
 
-// Tokens' weights, from scores less the references; and store them.
+// Compute tokens' weights from scores less the references, and store them.
 template <typename Plan>
 __device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
                                       const float (&exponents)[4 * Plan::kOwn],
@@ -27,9 +27,8 @@ __device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
   }
 }
 
-// Raise the references of those that have the same tokens to the largest scores
-// that are seen, and rescale what is summed so far. The scores become
-// exponents.
+// Raise the references to the largest scores that are seen, for warpgroups with
+// the same tokens, and rescale the running sums. The scores become exponents.
 template <typename Plan>
 __device__ __forceinline__ void raise(LatentShared<Plan>& shared,
                                       LatentAccumulator<Plan>& acc,
@@ -104,7 +103,7 @@ __device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
   const int g = own.lane / 4, t = own.lane % 4;
   const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
   const int first = own.first_block();
-  // Token 16 * warp + g of the core matrices, and eight later.
+  // Token 16 * warp + g of the core matrices. The token eight later follows.
   uint8_t* target =
       reinterpret_cast<uint8_t*>(shared.weights[own.set()][first]) +
       (16 * own.warp + g) * 16 + 4 * t;
