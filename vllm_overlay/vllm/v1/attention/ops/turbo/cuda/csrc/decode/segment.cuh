@@ -47,7 +47,7 @@ struct alignas(128) DecodeShared {
   int rows[kWarps][kTotalColumns];
   TokenLimits limits[kWarps][kTotalColumns];  // tokens that columns see
   KeyScales<kPaired<kQueries>> key_scales[kWarps];
-  // The part that scores lack, whose references these are: see offset.cuh.
+  // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };

@@ -69,7 +69,7 @@ struct ColumnsShared {
   // Tokens that columns see: from firsts to limits (exclusive).
   int firsts[kColumns];
   int limits[kColumns];
-  // The part that scores lack, whose references these are: see offset.cuh.
+  // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kSets : 1][kColumns];
   uint64_t copied[kSets][Plan::kStages];
 };

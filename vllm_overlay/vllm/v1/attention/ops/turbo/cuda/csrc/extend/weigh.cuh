@@ -24,7 +24,7 @@ struct RowsAccumulator {
   float reference[2];
   float sum[2];      // over the lane's columns
   float factor[2];   // of scores
-  float missing[2];  // the part that scores lack: see common/offset.cuh
+  float missing[2];  // q.m, which scores lack: see common/offset.cuh
 
   __device__ __forceinline__ void clear() {
 #pragma unroll

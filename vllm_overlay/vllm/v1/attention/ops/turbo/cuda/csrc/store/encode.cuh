@@ -15,9 +15,9 @@ template <bool kIsKey, bool kIsTiny, int kElements>
 __device__ __forceinline__ void candidate_errors(
     const float (&x)[kElements], int floor, float normaliser,
     const FoldTables& tables, int (&errors)[NUM_SCALE_CANDIDATES]) {
-  // Candidates that share rows. Subnormal scales are too far apart. Not
-  // unrolled, though there is one too many: instructions are fetched more
-  // slowly than run.
+  // Candidates that share rows. Subnormal scales are too far apart for it. The
+  // loop is not unrolled, although the last turn computes one candidate too
+  // many. Instructions are fetched more slowly than they run.
   constexpr int kSharing = kIsTiny ? 1 : 2;
 #pragma unroll 1
   for (int first = 0; first < NUM_SCALE_CANDIDATES; first += kSharing) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void candidate_errors(
   }
 }
 
-// See reference.codec.choose_scales.
+// Choose the scales of groups: see reference.codec.choose_scales.
 template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void choose_scales(
     const float (&x)[kGroups][kElements], const int (&floors)[kGroups],
@@ -67,7 +67,7 @@ __device__ __forceinline__ void choose_scales(
 }
 
 // The factor of a key. No factor moves a coordinate past more than one
-// threshold, so products are computed for the levels around it only once.
+// threshold, so products are computed only once, for the two levels around it.
 template <bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ Unbiasing
 unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
@@ -85,7 +85,7 @@ unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
       const float2 fold = load_shared_2(rows[j].of(x[j][i]));
       const float threshold = __fmul_rn(fold.x, scales[j]);
       const float half_gap = __fmul_rn(fold.y, scales[j]);
-      // Products are sums with kMagic, as many as the square's.
+      // Products have kMagic added, as often as the square has.
       const int below = __float_as_int(
           rounded_product(x[j][i], __fsub_rn(threshold, half_gap)));
       const int above = __float_as_int(
@@ -111,7 +111,7 @@ unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
   return key;
 }
 
-// Cost of a code that is moved to another level: see reference.codec._unbiased.
+// The cost of moving a code to another level: see reference.codec._unbiased.
 __device__ __forceinline__ float cost_of_move(float x, float decoded,
                                               float moved,
                                               const Unbiasing& key) {
@@ -123,22 +123,22 @@ __device__ __forceinline__ float cost_of_move(float x, float decoded,
   const float moved_error = __fsub_rn(exact, __fmul_rn(moved, KEY_GAIN));
   const float across =
       __fsub_rn(__fmul_rn(moved_error, moved_error), __fmul_rn(error, error));
-  // Powers of two may change places.
+  // Powers of two may be multiplied in any order.
   const float weighted = __fmul_rn(
       across, __fmul_rn(key.square, 1.0f / (1 << PRODUCT_FRACTION_BITS)));
   return __fmaf_rn(__fmul_rn(rest, rest), BIAS_WEIGHT, weighted);
 }
 
-// The magnitudes' indices of a key, four bits each, with one moved if that is
-// worth it.
+// The indices of a key's magnitudes, four bits each. One is moved if that
+// lowers the cost.
 template <bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void key_codes(
     const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
     const FoldTables& tables, uint32_t (&words)[kGroups][kWordsOf<kElements>]) {
   constexpr int kParts = kPartsOf<kElements>;
   constexpr int kNone = HEAD_SIZE;
-  // Places in a group from one of the lane's coordinates to the next, and from
-  // a part's first to the next part's.
+  // Distances in a group between a lane's coordinates, and between the first
+  // coordinates of two parts.
   constexpr int kStep = kIsLatent ? 1 : kParts;
   constexpr int kPartStep = kIsLatent ? kElements : 1;
   FoldRows<true, kIsTiny> rows[kGroups];
@@ -159,8 +159,8 @@ __device__ __forceinline__ void key_codes(
       if (i < kWordsOf<kElements>) words[j][i] = 0;
       words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
                                          << shift_of<kElements>(i);
-      // Of a level that cannot be moved the other is infinite, and the cost
-      // that, too, or no number.
+      // A level that cannot be moved has infinity as its other level. The cost
+      // is then infinite or NaN.
       const float2 levels = load_shared_2(moves + index * kFoldBytes);
       const float cost = cost_of_move(x[j][i], __fmul_rn(levels.x, scales[j]),
                                       __fmul_rn(levels.y, scales[j]), key);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void key_codes(
   }
 }
 
-// The magnitudes' indices of a value, four bits each.
+// The indices of a value's magnitudes, four bits each.
 template <bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void value_codes(
     const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
@@ -212,9 +212,10 @@ __device__ __forceinline__ void value_codes(
   }
 }
 
-// Quantise a vector, of magnitudes and signs, to four bits, and write it.
+// Quantise a vector, given as magnitudes and signs, to four bits, and write it.
 //
-// codes: of the side. scales: the vector's, or null to write nothing.
+// codes: the place of codes of K or V.
+// scales: the place of the vector's scales, or null to write nothing.
 template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void encode_4_bits(
     const float (&x)[kGroups][kElements],

@@ -3,13 +3,15 @@
 //
 // The nearest levels to magnitudes: see reference.codec.
 //
-// With a threshold t between two levels, h from either, the error of the nearer
-// is ||x| - t * scale| - h * scale. The inner difference is exact if |x| is at
-// least half of t * scale, so the outer one is rounded as the reference's is. A
-// table has t and h in even steps of |x| / scale, so coarse that rows are found
-// without a comparison: a row holds for scales up to 9/8 of the one it was
-// found with, and for factors of a key's search. store_tables.py sees
-// to that.
+// Let a threshold t lie between two levels, h from either. The error of the
+// nearer level is ||x| - t * scale| - h * scale. The inner difference is exact
+// if |x| is at least half of t * scale, so the outer one is rounded as the
+// reference's is.
+//
+// A table has t and h in even steps of |x| / scale. The steps are so coarse
+// that rows are found without a comparison. A row holds for scales up to 9/8 of
+// the one it was found with, and for all factors of a key's search.
+// store_tables.py makes sure of that.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +24,7 @@ namespace turbo {
 constexpr int kHalfLevels = NUM_LEVELS / 2;
 constexpr int kFoldBytes = sizeof(float2);
 
-// In shared memory; store_tables.py makes them.
+// Tables in shared memory, which store_tables.py makes.
 struct FoldTables {
   float2 folds[FOLD_ROWS];    // t, h
   float2 indices[FOLD_ROWS];  // t, the index of the level below it
@@ -63,7 +65,8 @@ __device__ __forceinline__ int subtract_if_greater(int x, float a, float b,
   return x;
 }
 
-// What zero scales are taken for: a magnitude is zero or far above.
+// The value that stands for a scale of zero. A magnitude is zero or far above
+// it.
 constexpr float kAlmostZero = 7.7037198e-34f;  // 2**-110
 
 // Rows of a table for magnitudes in a group.
@@ -76,7 +79,7 @@ struct FoldRows {
   uint32_t offset;
 
   FoldRows() = default;
-  // scale: normalised; the least of those that the rows are for.
+  // scale: normalised, and the least of the scales that the rows are for.
   __device__ __forceinline__ FoldRows(float scale, const FoldTables& tables) {
     const float not_zero = fmaxf(scale, kAlmostZero);
     guess = __fmul_rn(1.0f / kStep, reciprocal_approx(not_zero));
@@ -85,7 +88,7 @@ struct FoldRows {
              kFoldBytes * static_cast<uint32_t>(kMagicBits);
   }
 
-  // Shared address of the row, in `folds`, of a magnitude.
+  // The shared address of a magnitude's row in `folds`.
   __device__ __forceinline__ uint32_t of(float magnitude) const {
     const float limited = kIsTiny ? fminf(magnitude, limit) : magnitude;
     const float row = __fmaf_rd(limited, guess, kMagic);
@@ -104,7 +107,7 @@ struct FoldRows {
   }
 };
 
-// What the nearest level leaves, given the row.
+// The error of the nearest level, given the row.
 __device__ __forceinline__ float fold_error(float magnitude, float2 fold,
                                             float scale) {
   const float from_threshold = __fmaf_rn(-fold.x, scale, magnitude);

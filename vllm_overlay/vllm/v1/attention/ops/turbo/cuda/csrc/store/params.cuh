@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the store is given, and where its vectors and bytes are.
+// The parameters of the store, and the places of its vectors and bytes.
 #pragma once
 
 #include "common/divisor.cuh"
@@ -11,13 +11,13 @@
 
 namespace turbo {
 
-// With RECENT_WINDOW: what is written and counted for it.
+// With RECENT_WINDOW: the rows that are written and counted.
 struct StoreWindow : WindowPages {
   const int* block_table;  // [R, max_blocks], of packed pages
   int* packed_lens;        // [R], written
   int64_t stride_block_table;
   int tags, places;  // where these planes begin
-  int num_tokens;    // that attention takes from a page, at most
+  int num_tokens;    // most that attention takes from a page
 };
 
 struct StoreParams {
@@ -27,14 +27,15 @@ struct StoreParams {
   uint8_t* kv_cache;            // [num_blocks, H, N, C]
   const int64_t* slot_mapping;  // [T], below 2**31
   const uint4* kv_matrix;       // fragments, by groups
-  const uint4* single_matrix;   // of a vector that has a warp
+  const uint4* single_matrix;   // for a vector that has a warp
   const uint4* query_matrix;    // fragments, in pairs of neighbours
   __half2* rotated_query;       // [B, Hq, D / 2]
   float* query_scale;           // [B, Hq]
   const uint4* tables;          // Tables
-  // With KEY_OFFSET: what is taken off K, by a token's place in its sequence.
+  // With KEY_OFFSET: the offset that the store takes off K, by a token's place
+  // in its sequence.
   const float* key_offset;  // [G, H, D]
-  // With KEY_OFFSET or RECENT_WINDOW: whose tokens they are.
+  // With KEY_OFFSET or RECENT_WINDOW: the sequences of tokens.
   const int* seq_lens;         // [R]
   const int* query_start_loc;  // [R + 1]
   StoreWindow window;
@@ -51,15 +52,15 @@ struct StoreParams {
   int num_seqs;     // R
 };
 
-// More queries take less time by eights.
+// The most queries that have warps of their own. More take less time by eights.
 constexpr int kMaxSingleQueries = 512;
 
 struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
-  // Whether a query has warps of its own, too, where K and V have.
+  // Whether queries have warps of their own, as K and V then have.
   bool has_single_queries;
-  // Blocks of the recent windows, the first of the grid, and those of each
-  // sequence that write rows.
+  // Blocks of the recent windows, which are the first of the grid, and the
+  // blocks of each sequence that write rows.
   int window_blocks = 0, window_writers = 0;
 
   explicit KernelParams(const StoreParams& params)
@@ -71,14 +72,14 @@ struct KernelParams : StoreParams {
                            kMaxSingleQueries) {}
 };
 
-// Where a token's bytes go: a tile, or null, and a place in it. Of a key also
-// the tag of its row in the recent window, or null.
+// The place of a token's bytes: a tile, or null, and the token's index in it. A
+// key also has the tag of its row in the recent window, or null.
 struct Place {
   uint8_t* tile = nullptr;
   int token = 0;
   uint8_t* tag = nullptr;
 
-  // slot: or -1.
+  // slot: -1 for none.
   __device__ __forceinline__ Place(const KernelParams& params, int slot,
                                    int kv_head) {
     if (slot < 0) return;
@@ -101,11 +102,11 @@ __device__ __forceinline__ const uint16_t* vector_of(const KernelParams& params,
                       head * params.value_strides.head;
 }
 
-// The last sequence that begins at a token or before, which is that of the
-// token: those without tokens begin where the next does.
+// The sequence of a token: the last one that begins at the token or before it.
+// Sequences without tokens begin where the next one does.
 __device__ __forceinline__ int sequence_of(const KernelParams& params,
                                            int token) {
-  // A load takes long, so several are on their way at once.
+  // A load takes long, so several are in flight at once.
   constexpr int kParts = 8;
   int first = 0, count = params.num_seqs;
 #pragma unroll 1
@@ -124,7 +125,8 @@ __device__ __forceinline__ int sequence_of(const KernelParams& params,
   return first;
 }
 
-// A sequence, and where in it a token of the step is. Padding has any.
+// The sequence of a token, and the token's index in it. Those of padding are
+// arbitrary.
 struct Position {
   int seq = 0, seq_len = 0, index = 0;
 
@@ -154,11 +156,10 @@ __device__ __forceinline__ const float* offset_of_pair(
   return offset_of(params, Position(params, token), head);
 }
 
-// The tag of a stored key's row, or null where none is kept: its sequence has
-// no page, or newer tokens of the step take the row.
+// The tag of a stored key's row, or null if none is kept. The sequence may have
+// no page, or newer tokens of the step may take the row.
 //
-// is_first: for one of the lanes that have the key, which writes of what
-// position the row is.
+// is_first: true for one of the key's lanes, which writes the row's position.
 __device__ __forceinline__ uint8_t* window_tag(const KernelParams& params,
                                                const Position& position,
                                                int kv_head, bool is_first) {

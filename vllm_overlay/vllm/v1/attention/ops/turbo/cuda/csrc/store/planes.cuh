@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Writing codes in the order of TurboFormat's planes, or LatentFormat's.
+// Writes codes in the order of TurboFormat's planes, or LatentFormat's.
 #pragma once
 
 #include "store/scales.cuh"
 
 namespace turbo {
 
-// Where a vector's codes go: a token's place in a tile's plane and, of a key
-// that the recent window takes a row of, the tag of this.
+// The place of a vector's codes: a plane of a tile, and the token's index in
+// the tile. A key that has a row in the recent window also has the row's tag.
 struct CodePlace {
   uint8_t* plane;
   int token;
   uint8_t* tag;  // or null
 };
 
-// Lanes that share a group, when each has kElements of its coordinates:
-// coordinate e is number e / kParts of lane e % kParts; of a latent it is
+// Lanes that share a group, if each has kElements of its coordinates.
+// Coordinate e is number e / kParts of lane e % kParts. In a latent it is
 // number e % kElements of lane e / kElements.
 template <int kElements>
 constexpr int kPartsOf = SCALE_GROUP / kElements;
 
-// Code words that a lane has a part of, and where in them its code i lies. Code
-// e is four bits of word e % 2, from bit 4 * (e / 2). Of a latent it is of word
-// e / 8, from bit 4 * (e % 8 / 2 + e % 2 * 4).
+// Code words that a lane has parts of, and the place of its code i in them.
+// Code e is four bits of word e % 2, from bit 4 * (e / 2) on. In a latent it is
+// in word e / 8, from bit 4 * (e % 8 / 2 + e % 2 * 4) on.
 template <int kElements>
 constexpr int kWordsOf = kElements == SCALE_GROUP ? 2 : 1;
 template <int kElements>
@@ -47,8 +47,8 @@ __device__ __forceinline__ uint16_t half_of_word(uint32_t word, int parity) {
   return static_cast<uint16_t>(half << kRotation | half >> (16 - kRotation));
 }
 
-// Write a unit, of group `group` (or that and NUM_GROUPS), of a token in its
-// tile: see TurboFormat for the order.
+// Write unit `group + upper * NUM_GROUPS` of a token in its tile: see
+// TurboFormat for the order.
 template <bool kIsKey>
 __device__ __forceinline__ void store_unit(uint32_t codes,
                                            const CodePlace& target, int group,
@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_unit(uint32_t codes,
   }
 }
 
-// Write the code words of a group of a latent, of which each part has half a
-// word or both are in one lane.
+// Write the code words of a group of a latent. Each part has half a word, or
+// one lane has both words.
 template <int kParts, int kWords>
 __device__ __forceinline__ void store_latent_words(uint32_t (&codes)[kWords],
                                                    const CodePlace& target,
@@ -90,8 +90,9 @@ __device__ __forceinline__ void store_latent_words(uint32_t (&codes)[kWords],
 
 // Write the code words of a vector.
 //
-// words: the lane's parts, magnitudes. signs: of the codes, in their lowest
-// bits. is_stored: whether to write at all.
+// words: the lane's parts, of magnitudes.
+// signs: the signs of codes, in the codes' lowest bits.
+// is_stored: whether to write at all.
 template <bool kIsKey, int kElements, int kGroups>
 __device__ __forceinline__ void store_codes(
     const uint32_t (&words)[kGroups][kWordsOf<kElements>],
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_codes(
     const CodePlace& target, bool is_stored) {
   constexpr int kParts = kPartsOf<kElements>;
   const int part = part_of_lane<kParts>();
-  // Half of the levels are negative; codes of these run the other way.
+  // Half of the levels are negative. Their codes run in the opposite direction.
   constexpr uint32_t kPositive = kParts != 4 ? 0x88888888u
                                  : kIsLatent ? 0x00880088u
                                              : 0x08080808u;
@@ -131,15 +132,15 @@ __device__ __forceinline__ void store_codes(
   }
 }
 
-// Bits 2 * i and 2 * i + 1 of 16 moved to bits 4 * i and 4 * i + 1.
+// Move bits 2 * i and 2 * i + 1 of 16 bits to bits 4 * i and 4 * i + 1.
 __device__ __forceinline__ uint32_t spread_pairs(uint32_t x) {
   x = (x | x << 8) & 0x00FF00FFu;
   x = (x | x << 4) & 0x0F0F0F0Fu;
   return (x | x << 2) & 0x33333333u;
 }
 
-// Write the branches and path bits of a group of K to a token's rows of them.
-// path: with the next group's, where words hold two.
+// Write the branches and path bits of a group of K to a token's rows. If words
+// hold two groups, `path` has also the bits of the next group.
 __device__ __forceinline__ void store_key_rows(uint32_t branches, uint32_t path,
                                                uint8_t* branch_row,
                                                uint8_t* path_row, int group) {
@@ -151,7 +152,7 @@ __device__ __forceinline__ void store_key_rows(uint32_t branches, uint32_t path,
   }
 }
 
-// Write the branches and path bits of a group of K. All lanes take part:
+// Write the branches and path bits of a group of K. All lanes call it, because
 // neighbouring groups share words.
 __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
                                                const CodePlace& target,
@@ -179,7 +180,7 @@ __device__ __forceinline__ void store_value_path(uint32_t branches,
   const int h = token / 8, t = token % 8 / 2, j = token % 2;
   uint8_t* place =
       target.plane + 2 * HEAD_SIZE * h + 32 * group + 8 * t + 2 * j;
-  // Of each code the branch of the group's other unit comes first.
+  // In each nibble the branch of the group's second unit comes first.
   const uint32_t swapped =
       (branches & 0x33333333u) << 2 | (branches >> 2 & 0x33333333u);
   *reinterpret_cast<uint16_t*>(place) = half_of_word<4>(swapped, 0);
@@ -202,7 +203,8 @@ __device__ __forceinline__ void store_latent_path(uint32_t branches,
 
 // Write a vector's branches and path bits.
 //
-// branches: two bits a code. is_stored: whether to write at all.
+// branches: two bits per code.
+// is_stored: whether to write at all.
 template <bool kIsKey, int kParts, int kGroups>
 __device__ __forceinline__ void store_paths(const uint32_t (&branches)[kGroups],
                                             const uint32_t (&paths)[kGroups],

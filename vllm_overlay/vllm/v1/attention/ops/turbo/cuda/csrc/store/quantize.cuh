@@ -18,9 +18,10 @@ using SideTables =
     std::conditional_t<kIsTrellis<kIsKey>, WindowTables, FoldTables>;
 // Quantise a rotated vector and write it.
 //
-// x: integers. exponent: of the vector, see load_integers.
-// place: of its bytes: a tile, the token's place in it, and the tag of a key's
-// row in the recent window; without a tile nothing is written.
+// x: integers.
+// exponent: that of the vector, see load_integers.
+// place: a tile, the token's index in it, and the tag of a key's row in the
+//   recent window. Without a tile nothing is written.
 template <bool kIsKey, int kParts, int kGroups, int kElements, typename Place>
 __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
                                               int exponent,
@@ -64,14 +65,14 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
     }
     largest[j] = fminf(__fmul_rn(largest[j], unit), SCALE_MAX);
     floors[j] = scale_floor(largest[j]);
-    // Where nothing is stored zeros are no concern.
+    // Zeros do not matter if nothing is stored.
     const bool is_counted =
         largest[j] > 0.0f ||
         (place.tile != nullptr && group_of_lane<kParts>(j) < NUM_GROUPS);
     is_tiny |= is_counted && largest[j] < 16 * SMALLEST_SCALE;
   }
   if (__any_sync(~0u, largest_of_all >= SCALE_MAX)) {
-    // Magnitudes are limited; the sign comes first.
+    // Magnitudes are limited, and trellis codes keep their signs.
     const float limit = __fmul_rn(SCALE_MAX, normaliser);
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {

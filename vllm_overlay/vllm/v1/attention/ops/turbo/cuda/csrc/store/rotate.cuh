@@ -2,14 +2,14 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The rotation of the turbo format in block fixed point (see reference.rotate),
-// by tensor cores: products of +-1 and integers that fp16 holds, summed
+// by tensor cores. Products of +-1 and integers that fp16 holds are summed
 // exactly.
 //
-// A warp rotates eight columns at once. Column c is loaded by the four lanes 4
-// * c and above. After the product, lane l has coordinates of the columns 2 *
-// (l % 4) and one more, of the scale groups l / 4, l / 4 + 8, ...: a group is
-// in one lane. With 64 coordinates a column holds two vectors, one after the
-// other.
+// A warp rotates eight columns at once. Column c is loaded by the four lanes
+// from 4 * c on. After the product, lane l has coordinates of column
+// 2 * (l % 4) and the next. They are in the scale groups l / 4, l / 4 + 8 and
+// so on, so a group is in one lane. With 64 coordinates a column holds two
+// vectors, one after the other.
 #pragma once
 
 #include "common/mma.cuh"
@@ -29,7 +29,8 @@ constexpr int kMmaRows = 16;
 constexpr int kInBlocks = kColumnVectors * HEAD_SIZE / kMmaRows;
 constexpr int kKvBlocks = kLaneGroups * SCALE_GROUP / 2;
 constexpr int kQueryBlocks = kInBlocks;
-// A product within blocks, then sums and differences of them.
+// The rotation is a product within blocks, and then sums and differences of
+// blocks.
 static_assert((HEAD_SIZE & (HEAD_SIZE - 1)) == 0);
 
 template <bool kIsBf16>
@@ -52,8 +53,8 @@ struct Input {
   }
 };
 
-// Four numbers less those of an offset, each rounded once to fp32 and once
-// back.
+// Four numbers less those of an offset. Each is rounded once to fp32 and once
+// to the input's dtype.
 template <bool kIsBf16>
 __device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
   const float4 m = __ldg(reinterpret_cast<const float4*>(offset));
@@ -69,7 +70,7 @@ __device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
   return make_uint2(less(x.x, m.x, m.y), less(x.y, m.z, m.w));
 }
 
-// Largest of the magnitudes' bits, of a lane.
+// The bits of the largest magnitude in a lane.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t
 largest_of_lane(const uint32_t (&x)[kBlocks][2]) {
@@ -82,7 +83,7 @@ largest_of_lane(const uint32_t (&x)[kBlocks][2]) {
   return max(largest & 0xFFFFu, largest >> 16);
 }
 
-// The same over the lanes of a vector.
+// The bits of the largest magnitude in the lanes of a vector.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t
 largest_bits(const uint32_t (&x)[kBlocks][2]) {
@@ -94,7 +95,7 @@ largest_bits(const uint32_t (&x)[kBlocks][2]) {
   return largest;
 }
 
-// floor(x * to_integer + 1/2), which may be infinite before.
+// floor(x * unit + 1/2). With kIsSpecial, x may be infinite.
 template <bool kIsSpecial>
 __device__ __forceinline__ float to_integer(float x, float unit) {
   constexpr float kLimit = 2 << ROTATION_EXPONENT;
@@ -130,7 +131,8 @@ __device__ __forceinline__ uint32_t without_nan(uint32_t pair, bool& has_nan) {
   return pair & ((low ? 0u : 0xFFFFu) | (high ? 0u : 0xFFFF0000u));
 }
 
-// Exponent that integers are relative to, of the bits of the largest magnitude.
+// The exponent that integers are relative to, from the bits of the largest
+// magnitude.
 template <bool kIsBf16>
 __device__ __forceinline__ int input_exponent(uint32_t largest) {
   // An infinity counts as the largest fp32 number.
@@ -141,9 +143,9 @@ __device__ __forceinline__ int input_exponent(uint32_t largest) {
 // Load this lane's part of a column as fp16 integers.
 //
 // row: the vector, or null for zeros.
-// offset: what is taken off first, or null.
-// exponent: of the vector's largest magnitude; integers are in units of
-//   2**(exponent - ROTATION_EXPONENT).
+// offset: the offset that is subtracted first, or null.
+// exponent: that of the vector's largest magnitude, written. Integers are in
+//   units of 2**(exponent - ROTATION_EXPONENT).
 // has_nan: whether this lane saw a NaN, which counts as zero.
 template <bool kIsBf16>
 __device__ __forceinline__ void load_integers(const uint16_t* row,
@@ -218,8 +220,8 @@ __device__ __forceinline__ void rotate(const uint32_t (&x)[kInBlocks][2],
   }
 }
 
-// Where rotated coordinate e of a lane's group j lies in rotate's result, for
-// the column 2 * (lane % 4).
+// The place, in rotate's result, of rotated coordinate e of a lane's group j,
+// for the column 2 * (lane % 4).
 __device__ __forceinline__ constexpr int block_of(int j, int e) {
   return kLaneGroups == 1 ? e / 2 : e * (kLaneGroups / 2) + j / 2;
 }
@@ -227,13 +229,13 @@ __device__ __forceinline__ constexpr int place_of(int j, int e) {
   return 2 * (kLaneGroups == 1 ? e % 2 : j % 2);
 }
 
-// Of the vectors that the lane has coordinates of, which of its column's.
+// The index, in its column, of the vector that the lane has coordinates of.
 __device__ __forceinline__ int vector_of_lane() {
   return threadIdx.x % 32 / 4 / kVectorLanes;
 }
 
-// What the lane that loaded a vector knows of it, for a lane that has its
-// coordinates.
+// The number x of the lane that loaded a vector, for a lane that has the
+// vector's coordinates.
 __device__ __forceinline__ int from_loader(int x, int column) {
   const int source =
       kColumnLanes * column + kColumnLanes / kColumnVectors * vector_of_lane();

@@ -8,20 +8,21 @@
 
 namespace turbo {
 
-// Sizes of which a warp can also rotate one vector alone, in less time: four
-// lanes then share a group, and number i of lane l's coordinates of a group is
+// Whether a warp can also rotate one vector alone, in less time. Four lanes
+// then share a group. Number i of lane l's coordinates of a group is
 // 4 * i + l % 4. A vector of more than eight groups has as many warps as a lane
-// would have groups: each rotates it whole and goes on with its own groups.
+// would have groups. Each rotates the whole vector and goes on with its own
+// groups.
 //
-// The columns of the product are the eight blocks of a vector (of each PRODUCT,
-// if that has several); what is left are sums and differences of coordinates of
-// four lanes.
+// The columns of the product are the eight blocks of a vector. If a vector has
+// several products, they are the blocks of each. Sums and differences of
+// coordinates in four lanes follow.
 constexpr bool kHasSingles = kColumnVectors == 1;
 constexpr int kSingleParts = 4;
 constexpr int kSingleElements = SCALE_GROUP / kSingleParts;
 constexpr int kProducts = kHasSingles ? kLaneGroups : 1;
 constexpr int kSingleWarps = kProducts;
-// Whether kParts lanes that share a group are of warps that share a vector.
+// Whether the kParts lanes that share a group are in warps that share a vector.
 template <int kParts>
 constexpr bool kIsSingle = kHasSingles && kParts == kSingleParts;
 
@@ -29,16 +30,18 @@ __device__ __forceinline__ int warp_of_vector() {
   return threadIdx.x / 32 % kSingleWarps;
 }
 
-// What a lane loads of a vector, and of the rotation.
+// A lane's part of a vector, and of the rotation.
 struct SingleInput {
   uint4 factor;
   uint32_t x[kProducts][2];
   uint2 sign[kProducts];
 };
 
-// offset: what is taken off first, or null.
-// matrix: of rotation_fragments for singles; signs follow the product's
-// operand.
+// Load a lane's part of a vector.
+//
+// offset: the offset that is subtracted first, or null.
+// matrix: from rotation_fragments for singles. Signs follow the product's
+//   operand.
 template <bool kIsBf16>
 __device__ __forceinline__ SingleInput
 load_single(const uint16_t* row, const float* offset,
@@ -99,8 +102,8 @@ __device__ __forceinline__ void rotate_single(
     mma_f16(c, input.factor, x[m]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // D = 128 has half of a group's coordinates in the other rows, else a
-      // group has.
+      // The other rows of the product have the second half of a group's
+      // coordinates if HEAD_SIZE is 128, and another group otherwise.
       const int j =
           kLaneGroups == 1 ? 0 : half + (kLaneGroups == 4 ? m % 2 * 2 : 0);
       const int i = kLaneGroups == 1 ? 2 * half : 2 * (m / (kLaneGroups / 2));

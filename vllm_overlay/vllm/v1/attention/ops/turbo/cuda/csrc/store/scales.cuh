@@ -2,11 +2,11 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Scales of the turbo format: their candidates, their choice and their words. A
-// lane has kLaneGroups groups: its group j is group lane / 4 + 8 * j of the
-// vector. Of latents with no parts it has one: see kHasOwnGroup.
+// lane has kLaneGroups groups. Its group j is group lane / 4 + 8 * j of the
+// vector. With kHasOwnGroup it has one group.
 //
-// Numbers are those of reference.codec, operation by operation; no product may
-// be fused with a sum but by name, and there only if the product is exact.
+// Numbers are those of reference.codec, operation by operation. A product is
+// fused with a sum only explicitly, and only if it is exact.
 #pragma once
 
 #include <type_traits>
@@ -17,27 +17,27 @@ namespace turbo {
 
 constexpr int kStoreThreads = 128;
 
-// Whether vectors are latents: a group then has 16 coordinates in a row, and so
-// has a part of it.
+// Whether vectors are latents. A group, and a part of it, then has consecutive
+// coordinates.
 constexpr bool kIsLatent = IS_LATENT != 0;
-// Whether a lane has one group, the groups of a vector lying in lanes side by
+// Whether a lane has one group, with the groups of a vector in lanes side by
 // side.
 template <int kParts>
 constexpr bool kHasOwnGroup = kIsLatent && kParts == 1;
-// Lanes from a group to the next.
+// The distance in lanes from a group to the next.
 template <int kParts>
 constexpr int kGroupStride = kHasOwnGroup<kParts> ? 1 : 4;
-// Groups of a vector that lanes side by side have one of each.
+// Groups of a vector in lanes side by side, one per lane.
 template <int kParts>
 constexpr int kGroupsAside = kHasOwnGroup<kParts> ? NUM_GROUPS : kVectorLanes;
 
-// Groups of a word that lie in lanes side by side, padding included.
+// Groups of a word in lanes side by side, padding included.
 constexpr int kWordLanes =
     SCALE_WORD_GROUPS > 4 || kVectorLanes == 4 ? kVectorLanes : 4;
 static_assert(SCALE_WORD_GROUPS <= kWordLanes);
 
-// Operations of reductions; over a whole warp they are one instruction, of
-// integers that are ordered as the numbers.
+// Operations of reductions. Over a whole warp each is one instruction, on
+// integers that are ordered as the numbers are.
 struct Sum {
   __device__ __forceinline__ static int of(int a, int b) { return a + b; }
   __device__ __forceinline__ static int of_warp(int x) {
@@ -52,7 +52,7 @@ struct Largest {
   __device__ __forceinline__ static int of_warp(int x) {
     return __reduce_max_sync(~0u, x);
   }
-  // Of floats only those are reduced that are not negative.
+  // Floats that are reduced are not negative.
   __device__ __forceinline__ static float of_warp(float x) {
     return __int_as_float(of_warp(__float_as_int(x)));
   }
@@ -71,7 +71,7 @@ struct Least {
   }
 };
 
-// Over the groups that kWidth lanes have one of each.
+// Reduce over the groups of kWidth lanes, one group per lane.
 template <typename Operation, int kWidth, int kParts, typename T>
 __device__ __forceinline__ T reduce(T x) {
 #pragma unroll
@@ -81,13 +81,14 @@ __device__ __forceinline__ T reduce(T x) {
   return x;
 }
 
-// A group, or its candidates, may be shared by kParts lanes side by side.
+// The lane's part. kParts lanes side by side may share a group, or its
+// candidates.
 template <int kParts>
 __device__ __forceinline__ int part_of_lane() {
   return threadIdx.x % kParts;
 }
 
-// Over the parts of a group.
+// Reduce over the parts of a group.
 template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_parts(T x) {
 #pragma unroll
@@ -97,7 +98,7 @@ __device__ __forceinline__ T reduce_parts(T x) {
   return x;
 }
 
-// Over a vector. Of reductions in a row turns differ.
+// Reduce over a vector. `turn` has another parity than in the reduction before.
 template <typename Operation, int kParts, typename T>
 __device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
   if constexpr (kParts * kGroupsAside<kParts> == 32) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ T reduce_vector(T x, [[maybe_unused]] int turn) {
   return x;
 }
 
-// Over a word's groups, of which all parts have the same.
+// Reduce over a word's groups. All parts of a group have the same number.
 template <typename Operation, int kParts>
 __device__ __forceinline__ int reduce_word(int x) {
   if constexpr (kParts * kWordLanes == 32) {
@@ -146,12 +147,12 @@ __device__ __forceinline__ int group_of_lane(int j) {
   return threadIdx.x % 32 / 4 % kVectorLanes + kWarpColumns * (of_warp + j);
 }
 
-// Value of a scale code.
+// The value of a scale code.
 __device__ __forceinline__ float scale_value(int code) {
   return half_as_float(code << SCALE_SHIFT);
 }
 
-// Code of the largest E5M3 number not above `largest`.
+// The code of the largest E5M3 number not above `largest`.
 __device__ __forceinline__ int scale_floor(float largest) {
   const int normal = (__float_as_int(largest) >> 20) - ((127 - 15) << 3);
   const int subnormal =
@@ -169,20 +170,21 @@ __device__ __forceinline__ float saturated_square(float x) {
   return result;
 }
 
-// A squared error in units of 2**-ERROR_FRACTION_BITS: a subnormal number is an
-// integer, rounded.
+// A squared error in units of 2**-ERROR_FRACTION_BITS. The product is
+// subnormal, so its bits are a rounded integer.
 __device__ __forceinline__ int rounded_square(float error) {
   const float unit = __uint_as_float(1u << ERROR_FRACTION_BITS);
   return __float_as_int(__fmul_rn(saturated_square(error), unit));
 }
 
-// See reference.codec.scales_in_reach. Errors are integers.
+// Choose scales in reach of a base: see reference.codec.scales_in_reach. Errors
+// are integers.
 template <int kParts, int kGroups>
 __device__ __forceinline__ void scales_in_reach(
     const int (&floors)[kGroups],
     const int (&errors)[kGroups][NUM_SCALE_CANDIDATES], int (&codes)[kGroups]) {
-  // An error and the candidate that has it in one number, so that of equal
-  // errors the first candidate's is the least.
+  // A key is an error, with the candidate that has it in the lower bits. Among
+  // equal errors the first candidate's key is then the least.
   constexpr int kCandidateBits = 3;
   static_assert(NUM_SCALE_CANDIDATES <= 1 << kCandidateBits);
   constexpr int kUnreached = 1 << 30;
@@ -203,7 +205,7 @@ __device__ __forceinline__ void scales_in_reach(
     const bool is_group = group_of_lane<kParts>(j) < NUM_GROUPS;
     const int largest = reduce_word<Largest, kParts>(is_group ? best : 0);
     int least = kUnreached;
-    // Few instructions are to be fetched where they run once.
+    // If code runs only once, few instructions are to be fetched.
     constexpr int kUnrolled = kIsSingle<kParts> ? 1 : NUM_BASE_OFFSETS;
 #pragma unroll kUnrolled
     for (int i = 0; i < NUM_BASE_OFFSETS; ++i) {

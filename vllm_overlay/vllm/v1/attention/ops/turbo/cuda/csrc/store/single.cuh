@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Store or rotation of a vector by a warp, or several: for few tokens. That
-// takes as long as its instructions take to be fetched, so they are few: loops
-// are not unrolled, and vectors of all kinds share what they can.
+// Store or rotation of a vector by a warp, or by several, for few tokens. It
+// takes as long as its instructions take to be fetched, so they are few. Loops
+// are not unrolled, and vectors of all kinds share code where they can.
 #pragma once
 
 #include "store/vector.cuh"
 
 namespace turbo {
 
-// Coordinate 4 * i + part of a part becomes 4 * part + i.
+// Give a part consecutive coordinates: 4 * i + part becomes 4 * part + i.
 __device__ __forceinline__ void put_in_row(float (&y)[kSingleElements]) {
   const int part = part_of_lane<kSingleParts>();
 #pragma unroll
@@ -27,8 +27,8 @@ __device__ __forceinline__ void put_in_row(float (&y)[kSingleElements]) {
   }
 }
 
-// Store or rotate a vector by kSingleWarps warps: the keys', then the values',
-// then the queries'.
+// Store or rotate a vector by kSingleWarps warps. Vectors of K come first, then
+// those of V, and then queries.
 template <bool kIsBf16>
 __device__ __forceinline__ void store_single(const KernelParams& params,
                                              Tables& tables, int vector) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   const bool is_query = pair >= num_pairs;
   const int row = pair - num_pairs;
   const bool is_row = is_query && row < params.num_queries * params.num_heads;
-  // Loads take long: all before the barrier.
+  // Loads take long, so all are issued before the barrier.
   int slot = -1, head;
   const int token = params.by_kv_heads.divide(pair, head);
   SingleInput input = {};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The store's entry point. A module is of one layout, that of
-// turbo_constants.h, which constants.py makes of format.py.
+// The store's entry point. A module has one layout, from turbo_constants.h,
+// which constants.py makes from format.py.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -44,7 +44,7 @@ void add_query(turbo::StoreParams& p, const TensorView& query,
   turbo::to_int("query", query.size(0) * query.size(1));
 }
 
-// Whose tokens they are, and where in their sequences.
+// Add the sequences of tokens, and the tokens' places in them.
 void add_places(turbo::StoreParams& p, const TensorView& seq_lens,
                 const TensorView& query_start_loc, DLDevice device) {
   turbo::check_device(device, seq_lens, query_start_loc);
@@ -54,7 +54,7 @@ void add_places(turbo::StoreParams& p, const TensorView& seq_lens,
       turbo::ints_of("query_start_loc", query_start_loc, seq_lens.size(0) + 1);
 }
 
-// The sequences' recent windows; add_places comes first.
+// Add the sequences' recent windows, after add_places.
 void add_window(turbo::StoreParams& p, const TensorView& pages,
                 const TensorView& blocks, const TensorView& packed_lens,
                 int64_t num_rows, int64_t keys, int64_t values,
@@ -77,15 +77,15 @@ void add_window(turbo::StoreParams& p, const TensorView& pages,
   w.stride_block_table = block_table.stride(0);
 }
 
-// Lanes that share a scale group, at least: of long vectors one has no
+// The fewest lanes that share a scale group. With long vectors, one lane has no
 // registers for all of its groups.
 constexpr int kFewestParts = HEAD_SIZE <= 256 ? 1 : 2;
 
-// parts: lanes that share a scale group; 1 for many tokens.
+// kParts: lanes that share a scale group; 1 for many tokens.
 template <int kParts>
 void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
                   DLDevice device, bool enable_pdl) {
-  // A vector's warps are of one block.
+  // A vector's warps are in one block.
   if (turbo::kIsSingle<kParts>)
     threads = std::max<int64_t>(threads, 32 * turbo::kSingleWarps);
   turbo::set_window_blocks(p, static_cast<int>(threads));
@@ -98,7 +98,7 @@ void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
   turbo::launch(kernel, blocks, threads, 0, device, p, enable_pdl);
 }
 
-// See turbo::StoreParams and store.py for shapes and types.
+// See turbo::StoreParams and store.py for shapes and dtypes.
 void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView value, TensorView kv_matrix, TensorView single_matrix,
            TensorView query_matrix, TensorView tables,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Store: rotate and quantise K and V into their pages, rotate q, and bring
-// recent windows up to date, in one launch.
+// Store: rotates K and V, quantises them into their pages, rotates q, and
+// brings recent windows up to date, in one launch.
 #pragma once
 
 #include "common/warp.cuh"
@@ -11,11 +11,11 @@
 
 namespace turbo {
 
-// Blocks of kStoreThreads that a multiprocessor is to have room for.
+// Blocks of kStoreThreads threads for which a multiprocessor has room.
 template <int kParts>
 constexpr int kMinBlocks = kParts * kLaneGroups == 1 ? 5 : 1;
-// Pairs of a K and a V vector that a warp encodes, kParts lanes a group, and
-// queries that it rotates.
+// Pairs of a K and a V vector that a warp encodes, with kParts lanes per group,
+// and queries that it rotates.
 template <int kParts>
 constexpr int kWarpPairs = kWarpColumns / 2 / kParts * kColumnVectors;
 constexpr int kWarpQueries = kWarpColumns * kColumnVectors;
@@ -28,9 +28,9 @@ __device__ __forceinline__ int vector_of_loader() {
   return threadIdx.x % kColumnLanes / (kColumnLanes / kColumnVectors);
 }
 
-// One of a lane's rotated integers of a column, of its group j.
+// Rotated integer i of a lane's group j, in one of its columns.
 //
-// kInRow: whether a part has coordinates in a row, not every kParts-th.
+// kInRow: whether a part has consecutive coordinates, not every kParts-th.
 template <int kParts, bool kInRow>
 __device__ __forceinline__ float integer_of(const float (&y)[kKvBlocks][4],
                                             int column, int j, int i) {
@@ -44,8 +44,7 @@ __device__ __forceinline__ float integer_of(const float (&y)[kKvBlocks][4],
   return result;
 }
 
-// Coordinates of a group that a lane has. A trellis is shared by four lanes
-// only.
+// Coordinates of a group that a lane has. Only four lanes can share a trellis.
 template <bool kIsKey, int kParts>
 constexpr int kElementsOf =
     kIsTrellis<kIsKey> && kParts != kPathParts ? SCALE_GROUP
@@ -69,7 +68,7 @@ __device__ __forceinline__ void encode_column(const float (&y)[kKvBlocks][4],
   encode_vector<kIsKey, kParts>(x, exponent, tables, place);
 }
 
-// Store K, V or both of kWarpPairs (token, head) pairs.
+// Store K, V or both for kWarpPairs (token, head) pairs.
 template <bool kIsBf16, int kParts>
 __device__ __forceinline__ void store_pairs(const KernelParams& params,
                                             const Tables& tables,
@@ -85,7 +84,7 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
   float y[kKvBlocks][4];
   int exponent;
   {
-    // Columns are a K and a V vector by turns.
+    // Columns alternate between a K and a V vector.
     const int column = column_of_loader();
     const bool is_key = column % 2 == 0;
     const int loaded =
@@ -165,16 +164,17 @@ __host__ __device__ inline int num_pair_warps(const StoreParams& params) {
                            : (num_pairs + kPairs - 1) / kPairs;
 }
 
-// With kParts = 1 for many tokens. Else for few: K and V go to warps of their
-// own.
+// kParts = 1 is for many tokens. Otherwise, for few tokens, K and V have warps
+// of their own.
 template <bool kIsBf16, int kParts>
 __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
     store_kernel(const KernelParams params) {
   __shared__ __align__(16) Tables tables;
-  // The next kernel begins when all before this one is there to be read: it
-  // waits for no more than this. And not before vectors are rotated: of one
-  // that begins with this one the first instructions are slow to come if caches
-  // are cold, as behind a model's weights: cold_layers of the decode benchmark.
+  // The next kernel may begin only when all kernels before this one have ended,
+  // because it waits for no more than this one. It begins only after vectors
+  // are rotated. If it began together with this one, first instructions would
+  // come slowly while caches are cold, as after a model's weights. cold_layers
+  // of the decode benchmark measures that.
   wait_for_previous_kernel();
   if constexpr (RECENT_WINDOW != 0) {
     if (int(blockIdx.x) < params.window_blocks) {

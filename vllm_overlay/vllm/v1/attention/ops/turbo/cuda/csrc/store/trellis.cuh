@@ -3,10 +3,11 @@
 //
 // The encoder of trellis-coded levels of the turbo format: see reference.codec.
 //
-// Of each subset the level nearest to a coordinate is one of four consecutive
-// levels. A table in shared memory has, for each such window w, its levels by
-// subset; threshold w lies between the windows w and w + 1. As in levels.cuh
-// the window is guessed and mended. State 2 * b(e - 1) + b(e) follows code e.
+// The nearest level to a coordinate, in each subset, is one of four consecutive
+// levels. A table in shared memory has the levels of each such window w by
+// subset. Threshold w lies between the windows w and w + 1. As in levels.cuh,
+// the window is guessed and then corrected. State 2 * b(e - 1) + b(e) follows
+// code e.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +60,7 @@ __device__ __forceinline__ uint32_t next_window_if_greater(uint32_t x, float a,
   return x;
 }
 
-// A group's scale, and windows and errors of coordinates in it.
+// A group's scale, for windows and errors of its coordinates.
 struct Windows {
   float scale, reciprocal, guess;
   uint32_t base;    // shared address of the levels
@@ -70,7 +71,7 @@ struct Windows {
                                      float guess_factor,
                                      const WindowTables& tables) {
     scale = __fmul_rn(value, normaliser);
-    // Of normalised coordinates; normalisers are powers of two.
+    // The reciprocal for normalised coordinates. Normalisers are powers of two.
     reciprocal = __fmul_rn(__frcp_rn(fmaxf(value, SMALLEST_SCALE)),
                            power_of_two(-exponent_of(normaliser)));
     guess = guess_factor;
@@ -78,7 +79,7 @@ struct Windows {
     offset = base - kWindowBytes * static_cast<uint32_t>(kMagicBits);
   }
 
-  // Shared address of the levels of the window around x.
+  // The shared address of the levels of the window around x.
   __device__ __forceinline__ uint32_t row(float x) const {
     constexpr float kAlmostAll = 1.0f - 1.0f / (1 << 20);
     constexpr int kThresholds = offsetof(WindowTables, thresholds);
@@ -95,7 +96,7 @@ struct Windows {
     return rounded_square(__fmaf_rn(-level, scale, x));
   }
 
-  // Errors of the levels of each subset.
+  // The errors of the levels, by subset.
   __device__ __forceinline__ void errors(float x, uint32_t row,
                                          int (&result)[NUM_SUBSETS]) const {
     const float4 levels = load_shared_4(row);
@@ -147,8 +148,8 @@ __device__ __forceinline__ void add_code(int e, int (&cost)[4], int (&first)[4],
   }
 }
 
-// Path bits are kept beside costs, of half of a group at a time and of the
-// state before it.
+// Path bits are kept below costs. They are those of half a group at a time, and
+// of the state before it.
 constexpr int kHalfPath = SCALE_GROUP / 2;
 constexpr int kPathBits = kHalfPath + 2;
 constexpr int kPathMask = (1 << kPathBits) - 1;
@@ -160,7 +161,7 @@ __device__ __forceinline__ int select_state(const int (&of_states)[4],
   return state < 2 ? low : high;
 }
 
-// Error of the best path of a group.
+// The error of the best path of a group.
 __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
                                              const Windows& windows) {
   int cost[4], first[4];
@@ -173,12 +174,12 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
   return min(min(cost[0], cost[1]), min(cost[2], cost[3]));
 }
 
-// The path of least error, bit e of which is b(e).
+// The path of least error. Its bit e is b(e).
 //
-// A cost is an error, and below it the bits of its path since the middle or the
-// beginning, the newest highest: of equal errors the least cost is then that of
-// the path with the earlier bit zero. Bit b(e) is added with the errors of code
-// e + 1, whose subsets are odd if and only if it is set.
+// A cost is an error, with bits of its path since the middle or the beginning
+// below it. The newest bit is highest. Among equal errors, the least cost is
+// then that of the path with the earlier bit zero. Bit b(e) is added with the
+// errors of code e + 1, whose subsets are odd if and only if the bit is set.
 __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
                                            float factor, const Windows& windows,
                                            uint32_t (&rows)[SCALE_GROUP]) {
@@ -219,13 +220,13 @@ __device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
   return first_half + (late >> 2 << kHalfPath);
 }
 
-// Bit i of 16 moved to bit 2 * i.
+// Move bit i of 16 bits to bit 2 * i.
 __device__ __forceinline__ uint32_t spread(uint32_t x) {
   x = spread_pairs(x);
   return (x | x << 1) & 0x55555555u;
 }
 
-// Bits 2 * e and above: the subset of code e of a path.
+// The subsets of a path's codes: that of code e is in bits 2 * e and above.
 __device__ __forceinline__ uint32_t subsets_of(uint32_t path) {
   const uint32_t before = path << 1 & 0xFFFFu;
   const uint32_t differs = (path ^ path << 2) & 0xFFFFu;
@@ -237,7 +238,7 @@ __device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
   return (e == 0 ? subsets << 2 : subsets >> (2 * e - 2)) & 0xC;
 }
 
-// See reference.codec._unbiased: the factor of a key whose paths are best.
+// The factor of a key with the best paths: see reference.codec._unbiased.
 template <int kGroups>
 __device__ __forceinline__ float trellis_factor(
     const float (&x)[kGroups][SCALE_GROUP], const Windows (&windows)[kGroups],
@@ -309,8 +310,11 @@ __device__ __forceinline__ void paths_of(const float (&x)[kGroups][SCALE_GROUP],
 
 // Quantise a vector to three bits and write it.
 //
-// x: normalised, with signs. codes: of the side. scales: the vector's. kParts:
-// lanes that have the same group, and share the candidates of its scale.
+// x: normalised, with signs.
+// codes: the place of codes of K or V.
+// scales: the place of the vector's scales.
+// kParts: lanes that have the same group, and share the candidates of its
+//   scale.
 template <bool kIsKey, int kParts, int kGroups>
 __device__ __forceinline__ void encode_3_bits(
     const float (&x)[kGroups][SCALE_GROUP], const int (&floors)[kGroups],

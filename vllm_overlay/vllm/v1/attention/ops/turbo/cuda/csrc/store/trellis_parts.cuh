@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The search for a group's best path by the lanes that share it: each extends
-// paths from every state by its own codes, four in a row, and then the lanes
-// join theirs one after the other. See trellis.cuh.
+// The search for a group's best path by the lanes that share it. Each lane
+// extends paths from every state by its own four consecutive codes. Then the
+// lanes join their paths one after the other. See trellis.cuh.
 #pragma once
 
 #include "store/trellis.cuh"
@@ -14,10 +14,10 @@ constexpr int kPathParts = kSingleParts;
 constexpr int kPartCodes = SCALE_GROUP / kPathParts;
 static_assert(kPathParts == 4 && kPartCodes == 4);
 
-// Costs of the best paths from each state to each by a part's codes.
+// Costs of the best paths from each state to each state, by a part's codes.
 using Transfers = int[4][4];
 
-// errors: of a part's codes by subset, with path bits.
+// errors: those of a part's codes by subset, with path bits.
 __device__ __forceinline__ void extend_part(
     const int (&errors)[kPartCodes][NUM_SUBSETS], Transfers& costs) {
 #pragma unroll
@@ -34,9 +34,10 @@ __device__ __forceinline__ void extend_part(
   }
 }
 
-// Costs of the paths from state zero, in the last part those of the group.
+// Costs of the paths from state zero. In the last part they are those of the
+// group.
 //
-// early: in the second part, path bits of the group's first half.
+// early: path bits of the group's first half, in the second part.
 __device__ __forceinline__ void join_parts(const Transfers& costs,
                                            int (&joined)[4], int (&early)[4]) {
   const int part = part_of_lane<kPathParts>();
@@ -49,7 +50,7 @@ __device__ __forceinline__ void join_parts(const Transfers& costs,
     for (int from = 0; from < 4; ++from) {
       before[from] = __shfl_up_sync(~0u, joined[from], 1, kPathParts);
       if (i == kPathParts / 2) {
-        // Path bits begin anew with the state's.
+        // Path bits begin again, with the state's.
         before[from] =
             part == i ? (before[from] & ~kPathMask) + from / 2 : before[from];
       }
@@ -84,7 +85,8 @@ __device__ __forceinline__ FoundPath
 search_parts(const float (&x)[kPartCodes], const Windows& windows,
              uint32_t (&rows)[kPartCodes]) {
   const int part = part_of_lane<kPathParts>();
-  // As in `search`: b(e - 1) is bit e - 1 in the first half, else e - 7.
+  // As in `search`, b(e - 1) is bit e - 1 in the first half, and bit e - 7 in
+  // the second.
   const int first_bit = part % 2 * kPartCodes + (part < kPathParts / 2 ? 0 : 2);
   int errors[kPartCodes][NUM_SUBSETS];
 #pragma unroll
@@ -121,13 +123,13 @@ search_parts(const float (&x)[kPartCodes], const Windows& windows,
   return found;
 }
 
-// Bits 2 * i and above: the subset of the part's code i.
+// The subsets of a part's codes: that of code i is in bits 2 * i and above.
 __device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
   return subsets_of(path) >> (2 * kPartCodes * part_of_lane<kPathParts>());
 }
 
-// Products of a part's coordinates and what is decoded of a path, as the bits
-// of floats, see rounded_product.
+// The sum of products of a part's coordinates and their decoded values on a
+// path. Products are bits of floats: see rounded_product.
 __device__ __forceinline__ int products_of_part(
     const float (&x)[kPartCodes], const uint32_t (&rows)[kPartCodes],
     float scale, uint32_t path) {
@@ -143,8 +145,9 @@ __device__ __forceinline__ int products_of_part(
 
 // Quantise a vector to three bits and write it.
 //
-// x: the part's coordinates, normalised, with signs. codes: of the side.
-// scales: the vector's.
+// x: the part's coordinates, normalised, with signs.
+// codes: the place of codes of K or V.
+// scales: the place of the vector's scales.
 template <bool kIsKey, int kGroups>
 __device__ __forceinline__ void encode_3_bits_by_parts(
     const float (&x)[kGroups][kPartCodes], const int (&floors)[kGroups],
@@ -162,7 +165,8 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
     square = square_of(x);
     key = Unbiasing::of<kPathParts>(square);
   }
-  // Candidates of the scale, then rounds: one search, that it is fetched once.
+  // Candidates of the scale, and then rounds, share a search, whose code is
+  // fetched once.
 #pragma unroll 1
   for (int step = 0; step < NUM_SCALE_CANDIDATES + kRounds; ++step) {
     const int round = step - NUM_SCALE_CANDIDATES;

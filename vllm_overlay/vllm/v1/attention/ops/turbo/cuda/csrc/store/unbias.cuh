@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The search for a key's factor, with which its product with what is decoded is
-// its square: see reference.codec._unbiased.
+// The search for a key's factor, which makes the key's product with its decoded
+// value equal its square: see reference.codec._unbiased.
 #pragma once
 
 #include "store/scales.cuh"
 
 namespace turbo {
 
-// A product of the search for a factor, as the bits of a float that has it,
-// rounded, in its lowest bits.
+// A product in the search for a factor. The lowest bits of the returned float
+// are the product, rounded.
 __device__ __forceinline__ float rounded_product(float x, float decoded) {
   return __fadd_rn(__fmul_rn(__fmul_rn(x, decoded), KEY_GAIN), kMagic);
 }
 
-// The square of a vector, as the lane's summand with kMagicBits for each
-// coordinate.
+// A lane's part of the square of a vector, with kMagicBits for each coordinate.
 template <int kGroups, int kElements>
 __device__ __forceinline__ int square_of(const float (&x)[kGroups][kElements]) {
   int square = 0;
@@ -32,15 +31,16 @@ __device__ __forceinline__ int square_of(const float (&x)[kGroups][kElements]) {
   return square;
 }
 
-// Factors tried, and the best so far.
+// The factors tried, and the best so far.
 struct Unbiasing {
   float square;       // of the key
   float reciprocal;   // of the square, or 1
   float next = 1.0f;  // factor to try
   float factor = 1.0f,
-        rest;  // the best, and what of the square is missing with it
+        rest;  // the best, and the part of the square that it lacks
 
-  // square: of the vector. kParts: lanes that share its coordinates.
+  // square_sum: see square_of.
+  // kParts: lanes that share a group.
   template <int kParts>
   __device__ __forceinline__ static Unbiasing of(int square_sum) {
     constexpr int kOwnGroups =
@@ -54,13 +54,13 @@ struct Unbiasing {
     return result;
   }
 
-  // Take note of what is missing with the factor tried. Returns whether it is
-  // the best.
+  // Take in the part of the square that the factor tried lacks. Returns whether
+  // that factor is the best.
   __device__ __forceinline__ bool update(int round, float missing) {
     const bool is_best = round == 0 || fabsf(missing) < fabsf(rest);
     factor = is_best ? next : factor;
     rest = is_best ? missing : rest;
-    // The quotient, correctly rounded, for the reciprocal is (Markstein's
+    // The quotient is correctly rounded, because the reciprocal is (Markstein's
     // theorem).
     const float quotient = __fmul_rn(missing, reciprocal);
     const float error = __fmaf_rn(-fmaxf(square, 1.0f), quotient, missing);

@@ -17,7 +17,7 @@ struct Tables {
 __device__ __forceinline__ void load_tables(const KernelParams& params,
                                             Tables& tables) {
   static_assert(sizeof(Tables) % sizeof(uint4) == 0);
-  // By the first warp: others may have no part in this.
+  // The first warp loads the tables, because other warps may have returned.
   constexpr int kNumRows = sizeof(Tables) / sizeof(uint4);
 #pragma unroll
   for (int i = threadIdx.x; i < kNumRows && threadIdx.x < 32; i += 32) {

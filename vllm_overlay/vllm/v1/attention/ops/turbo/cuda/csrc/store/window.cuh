@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The recent window, by blocks of the store's launch: rows of the step's newest
-// tokens are written, and those of the tokens before are counted that still are
-// what is packed. What the store makes of a key is written to its tag with the
-// key: see CodePlace.
+// The recent window, in blocks of the store's launch. Rows of the step's newest
+// tokens are written. Rows of tokens before them are counted if they still
+// match the packed codes. The store writes a key's codes to its tag as well:
+// see CodePlace.
 //
-// Of a sequence's blocks the first counts, the others write.
+// The first block of a sequence counts, and the others write.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 
 namespace turbo {
 
-// Blocks that write a sequence's rows, at most.
+// The most blocks that write a sequence's rows.
 constexpr int kMaxWindowWriters = 8;
-// Heads whose tags a thread has on their way at once.
+// Heads whose tags a thread has in flight at once.
 constexpr int kTagsInFlight = 4;
-// Slots that it has.
+// Slots that a thread has in flight at once.
 constexpr int kSlotsInFlight = 4;
 
 // Lanes that have a vector, kVector coordinates of each 128.
@@ -36,8 +36,8 @@ struct WindowSequence {
   const int* table;
   int block;      // its page; 0: none
   int seq_len;    // the step's tokens included
-  int end;        // its last token of the step's, and one more
-  int first_own;  // position of its first of them
+  int end;        // one past its last token, among the step's
+  int first_own;  // position of its first token of the step
 
   __device__ __forceinline__ WindowSequence(const KernelParams& p, int seq)
       : table(p.window.block_table + seq * p.window.stride_block_table),
@@ -46,30 +46,30 @@ struct WindowSequence {
         end(p.query_start_loc[seq + 1]) {
     first_own = seq_len - (end - p.query_start_loc[seq]);
   }
-  // Tokens before the step's whose rows attention may read: none of a row that
-  // a token of the step takes.
+  // Tokens before the step's whose rows attention may read. Rows that tokens of
+  // the step take are not among them.
   __device__ __forceinline__ int num_read(const StoreWindow& w) const {
     const int left = w.num_rows - (seq_len - first_own);
     return max(min(min(w.num_tokens, left), first_own), 0);
   }
-  // The first position of the step's that has a row in the end.
+  // The first position of the step whose row is kept at the end of the step.
   __device__ __forceinline__ int first_written(const StoreWindow& w) const {
     return max(max(first_own, seq_len - w.num_rows), 0);
   }
-  // The token of a position among the step's.
+  // The index, among the step's tokens, of the token at a position.
   __device__ __forceinline__ int token_of(int position) const {
     return end - seq_len + position;
   }
 };
 
-// A tag is as many pieces of a token's packed codes, or branches and then path,
-// each loaded at once.
+// A tag has this many pieces of a token's packed codes, or of its branches and
+// then its path. A piece is loaded at once.
 using TagPiece = std::conditional_t<KEY_CODE_BYTES % 16 == 0, uint4, uint2>;
 constexpr int kTagPieces = KEY_CODE_BYTES / int(sizeof(TagPiece));
 static_assert(KEY_ROW_BYTES % sizeof(TagPiece) == 0);
 static_assert(KEY_CODE_BYTES % sizeof(TagPiece) == 0);
 
-// Where a piece of a token's tag is in the pages, of head 0.
+// The address in pages of a piece of a token's tag, for head 0.
 __device__ __forceinline__ const uint8_t* packed_piece(const KernelParams& p,
                                                        const WindowSequence& s,
                                                        int position,
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool differ(uint2 a, uint2 b) {
 }
 
 // Whether the step stores other sequences' tokens to blocks of the tokens whose
-// rows are counted, as for a prefix that is found while it is computed. All
+// rows are counted. That happens if a prefix is found while it is computed. All
 // threads of a block call it.
 __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
                                                 const WindowSequence& s,
@@ -115,9 +115,9 @@ __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
   return __syncthreads_or(found);
 }
 
-// The rows, from the nearest token on, of which each is in all heads what is
-// packed. None counts of tokens that are being stored: that may be over or not.
-// All threads of a block call it.
+// The number of rows, from the nearest token on, that match the packed codes in
+// all heads. No row counts if tokens are being stored to these blocks, because
+// that may be over or not. All threads of a block call it.
 __device__ __forceinline__ int count_rows(const KernelParams& p,
                                           const WindowSequence& s) {
   __shared__ uint32_t wrong[2];
@@ -125,7 +125,7 @@ __device__ __forceinline__ int count_rows(const KernelParams& p,
   const StoreWindow& w = p.window;
   const int num_read = s.num_read(w);
   if (threadIdx.x < 2) wrong[threadIdx.x] = 0;
-  // A barrier, too.
+  // This call is also a barrier.
   if (num_read == 0 || is_being_stored(p, s, num_read)) return 0;
   const uint8_t* page = w.page(s.block, 0);
 #pragma unroll 1
@@ -163,14 +163,15 @@ __device__ __forceinline__ int count_rows(const KernelParams& p,
   return min(first_wrong, num_read);
 }
 
-// A coordinate as it is quantised: what is no number counts as zero.
+// A coordinate as it is quantised. NaN counts as zero.
 __device__ __forceinline__ float quantisable(float x) {
   return x != x ? 0.0f : fminf(fmaxf(x, -FLT_MAX), FLT_MAX);
 }
 
 // Write a lane's coordinates of a group, which kGroupLanes lanes have.
 //
-// codes, scale: where they go; the group's first lane writes the scale.
+// codes, scale: the addresses to write to. The group's first lane writes the
+//   scale.
 __device__ __forceinline__ void write_group(const float (&x)[kVector],
                                             uint8_t* codes, uint8_t* scale,
                                             bool is_written) {
@@ -198,7 +199,8 @@ __device__ __forceinline__ void write_group(const float (&x)[kVector],
 
 // Write a vector of a row, or two side by side.
 //
-// item: of the sequence's vectors that are written, 2 * H a token.
+// item: the index of the vector among the sequence's written ones, 2 * H per
+//   token.
 template <bool kIsBf16>
 __device__ __forceinline__ void write_vector(const KernelParams& p,
                                              const WindowSequence& s,
@@ -246,7 +248,7 @@ __device__ __forceinline__ void write_vector(const KernelParams& p,
   }
 }
 
-// Write rows of a sequence's tokens, as one of its blocks that do.
+// Write rows of a sequence's tokens, in one of the sequence's writing blocks.
 template <bool kIsBf16>
 __device__ __forceinline__ void write_rows(const KernelParams& p,
                                            const WindowSequence& s,
@@ -263,8 +265,8 @@ __device__ __forceinline__ void write_rows(const KernelParams& p,
   }
 }
 
-// What a block does for the recent windows. None of a step's own rows is read
-// in it, and nothing that the store writes.
+// Do a block's work for the recent windows. It reads no row of the step's own
+// tokens, and nothing that the store writes.
 template <bool kIsBf16>
 __device__ __forceinline__ void update_window(const KernelParams& p,
                                               int block) {
@@ -276,13 +278,13 @@ __device__ __forceinline__ void update_window(const KernelParams& p,
     if (has_page) write_rows<kIsBf16>(p, s, role - 1);
     return;
   }
-  // All layers have the same lengths. Who reads those of the layer before had
-  // ended when this kernel's wait did.
+  // All layers have the same lengths. The kernel that reads those of the layer
+  // before had ended when this kernel's wait ended.
   const int count = has_page ? count_rows(p, s) : 0;
   if (threadIdx.x == 0) p.window.packed_lens[seq] = s.seq_len - count;
 }
 
-// Of a launch of so many threads a block.
+// Set the blocks of windows, for a launch of so many threads per block.
 inline void set_window_blocks(KernelParams& p, int threads) {
   if (RECENT_WINDOW == 0 || p.num_seqs == 0) return;
   const int vectors = threads / 32 * kRowVectors;  // of a block at once
