@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The part of CUDA's header of this name, and of what nvcc knows by itself,
-// that the kernels use: see translate.py for what has no counterpart in C++.
+// The part of CUDA's header of this name that the kernels use, with names that
+// nvcc knows by itself. See translate.py for constructs without a counterpart
+// in C++.
 #pragma once
 
 #include <tvm/ffi/c_api.h>
@@ -86,7 +87,7 @@ inline unsigned __vmaxu2(unsigned a, unsigned b) {
 inline int __viaddmin_s32(int a, int b, int c) {
   return min(int(unsigned(a) + unsigned(b)), c);
 }
-// Without the sign mode.
+// It has no sign mode.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned result;
   emulator::ptx::permute({}, result, a, b, selector & 0x7777u);
@@ -155,7 +156,7 @@ struct cudaLaunchConfig_t {
 };
 
 const char* cudaGetErrorName(cudaError_t error);
-// Of a launch that failed, why.
+// Says why the last launch failed.
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
 cudaError_t cudaGetDevice(int* device);

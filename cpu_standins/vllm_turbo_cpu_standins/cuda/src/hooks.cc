@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the compiler calls before accesses to memory, as it would the thread
-// sanitizer, and where an index or an address is wrong, as it would the
-// undefined behaviour sanitizer. Host code calls it, too: then nothing is
-// looked at.
+// Hooks that compiled code calls. It calls those of the thread sanitizer before
+// accesses to memory. It calls those of the undefined behaviour sanitizer if an
+// index or an address is wrong. Host code also calls them, and is not checked.
 #include <atomic>
 
 #include "state.h"
@@ -21,7 +20,7 @@ inline void look_at(const void* p, size_t bytes, bool writes, const void* pc,
                    .pc = pc});
 }
 
-// As the compiler lays them out.
+// A place in the source, as the compiler lays it out.
 struct SourcePlace {
   const char* file;
   uint32_t line, column;
@@ -54,7 +53,7 @@ struct SourcePlace {
     look_at(p, bytes, true, __builtin_return_address(0));  \
   }
 
-// Host code's own; kernels have none of these.
+// Atomics of host code. Kernels have none of these.
 #define ATOMIC_HOOKS(bits, T)                                                 \
   T __tsan_atomic##bits##_load(const volatile T* p, int) {                    \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                              \

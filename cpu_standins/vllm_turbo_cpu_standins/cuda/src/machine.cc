@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Threads as fibers: their turns, and where they wait for each other.
+// Threads as fibers: their turns, and their waits for each other.
 #include "emulator/machine.h"
 
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ bool is_internal = false;
 
 namespace {
 
-// Lanes of a warp on their way to one operation.
+// Lanes of a warp that gather for an operation.
 struct Gathering {
   const char* name;
   Site site;
@@ -51,7 +51,7 @@ uint8_t* stacks() {
   return memory;
 }
 
-// The scheduler's turn. The thread goes on here.
+// Switch to the scheduler. The thread goes on here later.
 void give_way() {
   settle();
   if (_setjmp(block.threads[current].context) == 0) _longjmp(scheduler, 1);
@@ -85,7 +85,7 @@ void pass_if_complete(unsigned id) {
   join(passed.arrived);
   for (const int thread : passed.arrived) {
     Thread& other = block.threads[thread];
-    // Others have arrived and gone on, or wait elsewhere.
+    // Other threads arrived and went on, or wait elsewhere.
     const bool waits = thread != current && other.waits_barrier == int(id) &&
                        other.state == Thread::State::kWaits;
     if (waits || thread == current) other.predicate = passed.predicate;
@@ -104,7 +104,7 @@ void thread_main() {
   _longjmp(scheduler, 1);
 }
 
-// Begin or go on with the current thread, until it gives way.
+// Start or resume the current thread, until it gives way.
 void run_current() {
   Thread& thread = block.threads[current];
   threadIdx.x = unsigned(current) % launched->block.x;
@@ -259,7 +259,7 @@ void sync_warp(const Site& site, uint32_t mask) {
 
 namespace {
 
-// Returns whether that was the last to come.
+// Arrive at a barrier. Returns whether this thread was the last to come.
 bool arrive_at(const Site& site, unsigned id, unsigned count, bool predicate) {
   if (count % kWarpSize != 0 || count > block.threads.size() || id > 15)
     fail(site, "no such barrier: " + std::to_string(id) + " of " +

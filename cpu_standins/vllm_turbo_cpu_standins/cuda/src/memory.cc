@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Which memory threads may touch: their stacks, the block's shared variables,
-// and the tensors that the kernel was given. And copies to shared memory.
+// The memory that threads may touch: their stacks, the block's shared
+// variables, and the tensors that the kernel was given. Copies to shared memory
+// are here as well.
 #include <link.h>
 #include <sys/mman.h>
 
@@ -15,14 +16,14 @@
 namespace emulator {
 namespace {
 
-// Of a block's shared memory, at most: what an H100 has.
+// The most shared memory of a block, as on an H100.
 constexpr size_t kMaxSharedBytes = 227 << 10;
 constexpr size_t kArenaBytes = 4 << 20;
-// Between shared variables, so that what runs past one does not hit another.
+// Space between shared variables, so that accesses past one do not hit another.
 constexpr size_t kGap = 4096;
-// Of the shared memory's first byte.
+// The address of the shared memory's first byte.
 constexpr uint32_t kFirstAddress = 1 << 10;
-// What memory has before it is written: no number, whatever it is read as.
+// The bytes of memory before it is written, which are NaN in any type.
 constexpr int kPoison = 0xFF;
 
 struct Range {
@@ -56,7 +57,7 @@ uint8_t* arena() {
   return memory;
 }
 
-// Where the library is that has the address.
+// The memory of the library that has an address.
 Range image_of(const void* address) {
   struct Search {
     const void* address;
@@ -110,7 +111,7 @@ void begin_memory(const Launch& launch) {
   shared.used = shared.total_bytes = 0;
   shared.dynamic_bytes = launch.shared_bytes;
   ++shared.launch;
-  // The first variable: its alignment is what any may ask for.
+  // The first variable has the largest alignment that a kernel may ask for.
   allocate_shared("dynamic shared memory", launch.shared_bytes, 1024);
 }
 
@@ -146,7 +147,7 @@ void check(const Access& access) {
     fail(access, in_shared ? "of shared memory, of no variable"
                            : "of global memory, of no tensor: " + text_of(p));
   }
-  // To have the next one quickly.
+  // The next access finds it at once.
   if (!in_shared && found != tensors.begin())
     std::iter_swap(tensors.begin(), tensors.begin() + (found - ranges.begin()));
   const bool is_power = (access.bytes & (access.bytes - 1)) == 0;
@@ -187,7 +188,7 @@ void copy_async(const Site& site, uint32_t target, const void* source,
   uint8_t* p = shared_pointer(site, target, bytes);
   check({.p = p, .bytes = bytes, .writes = true});
   check({.p = source, .bytes = bytes, .writes = false});
-  // It may come at any time from now on, and until it is waited for.
+  // The copy may arrive at any time from now on, until it is waited for.
   std::memset(p, kPoison, bytes);
   mark_copied(p, bytes);
   block.threads[current].open_group.push_back(

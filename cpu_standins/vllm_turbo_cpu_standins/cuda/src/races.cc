@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Accesses to the same memory that nothing puts in an order: of threads of a
-// block between barriers (named ones, those in shared memory and __syncwarp
-// too), and of blocks.
-// Shuffles and the like order nothing.
+// Finds accesses to the same memory that nothing orders. They are by threads of
+// a block between barriers, or by two blocks. Barriers are named ones, those in
+// shared memory, and __syncwarp. Shuffles and the like order nothing.
 //
-// A thread has a clock, which its barriers advance, and knows how far it has
-// seen the others'. Memory has, of two bytes each, who wrote them last and who
-// read them since. Single bytes are not looked at. Products of warpgroups read
-// their operands until they are waited for.
+// A thread has a clock, which its barriers advance. It knows how far it has
+// seen the clocks of others. Each two bytes of memory have the thread that
+// wrote them last and those that have read them since. Accesses of single bytes
+// are not checked. Products of warpgroups read their operands until they are
+// waited for.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -23,7 +23,7 @@ namespace {
 constexpr size_t kCellBytes = 2;
 constexpr size_t kPageBytes = 4096;
 
-// When the lanes of a warp have read a cell.
+// The clocks at which the lanes of a warp have read a cell.
 struct WarpReads {
   uint32_t clocks[kWarpSize] = {};
   int warp;
@@ -38,7 +38,7 @@ struct Cell {
   uint32_t products = 0;  // of products_block that read it and are not done
   uint16_t write_thread = 0;
   bool is_atomic = false;       // the write
-  bool is_read_widely = false;  // by more blocks of the launch than one
+  bool is_read_widely = false;  // by several blocks of the launch
   bool is_copied = false;
 };
 
@@ -50,15 +50,16 @@ std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page = 0;
 Page* last = nullptr;
 std::vector<WarpReads> pool;
-int unused = -1;  // of the pool: the first, and so on by next
-// Blocks and launches are numbered; of older launches nothing is known.
+int unused = -1;  // the first of the pool; others by next
+// Numbers of blocks. Nothing is known of older launches.
 uint32_t block_number = 0, first_of_launch = 0;
 
 std::vector<uint32_t> clocks;  // of threads
-std::vector<uint32_t> seen;    // [thread][other]: up to which clock
+std::vector<uint32_t> seen;    // [thread][other]: up to this clock
 uint32_t seen_by_all = 0;      // clocks below this
 
-// A write whose bytes another thread wrote or read: harmless if they stay.
+// A write of bytes that another thread wrote or read. It is harmless if they
+// stay the same.
 struct Pending {
   Access access = {};
   uint8_t before[16];
@@ -82,7 +83,8 @@ bool is_seen(int thread, uint32_t clock) {
          seen[current * clocks.size() + thread] >= clock;
 }
 
-// A thread whose read of the cell nothing puts before the current one; or -1.
+// A thread whose read of the cell nothing orders before the current access; or
+// -1.
 int racing_reader(const Cell& cell) {
   if (cell.read_block != block_number) return -1;
   for (int i = cell.reads; i >= 0; i = pool[i].next) {
@@ -139,10 +141,10 @@ void note_write(Cell& cell, const Access& access) {
   if (access.is_copy) cell.is_copied = false;
 }
 
-// What an access races with; null: nothing.
+// The access that an access races with. `what` is null if there is none.
 struct Conflict {
   const char* what = nullptr;
-  int thread = -1;  // if it is of the block
+  int thread = -1;  // -1 for another block
 
   std::string text() const {
     const std::string who = thread < 0 ? "" : std::to_string(thread) + " ";
@@ -175,7 +177,7 @@ Conflict conflict_of(const Cell& cell, const Access& access, bool is_shared) {
 }  // namespace
 
 void begin_launch_races() {
-  // Addresses come to have other contents, and other meanings.
+  // Addresses may have other contents in a new launch, and other meanings.
   pages.clear();
   last = nullptr;
   first_of_launch = block_number + 1;
@@ -194,7 +196,8 @@ void begin_block_races() {
 void join(const std::vector<int>& threads) {
   const size_t count = clocks.size();
   if (threads.size() + block.num_ended >= count) {
-    // Past the clocks of those that have ended, too: nothing follows theirs.
+    // The clocks of ended threads are included, because they are not advanced
+    // any more.
     seen_by_all = *std::max_element(clocks.begin(), clocks.end()) + 1;
     std::fill(clocks.begin(), clocks.end(), seen_by_all);
     return;

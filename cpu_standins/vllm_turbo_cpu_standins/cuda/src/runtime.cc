@@ -9,7 +9,8 @@
 
 namespace {
 
-// Of the emulated GPU. A few: a launch of a block each takes its time.
+// The multiprocessors of the emulated GPU. They are few, because each block of
+// a launch takes time.
 constexpr int kNumProcessors = 4;
 constexpr int kMajor = 9;
 constexpr unsigned kMaxBlockThreads = 1024;
@@ -73,9 +74,11 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Launch launch) {
 
 namespace ptx {
 
-// Lane 4 * g + t has, of the result, rows g and g + 8 of columns 2 * t and the
-// next; of A rows g and g + 8, of B column g: of each kWidth numbers of four
-// words along the inner axis, the t-th, and those half of the axis on.
+// Lane 4 * g + t has rows g and g + 8 of the result, in columns 2 * t and the
+// next. It has rows g and g + 8 of A, and column g of B.
+//
+// Along the inner axis a word has kWidth numbers. A lane has the t-th word of
+// each half of the axis.
 template <typename T, int kWidth, typename Number, typename Sum>
 static void multiply(void* const (&lanes)[kWarpSize], Number number) {
   constexpr int kInner = 8 * kWidth;
@@ -125,7 +128,7 @@ void multiply_bf16(void* const (&lanes)[kWarpSize]) {
   multiply<float, 2, decltype(number), double>(lanes, number);
 }
 
-// An 8x8 matrix of 16-bit numbers, a row's pairs in four lanes.
+// Transpose an 8 x 8 matrix of 16-bit numbers, of which four lanes have a row.
 void transpose(void* const (&lanes)[kWarpSize]) {
   uint16_t matrix[8][8];
   for (int lane = 0; lane < kWarpSize; ++lane) {

@@ -60,7 +60,7 @@ uint32_t stride_of(uint64_t descriptor) {
 }
 bool is_swizzled(uint64_t descriptor) { return descriptor >> 62 == 1; }
 
-// Bytes of neighbouring numbers of an operand.
+// Neighbouring numbers of an operand.
 constexpr int kChunkBytes = 16, kChunkNumbers = 8;
 constexpr int kDepth = 16;
 
@@ -70,8 +70,8 @@ double half_at(const Site& site, uint32_t address) {
   return half_to_float(bits);
 }
 
-// Of an operand whose rows have 128 bytes of the depth, of which the 16-byte
-// chunks are swizzled.
+// The place in an operand whose rows have 128 bytes of the depth, in swizzled
+// chunks of 16 bytes.
 uint32_t deep_place(uint64_t descriptor, int row, int k) {
   const uint32_t place = address_of(descriptor) +
                          row / 8 * stride_of(descriptor) + row % 8 * 128 +
@@ -79,8 +79,8 @@ uint32_t deep_place(uint64_t descriptor, int row, int k) {
   return place ^ (place >> 7 & 7) << 4;
 }
 
-// Else A of shared memory has its rows contiguous, 64 of them in 128 bytes of
-// which the 16-byte chunks are swizzled.
+// The place in A, in shared memory. If A is not contiguous in depth, its rows
+// are: 64 of them take 128 bytes, in swizzled chunks of 16 bytes.
 uint32_t a_place(const Site& site, const GroupProduct& product, int row,
                  int k) {
   const uint64_t descriptor = product.a_descriptor;
@@ -91,8 +91,8 @@ uint32_t a_place(const Site& site, const GroupProduct& product, int row,
   return place ^ (place >> 7 & 7) << 4;
 }
 
-// B may be of core matrices, each of 8 times 16 bytes; the leading offset is
-// along the depth, for what has been tried on a GPU.
+// The place in B, which may have core matrices of 8 times 16 bytes. The leading
+// offset is along the depth, in layouts that were tried on a GPU.
 uint32_t b_place(const Site& site, const GroupProduct& product, int k,
                  int column) {
   const uint64_t descriptor = product.b_descriptor;
@@ -106,9 +106,9 @@ uint32_t b_place(const Site& site, const GroupProduct& product, int k,
          column / 8 * stride_of(descriptor);
 }
 
-// Call visit with each chunk that a warpgroup reads of the operands in shared
-// memory. Which of its warps reads which rows of A is nowhere said, so that all
-// read all.
+// Call `visit` with each chunk that a warpgroup reads of the operands in shared
+// memory. It is not documented which warp reads which rows of A, so all warps
+// read all rows.
 template <typename F>
 void for_each_chunk(const Site& site, const GroupProduct& product,
                     const F& visit) {
@@ -127,7 +127,7 @@ void for_each_chunk(const Site& site, const GroupProduct& product,
   }
 }
 
-// What a warp does as one is its first lane's.
+// Attributes accesses of a whole warp to its first lane.
 struct AsFirstLane {
   const int before = current;
   AsFirstLane() { current -= current % kWarpSize; }

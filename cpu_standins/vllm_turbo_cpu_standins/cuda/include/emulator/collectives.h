@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What lanes of a warp, and threads of a block, do together.
+// Operations that lanes of a warp, or threads of a block, do together.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ T shuffle(const Site& site, uint32_t mask, T value, int source) {
   return own.result;
 }
 
-// Reduced over the lanes of the mask by Operation::of.
+// A reduction over the lanes of the mask, by Operation::of.
 template <typename T, typename Operation>
 struct Reduced {
   T value;
@@ -65,7 +65,7 @@ T reduce(const char* name, const Site& site, uint32_t mask, T value) {
 }
 
 struct Add {
-  // Sums wrap around, signed ones too.
+  // Sums wrap around, and so do signed ones.
   template <typename T>
   static T of(T a, T b) {
     return static_cast<T>(uint32_t(a) + uint32_t(b));

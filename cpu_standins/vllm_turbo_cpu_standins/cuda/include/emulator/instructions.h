@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What inline assembly is translated to: see translate.py. Outputs come first,
-// then inputs, in the order of the statement.
+// The functions that inline assembly is translated to: see translate.py.
+// Outputs come first, then inputs, in the order of the statement.
 #pragma once
 
 #include <cstdint>
@@ -123,7 +123,7 @@ inline void load_4_if(const Site&, float& x, float& y, float& z, float& w,
   if (condition != 0) x = p[0], y = p[1], z = p[2], w = p[3];
 }
 
-// Operands of a matrix product, and where a lane's numbers are in them.
+// A lane's numbers of the operands of a matrix product.
 template <typename T>
 struct Product {
   T d[4];

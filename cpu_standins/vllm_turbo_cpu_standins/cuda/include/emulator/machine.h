@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The emulated GPU: threads of a block are fibers that run by turns, and give
+// The emulated GPU. Threads of a block are fibers that run by turns, and give
 // way only where they wait for each other.
 #pragma once
 
@@ -20,7 +20,7 @@ struct dim3 {
       : x(x), y(y), z(z) {}
 };
 
-// Of the running thread. Each switch sets them.
+// Indices of the running thread, and sizes. Each switch sets them.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
@@ -35,32 +35,33 @@ using Site = std::source_location;
 struct Launch {
   dim3 grid, block;
   size_t shared_bytes;
-  // Whether it may begin before the launch before it has ended.
+  // Whether it may begin before the previous launch has ended.
   bool overlaps;
-  // What each thread does.
+  // The function that each thread runs.
   void (*body)(void* kernel, const void* params);
   void* kernel;
   const void* params;
   size_t params_bytes;
 };
 
-// Run all blocks, one after the other. Returns what went wrong; empty: nothing.
+// Run all blocks, one after the other. Returns an error, or an empty string.
 std::string run(const Launch& launch);
 
-// End the launch with an error, of the running thread's.
+// End the launch with an error of the running thread.
 [[noreturn]] void fail(const std::string& message);
 [[noreturn]] void fail(const Site& site, const std::string& message);
 
 // An operation that lanes of a warp do together. Each waits for all lanes of
 // the mask, and the last to come completes it for all.
 //
-// name: all are to be at the same operation, in the same line.
+// name: the operation. All lanes have to be at the same one, in the same line.
 // operand: the lane's own, with room for its result.
-// complete: given the operands by lane, null where a lane is not in the mask.
+// complete: is called with the operands by lane, null for lanes that are not in
+//   the mask.
 using Complete = void (*)(void* const (&operands)[kWarpSize]);
 void together(const char* name, const Site& site, uint32_t mask, void* operand,
               Complete complete);
-// The same, after which lanes see each other's writes.
+// Bring lanes together. They see each other's writes afterwards.
 void sync_warp(const Site& site, uint32_t mask);
 
 // Wait for `count` threads of the block at a barrier, or for all that have not
@@ -68,29 +69,29 @@ void sync_warp(const Site& site, uint32_t mask);
 bool sync_block(const Site& site, unsigned barrier, unsigned count,
                 bool predicate = false);
 
-// Arrive there without waiting.
+// Arrive at a barrier without waiting.
 void arrive_block(const Site& site, unsigned barrier, unsigned count);
 
-// A variable in shared memory, of which a block has one.
+// A variable in shared memory. A block has one.
 struct SharedSlot {
   const char* name;
-  uint64_t launch = 0;  // for which it has its place
+  uint64_t launch = 0;  // the launch for which it has its place
   uint8_t* place = nullptr;
 };
 void* shared_storage(SharedSlot& slot, size_t bytes, size_t alignment);
 uint8_t* dynamic_shared();
 // Addresses in shared memory have 32 bits.
 uint32_t shared_address(const void* p);
-// Of so many bytes, which there have to be.
+// The pointer to so many bytes, which have to be in shared memory.
 uint8_t* shared_pointer(const Site& site, uint32_t address, size_t bytes);
 
-// Copies that come some time before they are waited for: not before.
+// Copies that arrive when they are waited for, and not before.
 void copy_async(const Site& site, uint32_t target, const void* source,
                 size_t bytes);
 void commit_copies();
 void wait_copies(int pending);
 
-// Let the next launch begin; wait for the one before.
+// Let the next launch begin; wait for the previous one.
 void start_dependents();
 void wait_for_prerequisites();
 

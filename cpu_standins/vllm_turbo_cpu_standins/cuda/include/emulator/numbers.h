@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Arithmetic with the roundings of a GPU's.
+// Arithmetic with a GPU's roundings.
 #pragma once
 
 #include <bit>
@@ -13,14 +13,14 @@ namespace emulator {
 constexpr uint32_t kFloatNan = 0x7FFFFFFFu;
 constexpr uint16_t kHalfNan = 0x7FFFu;
 
-// What arithmetic makes of no number on x86 has a sign, and on a GPU has none.
-// Other bits stay: integers may be kept in floats.
+// Arithmetic on x86 gives a NaN with a sign, and on a GPU one without. Other
+// bits stay, because floats may hold integers.
 inline uint32_t bits_of(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   return bits == 0xFFC00000u ? kFloatNan : bits;
 }
 
-// A sum of doubles and what its rounding leaves of it (Knuth).
+// A sum of doubles, and the error of its rounding (Knuth).
 struct ExactSum {
   double sum, rest;
 
@@ -28,8 +28,8 @@ struct ExactSum {
     const double part = sum - a;
     rest = (a - (sum - part)) + (b - part);
   }
-  // With the last bit set if the sum was rounded at all, so that rounding it
-  // once more is as rounding once.
+  // The sum with its last bit set if it was rounded at all. Rounding that once
+  // more gives the same as rounding once.
   double odd() const {
     const auto bits = std::bit_cast<uint64_t>(sum);
     if (!(rest != 0.0) || !std::isfinite(sum) || bits % 2 == 1) return sum;
@@ -38,7 +38,7 @@ struct ExactSum {
   }
 };
 
-// a + b rounded down, where `nearest` is the same rounded to nearest.
+// a + b rounded down. `nearest` is a + b rounded to nearest.
 inline float rounded_down(double a, double b, float nearest) {
   if (!std::isfinite(nearest)) return nearest;
   const ExactSum exact(a, b);
@@ -51,7 +51,7 @@ inline float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
 
-// Limited to [0, 1]; no number is zero.
+// x limited to [0, 1]. NaN becomes zero.
 inline float saturated(float x) { return x > 0.0f ? std::fmin(x, 1.0f) : 0.0f; }
 
 inline float half_to_float(uint16_t half) {
@@ -63,7 +63,7 @@ inline float half_to_float(uint16_t half) {
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(scaled));
 }
 
-// Rounded to nearest, ties to even.
+// x rounded to nearest, ties to even.
 inline uint16_t half_of(double x) {
   if (x != x) return kHalfNan;
   const auto bits = std::bit_cast<uint64_t>(x);
@@ -71,7 +71,7 @@ inline uint16_t half_of(double x) {
   const double magnitude = std::fabs(x);
   if (magnitude >= 65520.0) return sign | 0x7C00u;
   const int exponent = std::max(int(bits >> 52 & 0x7FFu) - 1023, -14);
-  // In units of the last of ten bits. A sum with 2**52 rounds to an integer.
+  // The unit is that of the last of ten bits. A sum with 2**52 is an integer.
   const double unit =
       std::bit_cast<double>(uint64_t(1023 + 10 - exponent) << 52);
   const auto integer =

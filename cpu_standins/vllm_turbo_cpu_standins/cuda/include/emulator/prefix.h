@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What modules begin with, whatever they include: compiled once for all of
-// them.
+// The beginning of all modules, which is compiled once for all of them.
 #pragma once
 
 #include <tvm/ffi/base_detail.h>
 
-// Else all of TVM-FFI is inlined into each entry, where the compiler then
-// spends two thirds of its time.
+// Otherwise all of TVM-FFI is inlined into each entry, and the compiler spends
+// most of its time there.
 #undef TVM_FFI_INLINE
 #define TVM_FFI_INLINE inline
 

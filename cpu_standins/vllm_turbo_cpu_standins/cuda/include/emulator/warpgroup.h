@@ -13,7 +13,7 @@
 namespace emulator {
 
 void init_barrier(const Site& site, uint32_t address, int arrivals);
-// Arrive there, where so many more bytes are to come.
+// Arrive at a barrier, whose phase also waits for so many more bytes.
 void expect_bytes(const Site& site, uint32_t address, int bytes);
 // Wait for the end of the phase of a parity.
 void wait_barrier(const Site& site, uint32_t address, int parity);
@@ -21,13 +21,13 @@ void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
                uint32_t barrier);
 
 // A lane's part of a product: numbers of D, and of A if that is in registers.
-// Products are done when they are waited for.
+// Products are computed when they are waited for.
 struct GroupProduct {
   static constexpr int kMaxNumbers = 128;
   float* d[kMaxNumbers];
   int num_numbers;
   bool a_in_registers;
-  bool is_deep;  // whether those in memory have their depth contiguous
+  bool is_deep;  // whether operands in memory are contiguous in depth
   bool adds;
   uint32_t a[4];
   uint64_t a_descriptor, b_descriptor;
@@ -107,8 +107,9 @@ inline void wgmma_wait_after(const Site& site, int pending, uint32_t) {
   wait_products(site, pending);
 }
 
-// A product without A. Operands are the numbers of D, A, B, whether it adds,
-// and whether what is in memory has its rows or columns contiguous.
+// A product without its A. Operands are the numbers of D, A, B, whether the
+// product adds, and whether operands in memory have their rows or columns
+// contiguous.
 template <int kNumbers>
 GroupProduct product_of(const void* const* all, int num_operands) {
   GroupProduct own = {.num_numbers = kNumbers};
