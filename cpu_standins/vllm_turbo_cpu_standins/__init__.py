@@ -6,7 +6,7 @@ import os
 
 
 def have_no_amx() -> None:
-    """Has vLLM take one way on every CPU: tiles are for ops that the wheel lacks."""
+    """Has vLLM take the same path on every CPU: AMX is for ops that the wheel lacks."""
     import torch
 
     torch.cpu._is_amx_tile_supported = lambda: False
@@ -15,8 +15,8 @@ def have_no_amx() -> None:
 def register() -> list[str]:
     """Registers the missing ops, if vLLM runs on its CPU platform.
 
-    Where Triton's interpreter runs the kernels, it is made quicker, and models' classes
-    are inspected without another process.
+    Models' classes are then inspected without another process. Where Triton's
+    interpreter runs the kernels, it is made faster.
 
     vLLM calls this once in every process; a second call finds nothing missing.
 
@@ -36,7 +36,7 @@ def register() -> list[str]:
         from vllm_turbo_cpu_standins.interpreter import quicken
 
         quicken()
-    # A native CPU build registers its ops on this import; look only after it.
+    # A native CPU build registers its ops on this import, so look only after it.
     current_platform.import_kernels()
     registered = register_missing()
     if registered:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Stand-ins for the ops of vLLM's CPU attention backend.
 
-The native ops agree among themselves on the order of bytes within a page; these
-two do as well, and keep one token's row of one head together.
+The native ops agree among themselves on the order of bytes in a page. So do these
+two, which keep the row of a token and head together.
 """
 
 import torch
@@ -12,10 +12,11 @@ PLAIN_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
 def serve_any_cpu() -> None:
-    """Has vLLM's CPU attention begin with packed caches on CPUs without AVX-512 or AMX.
+    """Has vLLM's CPU attention start with packed caches on CPUs without AVX-512 or AMX.
 
-    Its native ops take these instructions for FP8, and it takes every quantised cache
-    dtype for that, of layers that are not packed, too. The ops below take none.
+    vLLM requires these instructions for its native FP8 ops. It takes every quantised
+    cache dtype for FP8, even for layers that are not packed. The ops below need no such
+    instructions.
     """
     from vllm.v1.attention.backends import cpu_attn
 
@@ -29,7 +30,7 @@ def serve_any_cpu() -> None:
         head_size: int | None = None,
         kv_cache_dtype: str | None = None,
     ) -> str:
-        # Of heads that FP8 does not take vLLM says so.
+        # vLLM refuses head sizes that its FP8 does not support.
         refused = head_size is not None and head_size % 32 != 0
         return isa_of(dtype, block_size, head_size, kv_cache_dtype if refused else None)
 
@@ -52,7 +53,7 @@ def get_scheduler_metadata(
     dynamic_causal: torch.Tensor | None,
     kv_cache_dtype: str = "auto",
 ) -> torch.Tensor:
-    """Returns an empty plan: the attention below goes request by request."""
+    """Returns an empty plan: the attention below handles one request at a time."""
     return torch.empty(0, dtype=torch.int8)
 
 
@@ -76,8 +77,8 @@ def reshape_and_cache(
         value_cache: As `key_cache`.
         slot_mapping: int64 [num_tokens].
         isa: Ignored.
-        k_scale: Ignored: for FP8 pages only.
-        v_scale: Ignored: for FP8 pages only.
+        k_scale: Ignored; for FP8 pages only.
+        v_scale: Ignored; for FP8 pages only.
         kv_cache_dtype: Must name the model's own precision.
 
     """
@@ -122,14 +123,14 @@ def attention_with_kv_cache(
         scale: Softmax scale.
         causal: Whether a query sees only positions up to its own.
         alibi_slopes: Must be None.
-        sliding_window_size: Positions a query sees, its own included; -1 for all.
+        sliding_window_size: Positions that a query sees, with its own; -1 for all.
         block_table: int32 [num_reqs, max_blocks].
-        softcap: Bound of the logits by tanh; 0 for none.
+        softcap: The cap that bounds logits by a tanh; 0 for none.
         scheduler_metadata: Ignored.
         s_aux: [num_heads] sink logits, which take weight but add no value.
         dynamic_causal: Must be None.
-        k_scale: Ignored: for FP8 pages only.
-        v_scale: Ignored: for FP8 pages only.
+        k_scale: Ignored; for FP8 pages only.
+        v_scale: Ignored; for FP8 pages only.
         kv_cache_dtype: Must name the model's own precision.
 
     """
@@ -211,7 +212,7 @@ def _visible(
     causal: bool,
     window: int,
 ) -> torch.Tensor:
-    """Returns bool [num_queries, num_keys]: which key a query may see."""
+    """Returns bool [num_queries, num_keys]: whether a query may see a key."""
     distance = query_positions[:, None] - key_positions[None, :]
     visible = torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -234,7 +235,7 @@ def _attend(
     """Returns [num_queries, num_heads, head_size] of one sequence's attention."""
     num_queries, num_heads, head_size = query.shape
     num_kv_heads, seq_len, _ = key.shape
-    # [num_kv_heads, heads a KV head, num_queries, head_size]
+    # [num_kv_heads, heads per KV head, num_queries, head_size]
     grouped = query.float().transpose(0, 1).unflatten(0, (num_kv_heads, -1))
     logits = grouped @ key.unsqueeze(1).transpose(-1, -2) * scale
     if softcap > 0:

@@ -16,19 +16,19 @@ def update_state(
     query_start_loc: torch.Tensor | None,
     pad_slot_id: int,
 ) -> torch.Tensor:
-    """Convolves sequences' new tokens with what came before, causally, by channel.
+    """Convolves sequences' new tokens with the inputs before, causally, by channel.
 
     Args:
-        x: [num_tokens, dim]; a token a sequence, unless `query_start_loc` says else.
-        conv_state: [num_slots, dim, state_len], the newest inputs of each sequence, the
-            oldest first; written.
+        x: [num_tokens, dim]; a token per sequence if there is no `query_start_loc`.
+        conv_state: [num_slots, dim, state_len], the newest inputs of each sequence,
+            with the oldest first; written.
         weight: [dim, width], width at most state_len + 1.
         bias: [dim].
         activation: "silu", "swish" or None.
-        conv_state_indices: [num_sequences] or [num_sequences, 1], each one's slot; None
-            for its number.
+        conv_state_indices: [num_sequences] or [num_sequences, 1], slots of sequences;
+            None if sequence i has slot i.
         query_start_loc: [num_sequences + 1], a sequence's first token.
-        pad_slot_id: A slot of padding, which has no output and no state.
+        pad_slot_id: The slot of padding, which has no output and no state.
 
     Returns:
         [num_tokens, dim], in x's dtype; zero for padding.
@@ -57,12 +57,12 @@ def update_state(
 
 
 def weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `weight`, [dim, width]: the ops below need no other order."""
+    """Returns a copy of `weight`, [dim, width], in the same order."""
     return weight.clone()
 
 
 def _history(conv_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The inputs before the next token; further columns are drafts'."""
+    """The inputs before the next token. Further columns are for drafts."""
     return conv_states[..., : weight.shape[-1] - 1]
 
 
@@ -78,19 +78,19 @@ def prefill(
     pad_slot_id: int,
     is_vnni: bool,
 ) -> torch.Tensor:
-    """Convolves prompts, those that have no state yet from zeros.
+    """Convolves prompts. Those without a state start from zeros.
 
     Args:
         x: [dim, num_tokens].
         weight: [dim, width] or [dim, 1, width].
         bias: [dim].
-        conv_states: [num_slots, dim, state_len], as `update_state` has it; written.
+        conv_states: [num_slots, dim, state_len], see `update_state`; written.
         query_start_loc: [num_sequences + 1], a sequence's first token.
-        cache_indices: [num_sequences], each one's slot.
+        cache_indices: [num_sequences], slots of sequences.
         has_initial_state: [num_sequences].
-        silu_activation: Whether the silu of the sums is meant.
-        pad_slot_id: A slot of padding.
-        is_vnni: Ignored: whether the weight is in the native op's order.
+        silu_activation: Whether to return the silu of the sums.
+        pad_slot_id: The slot of padding.
+        is_vnni: Ignored; whether the weight is in the native op's order.
 
     Returns:
         [dim, num_tokens].
@@ -117,20 +117,20 @@ def decode(
     pad_slot_id: int,
     is_vnni: bool,
 ) -> torch.Tensor:
-    """Convolves a token of each sequence, or several that are not yet accepted.
+    """Convolves one token of each sequence, or several that are not accepted yet.
 
     Args:
         x: [num_sequences, dim] or, with `num_accepted_tokens`, [num_sequences,
             num_tokens, dim].
-        conv_states: [num_slots, dim, state_len]; written. Of several tokens all inputs
-            are kept, after the newest width - 2 before them.
+        conv_states: [num_slots, dim, state_len]; written. With several tokens all
+            their inputs are kept, after the newest width - 2 inputs before them.
         weight: [dim, width] or [dim, 1, width].
         bias: [dim].
-        silu_activation: Whether the silu of the sums is meant.
-        num_accepted_tokens: [num_sequences], how many of those before were accepted.
-        conv_state_indices: [num_sequences], each one's slot.
-        pad_slot_id: A slot of padding.
-        is_vnni: Ignored: whether the weight is in the native op's order.
+        silu_activation: Whether to return the silu of the sums.
+        num_accepted_tokens: [num_sequences], accepted tokens of the step before.
+        conv_state_indices: [num_sequences], slots of sequences.
+        pad_slot_id: The slot of padding.
+        is_vnni: Ignored; whether the weight is in the native op's order.
 
     Returns:
         x's shape.

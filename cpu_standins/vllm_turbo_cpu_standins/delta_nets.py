@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Stand-ins for gated delta nets: a token at a time, in fp32."""
+"""Stand-ins for gated delta nets, which take a token at a time, in fp32."""
 
 from typing import get_type_hints
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def _per_head(x: torch.Tensor, num_heads: int, eps: float | None) -> torch.Tensor:
-    """K or q in fp32 for each of v's heads, of length 1 if `eps` is given."""
+    """K or q in fp32 for each of v's heads, normalised to length 1 with `eps`."""
     x = x.float().repeat_interleave(num_heads // x.shape[-2], -2)
     if eps is None:
         return x
@@ -24,15 +24,15 @@ def _step(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes one token of each sequence up into its state, and reads that out.
+    """Adds a token of each sequence to its state, and reads the state out.
 
     Args:
         state: [..., num_heads, k_dim, v_dim] fp32.
         q: [..., num_heads, k_dim] fp32.
         k: [..., num_heads, k_dim] fp32.
         v: [..., num_heads, v_dim] fp32.
-        g: [..., num_heads] fp32, the logarithm of what is kept.
-        beta: [..., num_heads] fp32, how much of what k finds becomes v.
+        g: [..., num_heads] fp32, the logarithm of the factor that the state keeps.
+        beta: [..., num_heads] fp32, how far the value at k moves to v.
 
     Returns:
         The new state, and the output, [..., num_heads, v_dim] fp32.
@@ -83,11 +83,11 @@ def prefill(
         g: [1, num_tokens, num_v_heads].
         beta: [1, num_tokens, num_v_heads].
         initial_state: [num_slots, num_v_heads, k_dim, v_dim]; written.
-        output_final_state: Ignored: the states are returned in any case.
+        output_final_state: Ignored; the states are returned in any case.
         cu_seqlens: [num_sequences + 1], a sequence's first token.
-        head_first: Whether heads come before tokens, which is not served.
-        use_qk_l2norm_in_kernel: Whether q and k come in any length.
-        initial_state_indices: [num_sequences], each one's slot.
+        head_first: Must be False: heads before tokens are not served.
+        use_qk_l2norm_in_kernel: Whether q and k are to be normalised.
+        initial_state_indices: [num_sequences], slots of sequences.
         eps: Added to the square of the length of q and k.
 
     Returns:
@@ -123,7 +123,7 @@ def decode(
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor:
-    """Decodes a token of each sequence.
+    """Decodes one token of each sequence.
 
     The arguments are those of `prefill` and `gating`. The softplus is PyTorch's own.
 
@@ -156,11 +156,11 @@ def verify(
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor:
-    """Decodes some tokens of each sequence, and keeps the state after each.
+    """Decodes several tokens of each sequence, and keeps the state after each.
 
     Args:
-        A_log: As `gating` has it.
-        dt_bias: As `gating` has it.
+        A_log: See `gating`.
+        dt_bias: See `gating`.
         q: [num_tokens, num_k_heads, k_dim].
         k: [num_tokens, num_k_heads, k_dim].
         v: [num_tokens, num_v_heads, v_dim].
@@ -169,12 +169,12 @@ def verify(
         initial_state_source: [num_slots, num_v_heads, k_dim, v_dim]; written.
         spec_state_indices: [num_sequences, most tokens], the slots of the states after
             a sequence's first token, its second, ...
-        num_accepted_tokens: [num_sequences], which of the states that are there already
-            is gone on from, counted from 1.
+        num_accepted_tokens: [num_sequences], the number of the state to go on from, of
+            those in the slots. It counts from 1.
         cu_seqlens: [num_sequences + 1], a sequence's first token.
-        use_qk_l2norm_in_kernel: Whether q and k come in any length.
-        softplus_beta: 1.
-        softplus_threshold: PyTorch's.
+        use_qk_l2norm_in_kernel: Whether q and k are to be normalised.
+        softplus_beta: Must be 1.
+        softplus_threshold: Must be PyTorch's.
 
     Returns:
         [num_tokens, num_v_heads, v_dim] in v's dtype.
@@ -195,7 +195,7 @@ def verify(
 
 
 def serve_fp32() -> None:
-    """Has vLLM's gated delta nets on a CPU take fp32, which its native ops do not."""
+    """Lets vLLM's gated delta nets on a CPU take fp32, which native ops do not."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
@@ -203,7 +203,7 @@ def serve_fp32() -> None:
     if getattr(core, "serves_fp32", False):
         return
 
-    # vLLM finds the op's schema in its arguments and their types.
+    # vLLM derives the op's schema from its arguments and their types.
     def core_of_any(mixed_qkv, b, a, core_attn_out, layer_name):  # type: ignore
         inputs = (mixed_qkv, b, a, core_attn_out)
         context = get_forward_context()

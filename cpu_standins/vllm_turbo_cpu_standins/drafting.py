@@ -13,7 +13,7 @@ def prepare_inputs(
     num_rejected_tokens: torch.Tensor,
     num_reqs: int,
 ) -> None:
-    """Finds what was rejected of each request's drafts, and its last valid token.
+    """Finds the rejected drafts of each request, and its last valid token.
 
     Args:
         cu_num_draft_tokens: int64 [batch], inclusive sums of the drafts' lengths.
@@ -21,7 +21,7 @@ def prepare_inputs(
         query_start_loc: int32 [batch + 1].
         token_indices_to_sample: int32 [batch], written.
         num_rejected_tokens: int64 [batch], written.
-        num_reqs: The batch.
+        num_reqs: Requests of the batch.
 
     """
     num_drafts = cu_num_draft_tokens[:num_reqs].diff(
@@ -45,17 +45,17 @@ def prepare_next_token(
     num_sampled_tokens_per_req: int,
     num_reqs: int,
 ) -> None:
-    """Finds each request's last sampled token, and how many it has.
+    """Finds each request's last sampled token, and counts its sampled tokens.
 
     Args:
         sampled_token_ids: int64 [batch, num_sampled_tokens_per_req], -1 for none.
-        discard_request_mask: bool [batch], requests that sample none.
-        backup_next_token_ids: int64 [batch], for those.
+        discard_request_mask: bool [batch], requests that sample no token.
+        backup_next_token_ids: int64 [batch], for requests without a sampled token.
         next_token_ids: int64 [batch], written.
         valid_sampled_tokens_count: int64 [batch], written.
-        vocab_size: What a token is below.
-        num_sampled_tokens_per_req: At most.
-        num_reqs: The batch.
+        vocab_size: The bound of valid tokens, which are below it.
+        num_sampled_tokens_per_req: The most sampled tokens of a request.
+        num_reqs: Requests of the batch.
 
     """
     for row in range(num_reqs):
@@ -78,17 +78,17 @@ def step_slot_mapping(
 ) -> None:
     """Moves each request to its next draft token.
 
-    One past the longest sequence goes to position 0, has a length of 1 and no slot.
+    A request that would exceed `max_model_len` gets position 0, length 1 and no slot.
 
     Args:
         positions: int64 [batch].
         block_table: int32 [>= batch, blocks].
-        seq_lens: int32 [batch], changed.
+        seq_lens: int32 [batch], updated.
         out_clamped_positions: int64 [batch], written.
         out_slot_mapping: int64 [padded batch], written.
         block_size: Tokens of a block.
-        max_model_len: The longest sequence.
-        pad_id: What stands for no slot.
+        max_model_len: The length of the longest sequence.
+        pad_id: The value that stands for no slot.
 
     """
     count = positions.numel()
@@ -101,7 +101,7 @@ def step_slot_mapping(
     out_slot_mapping[:count] = torch.where(past, pad_id, slots)
     lens = (seq_lens[:count] + 1).clamp(max=max_model_len)
     seq_lens[:count] = torch.where(past, 1, lens)
-    # Last, as it may be what was read.
+    # This comes last, because `positions` may be the same tensor.
     out_clamped_positions[:count] = position
 
 
@@ -123,27 +123,30 @@ def expand_inputs(
     num_padding_slots_per_request: int,
     shift_input_ids: bool,
 ) -> None:
-    """Gives each request room for more tokens: the valid ones, the one sampled after
-    them, those drafted in parallel, then as many as were rejected.
+    """Gives each request room for more tokens.
+
+    Its tokens are the valid ones, the one sampled after them, those drafted in
+    parallel, and then as many as were rejected.
 
     Args:
-        target_token_ids: int64 [tokens] of the step before.
+        target_token_ids: int64 [tokens], of the step before.
         target_positions: int64 [tokens].
         next_token_ids: int64 [batch], sampled.
-        out_input_ids: int64 [new tokens], written like all that follow.
+        out_input_ids: int64 [new tokens], written, as are the other outputs.
         out_positions: int64 [new tokens].
         out_is_rejected_token_mask: bool [new tokens].
         out_is_masked_token_mask: bool [new tokens], drafted in parallel.
-        out_new_token_indices: int32 [batch * num_padding_slots_per_request], of the
-            sampled token and those drafted in parallel.
-        out_hidden_state_mapping: int32 [tokens], where each token went; only with
+        out_new_token_indices: int32 [batch * num_padding_slots_per_request], indices of
+            the sampled token and of those drafted in parallel.
+        out_hidden_state_mapping: int32 [tokens], the new index of each token; only with
             `shift_input_ids`.
         query_start_loc: int32 [batch + 1].
         query_end_loc: int32 [batch], the last valid token's index.
-        padding_token_id: Of rejected tokens.
-        parallel_drafting_token_id: Of tokens drafted in parallel.
-        total_input_tokens: Of the step before.
-        num_padding_slots_per_request: The sampled token and those drafted in parallel.
+        padding_token_id: The id of rejected tokens.
+        parallel_drafting_token_id: The id of tokens drafted in parallel.
+        total_input_tokens: Input tokens of the step before.
+        num_padding_slots_per_request: Slots for the sampled token and for those drafted
+            in parallel.
         shift_input_ids: Whether a request's first token is dropped.
 
     """

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Stand-ins for layers of experts: a token's experts, one expert after the other."""
+"""Stand-ins for layers of experts, which compute one expert after the other."""
 
 import torch
 import torch.nn.functional as F
 
 
 def prepack_weight(weight: torch.Tensor, packed_weight: torch.Tensor, isa: str) -> None:
-    """Copies `weight`: the op below needs no tiles.
+    """Copies `weight`, because the op below needs no tiles.
 
     Args:
         weight: [num_experts, n, k].
         packed_weight: The same; written.
-        isa: Ignored: the instructions that the native op has.
+        isa: Ignored; the instructions that the native op uses.
 
     """
     packed_weight.copy_(weight)
@@ -31,20 +31,20 @@ def fused_experts(
     act: str,
     isa: str,
 ) -> None:
-    """Writes the weighted sum of what each token's experts make of it.
+    """Writes the weighted sum of the results of each token's experts.
 
     Args:
         output: [num_tokens, hidden_size], written.
         input: [num_tokens, hidden_size].
-        w13: [num_experts, 2 * intermediate_size, hidden_size], the gate before the
-            rest, from `prepack_weight`.
+        w13: [num_experts, 2 * intermediate_size, hidden_size], with the gate first;
+            from `prepack_weight`.
         w2: [num_experts, hidden_size, intermediate_size], from `prepack_weight`.
         w13_bias: [num_experts, 2 * intermediate_size], or None.
         w2_bias: [num_experts, hidden_size], or None.
         topk_weights: [num_tokens, top_k] fp32.
         topk_ids: [num_tokens, top_k].
-        skip_weighted: Whether the weights are in the input already.
-        act: "silu"; others are refused.
+        skip_weighted: Whether the input already has the weights.
+        act: Must be "silu".
         isa: Ignored.
 
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What vLLM learns of a model's class, in this process.
+"""Lets vLLM inspect a model's class in this process.
 
-vLLM asks a process of its own, which imports vLLM anew, lest a GPU be initialised here.
-Where there is none, the class may as well be imported where it is needed next. It is a
-plugin for pytest, too: `-p vllm_turbo_cpu_standins.inspection`.
+vLLM starts a process for it, which imports vLLM again, so that no GPU is initialised
+here. Without a GPU, the class can be imported in the process that needs it next. The
+module is also a plugin for pytest: `-p vllm_turbo_cpu_standins.inspection`.
 """
 
 import sys
@@ -24,6 +24,6 @@ def inspect_here() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # A process that only shares the tests out has not imported vLLM.
+    # A process that only distributes the tests has not imported vLLM.
     if "vllm.model_executor.models.registry" in sys.modules:
         inspect_here()

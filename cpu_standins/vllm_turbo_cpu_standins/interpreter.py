@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Triton's interpreter with less work around each operation, and the same results.
+"""Triton's interpreter with less overhead per operation, and the same results.
 
-On tensors of a few thousand elements it spends most of its time on types: at each call
-of a device function it wraps the whole language again, and for each result it makes
-what depends on its shape alone anew. Here both are done once.
+On tensors of a few thousand elements it spends most of its time on types. At each call
+of a device function it wraps the whole language again. For each result it makes objects
+again that depend on its shape alone. Here both are done once.
 
-Its numbers, checks and errors are Triton's. It is a plugin for pytest, too:
+Its numbers, checks and errors are Triton's. The module is also a plugin for pytest:
 `-p vllm_turbo_cpu_standins.interpreter`.
 """
 
@@ -22,14 +22,14 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Of some KiB each.
+# The most constants that are kept, each of some KiB.
 MAX_CONSTANTS = 4096
 
 
 def patch_language_once() -> None:
-    """Lets the language stay as interpreted functions need it.
+    """Keeps the language as interpreted functions need it.
 
-    Else each launch and each call of a device function wraps all of it, and only
+    Otherwise each launch and each call of a device function wraps all of it, and only
     launches restore it.
     """
     patch_lang = interpreter._patch_lang
@@ -61,20 +61,20 @@ def patch_language_once() -> None:
 
 @cache
 def of_type(sizes: tuple[int, ...]) -> tuple[core.tuple, int, str]:
-    """Returns what types of a shape share: shape, size and the name's beginning."""
+    """The common part of types of a shape: shape, size and the name's beginning."""
     shape = core.tuple(sizes)
     return shape, validate_block_shape(shape), f"<{shape}, "
 
 
 @cache
 def of_tensor(sizes: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
-    """Returns what tensors of a shape share: shape and size."""
+    """The common part of tensors of a shape: shape and size."""
     shape = core.tuple([core.constexpr(size) for size in sizes])
     return shape, core.constexpr(math.prod(sizes))
 
 
 def share_shapes() -> None:
-    """Lets types and tensors of a shape share what depends on it alone."""
+    """Lets types and tensors of a shape share objects that depend on it alone."""
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         assert isinstance(shape, list | core.tuple)
@@ -108,7 +108,7 @@ def share_shapes() -> None:
 
 
 def know_dtypes() -> None:
-    """Keeps NumPy's dtypes by Triton's, of which each use makes a table else."""
+    """Keeps NumPy's dtypes by Triton's. Otherwise each use makes a table of them."""
     get_np_dtype = interpreter._get_np_dtype
     known: dict[str, np.dtype] = {}
 
@@ -122,7 +122,7 @@ def know_dtypes() -> None:
 
 
 def look_for_overflow_if_told() -> None:
-    """Leaves out sums that only an assertion would see, and which are not asked for."""
+    """Leaves out sums that are only for an assertion, unless it is enabled."""
     sanitize = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def sanitize_if_told(self: Any, *args: Any) -> None:
@@ -133,10 +133,11 @@ def look_for_overflow_if_told() -> None:
 
 
 def know_operands() -> None:
-    """Remembers of which types two operands stay as they are, and what tensors become
-    of numbers beside these types.
+    """Keeps the results of the check of two operands' types.
 
-    All of it depends on types alone, and on the number. Nobody writes to a constant.
+    It keeps pairs of types whose operands stay as they are. It also keeps the tensors
+    that numbers become beside a type. Both depend on types and on the number alone.
+    No code writes to such a tensor.
     """
     check = TritonSemantic.binary_op_type_checking_impl
     stay: set[tuple] = set()
@@ -156,7 +157,7 @@ def know_operands() -> None:
         if not is_left and not is_right:
             return check(self, lhs, rhs, *flags, **named)
         tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
-        # Zeros have a sign, and a NaN is never found again.
+        # `repr` tells zeros of both signs apart. A NaN would not be found again.
         key = (tensor.type.name, number, repr(number), is_left, options)
         if key in constants:
             found = constants[key]
@@ -175,7 +176,7 @@ def know_operands() -> None:
 
 @cache
 def quicken() -> None:
-    """Changes Triton, in this process and once."""
+    """Changes Triton once, in this process."""
     patch_language_once()
     share_shapes()
     know_dtypes()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A plugin for pytest that leaves out tests that would be skipped, and says how many:
+"""A plugin for pytest that leaves out tests that would be skipped, and counts them:
 `-p vllm_turbo_cpu_standins.left_out`.
 
-To begin and report thousands that need a GPU takes longer than many that run.
+Starting and reporting thousands of tests that need a GPU would take longer than many
+tests that run.
 """
 
 from typing import Any
@@ -15,14 +16,14 @@ NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
 def cannot_run(item: pytest.Item) -> bool:
-    """Whether a condition that was known when the test was made skips it."""
+    """Whether a condition that is known at collection skips the test."""
     return any(True in mark.args for mark in item.iter_markers("skipif"))
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves them out, and counts them."""
+    """Leaves out tests that cannot run, and counts them."""
     left_out = list(filter(cannot_run, items))
     config.hook.pytest_deselected(items=left_out)
     config.stash[NUM_LEFT_OUT] = len(left_out)
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the number from one of the processes that share the tests out."""
+    """Takes the number from one of the processes that run the tests."""
     output = getattr(node, "workeroutput", {})
     if LEFT_OUT in output:
         node.config.stash[NUM_LEFT_OUT] = output[LEFT_OUT]
@@ -42,6 +43,6 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Says how many there were."""
+    """Reports the number of tests that were left out."""
     if num := config.stash.get(NUM_LEFT_OUT, 0):
         terminalreporter.write_line(f"left out: {num} {LEFT_OUT}")

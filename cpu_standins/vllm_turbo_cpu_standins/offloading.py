@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Stand-ins for the copies between a GPU's pages and the host's memory.
 
-vLLM's offloading asks a GPU's driver for them. Here pages are the host's anyway, and
-who asks for copies has them at once: streams order nothing, and events are over. What
-is copied, where and when stays vLLM's.
+vLLM's offloading asks a GPU's driver for them. Here pages are in the host's memory
+already, and copies are done at once: streams order nothing, and events are over. vLLM
+still decides on the copies, their places and their times.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 
 
 class Stream:
-    """A stream whose work is done when it is asked for."""
+    """A stream that does its work at once."""
 
     cuda_stream = 0
 
@@ -52,7 +52,7 @@ class Event:
 
 
 class HostTorch:
-    """PyTorch, but for its streams and events."""
+    """PyTorch, except for its streams and events."""
 
     Event = Event
 
@@ -66,7 +66,7 @@ class HostTorch:
 
 
 class Pages(torch.Tensor):
-    """What vLLM takes for a GPU's."""
+    """Pages that vLLM takes for a GPU's."""
 
     @property
     def is_cuda(self) -> bool:
@@ -89,7 +89,7 @@ def swap_blocks_batch(
         src_ptrs: int64 [copies].
         dst_ptrs: int64 [copies].
         sizes: int64 [copies].
-        is_src_access_order_any: Nothing to a host.
+        is_src_access_order_any: Ignored.
 
     """
     for args in zip(dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist()):
@@ -100,10 +100,10 @@ def memcpy_batch(dsts: int, srcs: int, sizes: int, count: int, *rest: Any) -> in
     """Does what the driver's `cuMemcpyBatchAsync` does.
 
     Args:
-        dsts: The address of `count` addresses.
-        srcs: The same.
+        dsts: The address of `count` destination addresses.
+        srcs: The address of `count` source addresses.
         sizes: The address of `count` sizes.
-        count: How many copies.
+        count: The number of copies.
         rest: Attributes and the stream.
 
     Returns:
@@ -140,7 +140,7 @@ def emulate_offloading() -> None:
         make_worker(worker, replace(kv_caches, tensors=tensors), *args, **kwargs)
 
     def get_worker(spec: CPUOffloadingSpec, kv_caches: Any) -> Any:
-        # vLLM's own asks for a GPU first.
+        # vLLM's own function asks for a GPU first.
         if spec._worker is None:
             spec._worker = spec.create_worker(kv_caches)
         return spec._worker
@@ -151,6 +151,6 @@ def emulate_offloading() -> None:
         module.torch = host
     _custom_ops.swap_blocks_batch = swap_blocks_batch
     CPUOffloadingSpec.get_worker = get_worker
-    # The function, and how many attributes it takes.
+    # The function, and the number of attributes that it takes.
     cuda_mem_ops._batch_memcpy = memcpy_batch, 1
     disk_backend.pin_tensor = lambda tensor: None

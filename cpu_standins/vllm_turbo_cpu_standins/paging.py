@@ -6,7 +6,7 @@ import torch
 
 
 def init_cpu_memory_env(node_ids: list[int]) -> None:
-    """Binds no memory: the kernel's default placement is good enough for tests."""
+    """Binds no memory, because the default placement is good enough for tests."""
 
 
 def compute_slot_mapping(
@@ -23,7 +23,7 @@ def compute_slot_mapping(
         positions: int64 [num_tokens], a token's position in its sequence.
         block_table: int32 [num_reqs, max_blocks], a sequence's blocks.
         slot_mapping: int64 [>= num_tokens], written up to num_tokens.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
 
     """
     num_tokens = int(query_start_loc[-1])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Stand-ins for the ops of quantised weights, and for a kernel that has none."""
+"""Stand-ins for ops of quantised weights, and for a kernel without a native op."""
 
 from typing import Any
 
@@ -20,18 +20,18 @@ def gemm_wna16(
     pack_factor: int,
     isa_hint: str,
 ) -> None:
-    """Writes `input @ weight + bias` into `output`, the weight being of 4 bits.
+    """Writes `input @ weight + bias` into `output`, with a weight of 4 bits.
 
     Args:
         input: [m, k].
-        q_weight: int32 [n / 16, k * 16 / 8]: of 16 columns a row of k, the first in
-            the lowest bits.
+        q_weight: int32 [n / 16, k * 16 / 8], blocks of 16 columns. A block has its rows
+            one after the other, with the first column in the lowest bits.
         output: [m, n].
-        scales: [groups, n]; a group is of consecutive k.
+        scales: [groups, n]; a group has consecutive k.
         zeros: int32 [groups, n / 8], the codes that stand for zero; None if all are 8.
         bias: [n], or None.
-        pack_factor: Codes an int32: 8.
-        isa_hint: Ignored; but for "vec" a native op has operands in another order.
+        pack_factor: Codes per int32, which must be 8.
+        isa_hint: Ignored. Except for "vec", a native op has another order of operands.
 
     """
     if pack_factor != 32 // BITS:
@@ -42,7 +42,7 @@ def gemm_wna16(
     num_groups, n = scales.shape
     offset = torch.tensor(8.0) if zeros is None else _unpack(zeros).float()[:, None]
     weight = (weight.view(num_groups, -1, n) - offset) * scales.float()[:, None]
-    # Rounded as the native op does before it multiplies.
+    # The native op also rounds before it multiplies.
     weight = weight.view(k, n).to(input.dtype)
     product = input.float() @ weight.float()
     if bias is not None:
@@ -51,7 +51,7 @@ def gemm_wna16(
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of int32s, the lowest bits first, along the last dimension."""
+    """The codes of int32s along the last dimension, lowest bits first."""
     shifts = torch.arange(0, 32, BITS, dtype=torch.int32)
     return ((packed[..., None] >> shifts) & (2**BITS - 1)).flatten(-2)
 
@@ -65,10 +65,10 @@ def static_scaled_fp8_quant(
     """Writes `input / scale` into `result`, saturated.
 
     Args:
-        result: FP8, as `input` or with more rows, which stay as they are.
+        result: FP8, [..., hidden size]. It may have more rows, which stay unchanged.
         input: [..., hidden size].
-        scale: fp32 of one element.
-        group_shape: Must be None: a scale is the whole tensor's.
+        scale: fp32, one element.
+        group_shape: Must be None: the scale is for the whole tensor.
 
     """
     if scale.numel() != 1 or group_shape is not None:
@@ -81,10 +81,10 @@ def static_scaled_fp8_quant(
 
 
 def multiply_fp8_without_onednn() -> None:
-    """Has FP8 products computed alike on every CPU.
+    """Has FP8 products computed in the same way on every CPU.
 
-    On one with AMX PyTorch leaves them to oneDNN, whose reference takes 14 s for 512 x
-    896 x 896; else it multiplies by itself, in 0.1 s.
+    On a CPU with AMX, PyTorch leaves them to oneDNN, whose reference is a hundred times
+    slower than PyTorch's own product.
     """
     scaled_mm: Any = torch._scaled_mm
     if getattr(scaled_mm, "is_without_onednn", False):
@@ -103,8 +103,9 @@ def multiply_fp8_without_onednn() -> None:
 
 
 def emulate_nvfp4() -> None:
-    """Lets layers of NVFP4 have vLLM's emulation, which runs anywhere but is not
-    listed for a CPU.
+    """Lets layers of NVFP4 use vLLM's emulation.
+
+    It runs anywhere, but vLLM does not list it for a CPU.
     """
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum

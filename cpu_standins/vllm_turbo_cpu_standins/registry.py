@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Registration of the ops that are missing, and of no others."""
+"""Registers the ops that are missing, and no others."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from vllm_turbo_cpu_standins import (
     states,
 )
 
-# Schemas as csrc/cpu/torch_bindings.cpp declares them: callers pass by position.
+# Schemas as in csrc/cpu/torch_bindings.cpp: callers pass arguments by position.
 STANDINS: dict[str, tuple[str, Callable]] = {
     "init_cpu_memory_env": ("(SymInt[] node_ids) -> ()", paging.init_cpu_memory_env),
     "compute_slot_mapping_kernel_impl": (
@@ -176,7 +176,7 @@ STANDINS: dict[str, tuple[str, Callable]] = {
     ),
 }
 
-# A Library takes its ops with it when it is collected.
+# A Library removes its ops when it is collected.
 _libraries: list[torch.library.Library] = []
 
 

@@ -6,12 +6,12 @@ import torch
 
 
 def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Returns each row's first largest index, int64 [batch], of [batch, vocab]."""
+    """Returns int64 [batch], the first index of each row's largest logit."""
     return logits.argmax(dim=-1)
 
 
 def fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Samples one token a row by the Gumbel-max rule.
+    """Samples one token per row by the Gumbel-max rule.
 
     A row's noise comes from its own seed alone, so a request's tokens do not
     depend on the batch it runs in. The stream differs from the native op's.
@@ -43,14 +43,14 @@ def rejection_greedy_sample(
     """Accepts drafted tokens up to the first that the target would not choose.
 
     Args:
-        output_token_ids: int64 [batch, max_spec_len + 1], written up to and with
-            the first mismatch, or with the bonus token when all agree.
+        output_token_ids: int64 [batch, max_spec_len + 1], written up to the first
+            mismatch, which is included, or up to the bonus token if all agree.
         cu_num_draft_tokens: int64 [batch], inclusive sums of the drafts' lengths.
         draft_token_ids: int64 [num_drafted].
         target_argmax: int64 [num_drafted].
         bonus_token_ids: int64 [batch, 1].
         is_greedy: bool [batch], rows to handle; None means all.
-        max_spec_len: Longest draft.
+        max_spec_len: The length of the longest draft.
 
     """
     start = 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Stand-ins for the state space layers of Mamba2: a token at a time, in fp32."""
+"""Stand-ins for Mamba2's state space layers, which take a token at a time, in fp32."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def _of_heads(values: torch.Tensor) -> torch.Tensor:
-    """[num_heads] fp32 of what callers expand by further dimensions."""
+    """[num_heads] fp32 from values that callers expand by further dimensions."""
     while values.dim() > 1:
         values = values[..., 0]
     return values.float()
@@ -23,7 +23,7 @@ def _step(
     b: torch.Tensor,
     c: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes one token of each sequence up into its state, and reads that out.
+    """Adds a token of each sequence to its state, and reads the state out.
 
     Args:
         state: [..., num_heads, head_dim, state_size] fp32.
@@ -73,24 +73,26 @@ def update(
     num_accepted_tokens: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Decodes a token of each sequence.
+    """Decodes one token of each sequence.
 
     Args:
         state: [num_slots, num_heads, head_dim, state_size]; written.
         x: [num_sequences, num_heads, head_dim].
         dt: [num_sequences, num_heads, head_dim], the same along head_dim.
-        A: [num_heads, head_dim, state_size], the same along the last two.
+        A: [num_heads, head_dim, state_size], the same along the last two axes.
         B: [num_sequences, num_groups, state_size].
         C: [num_sequences, num_groups, state_size].
         D: [num_heads, head_dim], the same along head_dim.
         z: [num_sequences, num_heads, head_dim], a gate.
         dt_bias: [num_heads, head_dim], the same along head_dim.
-        dt_softplus: Whether the softplus of dt and its bias is meant.
-        state_batch_indices: [num_sequences], each one's slot; None for its number.
-        dst_state_batch_indices: [num_sequences], where its new state goes, if not back.
-        null_block_id: A slot of padding, which has no output and no state.
+        dt_softplus: Whether to take the softplus of dt and its bias.
+        state_batch_indices: [num_sequences], slots of sequences; None if sequence i has
+            slot i.
+        dst_state_batch_indices: [num_sequences], slots of the new states; None for the
+            same slots.
+        null_block_id: The slot of padding, which has no output and no state.
         out: [num_sequences, num_heads, head_dim], written.
-        num_accepted_tokens: Of drafts, which are not served.
+        num_accepted_tokens: Must be None, because drafts are not served.
         cu_seqlens: [num_sequences + 1], a sequence's first token.
 
     """
@@ -138,10 +140,10 @@ def scan(
 
     Args:
         out: [num_tokens, num_heads, head_dim], written.
-        final_states: [num_sequences, num_heads, head_dim, state_size] fp32, before and,
-            written, after the tokens.
+        final_states: [num_sequences, num_heads, head_dim, state_size] fp32, the states
+            before the tokens; replaced by those after them.
         x: [num_tokens, num_heads, head_dim].
-        dt: [num_tokens, num_heads] fp32, with bias and softplus.
+        dt: [num_tokens, num_heads] fp32, with bias and softplus applied.
         A: [num_heads].
         B: [num_tokens, num_groups, state_size].
         C: [num_tokens, num_groups, state_size].
@@ -171,17 +173,17 @@ def scan_chunks(
 ) -> torch.Tensor:
     """Prefills sequences and returns the state after each chunk, not each sequence.
 
-    A prefix cache takes states up in mid-sequence. vLLM's function for a CPU is asked
-    for them (`return_intermediate_states`) and returns those of sequences.
+    A prefix cache needs states within a sequence. vLLM's function for a CPU is asked
+    for them (`return_intermediate_states`), but returns the states of sequences.
 
     Args:
         scan_sequences: vLLM's function.
         args: Its x, dt, A, B, C and chunk size.
         out: [num_tokens, num_heads, head_dim], written.
         initial_states: [num_sequences, num_heads, head_dim, state_size].
-        seq_idx: [num_chunks], each one's sequence.
+        seq_idx: [num_chunks], sequences of chunks.
         cu_chunk_seqlens: [num_chunks + 1], a chunk's first token.
-        options: More of its arguments, the same for all chunks.
+        options: Its other arguments, the same for all chunks.
 
     Returns:
         [num_chunks, num_heads, head_dim, state_size].
@@ -213,7 +215,7 @@ def scan_chunks(
 
 
 def keep_states_of_chunks() -> None:
-    """Has vLLM's prefill of Mamba2 on a CPU return the states that it is asked for."""
+    """Lets vLLM's prefill of Mamba2 on a CPU return the states that callers ask for."""
     from vllm.model_executor.layers.mamba.ops import ssd_combined
 
     scan_sequences = ssd_combined._mamba_chunk_scan_combined_fwd

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What torchvision's import asks for where its library does not load.
+"""Ops that torchvision's import needs where its library does not load.
 
 The published wheel's library links CUDA's. torchvision goes on without it, but its
-import describes two ops to PyTorch which the library would have defined. Models with
-images need its transforms alone, which are Python.
+import describes two ops to PyTorch that the library would have defined. Models with
+images need only its transforms, which are Python.
 """
 
 from importlib.machinery import PathFinder
 
 import torch
 
-# As the library declares them; nobody can call them: torchvision says why.
+# Schemas as in the library. A call of such an op fails, with torchvision's message.
 SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
 
-# A Library takes its ops with it when it is collected.
+# A Library removes its ops when it is collected.
 _libraries: list[torch.library.Library] = []
 
 
 def _loads(package_folders: list[str]) -> bool:
-    """Whether the package's library is there and loads."""
+    """Whether the package's library exists and loads."""
     found = PathFinder.find_spec("_C", package_folders)
     if found is None or found.origin is None:
         return False
@@ -41,7 +41,7 @@ def define_missing(package: str = "torchvision") -> list[str]:
     end of its import.
 
     Args:
-        package: Its name, which is its ops' namespace, too.
+        package: Its name, which is also the namespace of its ops.
 
     Returns:
         The names defined by this call.

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA kernels on a CPU: their sources are compiled as C++, for an emulated GPU."""
+"""CUDA kernels on a CPU: their sources are compiled as C++, for an emulated GPU."""

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Builds CUDA modules for the emulated GPU with the C++ compiler, and loads them.
 
-The compiler is asked to call the emulator before each access to memory, as it would a
-sanitizer: see src/hooks.cc. What has been built stays in a cache.
+The compiler inserts calls of the emulator before accesses to memory, as it does for a
+sanitizer: see src/hooks.cc. Modules that were built stay in a cache.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from vllm_turbo_cpu_standins.cuda.translate import translate
 _HERE = Path(__file__).parent
 _INCLUDE_DIR, _RUNTIME_DIR = _HERE / "include", _HERE / "src"
 _PREFIX = _INCLUDE_DIR / "emulator" / "prefix.h"
-# The bytes are exact: no multiply-add may be fused but by name. Sources cast pointers.
+# Results are exact, so only explicit multiply-adds are fused. Sources cast pointers.
 _FLAGS = (
     "-std=c++20",
     "-fPIC",
@@ -45,7 +45,7 @@ _MODULE_FLAGS = (
 _LINKING = ("-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined")
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _PC = re.compile(r"\[pc (0x[0-9a-f]+)\]")
-# Frames of inlined functions that a message has.
+# The most frames of inlined functions in a message.
 _MAX_FRAMES = 6
 
 
@@ -54,7 +54,7 @@ class CannotBuildError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Where what was built stays."""
+    """The folder of modules that were built."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "vllm-turbo-emulator"
 
@@ -81,7 +81,7 @@ def _digest(parts: Iterable[str]) -> str:
 def _compile(
     arguments: Sequence[str | Path], target: Path, is_made: bool = True
 ) -> Path:
-    """Run the compiler for a target, which is there whole or not at all.
+    """Run the compiler for a target, which appears whole or not at all.
 
     Args:
         arguments: For the compiler.
@@ -115,7 +115,7 @@ def _include_flags(*folders: Path) -> list[str]:
 
 @cache
 def _own_text() -> str:
-    """What the emulator itself is made of."""
+    """The texts of the emulator's own sources."""
     files = sorted([*_INCLUDE_DIR.rglob("*.h"), *_RUNTIME_DIR.iterdir()])
     return "\0".join(path.read_text() for path in files)
 
@@ -124,8 +124,8 @@ def _own_text() -> str:
 def runtime() -> Path:
     """The emulator's library, which modules share.
 
-    It is one of its own: what it has of the standard library must not be what modules
-    have, whose accesses to memory are looked at.
+    It is apart from modules because their accesses to memory are checked. The runtime
+    must not share functions of the standard library with them.
     """
     folder = cache_dir() / f"runtime-{_digest([*_FLAGS, _own_text()])}"
     library = folder / "libturbo_emulator.so"
@@ -140,9 +140,9 @@ def runtime() -> Path:
 
 @cache
 def _prefix() -> Path:
-    """A copy of the header that modules begin with, beside what is compiled of it.
+    """A copy of the header that modules begin with, beside its compiled form.
 
-    A compiler that did not compile it takes the header itself.
+    A compiler that did not make the compiled form takes the header itself.
     """
     parts = [*_FLAGS, *_MODULE_FLAGS, tvm_ffi.__version__, _own_text()]
     folder = cache_dir() / f"prefix-{_digest(parts)}"
@@ -157,7 +157,7 @@ def _prefix() -> Path:
 
 
 def _with_included(source: Path, source_dir: Path) -> list[Path]:
-    """A source, what it includes of a folder, and what that does."""
+    """A source, and the files of a folder that it includes, also indirectly."""
     found, unread = {source}, [source]
     while unread:
         for name in _INCLUDE.findall(unread.pop().read_text()):
@@ -169,16 +169,16 @@ def _with_included(source: Path, source_dir: Path) -> list[Path]:
 
 
 def _expanded(path: Path) -> str:
-    """A source's text, its macros carried out, as those may hold inline assembly.
+    """A source's text with its macros expanded, because they may hold inline assembly.
 
-    Lines stay where they are.
+    Lines keep their numbers.
     """
     text = path.read_text()
     if "#define" not in text:
         return text
     done = subprocess.run(
         [_needed_compiler(), "-E", "-undef", "-x", "c++", "-"],
-        # Other directives are kept, for all that includes this.
+        # Other directives are kept, for files that include this one.
         input=re.sub("^#(?!define)", "@#", text, flags=re.MULTILINE),
         capture_output=True,
         text=True,
@@ -192,9 +192,9 @@ def _expanded(path: Path) -> str:
 
 
 def translated(source: Path, source_dir: Path) -> Path:
-    """A CUDA source and what it includes as C++, in a folder of the cache.
+    """A CUDA source and its includes as C++, in a folder of the cache.
 
-    Others of its folder may have instructions that the emulator does not know.
+    Other files beside it may have instructions that the emulator does not know.
     """
     paths = _with_included(source, source_dir)
     texts = {path: translate(_expanded(path), path) for path in paths}
@@ -222,20 +222,20 @@ def build(
     headers: dict[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> Path:
-    """Build a module, if that has not been done.
+    """Build a module, if it is not in the cache.
 
     Args:
         source: The file that is compiled.
-        source_dir: The folder that it and what it includes is in.
-        name: Of the module.
-        headers: Texts of headers that it includes beside these, by name.
-        flags: Macros; others are nvcc's, and left out.
+        source_dir: The folder of the source and of its includes.
+        name: The module's name.
+        headers: Texts of further headers that it includes, by name.
+        flags: Macros. Other flags are nvcc's, and are left out.
 
     Returns:
         The shared library.
 
     Raises:
-        CannotBuildError: With the compiler's words.
+        CannotBuildError: With the compiler's messages.
 
     """
     sources = translated(source, source_dir)
@@ -249,7 +249,7 @@ def build(
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    # Whoever comes second has nothing to do.
+    # A process that comes second finds the library.
     with FileLock(folder / "lock"):
         if library.exists():
             return library
@@ -259,7 +259,7 @@ def build(
         flags = [*_FLAGS, *_MODULE_FLAGS, *macros, *_include_flags(sources, folder)]
         flags += ["-include", _prefix(), "-x", "c++", "-c", place]
         module = _compile(flags, folder / f"{name}.o")
-        # Linked without the sanitizers' own libraries.
+        # The sanitizers' own libraries are left out.
         linking = [*_LINKING, f"-Wl,-rpath,{runtime().parent}"]
         ffi = tvm_ffi.libinfo.find_libtvm_ffi()
         return _compile([*linking, module, runtime(), ffi], library)
@@ -271,13 +271,14 @@ def check(
     headers: dict[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> None:
-    """Have the compiler read a module, with its templates and static assertions, and
-    make nothing of it: in half a second, if it has not been read before.
+    """Have the compiler read a module, with its templates and static assertions.
+
+    It makes no library. A module that was read before is not read again.
 
     The arguments are those of ``build``.
 
     Raises:
-        CannotBuildError: With the compiler's words.
+        CannotBuildError: With the compiler's messages.
 
     """
     sources = translated(source, source_dir)
@@ -301,7 +302,7 @@ def check(
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor begins, and its bytes, gaps included."""
+    """The address of a tensor's memory, and its bytes, gaps included."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), 0
     strides = zip(tensor.shape, tensor.stride())
@@ -310,10 +311,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _with_lines(message: str, library: Path) -> str:
-    """A message with source lines in place of an address of the library's."""
+    """A message with source lines in place of addresses in the library."""
 
     def lines(match: re.Match[str]) -> str:
-        # The address is that after the call.
+        # The address is the one after the call.
         address = hex(int(match[1], 16) - 1)
         command = ["addr2line", "-C", "-i", "-f", "-s", "-e", str(library), address]
         try:
@@ -333,8 +334,8 @@ def _with_lines(message: str, library: Path) -> str:
 def load(library: Path, function: str) -> Callable[..., None]:
     """A function of a library that was built.
 
-    Its tensors are on the CPU, and kernels may touch no others. It raises what the
-    host code does, and RuntimeError where a kernel goes wrong.
+    Its tensors are on the CPU, and kernels may touch no others. It raises the errors of
+    the host code, and RuntimeError for a kernel that makes a mistake.
     """
     import ctypes
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The emulated GPU in the place of a real one, for the turbo CUDA kernels."""
+"""The emulated GPU in place of a real one, for the turbo CUDA kernels."""
 
 from functools import cache
 from pathlib import Path
@@ -11,14 +11,14 @@ import torch
 
 from vllm_turbo_cpu_standins.cuda.build import build, load
 
-# A few multiprocessors: each has blocks to run in a launch. See src/runtime.cc.
+# Multiprocessors are few, because each has blocks in a launch: see src/runtime.cc.
 PROPERTIES = SimpleNamespace(
     name="emulated", multi_processor_count=4, shared_memory_per_block_optin=227 << 10
 )
-# Some kernels are chosen by it.
+# Some kernels are chosen by the capability.
 CAPABILITY = (9, 0)
-# Tokens that share an offset of K: as few as kernels can have, for a segment is where
-# tests have something to see.
+# Tokens that share an offset of K. They are as few as kernels allow, so that short
+# tests have several segments.
 OFFSET_SEGMENT = 128
 
 
@@ -26,7 +26,7 @@ OFFSET_SEGMENT = 128
 def install() -> None:
     """Has vLLM's turbo CUDA kernels built and run on the CPU, in this process.
 
-    Tensors on the CPU are then the GPU's.
+    Tensors on the CPU then count as the GPU's.
     """
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A plugin for pytest, under which the tests' CUDA kernels run on the emulated GPU:
+"""A plugin for pytest that runs the tests' CUDA kernels on the emulated GPU:
 `-p vllm_turbo_cpu_standins.cuda.plugin`.
 
-Of the tests a few are selected, each of which takes seconds; `--all-emulated` has all
-run that can be.
+It selects a few of the tests, each of which takes seconds. `--all-emulated` runs all
+tests that can run here.
 """
 
 import os
@@ -12,12 +12,12 @@ import re
 
 import pytest
 
-# The tests' own switch: they are imported after this.
+# The tests read this switch when they are imported, which is later.
 os.environ["TURBO_CUDA_EMULATION"] = "1"
 
-# One layout with an offset of K, the store of another, of three bits, and one whose
-# tiles are shared by warps. Each module of kernels takes the compiler seconds, so there
-# are few.
+# The layouts are one with an offset of K, the store of another with three bits, and one
+# whose tiles are shared by warps. Each module of kernels takes the compiler seconds, so
+# there are few.
 _SELECTED = re.compile(
     r"""test_cuda_(
     store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
@@ -90,7 +90,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves the tests that are selected."""
+    """Keeps only the tests that are selected."""
     if config.getoption("--all-emulated"):
         return
     chosen = [item for item in items if _SELECTED.search(item.nodeid)]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""CUDA sources as C++: what no header can make of them.
+"""Translates CUDA sources to C++, where headers alone cannot.
 
-That is inline assembly and variables in shared memory. Lines stay where they are.
+It replaces inline assembly and variables in shared memory. Lines keep their numbers.
 """
 
 import re
 from pathlib import Path
 
-# Templates of inline assembly, a space for any run of blanks, and what of
-# emulator/instructions.h they are.
+# Templates of inline assembly, with a space for any run of blanks, and their functions
+# in emulator/instructions.h.
 INSTRUCTIONS = {
     "cp.async.cg.shared.global [%0], [%1], 16;": "copy_async_16",
     "{ .reg .pred is_copied; setp.ne.s32 is_copied, %2, 0; "
@@ -87,7 +87,7 @@ INSTRUCTIONS |= {
 
 
 def _of_columns(columns: int) -> dict[str, str]:
-    """Products of a warpgroup, of so many columns: see common/wgmma.cuh."""
+    """Products of a warpgroup with so many columns: see common/wgmma.cuh."""
     n = columns // 2
     d = ", ".join(f"%{i}" for i in range(n))
     a = ", ".join(f"%{n + i}" for i in range(4))
@@ -117,7 +117,7 @@ _STATIC = re.compile(
 
 
 def _end_of(text: str, start: int) -> int:
-    """Where the parenthesis that opens before ``start`` closes."""
+    """The place where the parenthesis that opens before ``start`` closes."""
     depth, place = 1, start
     while depth:
         string = _STRING.match(text, place)
@@ -130,7 +130,7 @@ def _end_of(text: str, start: int) -> int:
 
 
 def _sections(text: str) -> list[str]:
-    """The template and the operands of a statement, which colons part."""
+    """The template and the operands of a statement, which colons separate."""
     sections, place, start, depth = [], 0, 0, 0
     while place < len(text):
         string = _STRING.match(text, place)
@@ -187,7 +187,7 @@ def translate(source: str, path: str | Path) -> str:
 
     Args:
         source: The text.
-        path: What messages call it.
+        path: The source's name in messages.
 
     Raises:
         ValueError: If there is inline assembly that the emulator does not know.
