@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The backend as the model runner uses it, for tests: configuration, batches, and
-FlashAttention's place where there is none.
+"""The backend as the model runner uses it: configurations, batches, and a stand-in for
+FlashAttention where there is no GPU.
 """
 
 import json
@@ -81,7 +81,7 @@ BATCHES = {
     "first chunks": [(33, 0), (2, 0)],
     "prefix hits": [(5, 64), (2, 33)],
     "mixed": [(1, 40), (1, 64), (20, 0), (3, 65), (4, 31)],
-    # As long as the longest sequence: not all requests are without context.
+    # A first chunk as long as the longest sequence, beside requests with context.
     "long first chunk": [(1, 9), (66, 0), (2, 64), (3, 33)],
     "context of several pieces": [(1, 5), (2, 150), (10, 140)],
 }
@@ -101,8 +101,9 @@ def make_vllm_config(
     max_num_batched_tokens: int = 128,
     **changes: object,
 ) -> VllmConfig:
-    """The configuration of a one-layer Llama, described in ``folder``, or of what
-    the changes make of it; without a recent window.
+    """The configuration of a Llama with one layer and no recent window.
+
+    Its config.json is written to ``folder``; ``changes`` are further entries of it.
     """
     description = {
         "architectures": ["LlamaForCausalLM"],
@@ -133,8 +134,8 @@ def make_vllm_config(
 
 @contextmanager
 def one_rank(folder: Path, config: VllmConfig | None = None) -> Iterator[VllmConfig]:
-    """Yield the configuration of an engine with one rank, within which layers with
-    weights can be made: this one, or one with a model that the folder gets.
+    """Yield the configuration of an engine with one rank, which can make layers with
+    weights. Without ``config`` it is that of ``make_vllm_config``, in the folder.
     """
     config = config or make_vllm_config(folder)
     with set_current_vllm_config(config):
@@ -147,7 +148,7 @@ def one_rank(folder: Path, config: VllmConfig | None = None) -> Iterator[VllmCon
 
 
 def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
-    """The configuration, with requests that bring some drafts to verify."""
+    """The configuration, changed so that requests bring drafts to verify."""
     config.speculative_config = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=num_drafts,
@@ -164,7 +165,7 @@ def set_scratch(
     slice_tokens: int | None = None,
     piece_tokens: int | None = None,
 ) -> None:
-    """Have implementations and builders that are made later use so much at a time."""
+    """Bound the scratch, in tokens, of implementations and builders made later."""
     row = 2 * NUM_HEADS * HEAD_SIZE
     for module, name, count, size in (
         (scratch, "PARTIAL_BYTES", partials, 2 * row),
@@ -176,8 +177,8 @@ def set_scratch(
 
 
 def reserve_scratch(impl: AttentionImpl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all scratch reserved that its steps may need, and none more from then on.
-    No kernel runs.
+    """Reserve all scratch that its steps may need, as the profile run does, and lock
+    the workspace. No kernel runs.
     """
     runner = impl.runner
     monkeypatch.setattr(type(runner.kernels), "make_matrices", lambda *_: None)
@@ -193,7 +194,7 @@ def reserve_scratch(impl: AttentionImpl, monkeypatch: pytest.MonkeyPatch) -> Non
 def requests_of_a_step(
     generator: torch.Generator, longest: int
 ) -> Iterator[tuple[int, int]]:
-    """Query tokens and contexts of extends, 2048 tokens at most."""
+    """Query and context lengths of up to 8 extends, with 2048 query tokens at most."""
     left = 2048
     for _ in range(8):
         most = (longest, 40)[int(torch.randint(2, (), generator=generator))]
@@ -230,7 +231,7 @@ def make_impl(
 def register(
     config: VllmConfig, impl: AttentionImpl, name: str = "layers.0.attn"
 ) -> None:
-    """Have a layer of this name run the implementation, as models register layers."""
+    """Have the layer of this name run the implementation; add the layer if it lacks."""
     layers = config.compilation_config.static_forward_context
     if name not in layers:
         add_layer(config, name, impl.num_heads, head_size=impl.head_size)
@@ -251,7 +252,7 @@ def add_layer(
     is_draft: bool = False,
     head_size: int = HEAD_SIZE,
 ) -> None:
-    """Registers a layer as models do."""
+    """Register an attention layer, as models do."""
     dtype = config.model_config.dtype
     with set_current_vllm_config(config), set_default_torch_dtype(dtype):
         layer = Attention(
@@ -266,7 +267,7 @@ def add_layer(
 
 
 def rounds_queries(runner: TurboRunner, query_lens: list[int]) -> bool:
-    """Whether decodes of so many query tokens, in one batch, attend from q in int8."""
+    """Whether decodes of these query lengths, in one batch, attend from q in int8."""
     if runner.kernels is None or runner.kernels.name != "CUDA":
         return False
     return cuda_decode.rounds_queries(
@@ -283,7 +284,7 @@ def variant_of(runner: TurboRunner) -> interface.Variant:
     return interface.Variant(runner.key_offset is not None, soft_cap=has_cap)
 
 
-# Of requests, the first and last positions of tokens that see each other.
+# By request: first and last positions of ranges whose tokens see each other.
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]
 
 
@@ -294,11 +295,11 @@ class Batch:
     Attributes:
         cache: (num_blocks, H, N, C) uint8.
         table: (R, max_blocks) int32, the blocks of all tokens.
-        common: What the runner says of the batch.
-        query: (T, Hq, D), with rows of padding.
-        key: (T, H, D), likewise.
-        value: (T, H, D), likewise.
-        requests: Query length and context length of each.
+        common: The runner's metadata of the batch.
+        query: (T, Hq, D), with ``PADDING`` rows of padding at the end.
+        key: (T, H, D), padded likewise.
+        value: (T, H, D), padded likewise.
+        requests: Query length and context length of each request.
 
     """
 
@@ -356,8 +357,9 @@ class Batch:
         )
 
     def free_hidden_blocks(self, sliding_window: int) -> None:
-        """Have the runner's table lack the blocks that no query token sees: vLLM has
-        block 0 in their place, whatever that holds.
+        """Replace blocks that no query token sees in the runner's table by another one.
+
+        vLLM replaces them by block 0, which may hold any bytes; this block holds 0xFF.
         """
         block_size = self.cache.shape[2]
         (unused, *_) = set(range(len(self.cache))) - set(self.table.flatten().tolist())
@@ -371,7 +373,10 @@ class Batch:
     def run(
         self, impl: TurboAttentionImpl, metadata: TurboMetadata, path: str
     ) -> torch.Tensor:
-        """Forward by one path; padded rows of the output stay as they are."""
+        """The output of a forward pass by one path, (T, Hq, D).
+
+        Padded rows must stay as they were.
+        """
         num_tokens = self.common.num_actual_tokens
         q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
         if impl.runner.shares_cache:
@@ -391,14 +396,14 @@ class Batch:
         output: torch.Tensor,
         ranges: Ranges | None = None,
     ) -> None:
-        """Compare each request to attention over what it is to see, later tokens of the
-        ranges included.
+        """Compare each request to attention over the tokens that it should see, later
+        tokens of the ranges included.
 
-        Kernels of decodes rotate q in block fixed point, and CUDA's take it in int8
-        where they say so, by design: the target is attention from q rounded so. The
-        offset of the first segment is taken off all keys: a softmax does not see it,
-        and what is compared to has no large scores.
-        Sinks do.
+        Decode kernels rotate q in block fixed point, and CUDA's round it to int8 where
+        ``rounds_queries`` says so. The target is attention from q rounded like this.
+        The first segment's offset is taken off all keys, so that the reference has no
+        large scores: a softmax does not depend on it. With sinks it does, and the
+        offset stays.
         """
         offset = impl.runner.key_offset
         without = torch.zeros(1) if offset is None else offset[0]
@@ -437,7 +442,7 @@ class Batch:
             query, target = self.query[part], None
             own_ranges = (ranges or {}).get(row, [])
             options["spans"] = [(first, last + 1) for first, last in own_ranges]
-            # One that has two of the step's tokens: of one alone no token is later.
+            # A range with one token of the step has no later token for a query.
             newest = context + num_queries - 1
             is_prefilled = any(
                 min(last, newest) > max(first, context) for first, last in own_ranges
@@ -472,7 +477,7 @@ class Batch:
 
 
 def set_path(impl: TurboAttentionImpl, path: str) -> None:
-    """Have the path's kernels run; on a CPU something stands for FlashAttention."""
+    """Have the path's kernels run; on a CPU a stand-in replaces FlashAttention."""
     runner = impl.runner
     if path == "torch":
         runner.kernels = None
@@ -494,8 +499,8 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
 
 
 def flash_attn_of_gpu(head_size: int) -> Callable[..., Any] | None:
-    """What ``get_flash_attn`` finds on a GPU; None without one. The test is skipped if
-    what vLLM picks needs a package that is not installed.
+    """The result of ``get_flash_attn`` on a GPU; None without one. The test is skipped
+    if vLLM picks a version that needs a package that is not installed.
     """
     found = get_flash_attn(head_size) if ON_GPU else None
     version = getattr(found, "keywords", {}).get("fa_version")
@@ -516,7 +521,7 @@ def masked_attention(
     hidden: torch.Tensor,
     logits_soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.attention``, with any mask, (Q, T) bool."""
+    """As ``reference.attention``, with any mask ``hidden``, (Q, T) bool."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("qhd,thd->hqt", query, key) * scale
@@ -543,10 +548,10 @@ def flash_attn_stand_in(
     softcap: float = 0.0,
     lse_of_none: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention's varlen function in PyTorch, with what turbo passes it.
+    """FlashAttention's varlen function in PyTorch, with the arguments that turbo gives.
 
     Args:
-        lse_of_none: LSE of a sequence without keys, whose output is zero.
+        lse_of_none: LSE of a sequence without keys. Its output is zero.
 
     Returns:
         ``out`` and the LSE, (Hq, T) fp32.
@@ -586,7 +591,8 @@ def flash_attn_stand_in(
             )
         out[queries] = result.to(out.dtype)
         lse[:, queries] = row_lse.T
-        # Rows of the same tile are another sequence's, and weigh nothing.
+        # The tile's other rows are another sequence's. Their weight is 0, so that a NaN
+        # or Inf in them reaches the output, as on a GPU.
         others = v[keys.stop : keys.stop + FLASH_ATTN_TILE].float()
         nothing = (0.0 * others).sum(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
         out[queries] += nothing.to(out.dtype)

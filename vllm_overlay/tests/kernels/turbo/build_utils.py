@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""FlashInfer's JIT, and a GPU, where there are none: for tests of builds."""
+"""Stand-ins for FlashInfer's JIT and for a GPU, for tests of builds."""
 
 import logging
 import shutil
@@ -21,18 +21,19 @@ from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
 from vllm.v1.attention.ops.turbo.cuda import module_builds
 
 DEVICE = torch.device("cuda", 0)
-# Of what ends in a moment on a machine that is not busy.
+# The limit of processes that take a moment on an idle machine.
 TIMEOUT_S = 1800
 
 
 class FlashInfer:
-    """The part of FlashInfer's JIT that is used, whose compiler copies the header.
+    """The part of FlashInfer's JIT that turbo uses. Its compiler copies the header.
 
     Attributes:
-        folder: Its cache.
+        folder: The folder of its cache.
         tools: The programs on PATH.
-        error: What a build raises.
+        error: The exception that a build raises; None: it succeeds.
         builds: The names of the modules that were built.
+        flags: The flags of the last build.
 
     """
 
@@ -88,8 +89,8 @@ class FlashInfer:
 
 
 def set_flashinfer(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FlashInfer:
-    """FlashInfer, with a cache in the folder, and a GPU to build for."""
-    # Of any release, for any architectures.
+    """Have FlashInfer with a cache in the folder, and a GPU of capability 9.0."""
+    # The release and the architecture are arbitrary.
     jit = FlashInfer(folder / ".cache" / "flashinfer" / "0.1" / "80" / "cached_ops")
     jit.folder.parent.mkdir(parents=True)
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(folder))
@@ -125,7 +126,7 @@ def set_platform(
 
 
 def record_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Levels and texts of what is logged, repeats too."""
+    """Record the level and text of each message that is logged, repeats included."""
     records: list[tuple[int, str]] = []
 
     def recorder(level: int) -> Callable[..., None]:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Compiles every instance of the CUDA kernels for every architecture: no GPU needed.
+"""Compiles every instance of the CUDA kernels for every architecture, without a GPU.
 
     python tests/kernels/turbo/compile_kernels.py --output cuda_resources.json
 
-The output has, by instance and architecture, the registers a thread and the bytes of
-spills of the module's kernels, the most of each. It fails where a module does not
-compile, or spills more than is recorded in the file of that name beside this one. To
-record what was found, copy the output there.
+The output has a row an instance and architecture: the most registers a thread and the
+most bytes of spills of the module's kernels. The command fails if a module does not
+compile, or spills more than cuda_resources.json beside this file records. To record new
+numbers, copy the output there.
 
     python tests/kernels/turbo/compile_kernels.py --output cuda_resources.json \\
         --folder libraries --archive turbo-kernels.tar.xz
 
-is for a release: its archive has the libraries of all architectures. What the folder
-has is not compiled again, so that the command may be ended, and given anew, until it
-has compiled all. ``--arch`` is for some of them, on as many machines as there are; a
-last call without it, on a folder that has what all of them left, packs.
+is for a release: its archive has the libraries of all architectures. A library that is
+in the folder is not compiled again, so that the command can be stopped and repeated.
+``--arch`` limits a run to some architectures, so that machines can share the work. A
+last call without it, on a folder with the libraries of all machines, packs them.
 """
 
 import argparse
@@ -50,20 +50,20 @@ from vllm.v1.attention.ops.turbo.cuda.prebuild import (
 
 RECORDED = Path(__file__).with_name("cuda_resources.json")
 _VERBOSE = "-Xptxas=-v"
-# Kernels whose modules take a core up to a minute; others take ten seconds.
+# Kernels whose modules take a core up to a minute to compile; others take ten seconds.
 _SLOW = ("store", "latent_store", "latent_decode", "extend_outputs")
-# Modules after which it is said how far this is.
+# Number of modules between two lines of progress.
 _PROGRESS = 100
-# Of an archive, for each library in it.
+# The bound of an archive's bytes for each library in it.
 _MAX_PACKED_BYTES = 24 << 10
 
 
 class Resources(NamedTuple):
-    """The most that a kernel of a module takes.
+    """The most that any kernel of a module takes.
 
     Attributes:
-        registers: A thread.
-        spills: Bytes stored and loaded in the code of a thread.
+        registers: Registers a thread.
+        spills: Bytes of spill stores and loads in a thread's code.
 
     """
 
@@ -77,10 +77,10 @@ def compile_to_ptx(
     """Compile a module's device code for one architecture.
 
     Returns:
-        What its kernels take, and the PTX that they were made of.
+        The resources of its kernels, and their PTX.
 
     Raises:
-        CompileError: With the compiler's words.
+        CompileError: The compiler failed; the message has its output.
 
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,7 @@ def compile_to_ptx(
 
 
 def parse_resources(text: str) -> Resources:
-    """Read what ``ptxas -v`` says."""
+    """Read the output of ``ptxas -v``."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if not registers or len(spills) < len(registers):
@@ -103,7 +103,7 @@ def parse_resources(text: str) -> Resources:
 
 
 def excess(name: str, capability: int, found: Resources, recorded: dict) -> str | None:
-    """Say by how much a module spills more than is recorded."""
+    """A message if a module spills more than is recorded, otherwise None."""
     spills = recorded["modules"].get(name, {}).get(str(capability), [0, 0])[1]
     if found.spills <= spills:
         return None
@@ -111,7 +111,7 @@ def excess(name: str, capability: int, found: Resources, recorded: dict) -> str 
 
 
 def write_table(path: Path, release: str, table: dict[str, dict[str, Any]]) -> None:
-    """Write JSON with a line a module."""
+    """Write JSON with one line for each module."""
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items()]
     columns = "by compute capability: registers a thread, bytes of spills"
     text = (
@@ -123,7 +123,7 @@ def write_table(path: Path, release: str, table: dict[str, dict[str, Any]]) -> N
 
 
 def compile_job(job: Job, nvcc: str, folder: Path | None) -> Resources:
-    """Compile a module, to a library if there is a folder for it that has it not."""
+    """Compile a module; with a folder, build the library that it lacks."""
     if folder is None:
         return compile_to_ptx(job.module, job.capability, nvcc)[0]
     said = folder / f"{job.library}.ptxas"
@@ -136,10 +136,10 @@ def compile_job(job: Job, nvcc: str, folder: Path | None) -> Resources:
 def compile_all(
     jobs: Sequence[Job], nvcc: str, threads: int, folder: Path | None, recorded: dict
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Compile modules; return the table of what they take, and what is wrong."""
+    """Compile modules; return the table of their resources, and the failures."""
     table: dict[str, dict[str, Any]] = {}
     failures = []
-    # No slow one is to begin when all others have ended.
+    # Slow modules first, so that none begins when all others have ended.
     jobs = sorted(jobs, key=lambda job: job.module.kernel not in _SLOW)
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(compile_job, job, nvcc, folder) for job in jobs]
@@ -162,7 +162,7 @@ def compile_all(
 def pack_all(
     folder: Path, jobs: Sequence[Job], nvcc: str, archive: Path | None
 ) -> list[str]:
-    """List the libraries, and pack them if asked to; return what is wrong."""
+    """List the libraries, and pack them if an archive is named; return failures."""
     manifest = write_manifest(folder, (job.library for job in jobs), nvcc)
     if archive is None:
         return []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Triton's interpreter: it rounds to bf16 as GPUs do, and warms up by less.
+"""Fixtures: the interpreter rounds to bf16 as GPUs do, and warms up with fewer tokens.
 
-vLLM is imported where it is needed: a process that only shares the tests out among
-others has no use for it, and they begin after it.
+Functions import vLLM, so that the process that distributes tests to workers does not
+import it: the workers start after that process.
 """
 
 import sys
@@ -13,9 +13,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: Triton compiles a store of three bits for a minute
-    or more.
-    """
+    """Begin with the slowest tests: Triton compiles a 3-bit store for over a minute."""
     from .utils import ON_GPU
 
     if ON_GPU:
@@ -25,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_amx() -> Iterator[None]:
-    """Whatever the CPU has, vLLM's CPU platform takes the ways of one without AMX."""
+    """Have vLLM's CPU platform behave as on a CPU without AMX, on any CPU."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -35,8 +33,10 @@ def no_amx() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def round_to_nearest_bf16() -> Iterator[None]:
-    """The interpreter cuts off what bf16 has no bits for: up to twice the error, and
-    all of it toward zero. With GPUs' rounding, one tolerance serves both.
+    """Have the interpreter round to the nearest bf16 number, as GPUs do.
+
+    Otherwise it truncates: up to twice the error, and always toward zero. Rounding lets
+    one tolerance serve GPUs and the interpreter.
     """
     from .utils import CAN_RUN_KERNELS, ON_GPU
 
@@ -64,7 +64,7 @@ def round_to_nearest_bf16() -> Iterator[None]:
 
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """VLLM's workspace, as in the profile run: not locked."""
+    """The workspace of vLLM, not locked, as in the profile run."""
     import torch
 
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
@@ -80,10 +80,10 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes seconds for as many tokens as FlashAttention splits."""
+    """Warm up with few tokens: the interpreter takes seconds for the usual number."""
     from .utils import ON_GPU
 
-    # Whoever runs the backend has loaded it.
+    # A test that runs the backend has imported it.
     warm_up = sys.modules.get("vllm.v1.attention.ops.turbo.layer.warm_up")
     if warm_up is not None and not ON_GPU:
         monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 16)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode steps by the CUDA kernels, as the backend has them, and what they are to give.
+"""Decode steps that run the CUDA kernels as the backend does, and expected results.
 
-The caches are filled by the store kernel too, whose bytes are tested elsewhere.
+The CUDA store kernel fills the caches. Other tests check its bytes.
 """
 
 import math
@@ -35,12 +35,12 @@ from .utils import (
 
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
-# Tokens that the references hold at once.
+# Tokens that the references dequantise at a time.
 PIECE = 32768
 
 
 class Scratch(NamedTuple):
-    """What a step writes, NaN before."""
+    """The tensors that a step writes, filled with NaN before."""
 
     rotated_query: torch.Tensor
     query_scale: torch.Tensor
@@ -75,13 +75,13 @@ class Scratch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The inputs of a decode step of a layer.
+    """The inputs of a layer's decode step.
 
     Attributes:
         query: (B, Hq, D).
-        key: (B, H, D), of the newest tokens.
-        value: (B, H, D).
-        slots: (B,) int64, where these go.
+        key: (B, H, D), K of the newest tokens.
+        value: (B, H, D), V of the newest tokens.
+        slots: (B,) int64, slots of the newest tokens; -1: not stored.
         block_table: (B, max_blocks) int32.
         seq_lens: (B,) int32, the newest tokens included.
 
@@ -96,7 +96,7 @@ class Step(NamedTuple):
 
     @property
     def batch(self) -> DecodeBatch:
-        """What attention is told of the sequences."""
+        """The batch of one query token a sequence, for attention."""
         return DecodeBatch(len(self.query), self.block_table, self.seq_lens)
 
     def store(
@@ -148,7 +148,7 @@ class Step(NamedTuple):
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Standard normal numbers, made on the device: there are many."""
+    """Standard normal numbers, made on the device because there are many."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
 
@@ -159,7 +159,7 @@ def served_splits(num_seqs: int) -> int:
 
 
 def new_cache(layout: TurboFormat, num_blocks: int) -> torch.Tensor:
-    """Pages that were used before, by something else."""
+    """Pages full of 0xFF, as if something else had used them before."""
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layout.slot_size)
     return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
 
@@ -171,7 +171,7 @@ def fill(
     value: torch.Tensor,
     layout: TurboFormat,
 ) -> None:
-    """Store the K and V of a sequence, both (T, H, D), by the kernel."""
+    """Store K and V of a sequence, each (T, H, D), with the kernel."""
     slots = slots_of(block_table_row, 0, key.shape[0], BLOCK_SIZE)
     cuda_store.store(cache, slots, key, value, layout)
 
@@ -179,7 +179,7 @@ def fill(
 def random_sequences(
     layout: TurboFormat, seq_lens: list[int], group: int = 4
 ) -> tuple[torch.Tensor, Step]:
-    """A cache with Gaussian K and V of every sequence, and a step that adds none."""
+    """A cache with Gaussian K and V of every sequence, and a step that stores none."""
     size = layout.head_size
     table = make_block_table(seq_lens, BLOCK_SIZE)
     cache = new_cache(layout, num_blocks_for(seq_lens, BLOCK_SIZE))
@@ -211,7 +211,7 @@ def rows_of(step: Step, rows: list[int]) -> Step:
 
 
 def rounded(query: torch.Tensor) -> torch.Tensor:
-    """Queries as the decode kernel sees them, fp32, rotated back."""
+    """Queries, fp32, with the rounding that the decode kernel does in rotated space."""
     return reference.inverse_rotate(reference.round_query(reference.rotate(query)))
 
 
@@ -223,9 +223,9 @@ def attend_in_pieces(
     layout: TurboFormat,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Attention of queries (Q, Hq, D) to all of a sequence, (Q, Hq, D) fp32.
+    """Attention of queries (Q, Hq, D) to all tokens of a sequence, (Q, Hq, D) fp32.
 
-    Scores, weights and the sums of a piece are in ``dtype``.
+    Scores, weights and sums of a piece of ``PIECE`` tokens are in ``dtype``.
     """
     outputs, lses = [], []
     for first in range(0, length, PIECE):
@@ -255,14 +255,14 @@ def check_row(
     length: int,
     layout: TurboFormat,
 ) -> None:
-    """The 2x rule of ``utils``, for a sequence of any length.
+    """Apply the 2x rule of ``utils`` to a sequence of any length.
 
     Args:
         output: (Hq, D).
         query: (Hq, D).
         cache: (num_blocks, H, N, C).
         block_table_row: (max_blocks,).
-        length: Of the sequence.
+        length: Length of the sequence in tokens.
         layout: The cache's format.
 
     """
@@ -281,10 +281,11 @@ def rotated_attention(
     length: int,
     layout: TurboFormat,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of the queries (Hq, D) that the kernel sees, not rotated back.
+    """Attention in rotated space, from queries (Hq, D) rounded as the kernel does.
 
     Returns:
-        Scores (Hq, T), values (Hq, T, D) as stored, and outputs (Hq, D), fp32.
+        Scores (Hq, T), stored values (Hq, T, D) and outputs (Hq, D), all fp32 and
+        rotated.
 
     """
     slots = slots_of(block_table_row, 0, length, BLOCK_SIZE)
@@ -300,19 +301,20 @@ def rotated_attention(
 def assert_close_in_rotated_space(
     output: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor
 ) -> None:
-    """Compare fp32 outputs, rotated, where errors of values stay in a coordinate.
+    """Compare fp32 outputs in rotated space, where a value's error stays in its
+    coordinate.
 
     Args:
-        output: (..., D).
-        expected: (..., D), rotated.
-        magnitude: Weighted mean of the values' magnitudes, of which the rounding of
-            fp16 weights and products, denormal ones besides, is a part.
+        output: (..., D) fp32, rotated back.
+        expected: (..., D), in rotated space.
+        magnitude: Weighted mean of the values' magnitudes. The rounding of fp16 weights
+            and products is relative to it, except for denormal numbers.
 
     """
     size = output.shape[-1]
     matrix = rotation_matrix(size, output.device, torch.float64)
     rotated = output.double() @ matrix * size**-0.5
-    # The rotation back of fp32 numbers has rounding of its own.
+    # Rotating fp32 numbers back rounds them once more.
     largest = expected.abs().amax(-1, keepdim=True)
     allowed = 2.0**-9 * magnitude + 2.0**-18 * largest + 2.0**-22
     assert_within(rotated, expected, allowed)

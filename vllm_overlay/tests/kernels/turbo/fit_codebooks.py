@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fits the codebooks of the turbo format to rotated vectors.
 
-A rotated vector is close to Gaussian whatever it was, so its coordinates are samples
-of N(0, 1) divided by the scales that the encoder's search picks, as far as the words of
-a vector can hold them. Levels and search depend on each other: as in Lloyd's algorithm,
-each is made best for the other in turn. Codes of four and of three bits share their
-levels: the best for each are close, and a kernel has one table. The keys' are integers
-near a cubic, the values' lie on v * (a + b * abs(v)); the coefficients are fp16 numbers
-in the positions v that kernels evaluate them at (see ``format.Codebook``).
+Any vector is close to Gaussian once it is rotated. Its coordinates are samples of
+N(0, 1), divided by the scales that the encoder's search picks, as far as a vector's
+scale words can hold these. Levels and search depend on each other: as in Lloyd's
+algorithm, each is optimised for the other in turn. Codes of four and of three bits
+share their levels, because the best levels of both are close and a kernel has one
+table. Levels of keys are integers near a cubic. Levels of values lie on
+v * (a + b * abs(v)). Kernels evaluate both at positions v, from fp16 coefficients
+(see ``format.Codebook``).
 
     python tests/kernels/turbo/fit_codebooks.py    # prints what format.py holds
 """
@@ -28,19 +29,19 @@ ROUNDING = 1536.0
 # The largest integer of a key table.
 MAX_KEY_LEVEL = 126
 WIDTHS = (4, 3)
-# How many tables are judged by both widths.
+# Number of tables that are judged by both widths.
 NUM_CLOSE = 8
-# Where fits start: a cubic.
+# The cubic's coefficients that fits start from.
 START = (0.37, 0.047)
 ROUNDS = 12
 HEAD_SIZE = 128
 NUM_VECTORS = 7_500
-# Vectors that are encoded at a time: what a search makes of more leaves a CPU's cache.
+# Vectors that are encoded at a time. The search's intermediates fit a CPU's cache.
 BATCH = 500
 
 
 class Quality(NamedTuple):
-    """Of a codebook with its scale search.
+    """The quality of a codebook with its scale search.
 
     Attributes:
         error: Relative squared error, least squares.
@@ -53,9 +54,9 @@ class Quality(NamedTuple):
 
     @property
     def unbiased_error(self) -> float:
-        """Relative squared error once decoded values are divided by the slope.
+        """Relative squared error after decoded values are divided by the slope.
 
-        With least-squares levels it is error / slope: E[decoded**2] is then
+        With least-squares levels it is error / slope, because E[decoded**2] equals
         E[decoded * x].
         """
         energy = self.error + 2 * self.slope - 1
@@ -69,12 +70,12 @@ def gaussian_vectors(num_vectors: int, seed: int = 0) -> torch.Tensor:
 
 
 def of_levels(bits: int, magnitudes: torch.Tensor) -> Codebook:
-    """A codebook to encode with: kernels' coefficients are left out."""
+    """A codebook to encode with, without the coefficients for kernels."""
     return Codebook(bits, tuple(magnitudes.tolist()), (0.0, 0.0))
 
 
 def quantize(x: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of levels and scale codes of (N, D) vectors, as the codec's."""
+    """Level indices and scale codes of (N, D) vectors: see ``codec.quantize``."""
     index, scale_codes = zip(*(codec.quantize(y, codebook) for y in x.split(BATCH)))
     return torch.cat(index), torch.cat(scale_codes)
 
@@ -88,7 +89,7 @@ def quality(x: torch.Tensor, codebook: Codebook) -> Quality:
 
 
 def half_positions() -> torch.Tensor:
-    """Positions v of the upper half's levels."""
+    """Positions v of the upper half of the levels, (8,)."""
     return (torch.arange(fmt.NUM_LEVELS // 2) + 0.5) / 4
 
 
@@ -100,16 +101,17 @@ def cubic_levels(cubic: tuple[float, float]) -> torch.Tensor:
 def fit_levels(
     x: torch.Tensor, bits: int, basis: torch.Tensor, rounds: int = ROUNDS
 ) -> torch.Tensor:
-    """Least-squares weights of a basis of levels, and the codes it leads to, in turn.
+    """Fit least-squares weights of a basis of levels and the codes in turn.
 
     Args:
         x: (N, D) vectors.
         bits: Bits a code.
-        basis: (8, n) by level of the upper half; the lower is its negative.
-        rounds: How often.
+        basis: (8, n), a row for each level of the upper half. The lower half is its
+            negative.
+        rounds: Number of rounds.
 
     Returns:
-        (n,) fp64.
+        The weights, (n,) fp64.
 
     """
     weights = torch.linalg.lstsq(basis, cubic_levels(START).double()[:, None])
@@ -134,25 +136,25 @@ def fit_cubic(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def fit_quadratic(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The best (a, b) of a * v + b * v**2, of the upper half."""
+    """The best (a, b) of a * v + b * v**2 in the upper half."""
     v = half_positions().double()
     return fit_levels(x, bits, torch.stack([v, v**2], -1))
 
 
 def fit_free(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Levels with no form asked of them: what the forms are measured against."""
+    """The best levels of any form, a baseline for levels of a given form."""
     return fit_levels(x, bits, torch.eye(fmt.NUM_LEVELS // 2, dtype=torch.float64))
 
 
 def fit_values(x: torch.Tensor) -> tuple[float, float]:
-    """Coefficients of the values' levels: the mean of the widths' best, in fp16."""
+    """fp16 coefficients of the values' levels: the mean of both widths' best."""
     best = torch.stack([fit_quadratic(x, bits) for bits in WIDTHS]).mean(0)
     a, b = map(float, best.numpy().astype(np.float16))
     return a, b
 
 
 def rounded_in_half(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
-    """What kernels make of keys' cubics, whichever multiply-adds they fuse.
+    """Results of the keys' cubics in kernels, for each way to fuse multiply-adds.
 
     Args:
         a: (n, 1) fp16 linear coefficients.
@@ -178,14 +180,14 @@ def rounded_in_half(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
 def key_tables(
     cubic: torch.Tensor,
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Tables of integers near a cubic that kernels get exactly, however they fuse.
+    """Tables of integers near a cubic that kernels compute exactly, however they fuse.
 
     Args:
-        cubic: (a, b) of a * v + b * v**3, of the levels.
+        cubic: (a, b) of levels a * v + b * v**3.
 
     Returns:
-        By table, the fp16 coefficients of KEY_LEVEL_UNIT * level that lie closest to
-        it.
+        For each table, the fp16 coefficients whose cubic is closest to it. A table
+        holds KEY_LEVEL_UNIT times the levels.
 
     """
     factors_a, factors_b = np.arange(0.94, 1.02, 1e-3), np.arange(0.9, 1.1, 4e-3)
@@ -215,8 +217,8 @@ def fit_keys(
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
     """The best table of the keys and its coefficients.
 
-    Tables are judged by the product of the widths' errors, but only those that are
-    among the best of four bits on a part of the vectors.
+    A part of the vectors selects the ``NUM_CLOSE`` best tables of four bits. The
+    product of both widths' errors on all vectors selects among these.
     """
     tables = key_tables(fit_cubic(x, 4))
 

@@ -19,7 +19,7 @@ latent_head_sizes = pytest.mark.parametrize("head_size", LATENT_SIZES)
 
 
 def latent_cache(layout: LatentFormat, num_blocks: int, block_size: int):
-    """A cache (num_blocks, N, C) of bytes 0xFF, its blocks further apart than long."""
+    """A cache (num_blocks, N, C) of bytes 0xFF, with gaps between its blocks."""
     shape = (num_blocks, 2, block_size, layout.slot_size)
     return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)[:, 1]
 
@@ -30,7 +30,7 @@ def random_latent_pages(
     """A cache of random codes and scales; every scale is finite."""
     shape = (num_blocks, block_size // 16)
     codes = random_bytes(*shape, layout.scales_offset, seed=1)
-    # -128 is not written.
+    # An encoder never writes -128.
     rope = codes[..., layout.rope_offset :]
     rope[rope == 0x80] = 0x81
     scales = random_scales(*shape, 16, layout=layout, seed=2).flatten(-2)
@@ -45,7 +45,7 @@ def latent_vectors(
     dtype: torch.dtype = BF16,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Latents (T, L) and rotary keys (T, R), or None, views of rows of both."""
+    """Latents (T, L) and rotary keys (T, R) or None, as views of one tensor."""
     rows = gaussian(num_tokens, layout.head_size, dtype=dtype, seed=seed)
     rope = rows[:, layout.rank :] if layout.rope else None
     return rows[:, : layout.rank], rope
@@ -58,7 +58,7 @@ def fill_latent_cache(
     layout: LatentFormat,
     dtype: torch.dtype = BF16,
 ) -> None:
-    """Store Gaussian vectors of every sequence by the reference."""
+    """Store Gaussian vectors of every sequence with the reference."""
     for row, length in enumerate(seq_lens):
         slots = slots_of(block_table[row], 0, length, kv_cache.shape[1])
         vectors = latent_vectors(layout, length, dtype, seed=row + 100)

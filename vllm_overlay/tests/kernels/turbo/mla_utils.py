@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's MLA layer with turbo pages, for tests: configuration, weights, and batches."""
+"""The MLA layer of vLLM with turbo pages: configurations, weights and batches."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def make_mla_config(
 
 
 def make_mla_layer(config: VllmConfig, **changes: Any) -> MLAAttention:
-    """A layer as models make it, with weights; within ``one_rank``."""
+    """A layer with weights, as models make it. Call this within ``one_rank``."""
     text = config.model_config.hf_text_config
     rank, rope = text.kv_lora_rank, text.qk_rope_head_dim
     context = config.compilation_config.static_forward_context
@@ -95,18 +95,19 @@ def make_mla_builder(config: VllmConfig, layer: MLAAttention) -> Any:
 
 @dataclass
 class MLABatch:
-    """Requests, (query length, context length) of each.
+    """A batch of an MLA layer, as the model runner hands it over.
 
     Attributes:
-        requests: Those that are decodes and extends first.
-        layer: What serves them.
-        latents: Of each request, all its latents, (S, L), and rotary keys, (S, R).
-        slots: Of each request, those of all its tokens.
+        requests: Query length and context length of each request, decodes and extends
+            first.
+        layer: The layer that serves them.
+        latents: All latents, (S, L), and rotary keys, (S, R), of each request.
+        slots: The slots of all tokens of each request, (S,) int64.
         cache: (num_blocks, N, C) uint8.
-        common: As model runners say it.
+        common: The model runner's metadata.
         query: (T, Hq, nope + R).
-        kv_c: (T, L), of the new tokens.
-        k_pe: (T, 1, R), likewise.
+        kv_c: (T, L), latents of the new tokens.
+        k_pe: (T, 1, R), rotary keys of the new tokens.
 
     """
 
@@ -124,12 +125,12 @@ class MLABatch:
     def make(
         cls, layer: MLAAttention, requests: list[tuple[int, int]], padding: int = 0
     ) -> "MLABatch":
-        """A batch whose contexts are stored in turbo pages. Bytes of no token are 0xFF.
+        """A batch whose contexts are stored in turbo pages. Other bytes are 0xFF.
 
         Args:
-            layer: What serves it.
-            requests: Query and context length of each.
-            padding: Requests without tokens at its end, as a CUDA graph has.
+            layer: The layer that serves it.
+            requests: Query length and context length of each request.
+            padding: Number of requests without tokens at the end, as in a CUDA graph.
 
         """
         layout = layer.impl.runner.layout
@@ -151,7 +152,7 @@ class MLABatch:
         rope: int,
         padding: int = 0,
     ) -> "MLABatch":
-        """A batch whose cache has no bytes yet."""
+        """A batch whose cache has no bytes yet, (num_blocks, N, 0)."""
         dtype = layer.kv_b_proj.weight.dtype
         padded = [*requests, *[(0, 0)] * padding]
         seq_lens = [sum(request) for request in padded]
@@ -169,7 +170,7 @@ class MLABatch:
         ]
         query_lens = [query_len for query_len, _ in padded]
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        # Padded requests have as many tokens of padding as others have.
+        # Each padded request has as many rows of padding as the longest request has.
         num_padding = padding * max(query_lens)
         num_tokens = int(starts[-1]) + num_padding
         own = [x[context:] for (_, context), x in zip(requests, slots)]
@@ -220,17 +221,17 @@ class MLABatch:
         return output.view(-1, NUM_HEADS, V_SIZE)
 
     def stored(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All latents of a request and its rotary keys, as they are stored."""
+        """All stored latents of a request, rotated back, and its rotary keys."""
         layout = self.layer.impl.runner.layout
         latent, rope = reference.load(self.cache, self.slots[row], layout)
         return inverse_rotate(latent), rope
 
     def expected(self, raw_from: int | None) -> torch.Tensor:
-        """The output in fp32, without absorption, over what the cache holds.
+        """The output in fp32, (T, Hq, V), without absorption, over the cache's tokens.
 
         Args:
-            raw_from: Query tokens of a request from which on it sees its own as
-                computed; None: none does.
+            raw_from: Query length from which on a request sees its own tokens as
+                computed; None: no request does.
 
         """
         seen = []
@@ -245,7 +246,7 @@ class MLABatch:
         return self.attend(seen)
 
     def attend(self, seen: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """The output in fp32 over latents and rotary keys of each request."""
+        """The output in fp32, (T, Hq, V), from latents and rotary keys by request."""
         weight = self.layer.kv_b_proj.weight.float()
         weight = weight.view(NUM_HEADS, NOPE + V_SIZE, -1)
         outputs, begin = [], 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Ranks that share sequences, in one process: threads that run one at a time, and wait
-for each other where ranks communicate.
+"""Ranks that share sequences, in one process. They are threads that run one at a time,
+and wait for each other where ranks communicate.
 """
 
 import threading
@@ -15,22 +15,22 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """A few ranks, and what they have brought to a collective.
+    """A few ranks, and the tensors that each has brought to a collective.
 
     Attributes:
-        size: How many there are.
+        size: Number of ranks.
 
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # Triton's interpreter is for one thread.
+        # Triton's interpreter is not safe for threads.
         self._turn = threading.Lock()
         self._all_are_here = threading.Barrier(size)
         self._brought: list[torch.Tensor | None] = [None] * size
 
     def run(self, function: Callable[[int], Result]) -> list[Result]:
-        """Run a function of a rank's number on all of them."""
+        """Run a function on all ranks, given the rank's number; results by rank."""
         results: list[Result] = []
         errors: list[Exception] = []
 
@@ -57,10 +57,10 @@ class Ranks:
         return results
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What all ranks bring, by one of them, which brings this.
+        """Bring a tensor as one of the ranks; return the tensors of all.
 
-        Ranks have to bring as much: else they would wait for ever, or read what was
-        not written.
+        All ranks must bring the same shape and dtype. On GPUs they would otherwise
+        wait for ever, or read memory that was not written.
         """
         self._brought[rank] = tensor.clone()
         with self._waiting():
@@ -81,12 +81,12 @@ class Ranks:
 
 
 class RankGroup:
-    """The ranks as one of them has them: what is used of a ``GroupCoordinator``.
+    """The part of a ``GroupCoordinator`` that turbo uses, as one rank sees it.
 
     Attributes:
-        world_size: How many there are.
-        rank_in_group: Which this is.
-        num_collectives: How often it has waited for others.
+        world_size: Number of ranks.
+        rank_in_group: This rank's number.
+        num_collectives: Number of collectives so far.
 
     """
 
@@ -109,6 +109,6 @@ class RankGroup:
         return sum(part[self.rank_in_group] for part in parts).to(x.dtype)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """As ``torch.distributed.all_to_all_single``, of tensors of one axis."""
+        """As ``torch.distributed.all_to_all_single``, for tensors with one axis."""
         parts = [y.chunk(self.world_size) for y in self._exchange(sent)]
         received.copy_(torch.cat([part[self.rank_in_group] for part in parts]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is refused: each case with what its message names."""
+"""Cases that are refused, each with a pattern of its message."""
 
 import importlib
 import sys
@@ -60,14 +60,14 @@ def selector_config(name: str = "turbo4", **changes) -> AttentionSelectorConfig:
 def select(
     backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
 ) -> str:
-    """As platforms without a list of backends do."""
+    """Select a backend as platforms without a list of backends do."""
     capability = current_platform.get_device_capability()
     return get_turbo_backend_path(backend, selector_config(name, **changes), capability)
 
 
 @cache
 def cuda_module() -> ModuleType:
-    """``vllm.platforms.cuda``, whose operators cannot be loaded without a driver."""
+    """``vllm.platforms.cuda``, without its operators, which need a driver."""
     operators = "vllm._C_stable_libtorch"
     with pytest.MonkeyPatch.context() as patch:
         if not current_platform.is_cuda():
@@ -76,7 +76,7 @@ def cuda_module() -> ModuleType:
 
 
 def cuda_platform(capability: DeviceCapability):
-    """The platform of a GPU, which need not be there."""
+    """The platform of a GPU that this machine need not have."""
 
     class Device(cuda_module().CudaPlatformBase):
         device_name = "a GPU"
@@ -175,15 +175,15 @@ def speculative_config(config: VllmConfig, method: str) -> VllmConfig:
         target_model_config=config.model_config,
         target_parallel_config=config.parallel_config,
     )
-    # A checkpoint of a drafter would be needed otherwise.
+    # Set afterwards, because validation would need a drafter's checkpoint.
     speculative.method = method
     return with_attribute(config, "speculative_config", speculative)
 
 
 def mm_prefix_config(config: VllmConfig) -> VllmConfig:
-    """Of a model whose image tokens see each other."""
+    """The configuration of a model whose image tokens see each other."""
     model_config = copy(config.model_config)
-    # A cached property of the description, which needs a checkpoint.
+    # The cached property is set, because computing it needs a checkpoint.
     vars(model_config)["is_mm_prefix_lm"] = True
     return with_attribute(config, "model_config", model_config)
 
@@ -238,7 +238,7 @@ SPECS = {
 
 
 def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
-    """Of ranks that share the context."""
+    """The configuration of ranks that share the context (DCP)."""
     changed = parallel_config(
         config,
         tensor_parallel_size=4,
@@ -248,7 +248,7 @@ def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
     return with_attribute(changed, "attention_config", attention_config)
 
 
-# What changes in a configuration or a layer, and the reason.
+# A change of the configuration, arguments of the layer, and the reason's pattern.
 WITH_DCP = {
     "stored": (
         lambda config: dcp_config(config, turbo_prefill="stored"),
@@ -287,7 +287,7 @@ MICRO_BATCHES = {"dual batch overlap": dict(enable_dbo=True), "2": dict(ubatch_s
 
 
 def parallel_config(config: VllmConfig, **changes) -> VllmConfig:
-    # For any number of GPUs.
+    # An explicit executor, so that the number of GPUs does not matter.
     changes = {"distributed_executor_backend": "mp"} | changes
     return with_attribute(config, "parallel_config", ParallelConfig(**changes))
 
@@ -296,7 +296,7 @@ PACKED = make_spec(state_content_bytes=68)
 
 
 class OwnAttention(torch.nn.Module, AttentionLayerBase):
-    """An attention layer of a model's own, which nobody selects a backend for."""
+    """An attention layer of a model's own class, for which no backend is selected."""
 
     def __init__(self, backend: type[AttentionBackend], spec: AttentionSpec):
         super().__init__()
@@ -317,7 +317,7 @@ def transfer_config(config: VllmConfig, name: str, **changes) -> VllmConfig:
 
 
 def multi_config(config: VllmConfig, *names: str) -> VllmConfig:
-    """Of an engine with several connectors."""
+    """The configuration of an engine with several connectors."""
     children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
     return transfer_config(
         config, "MultiConnector", kv_connector_extra_config={"connectors": children}
@@ -344,7 +344,7 @@ def make_layer(config: VllmConfig, **changes) -> Attention:
 
 
 def share_with_skipped(config: VllmConfig, skipped: int) -> None:
-    """Two layers with one cache, of which one is in the model's dtype."""
+    """Make two layers that share a cache, one packed and one in the model's dtype."""
     config.cache_config.kv_cache_dtype_skip_layers = [str(skipped)]
     target = make_layer(config)
     sharing = make_layer(config, kv_sharing_target_layer_name=target.layer_name)
@@ -356,18 +356,18 @@ def share_with_skipped(config: VllmConfig, skipped: int) -> None:
 
 @cache
 def serve_parser() -> FlexibleArgumentParser:
-    """What reads the arguments of ``vllm serve`` that configure an engine."""
+    """The parser of the arguments of ``vllm serve`` that configure an engine."""
     return EngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 def serve_options() -> set[str]:
-    """The arguments that it knows."""
+    """The names of the arguments that the parser knows."""
     actions = serve_parser()._actions
     return {name for action in actions for name in action.option_strings}
 
 
 def reasons_of(call: Callable[[], object], name: str = "turbo4") -> list[str]:
-    """What the message of a refusal names."""
+    """The reasons in the message of a refusal."""
     with pytest.raises((ValueError, NotImplementedError)) as raised:
         call()
     found = re.fullmatch(
@@ -381,12 +381,12 @@ def reasons_of(call: Callable[[], object], name: str = "turbo4") -> list[str]:
 
 
 def pattern(reason: Reason) -> str:
-    """What matches a reason with whatever values."""
+    """A regular expression that matches a reason with any values."""
     return re.sub("<[^>]*>", "[^<>]+", re.escape(str(reason), literal_spaces=True))
 
 
 def listed(text: str, reasons: tuple[Reason, ...] = REASONS) -> Reason:
-    """The reason as the list has it: one of them, and no other."""
+    """The only listed reason that matches the text."""
     (found,) = (each for each in reasons if re.fullmatch(pattern(each), text))
     assert "None" not in text
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Writes the page that lists each refusal: messages from the code, cases from here.
+"""Writes the page that lists every refusal: messages from the code, cases from here.
 
-A new reason needs its case in ``CASES``. Then this command writes the page anew:
+A new reason needs a case in ``CASES``. This command then writes the page anew:
 
     python tests/kernels/turbo/refused_page.py
 """
@@ -248,7 +248,7 @@ def window_reasons() -> Iterator[str]:
 
 
 def render() -> str:
-    """The page as it should be."""
+    """The text of the page."""
     connectors = (
         (f"`{name}`", state.value, "yes" if name in MLA_CONNECTORS else "refused", why)
         for name, (state, why) in CONNECTORS.items()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One attention layer of vLLM's ``turboquant_4bit_nc`` or ``ultraquant_4bit``, or of
-``turbo4``, whose bits are alike, behind one interface.
+"""An attention layer with one interface for three dtypes of about as many bits: vLLM's
+``turboquant_4bit_nc`` and ``ultraquant_4bit``, and ``turbo4``.
 """
 
 from dataclasses import dataclass, field
@@ -28,18 +28,18 @@ BACKENDS = {
     ULTRAQUANT: UltraQuantAttentionBackend,
 }
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 64, 32
-# Of an output's norm: four bits cost up to 0.14, wrong lengths 0.49 and more.
+# A fraction of an output's norm: four bits cost up to 0.14, wrong lengths 0.49 or more.
 TOLERANCE = 0.25
 
 both = pytest.mark.parametrize("name", [THEIRS, OURS])
 
 
 def unmended(raises: type[BaseException], reason: str = "a defect of vLLM's"):
-    """Both dtypes, of which vLLM's fails by the exception.
+    """Both dtypes; the test of vLLM's is expected to raise an exception.
 
     Args:
         raises: The exception.
-        reason: What is known of it upstream: the address of an issue or a change.
+        reason: The address of an issue or a change upstream, if there is one.
 
     """
     mark = pytest.mark.xfail(strict=True, raises=raises, reason=reason)
@@ -64,8 +64,8 @@ class Scene:
     """A layer of one dtype, and requests whose contexts are in its cache.
 
     Attributes:
-        config: Of a model of one layer.
-        requests: (query length, context length) of each, decodes first.
+        config: The configuration of a model with one layer.
+        requests: Query length and context length of each request, decodes first.
 
     """
 
@@ -128,11 +128,11 @@ class Scene:
         return torch.cat([self.slots(row, *span) for row, span in enumerate(ends)])
 
     def metadata(self, surplus: int = 0) -> CommonAttentionMetadata:
-        """As the model runner has it.
+        """The metadata as the model runner has it.
 
         Args:
-            surplus: What the host's lengths exceed the device's by, for requests
-                with a context.
+            surplus: Tokens by which the host's lengths exceed the device's, for
+                requests with a context.
 
         """
         upper_bound = self.seq_lens + surplus * (self.contexts > 0).int()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What holds of every store kernel: its bytes are the reference's."""
+"""Checks of every store kernel: its bytes are the reference's."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Store = Callable[..., None]
 
 
 def vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Gaussian vectors from tiny to huge, and all that an encoder must survive."""
+    """Gaussian vectors from tiny to huge, with NaN, Inf, zeros and denormal numbers."""
     x = gaussian(*shape, dtype=torch.float32, seed=seed)
     magnitude = torch.logspace(-7, 4, shape[0], device=DEVICE)
     x = (x * magnitude[:, None, None]).to(dtype)
@@ -52,8 +52,10 @@ def check_bytes(
     block_size: int = 16,
     cache_layout: KVCacheLayout = KVCacheLayout.LBHNC,
 ) -> None:
-    """Store into caches of 0xFF by both, and compare the bytes of all layers: only
-    those of one, which are interleaved with the others', may change.
+    """Store into caches of 0xFF with kernel and reference, and compare all bytes.
+
+    Three layers share a buffer, with interleaved pages. Only one layer's bytes may
+    change.
     """
     if num_blocks is None:
         num_blocks = slots.shape[0] // 8 + 3
@@ -77,7 +79,7 @@ def check_many_tokens(
     num_tokens: int,
     num_kv_heads: int,
 ) -> None:
-    """Many tokens a page in one launch, some of slot -1, and padded inputs."""
+    """Store many tokens a page in one launch, some with slot -1, from padded inputs."""
     shape = (num_tokens + 3, num_kv_heads, layout.head_size)
     key = vectors(shape, dtype, seed=1)
     value = vectors(shape, dtype, seed=2).flip(0)
@@ -89,7 +91,7 @@ def check_many_tokens(
 def check_strides_of_the_cache(
     store: Store, layout: TurboFormat, cache_layout: KVCacheLayout, block_size: int
 ) -> None:
-    """The same in every order of layers, blocks and heads."""
+    """Store into a cache with any order of layers, blocks and heads."""
     size = layout.head_size
     key, value = gaussian(15, 2, size).half(), gaussian(15, 2, size, seed=1).half()
     slots = random_slots(15, 4 * block_size)
@@ -103,15 +105,15 @@ def check_rotated_query(
     num_tokens: int,
     nan_row: tuple[int, int] | None = None,
 ) -> None:
-    """A row times its scale is the rotated query, scaled for base-2 softmax.
+    """Check that a row times its scale is the rotated query for a base-2 softmax.
 
     Args:
-        store: The entry point.
+        store: The store under test.
         layout: The cache's format.
-        dtype: The model's.
-        num_tokens: Tokens to store, at most 48.
-        nan_row: Token and head of a query that is to have a NaN, and to get a NaN for
-            its scale; no other may.
+        dtype: The model's dtype.
+        num_tokens: Number of tokens to store, at most 48.
+        nan_row: Token and head of a query that gets a NaN. Its scale must become NaN,
+            and no other scale may.
 
     """
     shape = (layout, 5, 2, 16)
@@ -140,7 +142,7 @@ def check_rotated_query(
 
 
 def check_page_beyond_4_gib(store: Store, name: str) -> None:
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Store into pages at byte offsets beyond 2**31 and 2**32."""
     layout = TurboFormat.from_cache_dtype(name, 128)
     _, (expected, *_) = layer_caches(layout, 3, 2, 16)
     cache, blocks = spread_pages(expected)

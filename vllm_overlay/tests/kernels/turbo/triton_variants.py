@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which variants of the Triton kernels have been compiled, or would have been."""
+"""The variants of the Triton kernels that have been compiled, or would have been."""
 
 import importlib
 import inspect
@@ -14,7 +14,7 @@ import torch
 from vllm.triton_utils import triton
 
 PACKAGE = "vllm.v1.attention.ops.turbo"
-# A kernel's name, and what it is compiled for.
+# A kernel's name, and the specialisation that it is compiled for.
 Variant: TypeAlias = tuple[str, str]
 
 
@@ -28,7 +28,7 @@ def _kernels(kind: type) -> Iterator[Any]:
 
 
 def compiled_variants() -> set[Variant]:
-    """What Triton has compiled in this process, for the current GPU."""
+    """The variants that Triton has compiled in this process for the current GPU."""
     device = torch.accelerator.current_device_index()
     return {
         (kernel.fn.__name__, str(key))
@@ -40,7 +40,7 @@ def compiled_variants() -> set[Variant]:
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """What the compiler's launch makes of arguments, by Triton's own rules."""
+    """Triton's function that specialises a launch's arguments when it compiles."""
     options = {
         name: kernel.kwargs.get(name)
         for name in ("do_not_specialize", "do_not_specialize_on_alignment")
@@ -55,9 +55,9 @@ def _binder(kernel: Any) -> Any:
 
 
 class RecordedVariants:
-    """What the interpreter's launches would have had compiled.
+    """The variants that Triton would have compiled for the interpreter's launches.
 
-    The package's kernels do not run then: no launch depends on what others write.
+    The package's kernels do not run, because no launch depends on another's output.
 
     Attributes:
         found: The variants so far.
@@ -66,7 +66,7 @@ class RecordedVariants:
 
     def __init__(self, monkeypatch) -> None:
         self.found: set[Variant] = set()
-        # Loaded by whom it runs kernels for alone.
+        # Imported only by processes whose kernels it runs.
         interpreter = importlib.import_module("triton.runtime.interpreter")
         run = interpreter.InterpretedFunction.run
 

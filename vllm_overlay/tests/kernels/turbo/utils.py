@@ -52,7 +52,7 @@ DEVICE = torch.device(current_platform.device_type)
 ON_GPU = DEVICE.type != "cpu"
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Those that the backend declares.
+# The layouts that the backend declares.
 CACHE_LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
 # 48 is no power of two; hybrid models have pages of hundreds and thousands of tokens.
 if ON_GPU:
@@ -61,7 +61,7 @@ if ON_GPU:
 else:
     KERNEL_CASES = [(64, BF16), (80, FP16), (128, BF16), (128, FP16), (256, BF16)]
     PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))
-# Of block-table entries past a sequence's end, which no kernel may follow.
+# The block-table entry past a sequence's end, which no kernel may follow.
 INVALID_BLOCK = 2**30
 
 CAN_RUN_KERNELS = HAS_TRITON and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1")
@@ -69,23 +69,23 @@ requires_triton = pytest.mark.skipif(
     not CAN_RUN_KERNELS, reason="needs a GPU, or TRITON_INTERPRET=1"
 )
 ON_NVIDIA = ON_GPU and current_platform.is_cuda()
-# Whether CUDA's kernels run on tensors of a CPU, by an emulator that whoever runs the
-# tests has installed. It takes seconds for a few thousand tokens.
+# Whether an emulator of a GPU is installed, which runs CUDA's kernels on tensors of a
+# CPU. It takes seconds for a few thousand tokens.
 CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
 CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
 requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
-# Those of warpgroups.
+# Kernels with instructions for warpgroups (WGMMA).
 requires_hopper = pytest.mark.skipif(
     not (CUDA_IS_EMULATED or ON_NVIDIA and current_platform.is_device_capability(90)),
     reason="needs a GPU of compute capability 9.0",
 )
-# Streams, graphs, launches that fail, and what takes a GPU's memory or speed.
+# Streams, graphs, failing launches, and cases that need a GPU's memory or speed.
 requires_nvidia = pytest.mark.skipif(
     not ON_NVIDIA, reason="needs an NVIDIA GPU, not an emulated one"
 )
 all_presets = pytest.mark.parametrize("name", TURBO_PRESETS)
-# The interpreter takes seconds a case: of k4v3 each half is another preset's, and what
-# does not depend on how codes are packed is asked of one.
+# The interpreter takes seconds a case. It skips k4v3, which packs K as turbo4 does and
+# V as turbo3. A test that does not depend on the packing gets one preset.
 PACKINGS = list(TURBO_PRESETS) if ON_GPU else ["turbo4", "turbo3"]
 packings = pytest.mark.parametrize("name", PACKINGS)
 one_packing = pytest.mark.parametrize("name", TURBO_PRESETS if ON_GPU else ["turbo4"])
@@ -127,7 +127,7 @@ def random_bytes(*shape: int, below: int = 256, seed: int = 0) -> torch.Tensor:
 def cache_spec(
     layout: TurboFormat, num_kv_heads: int, block_size: int
 ) -> AttentionSpec:
-    """The spec vLLM sizes and views the cache by: the backend's."""
+    """The backend's spec, from which vLLM sizes and views the cache."""
     return FullAttentionSpec(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
@@ -174,14 +174,14 @@ def new_cache(
     block_size: int,
     cache_layout: KVCacheLayout = KVCacheLayout.LBHNC,
 ) -> torch.Tensor:
-    """One layer's cache, neither the first nor the last of its buffer."""
+    """The cache of the middle one of three layers that share a buffer."""
     return layer_caches(layout, num_blocks, num_kv_heads, block_size, cache_layout)[1][
         1
     ]
 
 
 def random_scales(*shape: int, layout: TurboFormat, seed: int) -> torch.Tensor:
-    """Scale bytes of random vectors, (*shape, S): any finite scales, zero too."""
+    """Scale bytes of random vectors, (*shape, S): any finite scales, zero included."""
     words = layout.scale_words
     shape = (*shape, words.num_words)
     base = random_bytes(*shape, 1, below=0xF8, seed=seed)
@@ -210,16 +210,16 @@ def random_pages(
 def spread_pages(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Three pages of a cache where byte offsets pass 2**31 and 2**32.
 
-    There is memory of other bytes wherever an offset of 32 bits, signed or not, leads
-    to: who computes one reads or writes the wrong page, and does not fault. On a CPU,
-    memory that is not touched is not taken.
+    Offsets that overflow 32 bits, signed or unsigned, lead to mapped memory with other
+    bytes. A kernel that computes one reads or writes the wrong page and does not fault.
+    On a CPU, memory that is not touched is not allocated.
 
     Args:
         pages: (3, H, N, C) uint8, contiguous.
 
     Returns:
-        A cache, (num_blocks, H, N, C) uint8, and its blocks that hold the pages, (3,)
-        int64.
+        A cache, (num_blocks, H, N, C) uint8, and the numbers of the blocks that hold
+        the pages, (3,) int64.
 
     """
     page_bytes = pages[0].numel()
@@ -229,7 +229,7 @@ def spread_pages(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         2**31 + num_blocks * page_bytes, dtype=torch.uint8, device=DEVICE
     )
     cache = memory[2**31 :].view(num_blocks, *pages.shape[1:])
-    # What the offsets of the last two become: minus 2**31, or zero, and a few pages.
+    # The last two offsets wrap around to minus 2**31 or zero, plus a few pages.
     memory[: 4 * page_bytes] = 0xFF
     cache[:4] = 0xFF
     cache[blocks] = pages
@@ -237,7 +237,7 @@ def spread_pages(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def num_blocks_for(seq_lens: list[int], block_size: int) -> int:
-    """Blocks of a cache for the sequences, with some to spare."""
+    """Number of blocks of a cache for the sequences, with three to spare."""
     return sum(math.ceil(length / block_size) for length in seq_lens) + 3
 
 
@@ -258,7 +258,7 @@ def make_block_table(seq_lens: list[int], block_size: int) -> torch.Tensor:
 def slots_of(
     block_table_row: torch.Tensor, first: int, last: int, block_size: int
 ) -> torch.Tensor:
-    """Slots of a sequence's positions first to last - 1, int64."""
+    """Slots of a sequence's positions first to last - 1, (last - first,) int64."""
     positions = torch.arange(first, last, device=block_table_row.device)
     blocks = block_table_row[positions // block_size].long()
     return blocks * block_size + positions % block_size
@@ -271,7 +271,7 @@ def fill_cache(
     layout: TurboFormat,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Store Gaussian K and V of every sequence by the reference."""
+    """Store Gaussian K and V of every sequence with the reference."""
     num_kv_heads, block_size = kv_cache.shape[1:3]
     for row, length in enumerate(seq_lens):
         shape = (length, num_kv_heads, layout.head_size)
@@ -287,7 +287,7 @@ def load_context(
     length: int,
     layout: TurboFormat,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, fp32 and not rotated, that attention to the cache is to see."""
+    """K and V, each (length, H, D) fp32, rotated back, that attention should see."""
     slots = slots_of(block_table_row, 0, length, kv_cache.shape[2])
     keys, values = reference.load(kv_cache, slots, layout)
     keys = reference.inverse_rotate(keys) * layout.key_codebook.gain
@@ -303,7 +303,7 @@ def plain_attention(
     rotated: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention by PyTorch in ``dtype``, if so asked in rotated space."""
+    """Attention in PyTorch in ``dtype``, on request in rotated space."""
     if not rotated:
         q, k, v = (x.to(dtype) for x in (query, key, value))
         return reference.attention(q, k, v, scale, **options)[0]
@@ -324,22 +324,23 @@ def attention_of_rounded(
     offset: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Causal attention from q that is rounded for all tokens but the newest.
+    """Causal attention from a rounded q to all tokens but the newest.
 
     Args:
-        rounded: (Q, Hq, D) fp32, of the last Q positions.
-        query: (Q, Hq, D), as it is.
+        rounded: (Q, Hq, D) fp32, rounded queries of the last Q positions.
+        query: (Q, Hq, D), the queries without rounding.
         key: (T, H, D) fp32.
         value: (T, H, D) fp32.
-        num_newest: Of the T tokens, those whose scores are from ``query``.
+        num_newest: Number of tokens, at the end of T, whose scores come from
+            ``query``.
         scale: Softmax scale.
-        offset: (T, H, D) fp32, a part of the keys whose scores are from ``query``.
-        options: For ``reference.attention``.
+        offset: (T, H, D) fp32, the part of the keys whose scores come from ``query``.
+        options: Arguments of ``reference.attention``.
 
     """
     if offset is None:
         offset = torch.zeros_like(key)
-    # The two have coordinates of their own.
+    # Concatenated along D, so that each query meets its part of the keys alone.
     keys = torch.cat([key - offset, offset], -1)
     newest = slice(len(keys) - num_newest, len(keys))
     keys[newest] = keys[newest].roll(key.shape[-1], -1)
@@ -353,18 +354,20 @@ def assert_within(
     allowed: float | torch.Tensor,
     name: str = "",
 ) -> None:
-    """Check that numbers differ by no more than is allowed, and else say where.
+    """Check that numbers differ by no more than is allowed.
+
+    The message of a failure names the worst place.
 
     Args:
         found: Numbers, of any shape and dtype.
-        expected: Numbers of the same shape. A NaN in either is no match.
+        expected: Numbers of the same shape. A NaN in either one fails.
         allowed: The largest error: one number, or a tensor that broadcasts to the
             shape.
-        name: The numbers' name in the message.
+        name: Name of the numbers in the message.
 
     """
     error = (found.double() - expected.double()).abs()
-    # Written so that NaN is wrong.
+    # Negated, so that a NaN counts as wrong.
     wrong = ~(error <= allowed)
     if not wrong.any():
         return
@@ -393,22 +396,22 @@ def assert_by_2x_rule(
 ) -> None:
     """Compare one sequence's output to attention in PyTorch.
 
-    The error, against attention in fp32, may be twice that of attention in the
-    model's dtype, in rotated space if that is where the dtype is used. Besides,
-    2**-11 of the largest output is allowed for values decoded in fp16, whatever
-    the dtype.
+    The error against attention in fp32 may be twice the error of attention in the
+    model's dtype, which is computed in rotated space if ``rotated``. Another 2**-11
+    of the largest output is allowed, because values are decoded in fp16 for any
+    dtype.
 
     Args:
-        output: (Q, Hq, D), of the last Q positions.
+        output: (Q, Hq, D), outputs of the last Q positions.
         query: (Q, Hq, D).
-        key: (T, H, D) fp32, what the cache holds.
-        value: (T, H, D), likewise.
+        key: (T, H, D) fp32, the dequantised keys.
+        value: (T, H, D) fp32, the dequantised values.
         scale: Softmax scale.
-        dtype: The model's.
-        rotated: Whether rotated q, K, V and output are rounded to it.
-        target: (Q, Hq, D) fp32, what the output is compared to if that is not fp32
-            attention from ``query``. What is allowed stays the same.
-        options: For ``reference.attention``.
+        dtype: The model's dtype.
+        rotated: Whether q, K, V and output are rounded to the dtype in rotated space.
+        target: (Q, Hq, D) fp32, the numbers to compare to; None: fp32 attention from
+            ``query``. The allowed error does not depend on it.
+        options: Arguments of ``reference.attention``.
 
     """
     expected, _ = reference.attention(query.float(), key, value, scale, **options)
@@ -424,11 +427,12 @@ def assert_by_2x_rule(
 def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
     """Queries (B, Hq, D) as a store kernel makes them for a scale of 1 / sqrt(D).
 
-    By its definition: Triton compiles or interprets a store for longer than what is
-    tested takes, and tests of the stores and of the backend have the kernels' own.
+    PyTorch computes them, because Triton takes longer to compile or interpret a store
+    than the kernel under test. Tests of the stores and of the backend cover queries
+    that kernels rotate.
 
-    Powers of two follow from a query's numbers, so that its neighbours have others:
-    those of the largest number, as stores have them, are nearly all the same.
+    The power of two of a row varies with the row's first number, so that neighbours
+    differ. The powers that stores take, of the largest number, are nearly all the same.
     """
     rotated = reference.rotate(query.float())
     turns = (16 * rotated[..., 0].nan_to_num()).floor().remainder(4)
@@ -449,18 +453,19 @@ def call_of(
     lse: torch.Tensor | None = None,
     **scoring: Any,
 ) -> AttentionCall:
-    """A call, whose query and scale are those of the newest tokens or of the offset.
+    """A call that takes its query and scale from the offset or the newest tokens.
 
     Args:
-        kv_cache: See ``AttentionCall``, as the others.
+        kv_cache: See ``AttentionCall``.
         layout: The cache's format.
         batch: The sequences.
-        output: (T, Hq, D).
-        newest: The query tokens.
+        output: (T, Hq, D), written.
+        newest: The query tokens that are attended to as computed.
         offset: The scores that cached keys lack.
         window: The newest cached tokens.
-        lse: (B * Q, Hq).
-        scoring: Fields of ``Scoring``; its soft cap also by the runner's name for it.
+        lse: (B * Q, Hq), written.
+        scoring: Fields of ``Scoring``; ``logits_soft_cap`` is another name of
+            ``soft_cap``.
 
     """
     scoring.setdefault("soft_cap", scoring.pop("logits_soft_cap", None))
@@ -489,7 +494,7 @@ def merge_call(
     newest: NewestTokens | None = None,
     **call: Any,
 ) -> AttentionCall:
-    """A call for the merge alone, which looks at no pages: see ``call_of``."""
+    """A call for the merge alone, which reads no pages: see ``call_of``."""
     no_pages = torch.empty(0, num_kv_heads, TILE_TOKENS, 1, dtype=torch.uint8)
     layout = TurboFormat.from_cache_dtype("turbo4", 128)
     return call_of(no_pages, layout, batch, output, newest, **call)
@@ -505,17 +510,17 @@ def attend_by(
     *call: Any,
     **options: Any,
 ) -> None:
-    """Attend by an ``AttentionFn``.
+    """Call an ``AttentionFn``.
 
     Args:
         attend: The function.
         query: See ``AttentionFn``.
-        kv_cache: See ``call_of``, as the next two.
+        kv_cache: See ``call_of``.
         layout: The cache's format.
         batch: The sequences.
         partials: See ``AttentionFn``.
         call: The further arguments of ``call_of``.
-        options: Those of the function and of ``call_of``.
+        options: Further options of the function and of ``call_of``.
 
     """
     own = {x: options.pop(x) for x in ("enable_pdl", "tuning") if x in options}
@@ -532,10 +537,10 @@ def decode(
     out_dtype: torch.dtype | None = None,
     newest: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Rotate q and run the decode kernels, scratch and output NaN before.
+    """Rotate q and run Triton's decode kernels, with NaN in scratch and output before.
 
-    The softmax scale is 1 / sqrt(D). ``newest`` are K and V of the sequences'
-    last tokens, to be attended to as they are.
+    The softmax scale is 1 / sqrt(D). ``newest`` has K and V of the sequences' last
+    tokens, which are attended to as computed.
     """
     from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
 
