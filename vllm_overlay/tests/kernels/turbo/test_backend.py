@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @prefill_modes
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_batches(folder, requests, mode, path, monkeypatch):
-    """Context is cut into pieces of 128 tokens."""
+    """Mixed batches, whose context is cut into pieces of 128 tokens."""
     set_scratch(monkeypatch, piece_tokens=128)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
@@ -105,7 +105,7 @@ def test_paths_store_the_same_bytes(folder, path):
     assert torch.equal(caches[0], caches[1])
     num_tokens = batch.common.num_actual_tokens
     updated = Batch.make(impl, BATCHES["mixed"])
-    # As ``forward`` does, this takes the path of the tensors' device.
+    # Like ``forward``, this takes the path that the tensors' device has.
     impl.do_kv_cache_update(
         None,
         updated.key,
@@ -135,7 +135,7 @@ def test_forward_takes_the_path_of_the_device(folder):
 @requires_triton
 @kernel_paths
 def test_padded_decodes(folder, path):
-    """As a CUDA graph of a larger batch has them: length 0, slot -1."""
+    """A CUDA graph of a larger batch pads with requests of length 0 and slot -1."""
     config = make_vllm_config(folder)
     impl = make_impl(config)
     set_path(impl, path)
@@ -190,7 +190,7 @@ def test_builder_interface(folder):
 @kernel_paths
 @pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkeypatch):
-    """The workspace may not grow after the memory is profiled."""
+    """The workspace must not grow after the profile run has measured memory."""
     set_scratch(monkeypatch, piece_tokens=48)
     config = make_vllm_config(
         folder,
@@ -210,7 +210,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
     assert (output == 0).all()
     (reserved,) = current_workspace_manager()._current_workspaces
     assert reserved is not None
-    # A few parts, each of a multiple of 256 bytes.
+    # The workspace rounds each of its few parts up to a multiple of 256 bytes.
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert 0 <= reserved.numel() - impl.runner.workspace_bytes < 4 * 256
     lock_workspace()
@@ -230,7 +230,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
 @requires_triton
 @pytest.mark.usefixtures("workspace")
 def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
-    """They say how many partial results there are, and what is made for good."""
+    """The chosen kernels say how many splits there are, and make their matrices."""
     set_scratch(monkeypatch, piece_tokens=8)
     config = make_vllm_config(
         folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=8
@@ -255,7 +255,7 @@ def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
 @requires_triton
 @kernel_paths
 def test_batch_of_one_step_after_another(folder, path):
-    """A sequence prefilled in two chunks, then decoded, sees all its tokens."""
+    """A sequence prefilled in two chunks and then decoded sees all its tokens."""
     config = make_vllm_config(folder, dtype=FP16, turbo_prefill="stored")
     impl = make_impl(config)
     set_path(impl, path)
@@ -294,7 +294,7 @@ def test_batch_of_one_step_after_another(folder, path):
 @prefill_modes
 @kernel_paths
 def test_forward_plans_nothing(folder, mode, path, monkeypatch):
-    """The builder has, for each shape of layer; only scratch is found out later."""
+    """The builder plans for each shape of layer; ``forward`` only allots scratch."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     set_path(impl, path)

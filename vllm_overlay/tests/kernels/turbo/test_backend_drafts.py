@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The backend where requests bring drafts to verify."""
+"""The backend with requests that bring drafts to verify."""
 
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from .backend_utils import (
 from .refusal_cases import speculative_config
 from .utils import DEVICE, FP16, cache_spec, requires_triton
 
-# (query length, context length) of each request that brings up to two drafts, decodes
-# first.
+# (query length, context length) of each request, decodes first. A request brings two
+# drafts at most.
 SPECULATIVE_BATCHES = {
     "uniform": [(3, 31), (3, 0), (3, 62)],
     "one token each": [(1, 31), (1, 64)],
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @prefill_modes
 @all_paths
 def test_batches_with_drafts(folder, name, mode, path):
-    """Drafts are decoded, as lengths on the host are not exact for them."""
+    """Requests with drafts are decodes: the host does not know their exact lengths."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
     impl = make_impl(config)
     set_path(impl, path)
@@ -77,8 +77,8 @@ def test_batches_with_drafts(folder, name, mode, path):
 @prefill_modes
 @kernel_paths
 def test_padded_drafts(folder, mode, path):
-    """As a CUDA graph of a larger batch has them: the requests of padding begin where
-    the tokens end, and yet their tokens are counted.
+    """A CUDA graph of a larger batch: padded requests begin where the tokens end, but
+    the number of tokens includes theirs.
     """
     config = with_drafts(make_vllm_config(folder, turbo_prefill=mode), PADDING - 1)
     impl = make_impl(config)
@@ -113,7 +113,7 @@ def test_padded_drafts(folder, mode, path):
 @requires_triton
 @kernel_paths
 def test_padding_alone(folder, path):
-    """As a rank without requests has it, beside ranks that have some."""
+    """A rank without requests runs padding beside ranks that have requests."""
     config = with_drafts(make_vllm_config(folder))
     impl = make_impl(config)
     set_path(impl, path)
@@ -134,7 +134,8 @@ def test_padding_alone(folder, path):
     assert (output == 0).all() and torch.equal(batch.cache, before)
 
 
-# Query lengths on the device, and what the host has: an even share of the same sum.
+# Requests by lengths on the device, and query lengths on the host: an even share of the
+# same sum.
 ADAPTIVE_BATCHES = {
     "decodes": ([(3, 31), (1, 64), (2, 30)], [2, 2, 2]),
     "none kept of one": ([(1, 31), (3, 62)], [2, 2]),
@@ -143,7 +144,7 @@ ADAPTIVE_BATCHES = {
 
 
 def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
-    """Of up to two drafts a request."""
+    """The configuration with adaptive verification of two drafts a request."""
     speculative = with_drafts(config).speculative_config
     assert speculative is not None
     speculative.enable_adaptive_verification = True
@@ -155,8 +156,8 @@ def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
 @prefill_modes
 @all_paths
 def test_query_lens_of_the_device(folder, name, mode, path):
-    """Adaptive verification shares out drafts on the device: the host knows how many
-    there are, and at most a request.
+    """Adaptive verification distributes drafts on the device. The host knows only their
+    sum, and the most that a request can have.
     """
     requests, host_lens = ADAPTIVE_BATCHES[name]
     config = make_vllm_config(folder, "turbo4", FP16, mode)
@@ -182,8 +183,9 @@ def test_query_lens_of_the_device(folder, name, mode, path):
 @prefill_modes
 @kernel_paths
 def test_replay_of_other_query_lens(folder, mode, path):
-    """A CUDA graph of as many requests as tokens, replayed with fewer, longer ones:
-    its metadata are the capture's, but for what lies on the device.
+    """A CUDA graph of one token a request is replayed with fewer and longer requests.
+
+    Only tensors on the device change between capture and replay.
     """
     config = with_adaptive_verification(make_vllm_config(folder, turbo_prefill=mode))
     impl = make_impl(config)
@@ -226,7 +228,7 @@ def test_replay_of_other_query_lens(folder, mode, path):
 @prefill_modes
 @kernel_paths
 def test_next_step_of_a_drafter(folder, mode, path):
-    """Its metadata are built once; between steps it changes what they view."""
+    """A drafter builds metadata once, and changes tensors in it between steps."""
     config = with_drafts(make_vllm_config(folder, turbo_prefill=mode))
     impl = make_impl(config)
     set_path(impl, path)
@@ -254,8 +256,8 @@ def test_next_step_of_a_drafter(folder, mode, path):
     ],
 )
 def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
-    """Its first pass has the step's tokens and some more, which must not make prefills
-    of requests with drafts: their lengths on the host are not exact.
+    """A drafter's first pass has more tokens than the step. Requests with drafts must
+    stay decodes then, because the host has no exact lengths of them.
     """
     config = make_vllm_config(folder, dtype=FP16)
     config = speculative_config(config, method)
@@ -280,7 +282,7 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
 @prefill_modes
 @all_paths
 def test_first_pass_of_a_draft_model(folder, mode, path):
-    """Of the step's tokens and the one sampled behind them."""
+    """The first pass has the step's tokens and the token sampled after them."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     config = speculative_config(config, "draft_model")
     add_layer(config, "layers.0.attn", is_draft=True)
@@ -297,7 +299,7 @@ def test_first_pass_of_a_draft_model(folder, mode, path):
 
 
 def test_non_causal_drafts(folder):
-    """As DFlash's layers ask for, had they come past the selection."""
+    """DFlash's layers are refused here even if the selection let them pass."""
     config = with_drafts(make_vllm_config(folder))
     impl = make_impl(config)
     common = Batch.make(impl, [(3, 31)]).common.replace(causal=False)

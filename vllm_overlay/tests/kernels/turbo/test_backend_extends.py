@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests of few query tokens, which attend to packed context as it is."""
+"""Extends: requests with few query tokens, which attend to packed context."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from .backend_utils import (
 from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, requires_triton
 
 TOO_LONG = MAX_EXTEND_LEN + 1
-# Requests, and the requests and query tokens of each call. Decodes come first.
+# Requests, decodes first, and each call's number of requests and longest query.
 BATCHES = {
     "hits": ([(4, 64), (2, 33)], [(2, 4)]),
     "beside decodes": ([(1, 31), (1, 64), (3, 65), (4, 31)], [(2, 4)]),
@@ -62,13 +62,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extends are as long as where nothing was measured, whatever the GPU."""
+    """Have extends as long as on a GPU without measurements, on any GPU."""
     monkeypatch.setattr(extend_limits, "_MEASURED", {})
     monkeypatch.setattr(extend_limits, "_MEASURED_OUTPUTS", {})
 
 
 def give_extends(impl: TurboAttentionImpl, path: str) -> None:
-    """Have the path's kernels; Triton's decode attention serves as an extend, too."""
+    """Have the path's kernels; Triton's decode attention also serves extends."""
     set_path(impl, path)
     if path == "triton":
         impl.runner.kernels = impl.runner.kernels._replace(
@@ -100,12 +100,12 @@ def test_plan():
     assert find_extends([3, 4, 50], [0, 0, 9], 32, 99) == []
     assert find_extends([33], [9], 32, 99) == find_extends([], [], 32, 99) == []
     assert find_extends([3], [9], 0, 99) == []
-    # 1024 tokens a call, if each request had as many as its longest; so many in all.
+    # At most 1024 tokens a call, padded to its longest request, and 2048 in all.
     assert find_extends([16] * 100, [9] * 100, 32, 2048) == [(0, 64), (64, 100)]
     last = [(0, 100), (100, 101)]
     assert find_extends([8] * 100 + [32], [9] * 101, 32, 2048) == last
     assert find_extends([32] * 100, [9] * 100, 32, 2048) == [(0, 32), (32, 64)]
-    # Those that are longer than half a call are alone in one.
+    # A request that is longer than half a call has a call of its own.
     alone = [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert find_extends([600] * 4, [9] * 4, 700, 2048) == alone[:3]
     assert find_extends([600] * 4, [9] * 4, 700, 4096) == alone
@@ -114,7 +114,7 @@ def test_plan():
 @pytest.mark.parametrize(
     "num_kv_heads, num_requests, query_len, calls",
     [
-        # Those that were timed are one call, as ever.
+        # Batches of these sizes were timed, and stay one call.
         (8, 64, 128, [64]),
         (8, 32, 256, [32]),
         (8, 512, 16, [256, 256]),
@@ -122,7 +122,7 @@ def test_plan():
         (128, 32, 32, [11, 11, 10]),
         (128, 5, 256, [2, 2, 1]),
         (256, 3, 128, [2, 1]),
-        # A request's tiles have no room: the merge serves.
+        # One request's tiles exceed the scratch: the merge serves instead.
         (1024, 2, 256, None),
     ],
 )
@@ -158,13 +158,17 @@ def test_calls_to_outputs_have_room_for_their_tokens(
 
 
 def test_longest_extends():
-    """By queries of a KV head, and by tokens where heads are few."""
+    """The longest extend is bounded by queries of a KV head, or by tokens."""
     found = [max_extend_len(64, group) for group in (1, 4, 8, 64, 1000)]
     assert found == [MAX_EXTEND_LEN, MAX_EXTEND_LEN, MAX_EXTEND_LEN // 2, 4, 1]
 
 
 def test_measured_extends(monkeypatch):
-    """Of a GPU's kind, by heads; in between as of more heads, and beyond by queries."""
+    """Measured limits hold for a GPU's kind and a number of heads.
+
+    Between two measured numbers, the larger one's limit holds. Beyond the largest, the
+    number of queries of a KV head stays the same.
+    """
     measured = {90: {128: {4: 300, 8: 100}}}
     monkeypatch.setattr(extend_limits, "_MEASURED", measured)
     groups = (1, 4, 5, 8, 16, 2000)
@@ -205,7 +209,7 @@ def test_profile_run_reserves_extends(folder, path, monkeypatch):
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no kernels to choose")
 @pytest.mark.parametrize("path", KERNELS)
 def test_builder_asks_the_kernels(folder, path):
-    """Those of the layers, by the configuration alone."""
+    """The builder finds the layers' kernels from the configuration alone."""
     config = make_vllm_config(folder)
     config.attention_config.turbo_kernel = path
     builder = make_builder(config, make_impl(config))
@@ -214,7 +218,7 @@ def test_builder_asks_the_kernels(folder, path):
 
 @requires_triton
 def test_builder_asks_for_the_heads_of_its_layers(folder):
-    """A drafter's are others than the target's: each has kernels of its own."""
+    """A drafter has other numbers of heads than its target, and kernels of its own."""
     config = make_vllm_config(folder)
     impl = make_impl(config)
     give_extends(impl, "triton")

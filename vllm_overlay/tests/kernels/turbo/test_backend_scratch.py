@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Scratch memory: its bound, and batches that are served slice by slice for it."""
+"""Scratch memory: its bound, and batches that are cut into slices because of it."""
 
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,7 @@ SHAPES = [
     for heads, size in ((128, 128), (64, 256), (32, 512), (32, 128), (8, 64))
     for kv_heads in sorted({1, 8, heads})
 ]
-# Multiprocessors of a GPU, at most, by compute capability: those of a whole die.
+# The most multiprocessors of a GPU, those of a full die, by compute capability.
 MOST_SMS = {80: 128, 86: 84, 89: 144, 90: 144, 100: 160, 120: 192}
 assert MOST_SMS.keys() == ARCHITECTURES.keys()
 STEPS = [(1, 2048), (96, 8192), (1024, 131072)]
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def no_kernel(*args, **arguments) -> None:
-    """In place of kernels, where only what they are given counts."""
+    """A stand-in for kernels, in tests that check only their arguments."""
 
 
 def no_flash_attn(q, **arguments):
@@ -67,7 +67,7 @@ def no_flash_attn(q, **arguments):
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("max_num_seqs, max_num_tokens", STEPS)
 def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypatch):
-    """Whatever the model, the batch and the GPU are."""
+    """Scratch stays within 256 MiB for any model, batch and GPU."""
     config = make_vllm_config(
         folder, "turbo4", BF16, mode, max_num_seqs, max_num_tokens
     )
@@ -124,7 +124,7 @@ def random_requests(
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypatch):
-    """Of decodes, extends and prefills, cut into calls and slices."""
+    """Random decodes, extends and prefills, cut into calls and slices."""
     set_scratch(monkeypatch, partials=64, slice_tokens=40, piece_tokens=64)
     for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
@@ -171,8 +171,9 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
 @pytest.mark.parametrize("name", ["decodes", "mixed", "context of several pieces"])
 @pytest.mark.usefixtures("workspace")
 def test_sliced_batches(folder, name, mode, path, monkeypatch):
-    """Two requests a call, 8 query tokens a slice; scratch is that of vLLM's manager,
-    so what overlaps in it is written over.
+    """Two requests a call and 8 query tokens a slice.
+
+    Scratch is from vLLM's manager, so that parts that overlap overwrite each other.
     """
     set_scratch(monkeypatch, partials=8, slice_tokens=8, piece_tokens=64)
     config = make_vllm_config(folder, "turbo4", FP16, mode)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The division of positions by blocks of any size, as the Triton kernels do it."""
+"""The Triton kernels' division of positions by the block size."""
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 
 from .utils import requires_triton
 
-# Tiles of a block, among them those of hybrid models: 247 (3952 tokens), 492 (7872).
+# Tiles of a block. Hybrid models have 247 (3952 tokens) and 492 (7872 tokens).
 TILES = range(1, 601)
 MAX_TILES = 2**31 // TILE_TOKENS
 
 
 def divide(tile: int, constants: dict[str, int]) -> int:
-    """``pages.divide_by_block`` in integers of any size, with the bounds of int32."""
+    """``pages.divide_by_block`` in Python's integers, with bounds of int32 checked."""
     product = tile * TILE_TOKENS
     assert 0 <= product < 2**31
     multiplier = constants["block_multiplier"]
@@ -22,8 +22,9 @@ def divide(tile: int, constants: dict[str, int]) -> int:
 
 @requires_triton
 def test_exact_for_every_position():
-    """Where a quotient changes, below the largest position and its halves: the error
-    grows with the position, and is largest just before a multiple.
+    """Checked where a quotient changes, below the largest position and its halves.
+
+    The error grows with the position, and is largest just before a multiple.
     """
     from vllm.v1.attention.ops.turbo.triton.pages import block_divisor
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Layers that have several tokens for each of their requests', under a sliding window:
-the causal encoder of Voxtral Realtime, whose backend wraps that of the cache dtype.
+"""Layers with several tokens for each token of the request, and a sliding window.
+
+Voxtral Realtime's causal encoder has them. Its backend wraps the cache dtype's backend.
 """
 
 from fractions import Fraction
@@ -37,7 +38,8 @@ from .backend_utils import (
 from .utils import BF16, DEVICE, requires_triton
 
 POOL, NAME = 4, "encoder.layers.0.attn"
-# Of requests: decodes, streamed chunks, a prefix hit, a first chunk.
+# (query length, context length) in the request's tokens: decodes, streamed chunks, a
+# prefix hit, a first chunk.
 BATCHES = {
     "decodes": [(1, 7), (1, 0), (1, 40)],
     "mixed": [(1, 7), (1, 30), (2, 9), (5, 12), (20, 3), (4, 0)],
@@ -76,7 +78,7 @@ def make_builder(config: VllmConfig, layer: WhisperCausalAttentionWithBlockPooli
 
 
 def requests_metadata(batch: Batch) -> CommonAttentionMetadata:
-    """What the runner says of the batch, in tokens of the requests."""
+    """The runner's metadata of the batch, in the requests' tokens."""
     common = batch.common
     assert common.seq_lens_cpu_upper_bound is not None
     slots = common.slot_mapping[: common.num_actual_tokens : POOL] // POOL
@@ -94,7 +96,7 @@ def requests_metadata(batch: Batch) -> CommonAttentionMetadata:
 
 
 def make_batch(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> Batch:
-    """A batch of requests, as the layer sees it: with several tokens for each."""
+    """A batch as the layer sees it: ``POOL`` tokens for each token of a request."""
     tokens = [(POOL * query, POOL * context) for query, context in requests]
     return Batch.make(impl, tokens, POOL * BLOCK_SIZE)
 
@@ -121,8 +123,8 @@ def test_batches(tmp_path: Path, mode, requests, path):
 @pytest.mark.parametrize("drafts", [0, 2])
 @paths
 def test_decodes_by_lengths_of_the_device(tmp_path: Path, drafts, path):
-    """As CUDA graphs replay them: from tensors that stay, whatever the host knew when
-    they were captured.
+    """A replayed CUDA graph reads lengths from tensors on the device, not the lengths
+    that the host had at the capture.
     """
     config = make_vllm_config(tmp_path)
     if drafts:
@@ -145,7 +147,7 @@ def test_decodes_by_lengths_of_the_device(tmp_path: Path, drafts, path):
 
 
 def test_spec(tmp_path: Path):
-    """Several slots a token, of the bytes that others have one of."""
+    """A request's token has ``POOL`` slots, each with the usual number of bytes."""
     config = make_vllm_config(tmp_path)
     layer = make_layer(config)
     check_layer(NAME, layer, config)
@@ -160,7 +162,7 @@ def test_spec(tmp_path: Path):
 
 
 def test_limits_are_the_layers(tmp_path: Path):
-    """Scratch for all of the layer's tokens, and a window that its sequences exceed."""
+    """Scratch is for the layer's tokens, and the window is compared in them."""
     config = make_vllm_config(tmp_path)
     requests = config.model_config.max_model_len
     runner = make_layer(config, requests + 1).impl.runner
@@ -171,12 +173,12 @@ def test_limits_are_the_layers(tmp_path: Path):
     config.compilation_config.static_forward_context.clear()
     layer = make_layer(config, POOL * requests)
     assert layer.impl.runner.sliding_window is None
-    # The runner reorders requests by their own tokens.
+    # The runner reorders requests by the requests' tokens.
     assert make_builder(config, layer).reorder_batch_threshold == 1
 
 
 def test_no_recent_window(tmp_path: Path):
-    """Its block would be of the request's tokens."""
+    """No recent window: its block would be in the request's tokens."""
     config = make_vllm_config(tmp_path)
     config.attention_config.turbo_window = "auto"
     make_layer(config)
@@ -185,7 +187,7 @@ def test_no_recent_window(tmp_path: Path):
 
 @pytest.mark.parametrize("skipped", ["0", "sliding_window"])
 def test_skipped_layers_are_refused(tmp_path: Path, skipped):
-    """The backend is chosen before anybody asks for the layer's own dtype."""
+    """The backend is chosen before vLLM looks up the layer's own dtype."""
     config = make_vllm_config(tmp_path)
     config.cache_config.kv_cache_dtype_skip_layers = [skipped]
     message = "--kv-cache-dtype turbo4 .*: pooled blocks of a layer in the model's"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NaN and infinity in one request's q, K and V: no other request may notice."""
+"""NaN and infinity in a request's q, K and V must not reach another request."""
 
 import math
 from functools import cache
@@ -29,10 +29,10 @@ from .backend_utils import (
 )
 from .utils import DEVICE, FP16, requires_triton, slots_of
 
-# Decodes, prefix hits that packed pages serve, first chunks and later ones: of each
-# kind two, of which either is broken.
+# Two requests of each kind: decodes, extends, first chunks and later chunks. Either one
+# of the two is broken.
 REQUESTS = [(1, 31), (1, 64), (3, 65), (4, 31), (9, 0), (10, 0), (11, 33), (9, 10)]
-# Longer ones are chunks.
+# The longest extend; longer requests with context are chunks.
 EXTEND_LEN = 8
 BROKEN = [(0, 2, 4, 6), (1, 3, 5, 7)]
 
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     path: str
 
     def run(self, batch: Batch) -> list[torch.Tensor]:
-        """Each request's output."""
+        """Each request's output, (query length, Hq, D)."""
         builder = make_builder(self.config, self.impl)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layer_runner, "max_extend_len", lambda *_: EXTEND_LEN)
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
 
 @cache
 def sound(folder: Path, path: str, mode: str) -> tuple[Layer, Batch, list]:
-    """A layer, and a batch that it has run in which nothing is broken."""
+    """A layer, a batch without broken numbers, and its outputs."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     impl = make_impl(config)
     set_path(impl, path)
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill(x: torch.Tensor) -> None:
-    """Half of the tokens become NaN, and half infinite."""
+    """Set every other token to NaN, and the rest to infinity."""
     x[0::2] = math.nan
     x[1::2] = math.inf
 
@@ -92,7 +92,7 @@ def store_broken(layer: Layer, batch: Batch, slots: torch.Tensor) -> None:
 
 
 def pages(batch: Batch, row: int) -> torch.Tensor:
-    """What a request's tokens are stored as."""
+    """The pages of a request, (num_blocks, H, N, C)."""
     length = sum(REQUESTS[row])
     table = batch.common.block_table_tensor[row, : -(-length // BLOCK_SIZE)]
     return batch.cache[table.long()]
@@ -121,7 +121,7 @@ def test_others_in_the_batch(folder, path, mode, broken):
 
 @all_paths
 def test_two_prefills(folder, path):
-    """Two are the fewest that are neighbours: nothing else is in the batch."""
+    """The smallest batch with neighbours has two prefills and nothing else."""
     config = make_vllm_config(folder, "turbo4", FP16)
     impl = make_impl(config)
     set_path(impl, path)
@@ -141,7 +141,7 @@ def test_two_prefills(folder, path):
 @prefill_modes
 @all_paths
 def test_next_owners_of_the_blocks(folder, path, mode):
-    """What is behind a sequence's end in its last block has no effect."""
+    """Slots after a sequence's end in its last block have no effect."""
     layer, _, expected = sound(folder, path, mode)
     batch = Batch.make(layer.impl, REQUESTS)
     slots = torch.arange(batch.cache.shape[0] * BLOCK_SIZE, device=DEVICE)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""CUDA's kernels are built beside weights that load and graphs that compile."""
+"""CUDA's kernels are built while weights load and graphs compile."""
 
 import logging
 import threading
@@ -32,13 +32,13 @@ LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 
 
 class SlowModules:
-    """Modules whose compiler ends when it is told, in place of ``modules_for``.
+    """A stand-in for ``modules_for`` whose modules finish building on request.
 
     Attributes:
-        begun: Set when all have begun.
-        may_end: To be set for them to end.
-        asked: What they were asked for.
-        error: What one of them raises.
+        may_end: The event that lets builds finish.
+        asked: The arguments of each call.
+        error: The exception that one of the builds raises; None: all succeed.
+        loaded: The names of the modules that were loaded.
 
     """
 
@@ -90,7 +90,7 @@ def slow(monkeypatch: pytest.MonkeyPatch):
 def make_impl(
     monkeypatch: pytest.MonkeyPatch, config: VllmConfig, is_served: bool = True
 ) -> TurboAttentionImpl:
-    """A layer, of a model that a worker makes or of another."""
+    """A layer of a model that a worker makes (``is_served``), or of another model."""
     monkeypatch.setattr(
         turbo_attn, "is_workspace_manager_initialized", lambda: is_served
     )
@@ -107,7 +107,7 @@ on_cpu = pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
 @on_cpu
 @requires_triton
 def test_builds_go_on_beside_the_rest_of_a_start(slow, monkeypatch, tmp_path):
-    """They begin with the first layer; whoever asks for the kernels waits for them."""
+    """Builds begin with the first layer; a layer that needs the kernels waits."""
     log = record_log(monkeypatch)
     config = make_vllm_config(tmp_path)
     layers = [make_impl(monkeypatch, config) for _ in range(2)]
@@ -133,7 +133,7 @@ def test_builds_go_on_beside_the_rest_of_a_start(slow, monkeypatch, tmp_path):
 def test_a_failure_is_told_when_kernels_are_asked_for(
     slow, monkeypatch, tmp_path, choice
 ):
-    """It is one for all layers, and comes when no build goes on any more."""
+    """All layers get the same failure, once no build is running any more."""
     log = record_log(monkeypatch)
     slow.error = RuntimeError("kernel.cu was not compiled")
     config = make_vllm_config(tmp_path)
@@ -178,7 +178,7 @@ def test_nothing_is_built_that_will_not_be_asked_for(slow, monkeypatch, tmp_path
 @on_cpu
 @requires_triton
 def test_a_bias_of_k_is_waited_for(slow, monkeypatch, tmp_path):
-    """The weights say whether there is an offset, which other modules are for."""
+    """Builds wait for the weights: with an offset, other modules are needed."""
     config = make_vllm_config(tmp_path)
     config.model_config.hf_text_config.model_type = "qwen2"
     impl = make_impl(monkeypatch, config)
@@ -209,7 +209,7 @@ def test_what_lets_expect_a_bias_of_k(config, expected):
 
 
 def test_what_was_built_before_is_not_mentioned(monkeypatch):
-    """No line is logged where this process has compiled nothing of a set."""
+    """No line is logged if this process has compiled no module of a set."""
     log = record_log(monkeypatch)
     monkeypatch.setattr(cuda_build, "compiled_modules", ["kernel 0"])
     builds = ModuleBuilds(lambda: [ServingModule("kernel 0", lambda: print, None)])

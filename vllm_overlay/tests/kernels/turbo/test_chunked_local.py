@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Chunked local attention: vLLM tells the backend of a request for each chunk."""
+"""Chunked local attention: vLLM gives the backend one request for each chunk."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from .refusal_cases import make_spec
 from .utils import BF16, DEVICE, assert_by_2x_rule, load_context, requires_triton
 
 CHUNK = 2 * BLOCK_SIZE
-# Decodes around a chunk's border; prefills that begin and end in chunks, or within one.
+# Decodes around a chunk's border; prefills across several chunks, and within one.
 REQUESTS = [
     (1, CHUNK - 1),
     (1, CHUNK),

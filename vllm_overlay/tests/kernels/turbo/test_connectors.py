@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every KV connector is judged: it moves whole blocks of pages, or is refused."""
+"""Every KV connector has a verdict: it moves whole blocks of pages, or is refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ REFUSED = [
     name for name, verdict in CONNECTORS.items() if verdict.state is State.REFUSED
 ]
 SERVED = [name for name in CONNECTORS if name not in REFUSED]
-# LMCache's own class, which is named with the module that it is in.
+# LMCache's own class. Users name it with its module, so that vLLM does not register it.
 OF_OTHERS = {"LMCacheConnectorV1Dynamic"}
 
 
@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is warned of, each time."""
+    """The text of each warning, repeats included."""
     said: list[str] = []
 
     def warn(message: str, *args: object) -> None:
@@ -47,9 +47,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_all_that_vllm_registers_are_judged():
-    """A connector that vLLM has and the table has not is to be read, or run."""
+    """A new connector of vLLM must be read or run, and added to the table."""
     assert set(KVConnectorFactory._registry) == set(CONNECTORS) - OF_OTHERS
-    # One that was judged by another's name.
+    # NixlPullConnector's verdict also holds for NixlConnector, the same class.
     assert NixlConnector is NixlPullConnector
 
 
@@ -100,14 +100,14 @@ def test_refused_within_another_of_several(config: VllmConfig):
 def test_connector_of_another_module(
     config: VllmConfig, name: str, warnings: list[str]
 ):
-    """What it moves is known to nobody here, whatever it is called."""
+    """A connector from another module gets a warning, whatever its name."""
     make_impl(transfer_config(config, name, kv_connector_module_path="own.module"))
     (said,) = warnings
     assert name in said and "whole blocks" in said
 
 
 def test_permuting_layouts_is_for_others(config: VllmConfig):
-    """NIXL's flag is of pages where a token's heads lie together, as ours never do."""
+    """NIXL's flag needs pages with a token's heads side by side; turbo has none."""
     assert KVCacheLayout.LBNHC not in CACHE_LAYOUTS
     make_impl(transfer_config(config, "NixlConnector", enable_permute_local_kv=True))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode context parallelism: ranks that share sequences, each of which has every
-other token, attend as one that has all.
+"""Decode context parallelism: ranks that each have a share of every sequence's tokens
+attend as one rank that has all tokens.
 """
 
 from itertools import takewhile
@@ -76,8 +76,8 @@ BATCHES = {
 }
 
 
-# Ranks, and tokens in a row that one of them has. What runs in the interpreter sees no
-# more of either than lengths and slots; other tests have two ranks of 16 tokens.
+# Number of ranks, and of consecutive tokens on a rank. Kernels in the interpreter see
+# only lengths and slots of either; other tests have two ranks and 16 tokens.
 SHARES = [(2, 1), (4, 16), *([(2, 16), (4, 1)] if ON_GPU else [])]
 
 
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have vLLM's launcher count constants where Triton's interpreter does not."""
+    """Give an interpreted kernel the list of constants that vLLM's launcher reads."""
     for kernel in (dcp.CorrectAttnCPOutKernel.kernel,):
         if not hasattr(kernel, "constexprs"):
             constants = [name for name in kernel.arg_names if name.isupper()]
@@ -96,13 +96,12 @@ def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rank:
-    """One of some ranks: its layer, and what it has of the requests.
+    """One of the ranks: its layer, and its share of the requests.
 
     Attributes:
-        impl: The layer's.
+        impl: The layer's implementation.
         cache: (num_blocks, 1, N, C) uint8.
-        table: (R, max_blocks) int32, of what it has.
-        query: (T, Hq, D), of its heads.
+        table: (R, max_blocks) int32, blocks of its share.
 
     """
 
@@ -137,7 +136,10 @@ class Rank:
         self.cache = new_cache(layout, num_blocks, 1, BLOCK_SIZE)
 
     def slots(self, row: int, first: int, last: int) -> torch.Tensor:
-        """Of positions of a request, as the model runner has them: -1 for others'."""
+        """Slots of a request's positions, as the model runner computes them.
+
+        They are int64, and -1 for positions of other ranks.
+        """
         positions = torch.arange(first, last, device=DEVICE)
         stripe, size = self.interleave * self.group.world_size, self.interleave
         place = positions // stripe * size + positions % size
@@ -177,9 +179,9 @@ class Scene:
     """Requests that ranks share.
 
     Attributes:
-        key: Of each request, (context + query length, 1, D).
-        value: Likewise.
-        query: (T, Hq, D), of the query heads of all ranks.
+        key: K of each request, (context + query length, 1, D).
+        value: V of each request, likewise.
+        query: (T, Hq, D), the query heads of all ranks.
 
     """
 
@@ -244,7 +246,7 @@ class Scene:
             self.ranks.append(rank)
 
     def run(self, path: str, kernels: KernelSet | None = None) -> torch.Tensor:
-        """(T, Hq, D): what ranks make of their query heads."""
+        """The output of all ranks' query heads, (T, Hq, D)."""
         ends = [context for _, context in self.requests]
         key, value = (
             torch.cat([x[end:] for x, end in zip(tensors, ends)])
@@ -268,7 +270,7 @@ class Scene:
         return torch.cat(self.others.run(forward), 1)
 
     def context(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a request that the ranks' caches hold, in order."""
+        """Dequantised K and V of a request's context, put together from all ranks."""
         length = self.requests[row][1]
         key, value = (
             torch.zeros(length, *x.shape[1:], device=DEVICE)
@@ -283,7 +285,7 @@ class Scene:
         return key, value
 
     def check(self, output: torch.Tensor) -> None:
-        """Compare each request to attention over all of it."""
+        """Compare each request to attention over all its tokens."""
         begin, scale = 0, self.query.shape[2] ** -0.5
         lens = [num_queries for num_queries, _ in self.requests]
         runner = self.ranks[0].impl.runner
@@ -339,7 +341,7 @@ def test_formats(folder, monkeypatch, name, head_size, path):
 
 @all_paths
 def test_sinks_count_once(folder, monkeypatch, path):
-    """However many ranks there are; of a request without context, too."""
+    """Sinks count once for any number of ranks, and for requests without context."""
     sinks = torch.tensor([-20.0, 0.0, 2.0, 20.0], dtype=FP16, device=DEVICE)
     requests = [(1, 31), (2, 1), (1, 0), (6, 40), (5, 0)]
     scene = Scene(folder, monkeypatch, requests, sinks=sinks)
@@ -355,7 +357,7 @@ def test_soft_cap(folder, monkeypatch, path):
 
 @kernel_paths
 def test_all_to_all(folder, monkeypatch, path):
-    """VLLM's other way to join results: ``--dcp-comm-backend a2a``."""
+    """Results are joined by vLLM's other backend: ``--dcp-comm-backend a2a``."""
 
     class Done:
         def wait(self) -> None:
@@ -372,10 +374,10 @@ def test_all_to_all(folder, monkeypatch, path):
 
 @kernel_paths
 def test_pieces_and_slices(folder, monkeypatch, path):
-    """Where a prefill takes several of either, ranks wait for each other as often,
-    though one has no more than a piece of what takes another several.
+    """A prefill of several pieces and slices has equally many collectives on each rank,
+    even if one rank's share fits one piece.
     """
-    # Rows of heads of all ranks; K and V.
+    # Bytes of K and V, or of a row, of the heads of all ranks.
     row = 4 * NUM_HEADS * 64
     monkeypatch.setattr(prefill_plan, "ROW_BYTES", 12 * row)
     monkeypatch.setattr(prefill_plan, "PIECE_BYTES", 16 * 4 * 64)
@@ -389,7 +391,7 @@ def test_pieces_and_slices(folder, monkeypatch, path):
 
 @kernel_paths
 def test_padding(folder, monkeypatch, path):
-    """Requests of padding, as CUDA graphs have them, have no tokens on any rank."""
+    """Padded requests of a CUDA graph have no tokens on any rank."""
     scene = Scene(folder, monkeypatch, [(1, 31), (1, 2)])
     for rank in scene.ranks:
         set_path(rank.impl, path)
@@ -403,8 +405,8 @@ def test_padding(folder, monkeypatch, path):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_padding_with_query_tokens(folder, monkeypatch, query_len):
-    """Its requests have as many as the others, of no sequence: what blocks they name is
-    not followed.
+    """Padded requests have as many query tokens as others, but no sequence. Their block
+    table is not read.
     """
     contexts, num_padded = [31, 2], 2
     scene = Scene(folder, monkeypatch, [(query_len, context) for context in contexts])
@@ -427,7 +429,7 @@ def test_padding_with_query_tokens(folder, monkeypatch, query_len):
 
 
 def test_lengths_stay_where_they_are(folder, monkeypatch):
-    """A CUDA graph reads them where they were when it was captured."""
+    """A CUDA graph reads local lengths from the tensor that it was captured with."""
     scene = Scene(folder, monkeypatch, [(1, 31), (3, 9)])
     rank = scene.ranks[1]
     register(rank.config, rank.impl)
@@ -445,18 +447,18 @@ def test_lengths_stay_where_they_are(folder, monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="stands for CUDA's launchers")
 def test_what_cuda_launches(folder, monkeypatch, launches):  # noqa: F811
-    """Extends, too, which are CUDA's alone, share the context."""
+    """CUDA's launches share the context, including extends, which only CUDA has."""
     requests = [(3, 31), (1, 9), (5, 40), (2, 1)]
     scene = Scene(folder, monkeypatch, requests, 2, 16)
-    # By their own name, q would be expected in int8.
+    # Renamed, because the check expects q in int8 from kernels named CUDA.
     scene.check(scene.run("triton", CudaKernels()._replace(name="Triton")))
     calls = ["decode", "merge", "merge", "extend", "merge", "merge"]
     assert sorted(launches) == sorted(2 * ["store", *calls])
 
 
 def test_extends_have_room_for_all_ranks(folder, monkeypatch):
-    """A step has fewer than of a context that one rank has: gathered, their queries
-    would take too much.
+    """A step has fewer extends than without context parallelism, because the gathered
+    queries of all ranks would take too much memory.
     """
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 400)
     scene = Scene(folder, monkeypatch, [(400, 1)] * 7)
@@ -470,12 +472,13 @@ def test_extends_have_room_for_all_ranks(folder, monkeypatch):
 
 
 def test_first_run(folder, monkeypatch):
-    """Kernels run before ranks wait for each other, as a driver may refuse one; then
-    they exchange as much as ever, which the profile run counts.
+    """Kernels run before the first collective, because a driver may refuse a launch.
+
+    Then ranks exchange as much as any step may, so that the profile run counts it.
     """
 
     class Forgetful(set):
-        """Each rank has a process, and so a memory, of its own."""
+        """A set that stays empty: on GPUs each rank has a process of its own."""
 
         def add(self, key: object) -> None:
             pass
@@ -491,7 +494,7 @@ def test_first_run(folder, monkeypatch):
         sizes.add((num_tokens, num_slots))
         check(self, 2, 3, *others)
 
-    # The interpreter takes a minute for as much as a profile run.
+    # The interpreter takes a minute for the sizes of a profile run.
     monkeypatch.setattr(ContextParallel, "check", check_a_few)
     scene = Scene(folder, monkeypatch, [(1, 31)])
     counts = []
@@ -509,13 +512,13 @@ def test_first_run(folder, monkeypatch):
     assert counts == [0, 0]
     runner, _ = runners
     assert sizes == {(runner.max_num_tokens, runner._max_shared_slots)}
-    # Queries; LSE and output of prefills, and of decodes.
+    # One for queries; LSE and output, two each for prefills and decodes.
     assert [rank.group.num_collectives for rank in scene.ranks] == [5, 5]
 
 
 @pytest.mark.parametrize("does_nothing", ["all_gather", "reduce_scatter"])
 def test_collectives_that_do_nothing(folder, monkeypatch, does_nothing):
-    """As without a library of NCCL: what ranks get is what its memory held."""
+    """Without NCCL's library collectives do nothing, which the check reports."""
     scene = Scene(folder, monkeypatch, [(1, 31)])
     runners = [rank.impl.runner for rank in scene.ranks]
     shared = [runner.context_parallel for runner in runners]
