@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA kernels compile for each architecture, without spilling more than is known.
+"""The CUDA kernels compile for each architecture, with no more spills than recorded.
 
-Here are a few modules; ``compile_kernels.py`` compiles all.
+A few modules are compiled here; ``compile_kernels.py`` compiles all.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ requires_nvcc = pytest.mark.skipif(
     NVCC is None or importlib.util.find_spec("tvm_ffi") is None,
     reason="needs nvcc and apache-tvm-ffi",
 )
-# The oldest and the newest architecture, and the least shared memory.
+# Some modules for the oldest, the newest and the smallest shared memory.
 SUBSET = [
     ("decode turbo4_128_4", 80),
     ("decode turbo3_64_16", 120),
@@ -47,7 +47,7 @@ SUBSET = [
     ("store turbo4_64_offset", 90),
     ("merge 128", 90),
 ]
-# The first on which a kernel may begin before the one before it has ended.
+# The first capability on which a kernel may begin before the previous one has ended.
 OVERLAPPING = 90
 WAIT = "griddepcontrol.wait;"
 LET_NEXT_BEGIN = "griddepcontrol.launch_dependents;"
@@ -59,9 +59,11 @@ def recorded() -> dict:
 
 
 def check_overlap(kernel: str, capability: int, ptx: str) -> None:
-    """Kernels wait for the one before them before they write anything. The merge, and
-    what joins parts of outputs, alone read before, what the model gives them, and so
-    the store lets none begin before it has waited itself, nor before it has rotated.
+    """Check that kernels wait for the previous kernel before they write or read.
+
+    Only the merge and the kernel that joins parts of outputs read before: inputs from
+    the model. So the store lets the next kernel begin only after its own wait and its
+    rotation.
     """
     if capability < OVERLAPPING:
         assert "griddepcontrol" not in ptx
@@ -104,8 +106,8 @@ def test_a_module_that_cannot_be_compiled_is_an_error():
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_every_instance_is_recorded(capability, monkeypatch):
-    """With registers that leave room for the block's warps."""
-    # Which has a hash of all sources.
+    """The recorded registers leave room for all warps of a block."""
+    # The name has a hash of all sources, which takes time.
     monkeypatch.setattr(prebuild, "module_name", lambda *_: "")
     modules = {
         f"{job.module.kernel} {job.module.instance}": job.module
@@ -147,5 +149,5 @@ def test_more_spills_than_recorded_are_told():
     assert excess("store", 90, Resources(255, 8), table) is None
     told = excess("store", 90, Resources(9, 12), table)
     assert told is not None and "12 bytes of spills, not 8" in told
-    # What nobody recorded may not spill.
+    # A module without a record may not spill.
     assert excess("store", 80, Resources(96, 1), table) is not None

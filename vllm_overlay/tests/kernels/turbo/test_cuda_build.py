@@ -52,12 +52,12 @@ def test_builds_once_and_says_so(flashinfer, log):
     (name,) = flashinfer.builds
     assert name.startswith("turbo_decode_turbo4_128_sm90_")
     target = "-gencode=arch=compute_90,code=sm_90"
-    # After FlashInfer's own -O3: nvcc takes the last one, for host code alone.
+    # FlashInfer's own -O3 comes before: nvcc takes the last -O, for host code alone.
     assert flashinfer.flags == [target, "-O1", "-DB"]
     ((level, text),) = log
     assert level == logging.INFO
     assert "Building" in text and "decode" in text and "turbo4_128" in text
-    # Another process: FlashInfer sees to it that this one compiles nothing.
+    # As in another process: FlashInfer compiles nothing if the header is unchanged.
     header = flashinfer.folder / "generated" / name / cuda_build.HEADER_NAME
     os.utime(header, (1, 1))
     assert load() == MODULE.header
@@ -67,19 +67,19 @@ def test_builds_once_and_says_so(flashinfer, log):
 
 
 def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_path):
-    """As the ranks of one host do."""
+    """The ranks of a host start together."""
     log = tmp_path / "builds"
     build = FlashInfer.Spec.build
     context = multiprocessing.get_context("fork")
     together = context.Barrier(2, timeout=TIMEOUT_S)
 
     def slow_build(spec: FlashInfer.Spec) -> None:
-        # What is there is new enough, says ninja.
+        # Ninja finds the library up to date.
         if spec.jit_library_path.exists():
             return
         with log.open("a") as file:
             file.write(f"{spec.name}\n")
-        # As long as the other process takes to come here, if nothing keeps it.
+        # Long enough for the other process to come here, if no lock stops it.
         time.sleep(1)
         build(spec)
 
@@ -105,7 +105,7 @@ def test_header_of_a_broken_build_is_replaced(flashinfer):
 
 
 def test_every_part_is_in_the_name(monkeypatch, tmp_path):
-    """An installation keeps no times that would tell old from new."""
+    """Installing a package does not keep times by which to tell old from new files."""
     shutil.copytree(cuda_build.SOURCE_DIR, tmp_path / "cuda")
     monkeypatch.setattr(cuda_build, "SOURCE_DIR", tmp_path / "cuda")
     names = {cuda_build.module_name(MODULE, "90")}
@@ -125,7 +125,7 @@ def test_every_part_is_in_the_name(monkeypatch, tmp_path):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The libraries that are loaded, each a text that its function returns."""
+    """The paths of loaded libraries; a library is a text that its function returns."""
     paths: list[Path] = []
 
     def load_function(path: Path, name: str) -> str:
@@ -138,7 +138,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def without_tools(flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch):
-    """Takes them away: programs, FlashInfer and what locks."""
+    """A function that removes programs, FlashInfer and filelock."""
 
     def take() -> None:
         flashinfer.tools.clear()
@@ -152,7 +152,7 @@ def without_tools(flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch):
 def test_what_is_built_needs_no_tools(
     flashinfer, loaded, without_tools, log, monkeypatch, tmp_path, place
 ):
-    """Nor a root that can be written."""
+    """A library that was built loads without tools, from a read-only file system."""
     library = build(MODULE, DEVICE)
     if place == "package":
         library = shutil.copytree(library.parent, tmp_path / "prebuilt") / library.name
@@ -160,7 +160,7 @@ def test_what_is_built_needs_no_tools(
     without_tools()
     log.clear()
 
-    # Permissions would not keep root from it.
+    # Permissions would not stop root from writing.
     def refuse(path: Path, *args: Any, **options: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
@@ -168,7 +168,7 @@ def test_what_is_built_needs_no_tools(
         monkeypatch.setattr(Path, name, refuse)
     assert build_and_load(MODULE, DEVICE) == MODULE.header
     assert loaded == [library] and len(flashinfer.builds) == 1 and not log
-    # Other modules, and this one for another GPU, are others.
+    # A module with another header is not found.
     with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
         build_and_load(MODULE._replace(header="#define A 2"), DEVICE)
 
@@ -240,7 +240,7 @@ def test_what_is_built_may_not_load(flashinfer, monkeypatch, error):
 
 
 def test_a_module_is_built_for_the_device_that_runs_it(flashinfer, monkeypatch):
-    """Which need not be the first, nor like it."""
+    """The device need not be the first, nor have the first one's capability."""
     capabilities = [DeviceCapability(9, 0), DeviceCapability(8, 6)]
     monkeypatch.setattr(
         current_platform, "get_device_capability", lambda index: capabilities[index]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels are chosen, and why: CUDA's are built where that can be done."""
+"""The choice of kernels, and its reason: CUDA's, if they can be built."""
 
 import logging
 import sys
@@ -50,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """As far as the choice goes, a GPU, for which no process has loaded anything."""
+    """Have the choice see a GPU for which nothing has been loaded."""
     flashinfer = set_flashinfer(monkeypatch, tmp_path)
     monkeypatch.setattr(cuda_family, "load_instance", unwrap(load_instance))
     kernels.cuda_builds.cache_clear()
@@ -64,7 +64,7 @@ def gpu(monkeypatch, tmp_path):
 
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
-    """The package of the kernels that are chosen."""
+    """The name of the package of the chosen kernels."""
     chosen = kernels.choose_kernels(choice, layout, 4)
     functions = (chosen.store, chosen.decode_attention, chosen.num_decode_splits)
     (package,) = {function.__module__.split(".")[-2] for function in functions}
@@ -74,7 +74,7 @@ def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
 @requires_triton
 @all_failures
 def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
-    """Here the store, which is built first, is what fails."""
+    """The store fails in this test, because it is built first."""
     fail(gpu, monkeypatch)
     message = message.replace("decode.cu", "store.cu")
     assert choose("auto") == "triton"
@@ -88,7 +88,7 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
 
 
 def test_pytorch_has_its_threads_before_modules_are_built(gpu, monkeypatch):
-    """A forked process has none, and making them is not for several at once."""
+    """A forked process has none, and several threads must not make them at once."""
     done = []
     monkeypatch.setattr(torch, "set_num_threads", lambda _: done.append("threads"))
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def no_tvm_ffi(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a FlashInfer whose function has no ``use_fast_math``."""
+    """Have a FlashInfer whose function lacks the argument ``use_fast_math``."""
 
     def gen_jit_spec(name, sources, extra_cuda_cflags, extra_include_paths):
         raise NotImplementedError
@@ -117,13 +117,13 @@ def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def little_shared_memory(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No team of warps has room; the store, which has none, can be loaded."""
+    """No team of warps has room. The store needs no shared memory, and loads."""
     properties = SimpleNamespace(shared_memory_per_block_optin=1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(cuda_build, "_load_function", lambda path, name: print)
 
 
-# What build and load raise that is no RuntimeError of theirs.
+# Exceptions of a build or load other than its own RuntimeError.
 UNFORESEEN = {
     no_filelock: "ModuleNotFoundError: .*filelock",
     no_tvm_ffi: "ModuleNotFoundError: .*tvm_ffi",
@@ -144,7 +144,7 @@ def test_auto_falls_back_on_any_failure(gpu, log, monkeypatch, fail, message):
     ):
         choose("cuda")
     assert choose("auto") == "triton"
-    # Another shape of layers, of which the traceback says nothing new.
+    # Layers of another shape, for which no second traceback is logged.
     other = TurboFormat.from_cache_dtype("turbo4", 256)
     assert choose("auto", other) == "triton"
     warnings = [text for level, text in log if level == logging.WARNING]
@@ -179,7 +179,7 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     loaded: list[tuple] = []
     monkeypatch.setattr(cuda_family, "load_instance", lambda *args: loaded.append(args))
     assert choose(choice) == "cuda"
-    # The engine's device, by its index: the one that a cache's tensor has.
+    # The engine's device, with its index, as a cache's tensor has it.
     device = torch.device("cuda", 0)
     asked: list[tuple] = [(STORE, LAYOUT, None), (MERGE, 128, None)]
     asked.append((DECODE, LAYOUT, 4))
@@ -243,7 +243,7 @@ def make_impl(config: VllmConfig) -> TurboAttentionImpl:
 
 @pytest.mark.parametrize("choice", ["auto", "triton", "cuda"])
 def test_cpu(monkeypatch, tmp_path, choice):
-    """PyTorch, and no kernels to choose."""
+    """On a CPU PyTorch's operators run, and no kernels are chosen."""
     set_platform(monkeypatch, "cpu", None)
     config = make_vllm_config(tmp_path)
     config.attention_config.turbo_kernel = choice

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA decode kernel, against attention over the stored K and V."""
+"""The CUDA decode kernel, compared to attention over the stored K and V."""
 
 import math
 
@@ -52,18 +52,20 @@ all_layouts = pytest.mark.parametrize(
 )
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 NUM_KV_HEADS = 2
-# Around one token, a tile, the two that a warp takes at once, and some of each.
+# Lengths around one token, a tile, the two tiles that a warp takes at once, and many.
 SEQ_LENS = [1, 15, 16, 17, 31, 32, 33, 0, 63, 64, 65, 1000, 2049, 4097, 5000]
 
 
 @pytest.fixture(autouse=True)
 def its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all numbers of queries: test_cuda_multi.py has those of decode_columns."""
+    """Have ``decode`` serve every number of queries: test_cuda_multi.py tests
+    decode_columns.
+    """
     monkeypatch.setattr(cuda_decode, "capability_of", lambda device: None)
 
 
 def rounded(query: torch.Tensor) -> torch.Tensor:
-    """Queries as the kernel sees them, rotated back."""
+    """Queries, fp32, with the rounding that the kernel does in rotated space."""
     rotated = reference.rotate(query.float())
     return reference.inverse_rotate(reference.round_query(rotated))
 
@@ -77,7 +79,7 @@ def decode(
     num_splits: int,
     newest: NewestTokens | None = None,
 ) -> torch.Tensor:
-    """Rotate q and decode; scratch and output are NaN before."""
+    """Rotate q and decode, with NaN in scratch and output before."""
     num_seqs, num_heads, head_size = query.shape
     partial = torch.full(
         (num_seqs * num_splits, num_heads, head_size), math.nan, device=DEVICE
@@ -110,7 +112,7 @@ def check_decode(
     num_kv_heads: int = NUM_KV_HEADS,
     **cache_options,
 ) -> None:
-    """Decode one query a sequence and compare each by the 2x rule."""
+    """Decode one query token a sequence, and compare each by the 2x rule."""
     num_blocks = num_blocks_for(seq_lens, block_size)
     cache = new_cache(layout, num_blocks, num_kv_heads, block_size, **cache_options)
     cache.fill_(0xFF)
@@ -164,7 +166,7 @@ def test_strides_and_block_sizes(cache_layout, block_size):
     ids=["one", "many", "ragged"],
 )
 def test_splits(seq_lens, num_splits):
-    """Ranges of warps and of teams, which begin anywhere, and several a team."""
+    """Ranges of warps and teams begin anywhere, and a team has several."""
     check_decode(LAYOUT, seq_lens, 16, num_splits=num_splits)
 
 
@@ -187,7 +189,7 @@ def test_one_split_does_not_depend_on_the_batch(layout):
 @requires_cuda
 @all_layouts
 def test_recycled_bytes_do_not_leak(layout):
-    """What lies past a sequence's end in its last page changes no bit."""
+    """Bytes past a sequence's end in its last page change no bit of the output."""
     seq_lens = [1, 17, 33]
     table = make_block_table(seq_lens, 48)
     query = gaussian(3, 4, layout.head_size, dtype=FP16)
@@ -205,7 +207,7 @@ def test_recycled_bytes_do_not_leak(layout):
 @requires_cuda
 @all_layouts
 def test_one_key_gives_its_value(layout):
-    """The softmax of one score is 1, so the output is the value as stored."""
+    """The softmax of one score is 1, so that the output is the stored value."""
     cache = random_pages(layout, 3, NUM_KV_HEADS, 16)
     blocks = torch.arange(3, device=DEVICE).flip(0)
     _, values = reference.load(cache, blocks * 16, layout)
@@ -223,8 +225,9 @@ def test_one_key_gives_its_value(layout):
 @all_layouts
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_scores_are_rounded_as_their_terms(layout, group):
-    """One key's score is its LSE: to 2**-15 of what it is at most, |q| |k|. Its terms
-    are added up beside a number that is hundreds of times as large.
+    """The LSE of one key is its score, within 2**-15 of the bound |q| |k|.
+
+    The kernel adds the terms to a number that is hundreds of times as large.
     """
     num_seqs, size = 64, layout.head_size
     seq_lens = [1] * num_seqs
@@ -252,9 +255,10 @@ def test_scores_are_rounded_as_their_terms(layout, group):
 
 @requires_cuda
 def test_newest_token_is_attended_to_as_it_is():
-    """All but the last token come from the cache, that one from the arguments.
+    """The last token comes from the arguments, and all others from the cache.
 
-    Its score is of q as it is, the others' of q in int8: coordinates of their own.
+    Its score is from q without rounding, the others' from q in int8. The reference
+    concatenates both queries, so that each key meets its own.
     """
     seq_lens = [1, 17, 2000]
     cache = new_cache(LAYOUT, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
@@ -279,7 +283,7 @@ def test_newest_token_is_attended_to_as_it_is():
 
 
 def test_constants_are_what_the_format_says():
-    """The byte tables of K add up to the levels, as prmt looks them up."""
+    """K's two byte tables, looked up as prmt does, add up to the levels."""
     header = layout_header(LAYOUT)
     defined = dict(line.split(maxsplit=2)[1:] for line in header.splitlines()[2:])
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA kernels in a row, as they are served, where something could overflow."""
+"""The CUDA kernels in a row, as in serving, with inputs that could overflow."""
 
 import math
 
@@ -43,11 +43,11 @@ from .utils import (
 pytestmark = requires_cuda
 
 GIB = 2**30
-# One layout of each preset, for what no head size changes.
+# One layout of each preset, for tests that do not depend on the head size.
 PRESETS = [TurboFormat.from_cache_dtype(name, 128) for name in TURBO_PRESETS]
 each_preset = pytest.mark.parametrize("layout", PRESETS, ids=list(TURBO_PRESETS))
-# What a batch may be made of: one sequence is most of it, others are of a tile, of a
-# warp's two, of a page, of none.
+# A ragged batch: one sequence is most of it, others have a tile, a warp's two tiles, a
+# page, or no token.
 RAGGED = [200_000, 1, 17, 0, 70_001, 32, 3, 131_071, 4096, 16, 1000, 0, 33, 2, 25_600]
 
 
@@ -69,7 +69,7 @@ def test_lengths_of_1_to_200000_in_a_batch(layout, group):
 @each_preset
 @pytest.mark.parametrize("num_splits", [1, 3, None], ids=["1", "3", "served"])
 def test_fifty_runs_give_the_same_bits(layout, num_splits):
-    """Whatever the scratch held; with 3 splits teams of warps share a range."""
+    """Scratch changes no bit of outputs. With 3 splits teams of warps share a range."""
     seq_lens = [20_000, 1, 0, 3000, 17, 64, 511] * 5
     cache, step = random_sequences(layout, seq_lens)
     num_splits = num_splits or served_splits(len(seq_lens))
@@ -101,7 +101,7 @@ def test_one_split_gives_the_same_bits_in_any_batch(layout):
 
 @all_layouts
 def test_padding(layout):
-    """Zeros, whatever q, K, V and the block table are there; others are as without."""
+    """Padding gives zeros for any q, K, V and block table, and others do not change."""
     seq_lens = [0, 5, 0, 0, 1700, 40, 0]
     cache, step = random_sequences(layout, seq_lens)
     whole = rows_of(step, [1, 4, 5])
@@ -131,9 +131,9 @@ def test_nothing_but_padding(layout):
 
 @each_preset
 def test_pages_beyond_4_gib(layout):
-    """The step's tokens are stored and attended to where no int32 reaches.
+    """The step's tokens are stored and attended to at offsets that no int32 holds.
 
-    The sequences' pages are the last of a cache, but for its first page and the first
+    The sequences have the last pages of a cache, its first page, and the first page
     beyond 2**31 bytes.
     """
     seq_lens = [700, 0, 33, 1, 2000]
@@ -150,7 +150,7 @@ def test_pages_beyond_4_gib(layout):
     table = step.block_table.clone()
     is_block = table != INVALID_BLOCK
     table[is_block] = places[table[is_block].long()].int()
-    # The last token of each sequence is stored anew, in both.
+    # The last token of each sequence is stored anew in both caches.
     last = (step.seq_lens.long() - 1).clamp(min=0)
     block = step.block_table.long().gather(1, last[:, None] // BLOCK_SIZE)[:, 0]
     position = last % BLOCK_SIZE
@@ -178,7 +178,7 @@ def test_pages_beyond_4_gib(layout):
 @all_layouts
 @pytest.mark.parametrize("score", [0.0, 1e4, -1e4])
 def test_equal_scores_give_the_mean(layout, score):
-    """All keys are the same vector; each query's product with it is ``score``."""
+    """All keys are the same vector, whose score with each query is ``score``."""
     seq_lens = [1, 16, 33, 5000]
     size = layout.head_size
     cache, step = random_sequences(layout, seq_lens)
@@ -205,7 +205,7 @@ def test_equal_scores_give_the_mean(layout, score):
 
 @all_layouts
 def test_scores_of_10000(layout):
-    """Scores from -1e4 to 1e4: where two are not close, there is one value."""
+    """Scores from -1e4 to 1e4: a key far above the others gives its value."""
     seq_lens = [5000, 1, 300, 20_000]
     size = layout.head_size
     cache, step = random_sequences(layout, seq_lens)
@@ -236,8 +236,9 @@ def test_scores_of_10000(layout):
 @all_layouts
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
 def test_scores_that_rise(layout, sign):
-    """Two tiles' scores are above the two before by something around what raises a
-    warp's reference, with one warp a range or several: no weight may pass fp16.
+    """Scores of two tiles exceed those of the two before by about the threshold at
+    which a warp raises its reference. No weight may overflow fp16, with one warp or
+    several a range.
     """
     rises = [0.1, 0.7, 1.4, 2.8, 3.1, 5.5, 6.0, 11.5, 12.5, 40.0]
     length, size = 3000, layout.head_size
@@ -262,7 +263,7 @@ def test_scores_that_rise(layout, sign):
 
 @all_layouts
 def test_a_dominating_key_gives_its_value(layout):
-    """In the first tile, the last, and between: what was summed before vanishes."""
+    """A dominating key in the first tile, the last or between outweighs all others."""
     places, length = [0, 1, 15, 16, 2517, 4999], 5000
     cache, step = random_sequences(layout, [length] * len(places))
     step = step._replace(query=step.query[:, ::4].repeat_interleave(4, 1))
@@ -290,7 +291,7 @@ def test_a_dominating_key_gives_its_value(layout):
     ids=["largest", "denormal", "smallest"],
 )
 def test_ends_of_the_scales_of_values(layout, magnitude, codes):
-    """The largest scale does not overflow fp16, and the smallest are denormal there.
+    """The largest scale does not overflow fp16, and the smallest are denormal in fp16.
 
     All of a sequence's values have such scales.
     """
@@ -326,13 +327,13 @@ def replace_contents(step: Step, other: Step) -> None:
 @each_preset
 @pytest.mark.parametrize("raw_newest", [False, True])
 def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
-    """Lengths, pages, slots and vectors are what is in the tensors at the replay."""
+    """A replay reads the lengths, pages, slots and vectors that tensors then hold."""
     all_lens = [3000, 2, 70, 0, 1, 9000, 33, 512]
     cache, step = random_sequences(layout, all_lens)
     num_splits = served_splits(4)
 
     def at(rows: list[int], lengths: list[int]) -> Step:
-        """Sequences cut to some lengths, their last tokens yet to be stored."""
+        """Sequences cut to the lengths, whose last tokens are not stored yet."""
         part = rows_of(step, rows)
         part.seq_lens.copy_(torch.tensor(lengths))
         last = [max(length - 1, 0) for length in lengths]
@@ -375,7 +376,7 @@ def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
 @requires_nvidia
 @each_preset
 def test_two_streams(layout):
-    """Each stream's kernels wait for that stream's work, and for no other's."""
+    """Kernels of a stream wait for the stream's own work, and for no other stream's."""
     all_lens = [[4000, 1, 0, 300], [17, 2500, 64, 1]]
     layers = [random_sequences(layout, seq_lens) for seq_lens in all_lens]
     expected, statics = [], []
@@ -396,7 +397,7 @@ def test_two_streams(layout):
             with torch.cuda.stream(stream):
                 for x in (*static, *scratch):
                     x.zero_()
-                # Kernels of another stream would run while this one sleeps.
+                # A kernel that does not wait for its stream would run during the sleep.
                 torch.cuda._sleep(200_000)
                 replace_contents(static, step)
                 results.append(static.run(cache, layout, scratch).clone())

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CUDA extend kernels: a few dozen query tokens after long contexts in pages.
 
-The decode kernel that takes queries in fp16 is held to the same.
+The same tests hold for the decode kernel that takes queries in fp16.
 """
 
 import math
@@ -54,7 +54,7 @@ ROWS_OF_FIVE_STEPS = pytest.param("rows", 320, marks=requires_hopper)
 def check(
     kernel: str, batch: Batch, with_newest: bool, num_splits: int = 8
 ) -> torch.Tensor:
-    """Compare to the reference, and two runs to each other bit for bit."""
+    """Compare the output to the reference, and two runs bit for bit."""
     output = batch.decode(kernel, with_newest, num_splits)
     batch.check(kernel, with_newest, output)
     again = batch.decode(kernel, with_newest, num_splits)
@@ -79,7 +79,7 @@ def test_against_reference(kernel, layout, query_len, group, with_newest):
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
 @newest_or_stored
 def test_queries_of_different_lengths(kernel, layout, group, with_newest):
-    """Passes of a sequence are as many as it has queries; some have none."""
+    """A sequence has as many passes as its queries need; some sequences have none."""
     query_lens = [1, 64, 16, 3, 33, 0, 17, 0, 8, 2]
     seq_lens = [4098, 1001, 16, 130, 20, 5, 0, 0, 700, 1]
     check(kernel, Batch(layout, seq_lens, query_lens, group), with_newest)
@@ -91,7 +91,7 @@ def test_queries_of_different_lengths(kernel, layout, group, with_newest):
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 @pytest.mark.parametrize("query_lens", [[200, 200], [130, 1, 700]], ids=str)
 def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
-    """Passes of a sequence are more than blocks have steps of its context."""
+    """A sequence has more passes than its context has steps."""
     contexts = [40, 0, 7]
     seq_lens = [sum(lens) for lens in zip(query_lens, contexts)]
     check(kernel, Batch(LAYOUT, seq_lens, query_lens, 4), with_newest, num_splits)
@@ -114,8 +114,8 @@ def test_splits(kernel, with_newest, num_splits, seq_lens):
 @requires_cuda
 @pytest.mark.parametrize("kernel, length", [("extend", 160), ROWS_OF_FIVE_STEPS])
 def test_ranges_by_the_room_for_splits(kernel, length):
-    """There are as many blocks as steps, but a pass of five may have four splits. An
-    emulated GPU has too few blocks to show it.
+    """There are as many blocks as steps, but a pass of five steps may have only four
+    splits. An emulated GPU has too few blocks to show a fault.
     """
     check(kernel, Batch(LAYOUT, [length], 7, 4, BF16), False, 4)
 
@@ -124,7 +124,7 @@ def test_ranges_by_the_room_for_splits(kernel, length):
 @extends
 @newest_or_stored
 def test_a_pass_of_more_than_two_ranges(kernel, with_newest):
-    """A block has tiles amid a pass, also where there are but four blocks."""
+    """A block has tiles in the middle of a pass, even if there are only four blocks."""
     check(kernel, Batch(LAYOUT, [70, 1000], 5, 4), with_newest, 64)
 
 
@@ -147,7 +147,7 @@ def test_one_split_does_not_depend_on_the_batch(kernel, query_len):
 @requires_cuda
 @fp16_layouts
 def test_recycled_bytes_do_not_leak(kernel, layout):
-    """What lies past a sequence's end in its last page changes no bit."""
+    """Bytes past a sequence's end in its last page change no bit of the output."""
     seq_lens = [3, 17, 33, STEP + 5]
     outputs = []
     for byte in (0xFF, 0x00, 0xF7):
@@ -183,10 +183,10 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 @newest_or_stored
 def test_queries_of_any_size(dtype, exponent, with_newest):
-    """Which the kernel that ends in outputs rotates: each has a power of two."""
+    """``extend_outputs`` rotates queries of any size: each row has a power of two."""
     batch = Batch(LAYOUT, [40, STEP + 3], 16, 4, dtype)
-    # As far as a dtype reaches, which fp16 does below its normal numbers. Every other
-    # token's are as they were, and one head's are zero.
+    # As far as the dtype reaches; fp16 needs its denormal numbers. Every other token's
+    # queries keep their size, and one head's queries are zero.
     if dtype == FP16:
         exponent = min(max(exponent, -20), 8)
     batch.query[::2] *= 2.0**exponent
@@ -196,7 +196,7 @@ def test_queries_of_any_size(dtype, exponent, with_newest):
 
 
 def moved(x: torch.Tensor, places: int, pad: int) -> torch.Tensor:
-    """The same numbers so many places further on, and so many between tokens."""
+    """The same numbers, ``places`` elements further on, with ``pad`` between tokens."""
     num_tokens, row = x.shape[0], x[0].numel()
     room = x.new_empty(places + num_tokens * (row + pad))
     rows = room[places:].view(num_tokens, row + pad)[:, :row]
@@ -211,7 +211,7 @@ def moved(x: torch.Tensor, places: int, pad: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", ["query", "output"])
 def test_what_is_copied_by_sixteen_bytes(monkeypatch, name, places, pad, message):
-    """Queries and outputs of the kernel that ends in outputs; a GPU takes no other."""
+    """Queries and outputs of ``extend_outputs`` must be aligned to 16 bytes."""
     batch = Batch(LAYOUT, [STEP + 3], 16, 4, BF16)
     attend = ATTENTION["outputs"]
 
@@ -237,7 +237,7 @@ def extend_pages(
     layout: TurboFormat,
     score_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query token a sequence: rotated output and LSE in base 2, of one split."""
+    """Rotated output and base-2 LSE of one query token a sequence, with one split."""
     num_seqs, num_heads, head_size = query.shape
     partial = torch.full((num_seqs, num_heads, head_size), math.nan, device=DEVICE)
     lse = partial[:, :, 0].contiguous()
@@ -262,8 +262,8 @@ def extend_pages(
 @requires_cuda
 @merged_layouts
 def test_one_key_gives_its_score_and_value(kernel, layout):
-    """Of random bytes with scales from the least to the largest: the LSE is the score,
-    exact but for fp32 sums, and the output the value.
+    """With one key the LSE is its score, up to rounding of fp32 sums, and the output is
+    its value. Pages hold random bytes, with scales from the least to the largest.
     """
     num_blocks = 256
     cache = random_pages(layout, num_blocks, NUM_KV_HEADS, 16)
@@ -286,7 +286,7 @@ def test_one_key_gives_its_score_and_value(kernel, layout):
 @merged_layouts
 @pytest.mark.parametrize("score", [1e4, -1e4])
 def test_large_scores(kernel, layout, score):
-    """The weights of equal keys are equal, whatever their scores."""
+    """Equal keys have equal weights, however large their scores."""
     seq_lens = [1, STEP, 3 * STEP + 17]
     cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
     cache.fill_(0xFF)
@@ -311,7 +311,7 @@ def test_large_scores(kernel, layout, score):
 @requires_cuda
 @merged_layouts
 def test_keys_of_very_different_lengths(kernel, layout):
-    """In one tile, by powers of two: short ones' scores are as right as long ones'."""
+    """Keys of a tile differ by powers of two, and all their scores are as exact."""
     length = 16
     cache = new_cache(layout, num_blocks_for([length], 16), NUM_KV_HEADS, 16)
     table = make_block_table([length], 16)
@@ -333,7 +333,7 @@ def test_keys_of_very_different_lengths(kernel, layout):
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_shared_memory_has_room_for_two_stages(capability):
-    """All architectures have it, and for two blocks with 64 queries of 128."""
+    """All architectures have room, and for two blocks with 64 queries of 128."""
     limit = ARCHITECTURES[capability]
     for name in TURBO_PRESETS:
         for size in cuda_extend.SUPPORTED_HEAD_SIZES:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The host code of the CUDA modules, compiled without their kernels: no GPU needed."""
+"""The host code of the CUDA modules, compiled without kernels and run without a GPU."""
 
 import importlib.util
 import subprocess
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs nvcc and apache-tvm-ffi",
 )
 LAYOUT = TurboFormat.from_cache_dtype("k4v3", 128)
-# A function a check, which launch.cuh and tensors.cuh have.
+# A function for each check of launch.cuh and tensors.cuh.
 SOURCE = r"""
 #include <tvm/ffi/function.h>
 #include "common/launch.cuh"
@@ -68,7 +68,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset, offset);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(window, window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(worked_out, worked_out);
 """
-# Of cudaError_t.
+# Numbers and names of cudaError_t that refuse a launch.
 REFUSALS = {
     1: "cudaErrorInvalidValue",
     9: "cudaErrorInvalidConfiguration",
@@ -99,7 +99,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory) -> Callable[[str], Callable]:
-    """Functions of ``SOURCE`` by name."""
+    """A function that loads a function of ``SOURCE`` by its name."""
     from tvm_ffi import libinfo
 
     folder = tmp_path_factory.mktemp("host")
@@ -154,7 +154,7 @@ def test_devices_without_a_place(host, device):
 def pages(
     num_blocks: int = 3, heads: int = 2, block_size: int = 32, pad: int = 0
 ) -> torch.Tensor:
-    """A cache, each (block, head) of which may be followed by other bytes."""
+    """A cache with ``pad`` bytes after each (block, head)."""
     head_bytes = block_size * LAYOUT.slot_size
     buffer = torch.zeros(num_blocks, heads, head_bytes + pad, dtype=torch.uint8)
     shape = (num_blocks, heads, block_size, LAYOUT.slot_size)
@@ -162,7 +162,7 @@ def pages(
 
 
 def at(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same, so many elements past an aligned address."""
+    """Zeros of the same shape, ``offset`` elements past an aligned address."""
     buffer = torch.zeros(x.numel() + offset + 64, dtype=x.dtype)
     first = -buffer.data_ptr() % 128 // x.element_size() + offset
     return buffer[first : first + x.numel()].view(x.shape)
@@ -314,7 +314,10 @@ BAD_WINDOWS = {
 
 @pytest.mark.parametrize("name", BAD_WINDOWS)
 def test_windows_that_are_not_taken(host, name):
-    """More rows than fit, too: the last plane that is looked at ends in the page."""
+    """Windows with wrong shapes, strides, starts or numbers of rows are refused.
+
+    With more rows than fit, the plane that is checked last still ends in the page.
+    """
     changed, message = BAD_WINDOWS[name]
     starts = dict(
         zip(("keys", "values", "key_scales", "value_scales"), WINDOW.plane_offsets)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Pages of hybrid models, which vLLM makes as long as a layer's state is large:
-thousands of tokens, and no power of two. CUDA's kernels and Triton's.
+"""Pages of hybrid models, for CUDA's kernels and Triton's.
+
+vLLM makes these pages as large as the state of other layers: they have thousands of
+tokens, and not a power of two.
 """
 
 import pytest
@@ -38,9 +40,9 @@ stores = pytest.mark.parametrize(
         pytest.param("triton", marks=requires_triton),
     ],
 )
-# As vLLM aligns them: a short one, Qwen3-Next's and Qwen3.5-397B's.
+# Block sizes that vLLM aligns: a short one, Qwen3-Next's and Qwen3.5-397B's.
 BLOCK_SIZES = [528, 3952, 7872]
-# These models', and one whose emulated kernels other tests have, too.
+# These models' head size, and one whose emulated kernels other tests also build.
 HEAD_SIZES = [256, 128]
 # Query heads a KV head: Qwen3.6-27B's and Qwen3-Next's.
 GROUPS = [6, 8]
@@ -50,7 +52,7 @@ if not (ON_GPU or CUDA_IS_EMULATED):
 block_sizes = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
 groups = pytest.mark.parametrize("group", GROUPS)
-# Of long sequences the tokens that are attended to, else interpreters take minutes.
+# Tokens that a query token sees in a long sequence; interpreters take minutes for more.
 WINDOW = 20
 
 
@@ -59,13 +61,13 @@ def layout_of(head_size: int) -> TurboFormat:
 
 
 def lengths(block_size: int) -> list[int]:
-    """Within a block, around its end, and in a third."""
+    """Lengths that end within a block, around its end, and in a third block."""
     ends = [block_size - 1, block_size, block_size + 1, 2 * block_size + 7]
     return [18, block_size // 2 + 3, *ends]
 
 
 class Windowed(Batch):
-    """Of each sequence the last tokens are in the cache, and seen."""
+    """Sequences of which only the last tokens are stored and seen."""
 
     def __init__(
         self, layout: TurboFormat, block_size: int, query_len: int, group: int
@@ -75,7 +77,7 @@ class Windowed(Batch):
         self.slide(WINDOW)
 
     def fill(self, dtype: torch.dtype) -> None:
-        # Numbers for whoever checks; `slide` has kernels see others.
+        # Zeros, which only the check reads; `slide` gives kernels other bytes.
         self.cache.zero_()
         for row, length in enumerate(self.seq_lens):
             first = max(length - self.query_len - WINDOW, 0)
@@ -86,7 +88,7 @@ class Windowed(Batch):
 
 
 class Whole(Batch):
-    """Sequences whose tokens are all in the cache, and seen."""
+    """Sequences of which all tokens are stored and seen."""
 
     def __init__(
         self, layout: TurboFormat, block_size: int, query_len: int, group: int
@@ -99,7 +101,7 @@ class Whole(Batch):
 @head_sizes
 @block_sizes
 def test_store(kernel, head_size, block_size):
-    """At both ends of each block, and of tiles between."""
+    """Store at both ends of each block, and of tiles between."""
     offsets = torch.tensor([0, 15, 16, block_size // 32 * 16 - 1, block_size - 1])
     slots = (torch.arange(3)[:, None] * block_size + offsets).flatten().to(DEVICE)
     key = gaussian(len(slots), NUM_KV_HEADS, head_size, dtype=BF16)
