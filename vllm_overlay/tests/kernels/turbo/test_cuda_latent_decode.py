@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA decode kernels of MLA: what is built, and attention over stored latents.
+"""The CUDA decode kernels of MLA: their modules, and attention over stored latents.
 
-The emulated GPU has the instructions of all plans. A GPU runs its own and those of
-GPUs before it, so that one of compute capability 9.0 runs all.
+The emulated GPU has the instructions of all plans. A GPU runs its own plans and those
+of earlier GPUs, so that a GPU of compute capability 9.0 runs all.
 """
 
 import json
@@ -62,7 +62,7 @@ def name_of(plan: Plan) -> str:
 
 
 def marked(plan: Plan) -> Any:
-    """A plan, which is skipped on GPUs that have not its instructions."""
+    """A plan that is skipped on GPUs without its instructions."""
     runs = CUDA_IS_EMULATED
     if ON_NVIDIA:
         capability = current_platform.get_device_capability()
@@ -72,7 +72,7 @@ def marked(plan: Plan) -> Any:
 
 
 all_plans = pytest.mark.parametrize("plan", [marked(plan) for plan in PLANS])
-# Of each kind one of few columns, and the most warpgroups that share tokens.
+# A plan of few columns of each kind, and the one whose warpgroups share tokens.
 some_plans = pytest.mark.parametrize(
     "plan",
     [marked(p) for p in PLANS if p.columns == 16 or p.shares and p.columns == 40],
@@ -111,17 +111,17 @@ def test_gpus_are_served_by_plans_that_run_on_them(capability):
 
 def test_splits_follow_the_blocks_that_a_sequence_can_have():
     splits = partial(latent_decode.num_decode_splits, plans=plans_of(90))
-    # Alone, one a multiprocessor, and one that begins inside.
+    # A sequence alone has a split a multiprocessor, and one that begins inside.
     assert splits(1, 16, 132) == 133
     assert splits(1, 64, 132) == 133
-    # Of two passes each has half of them.
+    # Each of two passes has half of the splits.
     assert splits(1, 128, 132) == 67
     assert splits(1, 16, 132, query_len=8) == 67
     # Room for a large batch is bounded.
     assert splits(128, 16, 132) == 8
     assert splits(4096, 16, 132) == 3
     assert splits(0, 16, 1) == 2
-    # Of other GPUs 64 rows are two passes.
+    # On other GPUs 64 rows are two passes.
     assert latent_decode.num_decode_splits(1, 64, 132, plans=plans_of(80)) == 67
 
 
@@ -136,7 +136,7 @@ def test_layouts_and_gpus_without_a_kernel_are_told():
 
 
 def test_modules_are_for_their_architecture_alone():
-    """Warpgroups' instructions are of sm_90a, and the library's name says so."""
+    """Instructions for warpgroups need sm_90a, which the library's name has."""
     layouts = [LatentFormat.from_cache_dtype("turbo4", size) for size in LATENT_SIZES]
     names = set()
     for layout, plan in product(layouts, PLANS):
@@ -153,7 +153,7 @@ def test_modules_are_for_their_architecture_alone():
 @requires_nvcc
 @pytest.mark.parametrize("num_rows", [16, 40])
 def test_compiles_to_products_that_overlap(num_rows):
-    """Of the least instance of either kind, ptxas does not serialize products."""
+    """The products of either kind's smallest instance are not serialized."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
     module = latent_decode.LATENT_DECODE.module(layout, plan_for(num_rows, WARPGROUPS))
     found, ptx = compile_to_ptx(module, 90, NVCC)
@@ -165,12 +165,12 @@ def test_compiles_to_products_that_overlap(num_rows):
 @requires_nvcc
 @pytest.mark.parametrize("capability, is_bulk", [(80, False), (120, True)])
 def test_slices_compile_for_other_gpus(capability, is_bulk):
-    """And spill no more than is recorded; that is outside the loop over tiles."""
+    """Slices spill no more than is recorded, all of it outside the loop over tiles."""
     module = latent_decode.LATENT_DECODE.module(
         LAYOUT, plan_for(8, plans_of(capability))
     )
     found, ptx = compile_to_ptx(module, capability, NVCC)
-    # Of four teams, for whose blocks there is room.
+    # So few registers leave room for blocks of four teams.
     assert found.registers <= 128
     assert "movmatrix" in ptx and "wgmma" not in ptx
     assert ("cp.async.bulk" in ptx) == is_bulk
@@ -192,7 +192,7 @@ def attend(
     num_splits: int,
     plans: Sequence[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs in fp32 and LSE of a batch, with scratch of NaN."""
+    """Outputs (T, Hq, L) and LSE (T, Hq) of a batch, in fp32, with scratch of NaN."""
     num_seqs, query_len = len(seq_lens), max(query_lens)
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
     count = num_seqs * num_splits * query_len
@@ -249,7 +249,7 @@ def check_against_reference(
     reference.decode_attention(
         query, query_rope, cache, layout, batch, None, expected, expected_lse, SCALE
     )
-    # Operands are rounded to fp16: weights, queries and coordinates.
+    # Weights, queries and coordinates are rounded to fp16.
     error = (first[0] - expected).norm() / expected.norm()
     assert error <= 2**-9
     torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=2e-3)
@@ -257,7 +257,7 @@ def check_against_reference(
 
 @all_plans
 def test_plans(plan):
-    """Every column has a row, but the last."""
+    """Every column but the last has a row."""
     num_heads = plan.columns - 1
     lens = [1, 64, 65, 400, 0]
     check_against_reference(LAYOUT, lens, [1] * 5, num_heads, 3, plans=[plan])
@@ -265,7 +265,7 @@ def test_plans(plan):
 
 @all_plans
 def test_query_tokens_and_passes(plan):
-    """Rows of up to three passes, of tokens that see different lengths."""
+    """Rows need up to three passes, and belong to tokens that see different lengths."""
     lens, query_lens = [4, 63, 66, 700, 33, 0, 1, 17], [4, 1, 3, 2, 4, 1, 1, 1]
     num_heads = plan.columns // 2 + 1
     check_against_reference(LAYOUT, lens, query_lens, num_heads, 5, plans=[plan])

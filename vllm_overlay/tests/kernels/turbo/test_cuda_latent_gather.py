@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA gather kernel of MLA: what it dequantises is the reference's."""
+"""The CUDA gather kernel of MLA dequantises as the reference does."""
 
 import math
 
@@ -37,7 +37,7 @@ def check_gather(
     dtype: torch.dtype,
     block_size: int = 32,
 ) -> None:
-    """Compare to the reference; rows past the last and columns beside them stay."""
+    """Compare to the reference; rows and columns past the output must stay."""
     cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
     table = make_block_table(seq_lens, block_size)
     fill_latent_cache(cache, table, seq_lens, layout)
@@ -50,7 +50,7 @@ def check_gather(
     reference.gather(cache, expected[:, :width], table, layout, *call)
     assert buffer[num_tokens:].isnan().all() and buffer[:, width:].isnan().all()
     found, expected = buffer[:num_tokens, :width].float(), expected[:num_tokens, :width]
-    # It is computed in fp32.
+    # The kernel computes in fp32.
     norm = expected[:, : layout.rank].norm(dim=-1, keepdim=True)
     allowed = OUTPUT_ROUNDING[dtype] * expected.abs() + 2.0**-22 * norm
     assert_within(found, expected, allowed)
@@ -64,7 +64,7 @@ def check_gather(
     ids=["576-bf16", "512-fp32", "320-fp16", "256-bf16"],
 )
 def test_gather_equals_the_reference(name, head_size, dtype):
-    """Chunks of sequences that begin anywhere, of which one has no tokens."""
+    """Chunks of sequences that begin anywhere, one of them without tokens."""
     layout = LatentFormat.from_cache_dtype(name, head_size)
     check_gather(layout, [70, 20, 40], [32, 0, 5], [38, 0, 33], dtype)
 

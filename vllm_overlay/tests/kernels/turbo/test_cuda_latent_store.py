@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA store kernel of MLA: its bytes are the reference's, whatever shares the
-work.
+"""The CUDA store kernel of MLA: its bytes are the reference's, with one or four lanes
+for a scale group.
 """
 
 import json
@@ -52,7 +52,7 @@ LAYOUT = LatentFormat.from_cache_dtype("turbo4", 320)
 
 
 def tuned(parts: int) -> partial:
-    """The store with a tuning of its own."""
+    """The store with ``parts`` lanes for a scale group."""
     return partial(latent_store.store, parts=parts)
 
 
@@ -62,8 +62,8 @@ def tuned(parts: int) -> partial:
 @model_dtypes
 @all_parts
 def test_bytes_equal_the_reference(name, head_size, dtype, parts):
-    """Many tokens a page in one launch, some of slot -1, and padded, strided inputs:
-    tiny, huge and broken vectors.
+    """Many tokens a page in one launch, some with slot -1, from padded and strided
+    inputs with tiny, huge and broken vectors.
     """
     layout = LatentFormat.from_cache_dtype(name, head_size)
     rows = vectors((MANY + 3, 1, head_size), dtype, seed=1)[:, 0]
@@ -92,7 +92,7 @@ def test_ends_of_the_scales(name, parts, rank, exponents):
 @all_parts
 @pytest.mark.parametrize("rank", [512, 256])
 def test_of_equal_costs_the_first_code_moves(parts, rank):
-    """Vectors of a few spikes, whose rotated coordinates have few magnitudes."""
+    """Vectors with a few spikes, whose rotated coordinates have few magnitudes."""
     layout = LatentFormat.from_cache_dtype("turbo4", rank)
     generator = torch.Generator().manual_seed(0)
     kv_c = torch.zeros(48, rank)
@@ -124,7 +124,7 @@ def test_golden_bytes(name, head_size, parts):
 @all_parts
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 17])
 def test_number_of_tokens(name, parts, num_tokens):
-    """Blocks that lack latents, or rotary keys; pages that are no power of two."""
+    """Thread blocks without latents or without rotary keys; pages of 48 tokens."""
     layout = LatentFormat.from_cache_dtype(name, 320)
     slots = torch.arange(num_tokens, device=DEVICE) + 3
     inputs = latent_vectors(layout, 20)
@@ -134,7 +134,7 @@ def test_number_of_tokens(name, parts, num_tokens):
 @requires_cuda
 @all_parts
 def test_nothing_is_stored(parts):
-    """Of padding: the tokens of a captured graph that a batch does not have."""
+    """Padding: tokens of a captured graph that the batch does not have."""
     slots = torch.full((9,), -1, device=DEVICE)
     inputs = latent_vectors(LAYOUT, 9)
     check_latent_bytes(LAYOUT, *inputs, slots, store=tuned(parts))
@@ -145,7 +145,7 @@ def test_nothing_is_stored(parts):
 @pytest.mark.parametrize("head_size", [576, 320])
 @pytest.mark.parametrize("num_tokens", [63, 512, 513, 1025, 5000])
 def test_default_parts(name, head_size, num_tokens):
-    """What the number of tokens chooses."""
+    """The number of tokens chooses the number of lanes for a scale group."""
     layout = LatentFormat.from_cache_dtype(name, head_size)
     slots = random_slots(num_tokens, 2 * num_tokens)
     inputs = latent_vectors(layout, num_tokens)
@@ -163,8 +163,8 @@ def test_parts_follow_the_sizes():
 
 @requires_cuda
 def test_scales_of_rope_are_the_smallest_that_hold():
-    """Largest magnitudes around what each scale holds, as far as bf16 and fp16 have
-    them, and subnormal ones.
+    """A group's largest magnitude is at, above or below the most of each scale, as far
+    as bf16 and fp16 have such numbers, or subnormal.
     """
     held = 127 * codec.scale_values(torch.arange(0xF8, dtype=torch.uint8))
     for dtype in (BF16, FP16):
@@ -187,7 +187,7 @@ def test_scales_of_rope_are_the_smallest_that_hold():
 @requires_nvidia
 @all_parts
 def test_page_beyond_4_gib(parts):
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Store into pages at byte offsets beyond 2**31 and 2**32."""
     layout = LatentFormat.from_cache_dtype("turbo4", 576)
     expected = torch.full((3, 16, layout.slot_size), 0xFF, dtype=torch.uint8)
     expected = expected.to(DEVICE)
@@ -249,7 +249,7 @@ def test_compiles_without_spills(name, capability):
         LatentFormat.from_cache_dtype(name, 576), None
     )
     found, ptx = compile_to_ptx(module, capability, NVCC)
-    # Five blocks of 128 threads a multiprocessor.
+    # A multiprocessor has room for five blocks of 128 threads.
     assert found.spills == 0 and found.registers <= 96
     check_overlap(module.kernel, capability, ptx)
     assert (LET_NEXT_BEGIN in ptx) == (capability >= 90)

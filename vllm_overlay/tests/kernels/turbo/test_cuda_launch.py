@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Launches of the CUDA kernels: what they wait for, where they go, how they fail."""
+"""Launches of the CUDA kernels: order, devices and failures."""
 
 import math
 import os
@@ -49,13 +49,13 @@ ATTENTION = {"decode": KERNELS["cuda"]} | {
     name: KERNELS[name] for name in ("extend", "rows", "columns")
 }
 attention = pytest.mark.parametrize("kernel", ["decode", "extend", ROWS, COLUMNS])
-# So long no launch by the host takes.
+# Longer than any launch by the host takes.
 DELAY_NS = 30_000_000
 
 
 @triton.jit
 def _copy_late(source_ptr, target_ptr, size, DELAY: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy numbers after a while, in which the next kernel may begin."""
+    """Copy numbers after a delay, in which the next kernel may begin."""
     tl.extra.cuda.gdc_launch_dependents()
     start = tl.extra.cuda.globaltimer()
     while tl.extra.cuda.globaltimer() - start < DELAY:
@@ -68,7 +68,7 @@ def _copy_late(source_ptr, target_ptr, size, DELAY: tl.constexpr, BLOCK: tl.cons
 
 
 def copy_late(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy, by one block: the rest of the GPU is free for the next kernel."""
+    """Copy with one block, so that the GPU has room for the next kernel."""
     assert source.is_contiguous() and target.is_contiguous()
     _copy_late[(1,)](source, target, source.numel(), DELAY_NS, 1024)
 
@@ -82,7 +82,7 @@ requires_overlap = pytest.mark.skipif(
 def attend(
     kernel: str, step: Step, cache: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Attend to what is stored from rotated queries that are in the scratch."""
+    """Attend to stored tokens, from rotated queries in the scratch."""
     ATTENTION[kernel](
         scratch.rotated, cache, LAYOUT, step.batch, scratch.partials, scratch.output
     )
@@ -93,7 +93,7 @@ def attend(
 @attention
 @pytest.mark.parametrize("late", ["rotated_query", "query_scale", "cache"])
 def test_attention_waits_for_the_kernel_before_it(kernel, late):
-    """It may begin while that runs, but not read what it writes: queries and pages."""
+    """Attention may begin early, but must wait to read queries and pages."""
     cache, step = random_sequences(LAYOUT, [4000, 17, 0, 300])
     scratch = Scratch.of(step.query, 6)
     step.run(cache, LAYOUT, scratch)
@@ -104,7 +104,7 @@ def test_attention_waits_for_the_kernel_before_it(kernel, late):
         target.copy_(written.flip(0))
         scratch.output.fill_(math.nan)
         torch.accelerator.synchronize()
-        # Nothing may come between: the attention is to follow at once.
+        # The attention must be the next kernel after the copy.
         copy_late(written, target)
         assert torch.equal(attend(kernel, step, cache, scratch), expected)
 
@@ -112,7 +112,7 @@ def test_attention_waits_for_the_kernel_before_it(kernel, late):
 @requires_overlap
 @pytest.mark.parametrize("late", ["partial", "partial_lse"])
 def test_the_merge_waits_for_the_kernel_before_it(late):
-    """Its partial results are what that writes."""
+    """The merge must wait to read partial results."""
     partial = normal(384, 8, 128, seed=1).float()
     partial_lse = normal(384, 8, seed=2).float()
     target = partial if late == "partial" else partial_lse
@@ -138,7 +138,7 @@ def test_the_merge_waits_for_the_kernel_before_it(late):
 @pytest.mark.parametrize("num_seqs", [2, 600], ids=["few tokens", "many tokens"])
 @pytest.mark.parametrize("late", ["query", "key", "value", "slots"])
 def test_the_store_waits_for_the_kernel_before_it(late, num_seqs):
-    """Which makes all that it stores."""
+    """The store must wait to read queries, keys, values and slots."""
     blocks = torch.arange(num_seqs, dtype=torch.int32, device=DEVICE)
     step = step_of(LAYOUT, blocks[:, None], [1] * num_seqs)
     step.slots.copy_(torch.arange(num_seqs, device=DEVICE) * BLOCK_SIZE)
@@ -164,9 +164,9 @@ def test_the_store_waits_for_the_kernel_before_it(late, num_seqs):
 @requires_overlap
 @pytest.mark.parametrize("window", [None, 128], ids=["full", "sliding"])
 def test_layers_of_a_graph_take_turns_with_what_they_share(window):
-    """Scratch is the same in all layers. What comes before a layer's store is by turns
-    a kernel that makes its query, the merge of the layer before, a memset, and kernels
-    of two streams.
+    """All layers share the scratch. Before a layer's store there is, in turn, a kernel
+    that makes its query, the previous layer's merge, a memset, or kernels of two
+    streams.
     """
     seq_lens, num_layers = [4000, 17, 1, 300, 129], 8
     caches = []
@@ -223,7 +223,7 @@ def test_layers_of_a_graph_take_turns_with_what_they_share(window):
 )
 @attention
 def test_kernels_run_where_their_tensors_are(kernel):
-    """Another device may be the current one, and stays so."""
+    """The current device may be another one, and does not change."""
     assert torch.accelerator.current_device_index() == 0
     cache, step = random_sequences(LAYOUT, [700, 17, 0])
     outputs = []
@@ -252,7 +252,7 @@ def test_kernels_run_where_their_tensors_are(kernel):
 
 @pytest.fixture
 def other_architecture(monkeypatch: pytest.MonkeyPatch):
-    """Kernels are built for GPUs that have nothing in common with this one."""
+    """Have kernels built for an architecture that this GPU cannot run."""
     number = "80" if current_platform.has_device_capability(90) else "90"
     load_instance.cache_clear()
     monkeypatch.setattr(cuda_build, "_architecture", lambda device: number)
@@ -262,7 +262,7 @@ def other_architecture(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("kernel", ["store", "decode", "extend", "merge"])
 def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, kernel):
-    """And nothing else fails for it afterwards."""
+    """A refused launch is an error, after which the GPU goes on to work."""
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     step = step_of(LAYOUT, table, [0])
     scratch = Scratch.of(step.query, 6)
@@ -280,7 +280,7 @@ def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, k
     assert not cache.any()
 
 
-# A process of its own: a fault ends all work on the GPU.
+# The program runs in a process of its own, because a fault ends all work on the GPU.
 FAULT = """
 import sys
 import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA merge, against the same sums in fp64."""
+"""The CUDA merge, compared to the same sums in fp64."""
 
 import math
 
@@ -50,7 +50,7 @@ output_dtypes = pytest.mark.parametrize(
     "dtype", [BF16, FP16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
 with_newest = pytest.mark.parametrize("with_newest", [False, True])
-# Rounding of the output; fp32's is that of its sums, over up to 512 terms.
+# Rounding of the output; for fp32, rounding of sums over up to 512 terms.
 TOLERANCES = {BF16: 2.0**-8, FP16: 2.0**-11, torch.float32: 2.0**-18}
 NUM_KV_HEADS = 2
 
@@ -58,7 +58,13 @@ NUM_KV_HEADS = 2
 def partial_results(
     counts: list[int], num_splits: int, num_heads: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the first ``counts`` splits of each sequence; the others are NaN."""
+    """Partial results of the first ``counts`` splits of each sequence.
+
+    Returns:
+        The results, (B * num_splits, Hq, D), and LSEs, (B * num_splits, Hq), both fp32.
+        Other splits have NaN and -Inf.
+
+    """
     shape = (len(counts), num_splits, num_heads)
     written = torch.arange(num_splits)[None, :] < torch.tensor(counts)[:, None]
     written = written.to(DEVICE)[..., None].expand(shape)
@@ -70,7 +76,7 @@ def partial_results(
 
 
 def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestTokens:
-    """Views of a fused projection's output; scores are about as large as LSEs."""
+    """Views of one tensor, as of a fused projection; scores are as large as LSEs."""
     num_heads = group * NUM_KV_HEADS
     sizes = [num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_seqs, sum(sizes), head_size, dtype=dtype, seed=3)
@@ -84,7 +90,7 @@ def expected_output(
     seq_lens: torch.Tensor,
     newest: NewestTokens | None,
 ) -> torch.Tensor:
-    """(B, Hq, D) in fp64."""
+    """The merged output, (B, Hq, D) fp64."""
     num_seqs = seq_lens.shape[0]
     num_heads, head_size = partial.shape[1:]
     lse = lse.view(num_seqs, -1, num_heads).double()
@@ -105,7 +111,7 @@ def expected_output(
 
 
 def batch_of(seq_lens: torch.Tensor) -> DecodeBatch:
-    """Sequences of one query token; a merge reads no block table."""
+    """Sequences with one query token. The block table is empty: a merge reads none."""
     table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     return DecodeBatch(len(seq_lens), table, seq_lens)
 
@@ -119,7 +125,7 @@ def merge(
     num_warps: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Merge into rows of a wider tensor; what lies between them must stay."""
+    """Merge into rows of a wider tensor, whose other elements must stay."""
     num_heads, head_size = partial.shape[1:]
     shape = (seq_lens.shape[0], num_heads + 1, head_size)
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
@@ -133,7 +139,7 @@ def merge(
 
 
 def lengths(counts: list[int]) -> torch.Tensor:
-    """As many tokens as are sure to be of so many splits; of none, the newest."""
+    """Lengths that surely have tokens in ``counts`` splits, or only a newest token."""
     return torch.tensor([100 * n + 1 for n in counts], device=DEVICE).int()
 
 
@@ -171,9 +177,9 @@ def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_spli
 )
 @pytest.mark.parametrize("sinks_dtype", TOLERANCES, ids=str)
 def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtype):
-    """As one split more, whose values are zero; alone they give zero."""
+    """Sinks count as one more split, whose values are zero; alone they give zero."""
     num_heads = 4 * NUM_KV_HEADS
-    # Those of a KV head's query heads are another's in other places.
+    # Both KV heads' query heads have the same sinks, in different places.
     sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE)
     sinks = torch.cat([sinks, sinks.roll(1)])
     partial, lse = partial_results(counts, num_splits, num_heads, head_size)
@@ -233,7 +239,7 @@ def test_against_triton(head_size, with_newest):
 @requires_cuda
 @all_sizes
 def test_padding_and_a_newest_token_alone(head_size):
-    """Padding gives zeros, whatever q, K and V are; one token gives its value."""
+    """Padding gives zeros for any q, K and V; one token gives its value."""
     partial, lse = partial_results([0, 0, 2], 4, 8, head_size)
     newest = newest_tokens(3, 4, head_size, BF16)
     for x in newest[:3]:
@@ -247,7 +253,7 @@ def test_padding_and_a_newest_token_alone(head_size):
 
 @requires_cuda
 def test_large_lses():
-    """Only differences of LSEs count, to the bit where these are exact."""
+    """Only differences of LSEs count: bit for bit if they are exact."""
     partial, lse = partial_results([40, 3], 64, 8, 128)
     lse = (lse * 64).round() / 64
     expected = merge(partial, lse, lengths([40, 3]), torch.float32)
@@ -290,7 +296,7 @@ def test_one_split_does_not_depend_on_the_batch():
 
 @requires_nvidia
 def test_it_waits_for_the_kernel_before_it():
-    """What is merged was written by the kernel right before, also in a graph."""
+    """The kernel right before writes the partial results, here in a graph."""
     partial, lse = partial_results([6] * 64, 6, 8, 128)
     seq_lens = lengths([6] * 64)
     expected = merge(partial, lse, seq_lens, FP16)
@@ -318,7 +324,7 @@ def test_it_waits_for_the_kernel_before_it():
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
 @pytest.mark.parametrize("lse", [0.0, 14427.0, -14427.0])
 def test_equal_lses_give_the_mean(head_size, num_splits, lse):
-    """LSEs of scores of 1e4 either way, too."""
+    """Equal LSEs give the mean, even with scores of 1e4 or -1e4."""
     partial, _ = partial_results([num_splits], num_splits, 8, head_size)
     lses = torch.full((num_splits, 8), lse, device=DEVICE)
     output = merge(partial, lses, lengths([num_splits]), torch.float32)
@@ -331,7 +337,7 @@ def test_equal_lses_give_the_mean(head_size, num_splits, lse):
 @all_sizes
 @pytest.mark.parametrize("place", [0, 1, 31, 32, 63])
 def test_a_dominating_split_is_alone(head_size, place):
-    """Others' weights vanish, though their partial results are huge."""
+    """Other splits have no weight, even if their partial results are huge."""
     partial, lse = partial_results([64], 64, 8, head_size)
     partial *= 1e30
     partial[place] /= 1e30
@@ -344,7 +350,7 @@ def test_a_dominating_split_is_alone(head_size, place):
 @requires_cuda
 @pytest.mark.parametrize("num_warps", [1, 8])
 def test_partial_results_beyond_4_gib(num_warps):
-    """Those of the last sequences; what lies between is not read."""
+    """Only the last sequences have partial results, beyond 4 GiB."""
     num_seqs, num_splits, num_heads, head_size = 2060, 64, 32, 256
     shape = (num_seqs * num_splits, num_heads, head_size)
     last = slice(-2 * num_splits, None)
@@ -364,7 +370,7 @@ def test_partial_results_beyond_4_gib(num_warps):
 @requires_nvidia
 @with_newest
 def test_a_graph_is_replayed_with_other_inputs(with_newest):
-    """Lengths and newest tokens are what is in the tensors at the replay."""
+    """A replay reads the lengths and newest tokens that tensors then hold."""
     batches = [[3, 6, 0, 1], [0, 0, 0, 0], [6, 6, 6, 6], [1, 2, 0, 4]]
     inputs = [
         (*partial_results(counts, 6, 8, 128), lengths(counts)) for counts in batches
@@ -393,7 +399,7 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
 
 @requires_nvidia
 def test_two_streams():
-    """Each merge waits for its own stream's work, and for no other's."""
+    """A merge waits for its own stream's work, and for no other stream's."""
     sources = [partial_results(counts, 6, 8, 128) for counts in ([6] * 64, [3] * 64)]
     seq_lens = lengths([6] * 64)
     expected = [merge(*source, seq_lens, BF16) for source in sources]
@@ -406,7 +412,7 @@ def test_two_streams():
             with torch.cuda.stream(stream):
                 for target, source in zip(targets[index], sources[index]):
                     target.zero_()
-                    # A merge on another stream would run while this one sleeps.
+                    # A merge that does not wait would run during the sleep.
                     torch.cuda._sleep(100_000)
                     target.copy_(source)
                 outputs[index].append(torch.empty_like(expected[index]))
@@ -426,7 +432,7 @@ def test_signs_are_those_of_the_rotation(head_size):
         for word in words.split(maxsplit=2)[2].split(",")
         for i in range(32)
     ]
-    # The first column of the inverse rotation's matrix has the signs alone.
+    # The inverse rotation's first row has the same magnitudes: only signs differ.
     matrix = rotation_matrix(head_size, torch.device("cpu"), inverse=True)
     assert bits == (matrix[0] < 0).int().tolist()
 
@@ -434,7 +440,7 @@ def test_signs_are_those_of_the_rotation(head_size):
 @all_sizes
 @pytest.mark.parametrize("num_sms", [16, 132])
 def test_warps_a_row(num_sms, head_size):
-    """A power of two, one with one split, and no more than the GPU has room for."""
+    """Warps a row are a power of two, one with one split, and fit the GPU."""
     most = cuda_merge.block_warps(head_size)
     for num_rows in (1, 8, 32, 500, 1024, 4096, 10**6):
         for num_splits in range(1, MAX_KV_SPLITS + 1):
@@ -447,7 +453,7 @@ def test_warps_a_row(num_sms, head_size):
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 16])
 @all_sizes
 def test_warps_a_row_with_window(head_size, group):
-    """Never more than without; fewer only where rows share what a block reads."""
+    """A window never adds warps; it has fewer only if rows share a block's reads."""
     most = cuda_merge.block_warps(head_size)
     for num_rows in (1, 8, 32, 128, 500, 512, 1024, 2048, 10**6):
         for num_splits in (1, 7, 64):
@@ -467,8 +473,8 @@ def test_warps_a_row_with_window(head_size, group):
 @output_dtypes
 @pytest.mark.parametrize("sinks", [None, 1.5])
 def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
-    """As where the merge attends to them, up to the rounding of what it is given; of
-    tokens that a sequence does not have that is NaN.
+    """Given the result of attention to the newest tokens, the merge gives the same as
+    if it attends to them, up to rounding. Tokens that do not exist have a NaN there.
     """
     query_len, group, seq_lens = 5, 2, [900, 3, 0, 40]
     num_heads, num_tokens = group * NUM_KV_HEADS, query_len * len(seq_lens)
@@ -509,7 +515,7 @@ def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
         call = merge_call(batch, result, NUM_KV_HEADS, tokens, sinks=sinks)
         cuda_merge.merge_splits(partials, call)
         results.append(result.float())
-    # Both results are rounded, and what attention gave was.
+    # Both results are rounded, and so is the result of attention that is given.
     sizes = 2 * results[0].abs() + output.abs().nan_to_num()
     bound = TOLERANCES[dtype] * sizes + 2.0**-16 * value.abs().max()
     assert ((results[0] - results[1]).abs() <= bound).all()

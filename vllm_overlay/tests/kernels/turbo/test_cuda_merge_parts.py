@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA merge of a rank's part of the sequences, against the same sums in fp64."""
+"""The CUDA merge of a rank's share of the sequences, compared to sums in fp64."""
 
 import math
 
@@ -31,8 +31,9 @@ from .utils import (
 @all_sizes
 @pytest.mark.parametrize("num_warps", [1, 8])
 def test_parts(head_size, num_warps):
-    """Of ragged sequences, one of which has no tokens on this rank, and one no query
-    tokens at all: what rows it does not have hold is not read.
+    """Ragged sequences: one has no tokens on this rank, and one has no query tokens.
+
+    Rows that a sequence does not have are not read.
     """
     query_lens, num_splits, query_len = [3, 2, 0, 1], 9, 3
     num_heads = 2 * NUM_KV_HEADS
@@ -71,7 +72,7 @@ def test_parts(head_size, num_warps):
 
 @requires_cuda
 def test_parts_that_are_not_taken():
-    """Only fp32 is, all tokens' slots side by side, and nothing beside the splits."""
+    """Parts must be fp32, with one row and LSE for each token slot and head."""
     partial, lse = partial_results([1], 1, 4, 128)
     output = torch.empty(1, 4, 128, device=DEVICE)
     own_lse = torch.empty(1, 4, device=DEVICE)

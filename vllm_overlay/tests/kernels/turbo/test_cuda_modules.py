@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every module that serving asks for is among those that are built before."""
+"""Every module that serving asks for is in the list of modules that are built ahead."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -37,14 +37,14 @@ DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 Asked = list[tuple[CudaModule, torch.device]]
-# A GPU that has the kernels that all have.
+# A GPU with only the kernels that every GPU has.
 CAPABILITY = 89
 OFFSET, CAP = Variant(key_offset=True), Variant(soft_cap=True)
 variants = pytest.mark.parametrize("variant", [PLAIN, OFFSET, CAP])
 
 
 def set_capability(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
-    """Have the GPU be one of a compute capability, whatever this machine has."""
+    """Have the GPU report a compute capability, on any machine."""
     for module in (cuda_decode, cuda_extend, family):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
 
@@ -58,14 +58,14 @@ def serving(
     variant: Variant = PLAIN,
     device: torch.device | None = DEVICE,
 ) -> list[ServingModule]:
-    """The modules of a layer's batches: see ``Demand``."""
+    """The modules that a layer's batches need: see ``Demand``."""
     demand = Demand(group, max_query_len, max_extend_len, capability, variant)
     return modules_for(FAMILIES, layout, demand, device)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    """What is built, in order, where nothing has been loaded."""
+    """Modules and devices of builds, in order; nothing is loaded before."""
     built: Asked = []
     monkeypatch.setattr(family, "build_and_load", lambda *args: built.append(args))
     monkeypatch.setattr(family, "shared_memory", lambda device: SHARED_BYTES)
@@ -82,8 +82,8 @@ def served(
     extend_lens: range,
     variant: Variant,
 ):
-    """Ask as the entry points of the kernels do, of all batches, with newest tokens and
-    without.
+    """Load the modules that the kernels' entry points load, for all batches, with and
+    without newest tokens.
     """
     STORE.load(layout, None, DEVICE, variant._replace(recent_window=False))
     STORE.load(layout, None, DEVICE, variant)
@@ -159,7 +159,7 @@ def test_warpgroups_extend_where_gpus_have_them(asked):
 
 
 def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
-    """And no other kernel those that they do."""
+    """Warpgroups decode 17 to 32 queries, for which no other kernel is built."""
     names = [x.name for x in serving(LAYOUT, 16, 2, 0, 90)]
     assert names[2:] == ["decode turbo4_128_16", "decode_columns turbo4_128_c32"]
     for group, own in ((16, False), (17, True), (32, True), (33, False)):
@@ -212,7 +212,7 @@ def test_no_extends(asked):
 
 
 def test_heads_that_prefill_extends(asked):
-    """Of them no more is built than the kernels in ``cuda_kernels`` ask for."""
+    """Heads of 512 have no extend module, as ``cuda_kernels`` has no such kernel."""
     layout = TurboFormat.from_cache_dtype("turbo4", 512)
     loaders = serving(layout, 8, 3, max_extend_len(512, 8))
     names = ["store turbo4_512", "merge 512", "decode turbo4_512_8"]
@@ -223,7 +223,7 @@ def test_heads_that_prefill_extends(asked):
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
-    """No more, and no less, whatever heads and drafts it has."""
+    """The modules built ahead are exactly those that some model asks for."""
     set_capability(monkeypatch, capability)
     monkeypatch.setattr(family, "shared_memory", lambda _: ARCHITECTURES[capability])
     for name, head_size in product(TURBO_PRESETS, SUPPORTED_HEAD_SIZES):
@@ -268,7 +268,7 @@ def test_less_is_built_ahead_for_some_dtypes_and_head_sizes():
 @pytest.mark.parametrize("head_size", SUPPORTED_HEAD_SIZES)
 @variants
 def test_names_are_those_of_the_modules(asked, name, head_size, variant):
-    """And tell all modules of a kernel apart: builds are counted by them."""
+    """Names are unique, because builds are counted by name."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     variant = variant._replace(recent_window=True)
     loaders = serving(layout, 1, 8, 48, variant=variant)
@@ -282,7 +282,7 @@ def test_names_are_those_of_the_modules(asked, name, head_size, variant):
 
 
 def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
-    """So models without one are served by the same code as before."""
+    """Models without an offset keep modules without one."""
     names = [
         {x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)}
         for variant in (PLAIN, OFFSET)
@@ -292,7 +292,7 @@ def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
 
 
 def test_a_soft_cap_has_modules_of_its_own_but_for_the_store(asked):
-    """So models without one are served by the same code as before."""
+    """Models without a soft cap keep modules without one."""
     names = [
         {x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)}
         for variant in (PLAIN, CAP)
@@ -303,7 +303,7 @@ def test_a_soft_cap_has_modules_of_its_own_but_for_the_store(asked):
 
 @pytest.mark.parametrize("has_key_offset", [False, True])
 def test_a_window_has_a_module_of_its_own(asked, has_key_offset):
-    """The store's; the others are as before."""
+    """Only the store has a module of its own for a window."""
     without, with_one = (
         [x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)]
         for variant in (Variant(has_key_offset), Variant(has_key_offset, True))
@@ -322,7 +322,7 @@ def test_the_current_device_unless_another_is_named(asked, monkeypatch):
 
 
 def test_each_device_has_modules_of_its_own(asked):
-    """They may differ in their architecture."""
+    """Devices may have different architectures."""
     for index in (0, 1):
         for loader in serving(LAYOUT, 4, 1, 4, device=torch.device("cuda", index)):
             loader.load()

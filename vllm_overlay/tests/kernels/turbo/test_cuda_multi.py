@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode of several query tokens a sequence, as speculative verification has them:
-CUDA's kernels and Triton's, against causal attention over the stored K and V.
+"""Decodes with several query tokens a sequence, as speculative decoding verifies.
+
+CUDA's kernels and Triton's are compared to causal attention over the stored K and V.
 """
 
 import math
@@ -71,7 +72,10 @@ def decode_on(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Decode by the kernel of GPUs of a compute capability, whatever it serves."""
+    """Decode with the kernel of a compute capability, even if another would serve.
+
+    None stands for the kernel of every GPU.
+    """
     reason = COLUMNS_FAMILY.unsupported_reason(layout, capability)
     if capability is not None and reason is not None:
         pytest.skip(reason)
@@ -88,7 +92,7 @@ def extend_on(
     *args: Any,
     **options: Any,
 ) -> None:
-    """Extend by the kernel of GPUs of a compute capability, None for any GPU's."""
+    """Extend with the kernel of a compute capability; None: the kernel of every GPU."""
     family = EXTEND if capability is None else ROWS_FAMILY
     reason = family.unsupported_reason(layout, capability)
     if reason is not None:
@@ -99,7 +103,7 @@ def extend_on(
 
 
 class OriginalQuery(NamedTuple):
-    """Queries that are not rotated, (T, Hq, D), and the softmax scale."""
+    """Queries (T, Hq, D) before their rotation, and the softmax scale."""
 
     vectors: torch.Tensor
     scale: float
@@ -114,8 +118,9 @@ def extend_to_outputs(
     *call: Any,
     **options: Any,
 ) -> None:
-    """Extend by the kernel that needs no merge. With one split blocks have whole
-    passes; scratch and output are NaN before.
+    """Extend with the kernel that needs no merge; scratch and output have NaN before.
+
+    With one split, blocks have whole passes.
     """
     reason = OUTPUTS_FAMILY.refusal(layout)
     if reason is not None:
@@ -149,15 +154,15 @@ ATTENTION = {
 COLUMNS = pytest.param("columns", marks=requires_hopper)
 ROWS = pytest.param("rows", marks=requires_hopper)
 OUTPUTS = pytest.param("outputs", marks=requires_hopper)
-# Those that take queries in fp16.
+# Kernels that take queries in fp16.
 extends_or_columns = pytest.mark.parametrize(
     "kernel", ["extend", ROWS, OUTPUTS, COLUMNS]
 )
 decodes = pytest.mark.parametrize("kernel", ["cuda", COLUMNS])
 extends = pytest.mark.parametrize("kernel", ["extend", ROWS, OUTPUTS])
-# Those whose results the merge joins.
+# Extend kernels whose results the merge joins.
 merged_extends = pytest.mark.parametrize("kernel", ["extend", ROWS])
-# How rotated queries are rounded where they are not in the model's dtype.
+# The rounding of rotated queries by kernels that do not keep the model's dtype.
 ROUNDING = {"cuda": reference.round_query}
 ROUNDING |= dict.fromkeys(("columns", "extend", "rows"), lambda q: q.to(FP16).float())
 all_kernels = pytest.mark.parametrize(
@@ -179,14 +184,14 @@ LAYOUTS = [
     for size in SUPPORTED_HEAD_SIZES
 ]
 EXTEND_LAYOUTS = [x for x in LAYOUTS if not EXTEND.refusal(x)]
-# Triton's kernels have an instance for each; of k4v3 the halves are the others'.
+# Triton compiles an instance for each layout. k4v3 packs K and V as the others do.
 TRITON_LAYOUTS = [
     layout for layout in LAYOUTS if layout.head_size == 64 and layout.name in PACKINGS
 ]
 all_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
 )
-# Those of Hopper's own kernels.
+# Layouts of the kernels that only Hopper has.
 HOPPER_LAYOUTS = [
     pytest.param(
         kernel,
@@ -217,13 +222,13 @@ newest_or_stored = pytest.mark.parametrize(
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 48
-# Tokens past the last sequence's.
+# Rows of padding after the last sequence's tokens.
 PADDING = 2
 
 
 def rounded_keys(key: torch.Tensor) -> torch.Tensor:
-    """Newest tokens' keys, fp32, as the kernel that ends in outputs has them: in fp16,
-    rotated.
+    """Newest keys, fp32, with the rounding of ``extend_outputs``: to fp16, in rotated
+    space.
     """
     size = key.shape[-1]
     matrix = rotation_matrix(size, key.device, torch.float32)
@@ -232,8 +237,9 @@ def rounded_keys(key: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_queries(query: torch.Tensor) -> torch.Tensor:
-    """Queries likewise, which it rotates by itself, fp32: to fp16 relative to a power
-    of two, and only then are they divided by sqrt(D).
+    """Queries, fp32, with the rounding of ``extend_outputs``, which rotates them.
+
+    It rounds to fp16 relative to a power of two, before the division by sqrt(D).
     """
     size = query.shape[-1]
     matrix = rotation_matrix(size, query.device, torch.float32)
@@ -243,7 +249,7 @@ def rounded_queries(query: torch.Tensor) -> torch.Tensor:
 
 
 def lengths(query_len: int) -> list[int]:
-    """Around the query's tokens, and these around the ends of tiles and splits."""
+    """Lengths around the query's, so that its tokens lie around ends of tiles."""
     short = {0, 1, query_len - 1, query_len, query_len + 1, 16 + query_len // 2, 33}
     if not ON_GPU:
         return sorted(short)
@@ -252,21 +258,21 @@ def lengths(query_len: int) -> list[int]:
 
 
 class Batch:
-    """Sequences in a cache, their last tokens' q, and other K and V of these.
+    """Sequences in a cache, queries of their last tokens, and other K and V of these.
 
     Args:
         layout: The cache's format.
-        seq_lens: Lengths, which may be less than the queries'.
-        query_lens: Query tokens of each sequence, or of all.
+        seq_lens: Lengths of the sequences, which may be below their query lengths.
+        query_lens: Query tokens of each sequence; an int: of every one.
         group: Query heads a KV head.
-        dtype: The model's.
+        dtype: The model's dtype.
 
     Attributes:
         block_size: Tokens of a block.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
-        seen: The cache and block table that kernels are given; None: all of both.
+        sliding_window: The most tokens that a query token sees; None: all before it.
+        sinks: (Hq,), a logit without a value for each query head; None for none.
+        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
+        seen: The cache and block table that kernels get; None: ``cache`` and ``table``.
 
     """
 
@@ -301,7 +307,7 @@ class Batch:
         qkv = gaussian(num_tokens, sum(heads), layout.head_size, dtype=dtype, seed=7)
         self.query, self.key, self.value = qkv.split(heads, 1)
         for start, query_len, length in zip(self.starts, query_lens, seq_lens):
-            # What is there of tokens that do not exist, as in padding.
+            # Rows of tokens that do not exist hold NaN, as padding may.
             qkv[start : start + max(query_len - length, 0)] = math.nan
 
     def fill(self, dtype: torch.dtype) -> None:
@@ -309,7 +315,7 @@ class Batch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``reference.attention``."""
+        """Arguments of ``reference.attention``."""
         return {
             "sliding_window": self.sliding_window,
             "sinks": self.sinks,
@@ -317,8 +323,10 @@ class Batch:
         }
 
     def slide(self, window: int) -> None:
-        """Have kernels see no more than a window: before the first tile that a query
-        token sees are bytes that no encoder writes, and blocks that there are not.
+        """Have kernels see a window only.
+
+        Tiles before the first one that a query token sees hold bytes that no encoder
+        writes, and blocks before it do not exist.
         """
         self.sliding_window = window
         cache, table = self.cache.clone(), self.table.clone()
@@ -339,7 +347,7 @@ class Batch:
         num_splits: int = 8,
         offset: OffsetScores | None = None,
     ) -> torch.Tensor:
-        """(T, Hq, D); scratch and output are NaN before."""
+        """The output, (T, Hq, D), with NaN in scratch and output before."""
         num_partials = len(self.seq_lens) * self.query_len * num_splits
         shape = (num_partials, self.num_heads, self.layout.head_size)
         partial = torch.full(shape, math.nan, device=DEVICE)
@@ -369,7 +377,7 @@ class Batch:
         return output
 
     def check(self, kernel: str, with_newest: bool, output: torch.Tensor) -> None:
-        """Compare each sequence by the 2x rule, and what sees no tokens to zero."""
+        """Compare each sequence by the 2x rule, and rows that see no tokens to zero."""
         assert output[self.starts[-1] :].isnan().all()
         for row, length in enumerate(self.seq_lens):
             start, end = self.starts[row : row + 2]
@@ -386,7 +394,7 @@ class Batch:
             if kernel == "outputs":
                 keys = key
                 if with_newest:
-                    # They are attended to with all others.
+                    # The kernel attends to them with all others.
                     keys = torch.cat([key[:-seen], rounded_keys(key[-seen:])])
                 target, _ = reference.attention(
                     rounded_queries(query), keys, value, self.scale, **self.options
@@ -414,8 +422,8 @@ class Batch:
         value: torch.Tensor,
         num_newest: int,
     ) -> torch.Tensor:
-        """Attention from q as the kernel rounds it, but as it is to the newest tokens:
-        each of both in coordinates of its own.
+        """Attention to cached tokens from q as the kernel rounds it, and to the newest
+        tokens from q without rounding.
         """
         rotated = reference.rotate(query.float())
         rounded = reference.inverse_rotate(ROUNDING[kernel](rotated))
@@ -460,7 +468,7 @@ def test_queries_of_different_lengths(kernel, layout, group, with_newest):
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
 @pytest.mark.parametrize("query_len, group", [(4, 1), (2, 4), (3, 8)])
 def test_splits(kernel, with_newest, num_splits, query_len, group):
-    """Splits may end anywhere within a sequence's last tokens."""
+    """Splits may end anywhere among a sequence's last tokens."""
     seq_lens = [70 + i for i in range(40)] if ON_GPU else [70, 63]
     batch = Batch(LAYOUT, seq_lens, query_len, group, BF16)
     output = batch.decode(kernel, with_newest, num_splits)
@@ -503,12 +511,12 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
 @pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS, OUTPUTS])
 @pytest.mark.parametrize("group", [1, 4])
 def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
-    """A sequence's last tokens, which some of its queries do not see, may fill the
-    tiles that a warp takes at once, or begin in them. A warp that has had others before
-    masks no scores then but for these queries' sake.
+    """A sequence's last tokens, which some queries do not see, may fill the tiles that
+    a warp takes at once, or begin in them. A warp that has had tiles before masks
+    scores only because of these queries.
     """
     query_len = 4
-    # A warp takes 32 tokens, and its next are 128 behind them; an extend takes 128.
+    # A warp takes 32 tokens, and its next 32 are 128 further on; an extend takes 128.
     ends = [9 * 32, 10 * 32, 11 * 32, 3 * 128, 5 * 128]
     seq_lens = [end + more for end in ends for more in range(query_len)]
     batch = Batch(LAYOUT, seq_lens, query_len, group)
@@ -517,7 +525,7 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
         for row, length in enumerate(seq_lens):
             token = length - query_len + place
             slots = slots_of(batch.table[row], token, token + 1, BLOCK_SIZE)
-            # As fill_cache has it: a larger score would have the others masked too.
+            # K stays that of fill_cache: a larger score would hide the other tokens.
             key = gaussian(length, NUM_KV_HEADS, 128, dtype=FP16, seed=2 * row + 100)
             value = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
             key = key[token : token + 1]
@@ -549,7 +557,7 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
     ],
 )
 def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
-    """The grid is constant, and lengths are read on the device alone."""
+    """The grid is constant, and kernels read lengths from the device alone."""
     batch = Batch(LAYOUT, [300, 35, 1000, 0], query_lens, 4)
     expected = batch.decode(kernel, with_newest)
     starts = torch.tensor(batch.starts, dtype=torch.int32, device=DEVICE)
@@ -585,7 +593,7 @@ def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_room_for_partial_results(kernel):
-    """It grows with the query tokens less than they do, down to one or two."""
+    """More query tokens have fewer splits each, down to one or two."""
     splits = KERNELS[kernel].num_kv_splits
     for num_seqs in (1, 32, 128, 1024):
         counts = [splits(num_seqs, 8, 132, query_len) for query_len in (1, 2, 4, 8)]

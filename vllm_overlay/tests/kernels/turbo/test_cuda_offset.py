@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Offsets of K, others of each segment of a sequence: CUDA's store takes them off, and
-decode and extend give them back to the scores.
+"""Offsets of K, one for each segment of a sequence. CUDA's store takes them off K, and
+decode and extend add their part of the scores again.
 """
 
 from itertools import accumulate
@@ -50,19 +50,19 @@ LAYOUTS = [
 some_layouts = pytest.mark.parametrize(
     "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
 )
-# An emulated GPU has shorter ones.
+# Tokens of a segment; an emulated GPU has shorter segments.
 SEGMENT = interface.OFFSET_SEGMENT
-# Around the borders of segments, and without one; some have fewer than the queries.
+# Lengths around borders of segments and below; some are shorter than the queries.
 SEQ_LENS = [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 4, 3 * SEGMENT + 56]
 SEQ_LENS += [0, 2, 130]
-# By how much the offsets of segments differ, of a norm of 400, and what queries have in
-# common with them: all segments have a say, or one, or scores are in the thousands.
+# Norms of the difference of segments' offsets, of norm 400, and of the queries' part
+# along them. All segments have weight, or only one, or scores are in the thousands.
 KINDS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
 KERNELS = ["cuda", COLUMNS, "extend", ROWS]
 kernels = pytest.mark.parametrize("kernel", KERNELS)
-# Where there is no offset.
+# For layers without an offset.
 any_kernel = pytest.mark.parametrize("kernel", [*KERNELS, OUTPUTS])
-# Those of long queries.
+# Kernels for many query tokens.
 EXTENDS = ("extend", "outputs", "rows")
 
 
@@ -71,13 +71,13 @@ def directions(*shape: int, seed: int) -> torch.Tensor:
 
 
 def segments_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Which offsets the tokens of a sequence have; those of no sequence have any."""
+    """The segment of each index of a token; padding, with index -1, has segment 0."""
     segments = indices.clamp(min=0) // SEGMENT
     return segments.clamp(max=offsets.shape[0] - 1)
 
 
 class OffsetBatch(Batch):
-    """Whose cached keys lack an offset that the newest have."""
+    """A batch whose cached keys lack an offset that the newest keys have."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class OffsetBatch(Batch):
         return self.decode(kernel, with_newest, num_splits, offset)
 
     def check(self, kernel: str, with_newest: bool, output: torch.Tensor) -> None:
-        """Compare each sequence, and what sees no tokens to zero."""
+        """Compare each sequence's rows, and rows that see no tokens to zero."""
         assert output[self.starts[-1] :].isnan().all()
         for row, length in enumerate(self.seq_lens):
             start, end = self.starts[row : row + 2]
@@ -127,9 +127,11 @@ class OffsetBatch(Batch):
         row: int,
         part: slice,
     ) -> None:
-        """Compare to fp64, from q as the kernel rounds it for k - m, but as it is for m
-        and for the newest tokens. The error may be twice that of weights, values and
-        outputs that are rounded to the model's dtype.
+        """Compare a sequence's rows to attention in fp64.
+
+        The target has q as the kernel rounds it for k - m, and q without rounding for m
+        and the newest tokens. The error may be twice the error of attention with
+        weights, values and outputs in the model's dtype.
         """
         length, seen = self.seq_lens[row], part.stop - part.start
         query = self.query[part]
@@ -153,7 +155,7 @@ class OffsetBatch(Batch):
             hidden |= indices <= last[:, None] - self.sliding_window
         scores = scores.masked_fill(hidden, float("-inf"))
         if self.sinks is not None:
-            # A token more, whose value is zero.
+            # Sinks count as one more token, whose value is zero.
             sinks = self.sinks.double()[:, None, None].expand(-1, seen, 1)
             scores = torch.cat([scores, sinks], -1)
             values = nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
@@ -170,7 +172,7 @@ class OffsetBatch(Batch):
 def check(
     batch: OffsetBatch, kernel: str, with_newest: bool, num_splits: int = 8
 ) -> None:
-    """Compare to the reference, and two runs to each other bit for bit."""
+    """Compare the output to the reference, and two runs bit for bit."""
     output = batch.run(kernel, with_newest, num_splits)
     batch.check(kernel, with_newest, output)
     again = batch.run(kernel, with_newest, num_splits)
@@ -205,7 +207,7 @@ def test_ragged_drafts(layout, with_newest, group, kernel):
 @newest_or_stored
 @pytest.mark.parametrize("query_len", [7, 16, 33])
 def test_extends(layout, dtype, with_newest, query_len, kernel):
-    """By as many queries as each plan has, and in several passes."""
+    """Extends with as many queries as each plan has, and in several passes."""
     batch = OffsetBatch(SEQ_LENS, query_len, 4, layout, dtype)
     check(batch, kernel, with_newest)
 
@@ -251,7 +253,7 @@ def test_the_last_offset_is_that_of_all_that_follow(kernel, with_newest, num_off
     ids=["one", "many", "ragged"],
 )
 def test_splits(kernel, with_newest, kind, num_splits, seq_lens):
-    """Ranges of warps, teams and blocks begin anywhere, and have several offsets."""
+    """Ranges of warps, teams and blocks begin anywhere and span several offsets."""
     batch = OffsetBatch(seq_lens, 3, 4, kind=kind, num_offsets=6)
     check(batch, kernel, with_newest, num_splits)
 
@@ -279,11 +281,11 @@ def repeated(values: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("num_seqs", [1, 2, 7, 8, 9, 65, 300])
 def test_store(layout, dtype, parts, num_seqs):
-    """The bytes of keys less the offset of each, whoever has empty neighbours."""
+    """The store writes the bytes of keys less their offsets, beside empty sequences."""
     lens = repeated([1, 0, 3, 0, 0, 40, 1, 2], num_seqs)
     ends = [SEGMENT + 1, 5, 2 * SEGMENT + 2, 0, 3 * SEGMENT + 856, 3 * SEGMENT + 26]
     ends = repeated([*ends, SEGMENT, 1], num_seqs)
-    # What is padded to a CUDA graph's size: sequences, then tokens.
+    # Padding to a CUDA graph's size: sequences here, tokens below.
     lens += [0, 0]
     ends += [0, 3]
     seq_lens = [max(end, count) for end, count in zip(ends, lens)]

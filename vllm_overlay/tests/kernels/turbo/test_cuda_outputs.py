@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Extends whose kernel ends in outputs, in the backend: query tokens are attended to
-with all others, and nothing is merged.
+"""Extends by ``extend_outputs`` in the backend. The kernel attends to query tokens with
+all others and writes outputs, so that nothing is merged.
 """
 
 import math
@@ -65,7 +65,7 @@ pytestmark = requires_hopper
 HEAD_SIZE = 128
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", HEAD_SIZE)
 GROUP = NUM_HEADS // NUM_KV_HEADS
-# As long as any that is to be measured.
+# As long as the longest extend that benchmarks measure.
 LONGEST = 700
 # Query tokens and context of requests, decodes first.
 BATCHES = {
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def long_heads_and_extends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what has such a kernel."""
+    """Have heads and extends that ``extend_outputs`` serves."""
     monkeypatch.setattr(backend_utils, "HEAD_SIZE", HEAD_SIZE)
     monkeypatch.setattr(backend_utils, "SCALE", HEAD_SIZE**-0.5)
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: LONGEST)
@@ -95,14 +95,14 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 class Layer:
-    """A layer of Hopper's: no kernel serves its extends but the one."""
+    """A layer on Hopper whose extends no kernel but ``extend_outputs`` may serve."""
 
     def __init__(self, config: VllmConfig, **options: Any) -> None:
         self.config = config
         self.impl: TurboAttentionImpl = make_impl(config, **options)
         set_path(self.impl, "cuda")
         runner = self.impl.runner
-        # So small that one request's passes are enough.
+        # So few multiprocessors that one request's passes are enough.
         runner.num_sms = 1
         self.calls: list[tuple[int, int]] = []
 
@@ -148,7 +148,7 @@ def test_batches(folder, requests, mode, dtype):
 
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 def test_queries_are_rotated_once(folder, requests):
-    """By the store those of decodes, and by the kernel those of extends."""
+    """The store rotates queries of decodes, and the kernel those of extends."""
     layer = make_layer(folder)
     runner = layer.impl.runner
     store, rotated = runner.kernels.store, []
@@ -164,7 +164,7 @@ def test_queries_are_rotated_once(folder, requests):
 
 @pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
 def test_what_scores_are_under(folder, name):
-    """Windows shorter than the own tokens, and longer; soft caps; and sinks."""
+    """Windows that are shorter and longer than the own tokens, soft caps, and sinks."""
     sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
     options: dict[str, Any] = {
         "window": {"sliding_window": 10},
@@ -176,7 +176,7 @@ def test_what_scores_are_under(folder, name):
 
 
 def test_layers_beside_one_with_an_offset_merge(folder):
-    """Which share its plan."""
+    """Layers that share a plan with an offset's layer all merge."""
     config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=2048)
     layers = [Layer(config) for _ in range(2)]
     for i, layer in enumerate(layers):
@@ -193,7 +193,7 @@ def test_layers_beside_one_with_an_offset_merge(folder):
 
 @pytest.mark.parametrize("num_drafts", [2, 19])
 def test_beside_drafts(folder, num_drafts):
-    """Those are decodes, however many: their lengths are the device's."""
+    """Any number of drafts are decodes, because only the device has their lengths."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
     layer = Layer(config)
     lens = (num_drafts + 1, 1, num_drafts)
@@ -202,7 +202,7 @@ def test_beside_drafts(folder, num_drafts):
 
 
 def test_requests_without_query_tokens(folder):
-    """As padding has them, behind all others: of lengths of zero."""
+    """Padded requests, after all others, have length 0 and no query tokens."""
     layer = make_layer(folder)
     requests = [(20, 40), (2, 33)]
     batch = Batch.make(layer.impl, requests)
@@ -223,7 +223,7 @@ def test_requests_without_query_tokens(folder):
 
 
 def test_beside_a_recent_window(folder):
-    """It is written, but codes are read, as prefills read them."""
+    """Extends write the recent window, but read packed codes, as prefills do."""
     layer = make_layer(folder)
     runner = layer.impl.runner
     batch = Batch.make(layer.impl, [(20, 40), (2, 33)])
@@ -239,7 +239,7 @@ def test_beside_a_recent_window(folder):
 
 
 def break_tokens(x: torch.Tensor, tokens: slice) -> None:
-    """Half of the tokens become NaN, and half infinite."""
+    """Set every other token to NaN, and the rest to infinity."""
     x[tokens][0::2] = math.nan
     x[tokens][1::2] = math.inf
 
@@ -273,7 +273,7 @@ def test_broken_neighbours(folder, broken, where):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_a_broken_token(folder, name, number):
-    """Its own request's tokens have NaN from there on, and not before it."""
+    """Tokens of its request have NaN from there on, and not before it."""
     layer = make_layer(folder)
     place, outputs = 21, []
     for is_broken in (False, True):
@@ -288,14 +288,15 @@ def test_a_broken_token(folder, name, number):
 
 
 def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
-    """They become its largest, as scales of what is stored do. A vector of numbers of
-    one size may be as long in one coordinate.
+    """Rotated values too large for fp16 become its largest number, as stored scales do.
+
+    Rotation may gather a vector's whole length in one coordinate.
     """
     layer = make_layer(folder)
     batch = Batch.make(layer.impl, [(20, 40)])
     signs = rotation_signs(HEAD_SIZE).to(batch.value)
     batch.value[5] = 60000 * signs
-    # Their own tokens see hardly anything else.
+    # The query tokens from there on see hardly any other token.
     batch.key[5], batch.query[5:] = 8 * signs, 8 * signs
     output = layer.run(batch)[5:].float()
     rotated = reference.rotate(batch.value[5:6].float())
@@ -306,7 +307,7 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
 
 
 def test_what_reads_own_tokens_from_the_cache(folder):
-    """They are attended to with all others there."""
+    """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     layer = make_layer(folder, kv_sharing_target_layer_name="layers.0.attn")
     batch = Batch.make(layer.impl, requests)
@@ -319,7 +320,7 @@ def test_what_reads_own_tokens_from_the_cache(folder):
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("max_call_tokens", [100, 8192])
 def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
-    """Of one call, and of several."""
+    """The profile run reserves scratch for one call, and for several."""
     for place in (layer_runner, decode_plan):
         monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
     # Little else is reserved.
@@ -390,7 +391,7 @@ def test_ranks_that_share_the_context_merge(folder):
         (32, 16, False),
         (33, 16, True),
         (8, LONGEST, True),
-        # As many as are one call alone.
+        # Few passes, but more tokens than a call that merges may have.
         (2, 640, True),
     ],
 )
@@ -406,14 +407,14 @@ def test_few_passes_are_merged(folder, num_requests, query_len, ends_in_outputs)
         table[:, 0],
     )
     assert {call.ends_in_outputs for call in plan.calls} == {ends_in_outputs}
-    # The merge of a request alone attends to twice as many.
+    # For a request alone in a call, the merge attends to twice as many tokens.
     is_long = query_len > runner.max_merged_tokens * (1 + (num_requests == 1))
     attends_before = {call.attends_before for call in plan.calls}
     assert attends_before == {is_long and not ends_in_outputs}
 
 
 def test_few_beside_many(folder):
-    """A batch of few passes runs as elsewhere."""
+    """A batch of few passes runs the kernels that merge."""
     layer = make_layer(folder)
     runner = layer.impl.runner
     runner.num_sms = 132
@@ -426,7 +427,7 @@ def test_few_beside_many(folder):
 
 @prefill_modes
 def test_warm_up_launches_each_plan(folder, mode):
-    """And what extends launch whose results are merged."""
+    """The warm-up also launches the extends whose results are merged."""
     from vllm.v1.attention.ops.turbo.layer import warm_up
 
     calls = [
@@ -462,7 +463,7 @@ def test_warm_up_launches_each_plan(folder, mode):
     ],
 )
 def test_plans(num_queries, rows):
-    """By how many rows have no query: products of 64."""
+    """A plan has as few rows without a query as possible, in products of 64 rows."""
     for head_size in (64, 128):
         layout = TurboFormat.from_cache_dtype("turbo4", head_size)
         plan = extend_rows.plan_for(layout, num_queries, with_outputs=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Extends whose own tokens FlashAttention attends to, and the merge only adds."""
+"""Extends whose own tokens go to FlashAttention; the merge only adds its result."""
 
 import math
 from pathlib import Path
@@ -36,10 +36,10 @@ from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda
 pytestmark = requires_cuda
 
 FEW = MAX_MERGED_TOKENS
-# As long as any that is to be measured.
+# As long as the longest extend that benchmarks measure.
 LONGEST = 700
-# Query tokens and context of requests, decodes first, and the most tokens of a request
-# in each call of FlashAttention.
+# (query length, context length) of requests, decodes first, and the longest query of
+# each call of FlashAttention.
 BATCHES = {
     "few": ([(1, 31), (FEW, 64), (3, 33)], []),
     "more": ([(FEW + 1, 64), (2, 33)], [FEW + 1]),
@@ -65,10 +65,10 @@ def long_extends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer:
-    """A layer that CUDA's kernels serve, and what FlashAttention is asked by it.
+    """A layer that CUDA's kernels serve, with a record of FlashAttention's calls.
 
     Attributes:
-        calls: The arguments of FlashAttention's calls before those of a prefill.
+        calls: The arguments of FlashAttention's calls for extends.
 
     """
 
@@ -77,7 +77,7 @@ class Layer:
         self.impl: TurboAttentionImpl = make_impl(config, **options)
         set_path(self.impl, "cuda")
         runner = self.impl.runner
-        # Where a kernel ends in outputs, it attends to own tokens, too.
+        # ``extend_outputs`` would attend to own tokens itself.
         runner.kernels = runner.kernels._replace(extend_outputs=None)
         self.calls: list[dict[str, Any]] = []
         flash_attn = runner.flash_attn
@@ -92,7 +92,7 @@ class Layer:
         return make_builder(self.config, self.impl).build(0, batch.common)
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The output; leaves the calls."""
+        """The output, (T, Hq, D); ``calls`` has the calls of this run afterwards."""
         self.calls.clear()
         metadata = self.plan(batch)
         output = batch.run(self.impl, metadata, "cuda")
@@ -128,7 +128,7 @@ def test_batches(folder, requests, lens):
 
 
 def test_in_bf16(folder):
-    """Of which the result of attention to own tokens is rounded, too."""
+    """In bf16 rounding also affects the result of attention to own tokens."""
     layer = make_layer(folder, dtype=BF16)
     batch = Batch.make(layer.impl, [(33, 40), (2, 33)])
     batch.check(layer.impl, layer.run(batch))
@@ -137,8 +137,8 @@ def test_in_bf16(folder):
 
 @pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
 def test_what_scores_are_under(folder, name):
-    """Windows shorter than the own tokens, and longer; soft caps; and sinks, which
-    count once.
+    """Windows that are shorter and longer than the own tokens, soft caps, and sinks,
+    which count once.
     """
     sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
     options: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_what_scores_are_under(folder, name):
 
 
 def test_offset_of_keys(folder, monkeypatch):
-    """Own keys are attended to as they are, cached ones have their offset back."""
+    """Own keys still have their offset, and cached keys get it back."""
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", 2048)
     config = make_vllm_config(folder, "turbo4", FP16)
     layer = Layer(config)
@@ -170,7 +170,7 @@ def test_offset_of_keys(folder, monkeypatch):
 
 @pytest.mark.parametrize("num_drafts", [2, FEW + 3])
 def test_beside_drafts(folder, num_drafts):
-    """Those are decodes, however many: their lengths are the device's."""
+    """Any number of drafts are decodes, because only the device has their lengths."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
     layer = Layer(config)
     lens = (num_drafts + 1, 1, num_drafts)
@@ -182,7 +182,7 @@ def test_beside_drafts(folder, num_drafts):
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_broken_neighbours(folder, broken):
-    """Tiles of FlashAttention's have the next request's tokens, too."""
+    """FlashAttention's tiles also hold the next request's tokens."""
     layer = make_layer(folder)
     requests = [(20, 40), (18, 40)]
     outputs = []
@@ -201,7 +201,7 @@ def test_broken_neighbours(folder, broken):
 
 
 def test_what_reads_own_tokens_from_the_cache(folder):
-    """They are attended to with all others there."""
+    """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     for layer in (
         make_layer(folder, "stored"),
@@ -218,8 +218,8 @@ def test_what_reads_own_tokens_from_the_cache(folder):
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("partials", [None, 64, 600])
 def test_scratch_is_reserved(folder, partials, monkeypatch):
-    """Of calls that are cut, too, which have as many partial results as there is room
-    for.
+    """The profile run also reserves scratch for calls that are cut, which fill the room
+    for partial results.
     """
     set_scratch(monkeypatch, partials=partials)
     layer = make_layer(folder)
