@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How the decode kernel cuts a batch, by the kernel's source compiled for the host.
+"""The decode kernel's cut of a batch, tested with its source compiled for the host.
 
-A warp's lanes are threads there. Undefined behaviour ends the program.
+The lanes of a warp are threads. Undefined behaviour ends the program.
 """
 
 import os
@@ -24,7 +24,7 @@ from vllm.v1.attention.ops.turbo.interface import Variant
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-# In place of CUDA's header, what partition.cuh takes of CUDA.
+# The part of CUDA that partition.cuh needs, in place of CUDA's header.
 SHIM = r"""
 #pragma once
 #include <pthread.h>
@@ -59,7 +59,8 @@ inline int __reduce_max_sync(unsigned, int x) {
   return reduce(x, -1, [](int a, int b) { return max(a, b); });
 }
 """
-# A line is passes, warps, splits, a window, and lengths; the answer is a partition.
+# A line of input is passes, warps, splits, a window and lengths. The answer is a
+# partition.
 PROGRAM = r"""
 #include <cstdio>
 #include <iostream>
@@ -106,7 +107,7 @@ ALL_TOKENS = 1 << 30
 
 
 class Case(NamedTuple):
-    """What a batch is cut by: as ``partition`` has it, and the sequences' lengths."""
+    """The arguments of ``partition``, and the sequences' lengths."""
 
     num_passes: int
     num_warps: int
@@ -116,7 +117,7 @@ class Case(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """``Partition``."""
+    """The fields of ``Partition`` in partition.cuh."""
 
     team_size: int
     range: int
@@ -125,7 +126,7 @@ class Cut(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """A module: of a head size, for keys with an offset or without."""
+    """A module of a head size, for keys with or without an offset."""
 
     head_size: int
     has_key_offset: bool
@@ -173,9 +174,9 @@ def cut_all(program: Path, cases: list[Case]) -> list[Cut]:
 
 
 def check(case: Case, cut: Cut, instance: Instance) -> None:
-    """Ranges hold every tile of a window, of no pass more than there are splits. With
-    an offset of K they begin at even tiles of a sequence, for both of a pair are to
-    have the same.
+    """Check that ranges hold every tile of a window, and no pass has more ranges than
+    splits. With an offset of K they begin at even tiles of a sequence, because both
+    tiles of a pair must have the same offset.
     """
     assert cut.team_size in (tile_warps(instance.head_size), 4)
     assert case.num_warps % cut.team_size == 0
@@ -205,7 +206,7 @@ def check(case: Case, cut: Cut, instance: Instance) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("num_seqs", [1, 2, 31, 32, 33, 300])
 def test_sequences_without_cached_tokens(program, instance, num_splits, num_seqs):
-    """Prompts of one token and padding have no tiles, and no range."""
+    """Prompts of one token, and padding, have no tiles and no range."""
     case = Case(8, 1584, num_splits, ALL_TOKENS, [0] * num_seqs)
     (cut,) = cut_all(program, [case])
     assert cut.num_ranges == 0
@@ -234,7 +235,7 @@ def test_random_batches(program, instance):
 
 @pytest.mark.parametrize("num_splits", [1, 8, 64])
 def test_a_window_alone_is_divided(program, num_splits):
-    """However long sequences are."""
+    """The cut does not depend on the lengths, only on the window."""
     window, step = 1024, 2 * TILE_TOKENS
     cases = [
         Case(8, 1584, num_splits, window, [window + more * step] * 3)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""CUDA kernels that are built ahead of time, and loaded where nothing can be built."""
+"""CUDA kernels that are built ahead, and loaded where nothing can be built."""
 
 import argparse
 import ctypes
@@ -38,7 +38,7 @@ from .build_utils import TIMEOUT_S, set_platform
 from .utils import ON_GPU, requires_triton
 
 NVCC = find_nvcc()
-# A compiler whose libraries say what it was asked for. It does not know what BROKEN is.
+# A compiler whose libraries hold its arguments. It fails if they contain $BROKEN.
 COMPILER = """#!/bin/sh
 [ "$1" != --version ] || { echo "Cuda compilation tools, release 13.1, V1"; exit; }
 for argument; do
@@ -53,15 +53,15 @@ echo "ptxas info: 0 bytes spill stores, 0 bytes spill loads" >&2
 echo "ptxas info: Used 96 registers" >&2
 echo "$*" >"$output"
 """
-# Lets the host's compiler leave TVM-FFI's functions where they are: to inline them
-# takes longer than all else.
+# Keeps the host's compiler from inlining TVM-FFI's functions, which takes longer than
+# everything else.
 SHORT_HOST_CODE = """
 #include <tvm/ffi/base_detail.h>
 #undef TVM_FFI_INLINE
 #define TVM_FFI_INLINE inline
 """
-# Nvcc for all but some kernels, whose libraries have the function that is looked for,
-# and nothing in it: what is loaded is not called.
+# Nvcc, but not for store and decode. Their libraries have an empty function of the
+# expected name, which is loaded and never called.
 QUICK_COMPILER = """#!/bin/sh
 for argument; do
   case $argument in
@@ -73,7 +73,7 @@ done
 echo "extern \\"C\\" int __tvm_ffi_$kernel() {{ return 0; }}" |
   g++ -x c++ -shared -fPIC -o "$output" -
 """
-# Of these modules: a store, a merge and a decode.
+# A few modules: a store, a merge and a decode.
 FEW = "^(store turbo4_128|merge 128|decode turbo4_128_8)$"
 
 
@@ -110,7 +110,7 @@ def test_other_architectures_are_refused(text):
 
 
 def test_libraries_are_found_by_the_names_of_modules(compiler, tmp_path, capsys):
-    """Those of each architecture, built for it, with a SHA-256 of each."""
+    """Each architecture has libraries that were built for it, each with its SHA-256."""
     folder = tmp_path / "made" / "here"
     args = ("--output", folder, "--modules", FEW)
     assert run("--arch", "8.0", "9.0", *args) == 0
@@ -139,7 +139,7 @@ def test_what_is_there_is_not_built_again(compiler, tmp_path, capsys):
     library.write_text("half of")
     assert run("--arch", "8.0", *args) == 0
     assert "3 modules, 1 to be built" in capsys.readouterr().out
-    # Another architecture's come to what is there.
+    # Another architecture's libraries are added.
     assert run("--arch", "9.0", *args) == 0
     assert len(manifest_of(tmp_path / "made")["libraries"]) == 6
 
@@ -163,7 +163,7 @@ def test_some_dtypes_and_head_sizes(compiler, tmp_path):
 
 
 def test_what_does_not_compile_is_told(compiler, tmp_path, monkeypatch, capsys):
-    """And the others are built all the same."""
+    """Other modules are built even if one does not compile."""
     monkeypatch.setenv("BROKEN", "merge.cu")
     archive = tmp_path / "archive.tar.xz"
     args = ("--output", tmp_path / "made", "--modules", FEW, "--archive", archive)
@@ -175,7 +175,7 @@ def test_what_does_not_compile_is_told(compiler, tmp_path, monkeypatch, capsys):
 
 
 def test_an_archive_has_what_the_manifest_lists(compiler, tmp_path):
-    """It follows from its contents, and not from when it was made."""
+    """The archive's bytes follow from its contents, not from the time."""
     archives = [tmp_path / f"{number}.tar.xz" for number in (1, 2)]
     args = ("--output", tmp_path / "made", "--modules", FEW)
     for archive in archives:
@@ -192,7 +192,7 @@ def test_an_archive_has_what_the_manifest_lists(compiler, tmp_path):
 
 
 def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
-    """Of what is compiled to be looked at; it may not be too large."""
+    """The command that records resources also packs libraries, up to a bound."""
     table, archive = tmp_path / "table.json", tmp_path / "kernels.tar.xz"
     args = ["--modules", FEW, "--output", str(table), "--archive", str(archive)]
     monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
@@ -213,7 +213,7 @@ def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, capsys):
-    """To the same table. What was not written whole, or to its end, is made anew."""
+    """A repeated run gives the same table and rebuilds libraries that are not whole."""
     folder, table = tmp_path / "kept", tmp_path / "table.json"
     args = ["--modules", FEW, "--arch", "9.0", "--folder", str(folder)]
     args += ["--output", str(table)]
@@ -230,7 +230,7 @@ def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, ca
     assert table.read_text() == first
     again = {path for path, then in made.items() if path.stat().st_mtime_ns != then}
     assert again == {broken, untold} and kept not in again
-    # What spills is told again, too, where it is recorded for this compiler.
+    # Spills beyond the record are an error in a repeated run also.
     recorded = tmp_path / "recorded.json"
     recorded.write_text(first)
     monkeypatch.setattr(compile_kernels, "RECORDED", recorded)
@@ -242,7 +242,7 @@ def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, ca
 
 
 def test_an_archive_of_several_streams(compiler, tmp_path, monkeypatch):
-    """They are compressed side by side, and read as one."""
+    """Streams are compressed in parallel, and read as one."""
     args = ("--output", tmp_path / "made", "--modules", FEW)
     one, several = tmp_path / "one.tar.xz", tmp_path / "several.tar.xz"
     assert run("--arch", "9.0", *args, "--archive", one) == 0
@@ -256,7 +256,7 @@ def test_an_archive_of_several_streams(compiler, tmp_path, monkeypatch):
 
 
 def test_an_archive_of_several_runs(compiler, tmp_path, monkeypatch):
-    """To compile for all architectures takes longer than a command may."""
+    """Several runs fill an archive: all architectures take too long for one command."""
     folder, archive = tmp_path / "kept", tmp_path / "kernels.tar.xz"
     for arch, more in (("8.0", ()), ("9.0", ("--archive", str(archive)))):
         args = ["--modules", FEW, "--arch", arch, "--folder", str(folder), *more]
@@ -291,7 +291,7 @@ def test_what_cannot_be_done_names_the_way_out(compiler, tmp_path, monkeypatch, 
 
 
 def refuse_tools(event: str, args: tuple) -> None:
-    """An audit hook: no process begins, no file is written, nothing builds or locks."""
+    """An audit hook that refuses processes, written files, FlashInfer and filelock."""
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"):
         raise AssertionError(f"{event}: {args}")
     if event == "import" and args[0].split(".")[0] in ("flashinfer", "filelock"):
@@ -301,12 +301,12 @@ def refuse_tools(event: str, args: tuple) -> None:
 
 
 def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> None:
-    """Choose the kernels of a layer and answer with the line that is logged of it."""
-    # Before vLLM is a GPU's: a CPU has no FlashAttention to ask for.
+    """Choose a layer's kernels, and answer with the line that the log gets."""
+    # Made before vLLM sees a GPU, for which it would look for FlashAttention.
     config = make_vllm_config(folder, "turbo4")
     with set_current_vllm_config(config):
         impl = TurboAttentionImpl(8, 512, 0.1, 1, kv_cache_dtype="turbo4")
-    # As PyTorch's does where it is built for CUDA.
+    # PyTorch loads the runtime if it is built for CUDA.
     ctypes.CDLL(str(runtime))
     os.environ |= {"PATH": "", "CUDA_HOME": "/nowhere", "HOME": "/nowhere"}
     with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +315,7 @@ def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> No
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         properties = SimpleNamespace(shared_memory_per_block_optin=ARCHITECTURES[90])
         patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        # Byte code is the tests' environment's, and no image's.
+        # An image has its byte code, and the tests' environment need not write any.
         sys.dont_write_bytecode = True
         sys.addaudithook(refuse_tools)
         impl.process_weights_after_loading(torch.bfloat16)
@@ -330,8 +330,10 @@ def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> No
     reason="needs nvcc and apache-tvm-ffi",
 )
 def test_an_image_without_tools_runs_what_was_built(tmp_path):
-    """All modules that a layer asks for, from a folder that is made as an image's is,
-    where there is no compiler, no FlashInfer, and nothing to write. Nvcc makes one.
+    """A layer loads all its modules from a folder that is made like an image's.
+
+    The image has no compiler and no FlashInfer, and nothing can be written. Nvcc builds
+    one of the modules.
     """
     prebuilt, programs = tmp_path / "prebuilt", tmp_path / "bin"
     programs.mkdir()
@@ -355,7 +357,7 @@ def test_an_image_without_tools_runs_what_was_built(tmp_path):
     toolkit = re.search(rb"^#\$ TOP=(.*)$", words, re.MULTILINE)
     assert toolkit is not None, words
     runtime = Path(toolkit[1].decode()) / "lib64" / "libcudart.so"
-    # What is audited in a process stays so: it is one of its own.
+    # An audit hook cannot be removed, so it gets a process of its own.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(tmp_path, prebuilt, runtime, sender))

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sliding windows and attention sinks of CUDA's kernels.
 
-What no query token sees is not there: neither blocks, nor tiles of a number.
+Tokens that no query token sees are not there: blocks do not exist, and tiles hold NaN.
 """
 
 import pytest
@@ -40,21 +40,21 @@ from .utils import (
 pytestmark = requires_cuda
 
 all_windows = pytest.mark.parametrize("window", [1, 15, 16, 17, 128])
-# Around tiles and windows; some have fewer than the queries.
+# Lengths around tiles and windows; some are shorter than the queries.
 SEQ_LENS = [130, 0, 2, 15, 16, 17, 33, 128, 300]
 SEGMENT = interface.OFFSET_SEGMENT
-# Windows that begin within segments, and that have several.
+# Windows that begin within segments, and that span several.
 SEGMENT_WINDOWS = [17, SEGMENT, 2 * SEGMENT + 5]
 LONG = [SEGMENT + 20, 5, 3 * SEGMENT + 56, 2 * SEGMENT, 0]
-# Of a KV head's query heads, in turns: none, hardly any, some and nearly all of the
-# weight. The next KV head's begin one later.
+# Sinks of a KV head's query heads in turn: they have none, hardly any, some and
+# nearly all of the weight. The next KV head begins one further on.
 SINKS = [float("-inf"), -20.0, 0.0, 20.0]
 
 
 def check(
     batch: Batch, kernel: str, with_newest: bool, num_splits: int = 8
 ) -> torch.Tensor:
-    """Compare to the reference, and two runs to each other bit for bit."""
+    """Compare the output to the reference, and two runs bit for bit."""
     output = batch.decode(kernel, with_newest, num_splits)
     batch.check(kernel, with_newest, output)
     again = batch.decode(kernel, with_newest, num_splits)
@@ -84,7 +84,7 @@ def sinks_of(batch: Batch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     "query_len, group", [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1), (2, 16)]
 )
 def test_decodes(layout, with_newest, window, query_len, group, kernel):
-    """Of several query tokens each sees a window of its own."""
+    """Each of several query tokens sees a window of its own."""
     batch = Batch(layout, SEQ_LENS, query_len, group)
     batch.slide(window)
     check(batch, kernel, with_newest)
@@ -107,7 +107,7 @@ def test_ragged_drafts(layout, with_newest, window, group, kernel):
 @all_windows
 @pytest.mark.parametrize("query_len", [7, 16, 33])
 def test_extends(layout, with_newest, window, query_len, kernel):
-    """By as many queries as each plan has, and in several passes."""
+    """Extends with as many queries as each plan has, and in several passes."""
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     batch.slide(window)
     check(batch, kernel, with_newest)
@@ -135,8 +135,9 @@ def test_splits(kernel, with_newest, num_splits, window):
 
 
 def leave_nan(batch: OffsetBatch, kernel: str, with_newest: bool) -> None:
-    """Have blocks read pages of NaN, which stay in shared memory for the next blocks:
-    a tile that these weigh without having read it is seen then.
+    """Have blocks read pages of NaN, which stay in shared memory for the next blocks.
+
+    A tile that a block weighs without having read it then gives NaN.
     """
     cache = batch.cache
     batch.cache = torch.full_like(cache, 0xFF)
@@ -150,7 +151,7 @@ def leave_nan(batch: OffsetBatch, kernel: str, with_newest: bool) -> None:
 @newest_or_stored
 @pytest.mark.parametrize("window", SEGMENT_WINDOWS)
 def test_offsets(layout, kernel, with_newest, window):
-    """A step has one offset, and so may begin with tiles that nobody sees."""
+    """A step has one offset, so it may begin with tiles that no query sees."""
     query_len = 33 if kernel in EXTENDS else 3
     batch = OffsetBatch(LONG, query_len, 4, layout)
     leave_nan(batch, kernel, with_newest)
@@ -160,7 +161,7 @@ def test_offsets(layout, kernel, with_newest, window):
 
 @kernels
 def test_scores_far_below_zero(kernel):
-    """Of queries that see none of a first step's tokens, but later ones."""
+    """Queries see no token of the first step, and have low scores with later ones."""
     query_len = 33 if kernel in EXTENDS else 3
     length = SEGMENT + 20
     batch = OffsetBatch([length], query_len, 4)
@@ -179,7 +180,7 @@ def test_scores_far_below_zero(kernel):
 @pytest.mark.parametrize("num_splits", [1, 3, 64])
 def test_splits_with_offsets(kernel, with_newest, num_splits):
     lens = [6 * SEGMENT + 57, 40, SEGMENT]
-    # A window sees several: the last one is that of all further segments.
+    # A window spans several; all segments past the table have the last offset.
     batch = OffsetBatch(lens, 3, 4, kind="far", num_offsets=7)
     batch.slide(2 * SEGMENT + 5)
     check_offset(batch, kernel, with_newest, num_splits)
@@ -200,7 +201,7 @@ def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_newest):
 @pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("window", [None, 17])
 def test_sinks(layout, kernel, with_newest, num_splits, window):
-    """Where nothing is seen they give nothing."""
+    """Sinks alone, where no token is seen, give zeros."""
     query_len = 16 if kernel in EXTENDS else 2
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     if window is not None:
@@ -219,7 +220,7 @@ def test_sinks(layout, kernel, with_newest, num_splits, window):
 @newest_or_stored
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_sinks_of_each_kv_head(with_newest, num_splits):
-    """Both have a pass that blocks have whole, or parts of."""
+    """Both KV heads have a pass, which a block has whole or in parts."""
     batch = Batch(LAYOUT, [300], 16, 4)
     batch.sinks = sinks_of(batch, FP16)
     check(batch, "outputs", with_newest, num_splits)
@@ -229,7 +230,7 @@ def test_sinks_of_each_kv_head(with_newest, num_splits):
 @newest_or_stored
 @pytest.mark.parametrize("window", [None, 17])
 def test_sinks_beside_offsets(kernel, with_newest, window):
-    """They count against whole scores, not against those that lack an offset."""
+    """Sinks are weighed against scores that include the offset's part."""
     query_len = 16 if kernel in EXTENDS else 2
     batch = OffsetBatch(LONG, query_len, 4)
     if window is not None:

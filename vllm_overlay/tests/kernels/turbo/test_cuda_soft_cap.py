@@ -27,8 +27,8 @@ from .utils import (
 
 pytestmark = requires_cuda
 
-# With queries that are as much longer: scores of up to +-12 are hardly told apart, and
-# those of a cap that is served are bent.
+# Factors of the queries by cap. A cap of 2 hardly tells scores of up to +-12 apart. A
+# cap as large as models' bends them.
 CAPS = {2.0: 3.0, 50.0: 12.0}
 caps = pytest.mark.parametrize("cap", CAPS)
 
@@ -40,7 +40,7 @@ def capped(batch: Batch, cap: float) -> Batch:
 
 
 def check_cap(batch: Batch, kernel: str, with_newest: bool, num_splits: int = 8):
-    """Compare to the reference, with the cap and not without."""
+    """Compare to the reference with the cap, and fail without it."""
     output = check(batch, kernel, with_newest, num_splits)
     batch.logits_soft_cap = None
     with pytest.raises(AssertionError, match="allowed"):
@@ -74,7 +74,7 @@ def test_ragged_drafts(layout, with_newest, group, kernel):
 @caps
 @pytest.mark.parametrize("query_len", [7, 16, 33])
 def test_extends(layout, with_newest, cap, query_len, kernel):
-    """By as many queries as each plan has, and in several passes."""
+    """Extends with as many queries as each plan has, and in several passes."""
     batch = Batch(layout, SEQ_LENS, query_len, 4)
     check_cap(capped(batch, cap), kernel, with_newest)
 
@@ -92,7 +92,7 @@ def test_splits(kernel, with_newest, num_splits):
 @newest_or_stored
 @pytest.mark.parametrize("window", [1, 17, 128])
 def test_windows_and_sinks(layout, kernel, with_newest, window):
-    """What is not seen has no score, not one of minus the cap; sinks have no cap."""
+    """Hidden tokens have no score, rather than minus the cap; sinks have no cap."""
     batch = Batch(layout, SEQ_LENS, 16 if kernel in EXTENDS else 2, 4)
     batch.slide(window)
     batch.sinks = sinks_of(batch)
@@ -102,7 +102,7 @@ def test_windows_and_sinks(layout, kernel, with_newest, window):
 @any_kernel
 @newest_or_stored
 def test_a_cap_far_above_all_scores(kernel, with_newest):
-    """Its error is of the cap's size: small scores stay as they are."""
+    """A large cap keeps small scores, up to an error that is relative to the cap."""
     batch = Batch(LAYOUT, SEQ_LENS, 3, 4)
     expected = batch.decode(kernel, with_newest)
     batch.logits_soft_cap = 1000.0
@@ -114,8 +114,8 @@ def test_a_cap_far_above_all_scores(kernel, with_newest):
 
 @pytest.mark.parametrize("cap", [2.0, 50.0])
 def test_capped_scores(cap):
-    """Each beside a score of zero, whose weight is known: to 2**-21 of the cap, where
-    the hardware's own tanh is off by up to 2**-11. NaN stays NaN.
+    """Capped scores are exact to 2**-21 of the cap; the hardware's own tanh is off by
+    up to 2**-11. Each is found from its weight beside a score of zero.
     """
     largest = 4 * cap
     scores = torch.linspace(-largest, largest, 4001, dtype=torch.float64)
@@ -136,10 +136,10 @@ def test_capped_scores(cap):
     merge_splits(Partials(torch.zeros_like(query), lse), call)
     weights = output[:, 0, 0].double().cpu()
     exact = cap * torch.tanh(scores.double().cpu() / cap)
-    # A weight tells its score where it is neither 0 nor 1.
+    # A weight determines its score if it is neither 0 nor 1.
     told = exact.abs() < 7
     error = (weights.logit() - exact)[told].abs().max()
-    # And the weight's own rounding.
+    # The weight itself is rounded as well.
     rounding = 2.0**-22 * math.exp(7)
     assert error <= cap * 2.0**-21 + rounding
     assert (weights[exact > 14] > 1 - 2.0**-19).all()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The sources of the CUDA kernels, which are compiled where they run."""
+"""The sources of the CUDA kernels, which are compiled on the machine that runs them."""
 
 import ast
 from fnmatch import fnmatch
@@ -15,8 +15,8 @@ from vllm.v1.attention.ops.turbo.cuda.built import PREBUILT_DIR, digest_path
 
 
 def test_wheels_have_the_cuda_sources():
-    """In a checkout or sdist, ``setup.py`` says what goes into a wheel: what is built
-    before that, too.
+    """``setup.py`` of a checkout or sdist lists the files of a wheel: sources, and
+    libraries that were built before.
     """
     package = Path(vllm.__file__).parent
     setup = package.with_name("setup.py")
@@ -39,7 +39,7 @@ def test_wheels_have_the_cuda_sources():
 
 
 def test_cuda_sources_are_all_here():
-    """Each file that a source includes, but the generated header, is there."""
+    """Each file that a source includes exists, except the generated header."""
     paths = list(SOURCE_DIR.rglob("*.*"))
     found = {path.relative_to(SOURCE_DIR).as_posix() for path in paths}
     for path in paths:

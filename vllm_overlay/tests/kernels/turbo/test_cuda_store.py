@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA store: its bytes are the reference's, whatever shares the work."""
+"""The CUDA store: its bytes are the reference's, with any tuning."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def test_strides_of_the_cache(name, cache_layout, block_size):
 @all_presets
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 63, 64, 65, 700, 5000])
 def test_default_tuning(name, num_tokens):
-    """What the number of tokens chooses, with views of a fused projection's output."""
+    """The tuning that the number of tokens chooses, with views of one tensor."""
     layout = TurboFormat.from_cache_dtype(name, 128)
     qkv = gaussian(num_tokens + 2, 8, 128, dtype=BF16)
     _, key, value = qkv.split([4, 2, 2], 1)
@@ -123,8 +123,9 @@ def test_rotated_query(name, head_size, dtype):
 @all_parts
 @pytest.mark.parametrize("num_tokens", [0, 5, 17])
 def test_partial_blocks(name, num_tokens, parts):
-    """Blocks that lack warps, or have those of queries: many, then few. There are none
-    but these where a layer reads another's cache.
+    """Thread blocks that lack warps of tokens, beside warps of many or few queries.
+
+    A layer that reads another's cache has queries alone.
     """
     layout = TurboFormat.from_cache_dtype(name, 128)
     shape = (layout, 4, 1, 16)
@@ -156,8 +157,8 @@ def test_page_beyond_4_gib(name):
 
 @requires_nvidia
 def test_stream_stays(monkeypatch):
-    """What vLLM has not chosen a stream of its own for yet must not switch to one in
-    the middle of a step: it would leave all memory that is cached for the old one.
+    """A launch must not make vLLM switch to another stream in the middle of a step:
+    PyTorch's cached memory belongs to the old stream.
     """
     monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
     layout = TurboFormat.from_cache_dtype("turbo4", 128)

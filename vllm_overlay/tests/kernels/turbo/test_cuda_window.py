@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window by CUDA's kernels: rows and counts bit for bit against the
-reference, and what attention makes of them.
+"""The recent window in CUDA's kernels. Rows and counts equal the reference's bit for
+bit, and attention to them is compared to the reference.
 """
 
 import math
@@ -62,9 +62,10 @@ with_offset = pytest.mark.parametrize(
     "with_offset", [False, True], ids=["plain", "offset"]
 )
 BLOCK_SIZE = 64
-# An emulated GPU has shorter ones.
+# Tokens of a segment; an emulated GPU has shorter segments.
 SEGMENT = interface.OFFSET_SEGMENT
-# Around the borders of segments, blocks and windows; the last but one has no page.
+# Contexts around borders of segments, blocks and windows. The last but one has no page
+# of a window.
 CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 5, 40, 300]
 WITHOUT_PAGE = 7
 GROUP = 4
@@ -75,7 +76,9 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 class Scene:
-    """Sequences that grow by steps, on two caches: a kernel's and the reference's."""
+    """Sequences that grow step by step, in two caches: the kernel's and the
+    reference's.
+    """
 
     def __init__(
         self,
@@ -107,10 +110,10 @@ class Scene:
         self.step(CONTEXTS)
 
     def step(self, query_lens: list[int], dropped: int | None = None) -> None:
-        """Store so many tokens of each by both; ``dropped`` is not stored."""
+        """Store tokens of each sequence in both caches, except token ``dropped``."""
         self.starts = [0, *accumulate(query_lens)]
         before, self.lens = self.lens, [a + b for a, b in zip(self.lens, query_lens)]
-        # Two tokens past the last sequence's.
+        # Two rows of padding after the last sequence.
         total, heads = self.starts[-1] + 2, self.num_kv_heads
         self.seed += 1
         size = self.layout.head_size
@@ -150,7 +153,7 @@ class Scene:
         update_window(other, self.caches[1], *tokens, offset)
 
     def counts(self) -> list[int]:
-        """Rows that are valid, by both."""
+        """Valid rows of each sequence's window, equal in both caches."""
         own, other = (window.packed_lens.tolist() for window in self.windows)
         assert own == other
         return [a - b for a, b in zip(self.lens, own)]
@@ -167,8 +170,16 @@ class Scene:
         attends_before: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """The options are an ``AttentionFn``'s. With ``attends_before`` the newest
-        tokens have been attended to.
+        """The output of a step, (T, Hq, D), with NaN in scratch and output before.
+
+        Args:
+            kernel: A key of ``ATTENTION``.
+            num_splits: Splits of a sequence.
+            dtype: dtype of the newest tokens and of the output.
+            attends_before: Whether the merge gets the result of attention to the
+                newest tokens.
+            options: Options of an ``AttentionFn``.
+
         """
         heads, size = self.query.shape[1:]
         total = self.starts[-1]
@@ -210,7 +221,7 @@ class Scene:
     def attended(
         self, newest: NewestTokens, sinks: object = None, **options: Any
     ) -> AttendedTokens:
-        """What attention of each sequence to its newest tokens gives."""
+        """The result of attention of each sequence to its newest tokens."""
         output = torch.empty_like(newest.query)
         lse = output.new_empty(output.shape[1::-1], dtype=torch.float32)
         for part in map(slice, self.starts, self.starts[1:]):
@@ -221,7 +232,7 @@ class Scene:
         return AttendedTokens(output, lse)
 
     def visible_blocks(self) -> torch.Tensor:
-        """The table, with blocks that there are not before a sliding window."""
+        """The block table, with invalid blocks before a sliding window."""
         table, sliding_window = self.table.clone(), self.format.sliding_window
         if sliding_window is not None:
             own = [b - a for a, b in zip(self.starts, self.starts[1:])]
@@ -231,8 +242,10 @@ class Scene:
         return table
 
     def expected(self, kernel: str, **options: Any) -> list[torch.Tensor]:
-        """(Q, Hq, D) fp32 of each sequence, from q as the kernel rounds it for what is
-        packed, less its offset, and as it is for all else.
+        """Each sequence's output, (Q, Hq, D) fp32.
+
+        Scores of packed keys, without their offset, are from q as the kernel rounds it.
+        All other scores are from q without rounding.
         """
         window = self.windows[1]
         outputs = []
@@ -252,7 +265,7 @@ class Scene:
                 key = key + self.offsets[segments]
                 taken_off[:num_packed] = self.offsets[segments[:num_packed]]
             newest = self.key[part].float()
-            # As attend() has them.
+            # Rounded as in attend().
             rotated = reference.rotate(query.float()).half().float()
             outputs.append(
                 attention_of_rounded(
@@ -286,7 +299,7 @@ def test_rows_and_counts(layout, dtype, with_offset):
         scene.step(query_lens)
         counts = scene.check()
         assert counts[WITHOUT_PAGE] == 0
-    # All rows but those that the step's tokens take.
+    # All rows except two, which the step's tokens take.
     assert counts[3] == min(rows, scene.num_tokens) - 2
 
 
@@ -306,7 +319,7 @@ def test_a_row_that_differs_in_one_head_ends_the_count(layout, what):
     for cache in scene.caches:
         if what == "packed":
             block = int(scene.table[row, position // BLOCK_SIZE])
-            # A byte of the token's codes: of a tile these come first.
+            # A byte of the token's codes, which are first in a tile.
             place = position % BLOCK_SIZE
             bytes_of_row = layout.head_size * layout.key_bits // 8
             if layout.key_codebook.trellis:
@@ -330,10 +343,10 @@ def test_tokens_that_are_not_stored_have_no_row():
 
 
 def test_a_prefix_that_is_found_while_it_is_computed():
-    """Its rows are compared to what this step stores, not to what was there."""
+    """Rows of a window are compared to bytes of this step, not to those before."""
     scene = Scene(LAYOUT)
-    # Sequence 8 goes on in a block of sequence 3, at the same positions, which the
-    # step writes: what was there before is in the rows of its page.
+    # Sequence 8 continues in a block of sequence 3, at the same positions, which the
+    # step writes. The rows of its page hold the bytes from before.
     first = CONTEXTS[8] // BLOCK_SIZE
     scene.lens[3] = first * BLOCK_SIZE
     scene.lens[8] = CONTEXTS[8]
@@ -343,11 +356,11 @@ def test_a_prefix_that_is_found_while_it_is_computed():
 
 
 def test_no_row_counts_beside_tokens_that_another_stores():
-    """The launch that stores them cannot tell which it reads; the reference, which
-    stores first, counts.
+    """A launch cannot tell whether it reads a block before or after another sequence's
+    store in it, so no row counts. The reference stores first, and counts them.
     """
     scene = Scene(LAYOUT)
-    # Sequence 3 goes on in the last block of sequence 8, past the tokens of that.
+    # Sequence 3 continues in the last block of sequence 8, after that one's tokens.
     first = CONTEXTS[8] // BLOCK_SIZE
     scene.table[3, first] = scene.table[8, first]
     scene.lens[3] = CONTEXTS[8] + 2
@@ -362,9 +375,11 @@ def test_no_row_counts_beside_tokens_that_another_stores():
 @with_offset
 @all_layouts
 def test_attention(layout, kernel, num_splits, with_offset):
-    """Error is that of weights and values in fp16, and of the scores of keys that an
-    offset has made ten times as long: these have a hundred and more summands. Short
-    sequences are read from the window alone, in fp32.
+    """The error is that of weights and values in fp16.
+
+    An offset makes keys ten times as long, and the error of their scores, sums of a
+    hundred and more terms, grows with them. Short sequences are read from the window
+    alone, in fp32.
     """
     scene = Scene(layout, with_offset=with_offset)
     tolerance = 2**-8 if with_offset else 2**-10
@@ -385,8 +400,8 @@ def test_attention(layout, kernel, num_splits, with_offset):
 @with_offset
 @model_dtypes
 def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
-    """Rows of a block that do not fill a group, or are of several, with warps for one
-    token of a window and for all; the model's dtype makes other operands than fp32.
+    """A block's rows may be a part of a group or belong to several groups, with one or
+    several warps a row. Operands in the model's dtype are tested beside fp32.
     """
     monkeypatch.setattr(cuda_merge, "warps_a_row_with_window", lambda *_: num_warps)
     scene = Scene(LAYOUT, 2, dtype, with_offset, group=group)
@@ -406,8 +421,9 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
 @pytest.mark.parametrize("num_splits", [1, 8])
 @all_layouts
 def test_soft_cap(layout, kernel, num_splits):
-    """Of what is packed, of the window and of the newest tokens alike. Errors are those
-    of ``test_attention``.
+    """The cap applies to packed tokens, the recent window and the newest tokens.
+
+    Errors are those of ``test_attention``.
     """
     scene = Scene(layout)
     scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
@@ -423,7 +439,7 @@ def test_soft_cap(layout, kernel, num_splits):
             assert (without[row] - expected).norm() > 2**-4 * expected.norm(), row
 
 
-# Windows that some queries see nothing of but the recent one, and longer ones.
+# Some queries see only the recent window of the short ones, and more of the long one.
 @pytest.mark.parametrize("sliding_window", [16, 20, 100])
 @pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
 @pytest.mark.parametrize("num_splits", [1, 8])
@@ -459,7 +475,7 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @with_offset
 def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
-    """They are added to the window's, once."""
+    """The newest tokens' result is added to the window's, once."""
     scene = Scene(LAYOUT, with_offset=with_offset, sliding_window=sliding_window)
     query_lens = [2, 1, 33, 1, 2, 1, 33, 1, 1]
     scene.step(query_lens)
