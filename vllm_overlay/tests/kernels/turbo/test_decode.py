@@ -53,7 +53,7 @@ def check_decode(
     query_factor: float = 1.0,
     **cache_options,
 ) -> None:
-    """Decode one query a sequence and compare each by the 2x rule."""
+    """Decode one query token a sequence, and compare each by the 2x rule."""
     num_blocks = num_blocks_for(seq_lens, block_size)
     cache = new_cache(layout, num_blocks, NUM_KV_HEADS, block_size, **cache_options)
     table = make_block_table(seq_lens, block_size)
@@ -71,7 +71,7 @@ def check_decode(
 @all_presets
 @kernel_cases
 def test_lengths(name, head_size, dtype):
-    """Around one token, one step of the kernel and one block."""
+    """Lengths around one token, one step of the kernel and one block."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     seq_lens = [1, 63, 47, 48, 49]
     if ON_GPU:
@@ -97,7 +97,7 @@ def test_strides_and_block_sizes(name, cache_layout, block_size):
 @one_packing
 @pytest.mark.parametrize("num_splits", [1, 3, 64])
 def test_splits(name, num_splits):
-    """Scratch of splits without tokens is NaN and must not be read."""
+    """Scratch of splits without tokens holds NaN and must not be read."""
     layout = TurboFormat.from_cache_dtype(name, 64)
     seq_lens = [1, 130] if not ON_GPU else [1, 130, 5000]
     check_decode(layout, seq_lens, 32, FP16, num_splits=num_splits)
@@ -106,14 +106,14 @@ def test_splits(name, num_splits):
 @one_packing
 @pytest.mark.parametrize("query_factor", [1e-3, 100.0, 1e4])
 def test_peaked_and_flat_softmax(name, query_factor):
-    """Scores of hundreds: without the running maximum, exponentials overflow."""
+    """With scores in the hundreds, exponentials overflow without a running maximum."""
     layout = TurboFormat.from_cache_dtype(name, 64)
     check_decode(layout, [70], 32, query_factor=query_factor)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_empty_and_padded_sequences(num_splits):
-    """A padded batch: length 0 gives zeros; further rows are not read."""
+    """In a padded batch, length 0 gives zeros, and further rows are not read."""
     layout = TurboFormat.from_cache_dtype("turbo4", 64)
     seq_lens = [0, 40, 0, 17, 0]
     cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
@@ -138,7 +138,7 @@ def test_empty_and_padded_sequences(num_splits):
 
 @packings
 def test_recycled_bytes_do_not_leak(name):
-    """What lies past a sequence's end in its last page changes no bit."""
+    """Bytes past a sequence's end in its last page change no bit of the output."""
     layout = TurboFormat.from_cache_dtype(name, 64)
     seq_lens = [1, 17, 33]
     table = make_block_table(seq_lens, 48)
@@ -157,7 +157,7 @@ def test_recycled_bytes_do_not_leak(name):
 def first_tokens(
     layout: TurboFormat, num_seqs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sequences of one token in pages of random bytes.
+    """Sequences of one token, in pages of random bytes.
 
     Returns:
         Cache, block table, and each token's rotated K and V, (B, H, D) fp32.
@@ -172,11 +172,11 @@ def first_tokens(
 @packings
 @kernel_head_sizes
 def test_one_key_gives_its_value(name, head_size):
-    """The softmax of one score is 1, so the output is the value as stored.
+    """The softmax of one score is 1, so that the output is the stored value.
 
-    Compared in rotated space, where a coordinate is a code times a scale. The
-    kernel evaluates the level in fp16, where a coefficient, times a small
-    scale, may be a subnormal number.
+    They are compared in rotated space, where a coordinate is a code times a scale. The
+    kernel evaluates the level in fp16, where a coefficient times a small scale may be
+    subnormal.
     """
     layout = TurboFormat.from_cache_dtype(name, head_size)
     cache, table, _, values = first_tokens(layout, 3)
@@ -226,12 +226,12 @@ def test_one_hot_query_reads_the_key(name, head_size):
 @all_presets
 @kernel_head_sizes
 def test_newest_token_is_not_quantised(name, head_size):
-    """What the cache holds of it is not read; a sequence of it alone gives V."""
+    """The newest token's bytes are not read; alone in a sequence it gives its V."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     seq_lens = [1, 34, 0, 17]
     cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
     table = make_block_table(seq_lens, 16)
-    # NaN scales wherever nothing is stored.
+    # Scales are NaN where nothing is stored.
     cached = [max(0, length - 1) for length in seq_lens]
     fill_cache(cache, table, cached, layout)
     shape = (len(seq_lens), NUM_KV_HEADS, head_size)
@@ -275,10 +275,10 @@ def test_nan_of_a_sequence_stays_its_own(broken):
 
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_page_beyond_4_gib(name):
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Decode from pages at byte offsets beyond 2**31 and 2**32."""
     layout = TurboFormat.from_cache_dtype(name, 128)
     near = random_pages(layout, 3, NUM_KV_HEADS, 16)
-    # Small scales, for scores that differ little.
+    # Small scales make scores that differ little.
     near[:, :, :, 2 * layout.key_code_bytes :] &= 0x77
     far, blocks = spread_pages(near)
     query = gaussian(1, 4, 128, dtype=FP16)
@@ -292,10 +292,10 @@ def test_page_beyond_4_gib(name):
     "name, bound", [("turbo4", 0.13), ("k4v3", 0.2), ("turbo3", 0.25)]
 )
 def test_quality_against_unquantised(name, bound):
-    """Relative error of attention's output against K and V as they were.
+    """Relative error of attention's output against unquantised K and V.
 
-    On Gaussian vectors: no structure of K helps, and averaging reduces the
-    errors of V no more than V itself.
+    Vectors are Gaussian: no structure of K helps, and averaging reduces the errors of V
+    no more than V itself.
     """
     layout = TurboFormat.from_cache_dtype(name, 128)
     key, value = gaussian(128, 1, 128, dtype=BF16), gaussian(128, 1, 128, seed=1)
@@ -313,7 +313,7 @@ def test_quality_against_unquantised(name, bound):
 
 @pytest.mark.parametrize("num_sms", [1, 80, 132])
 def test_number_of_splits(num_sms):
-    """Enough programs for the GPU, fewer splits for larger batches."""
+    """There are enough programs for the GPU, and fewer splits for larger batches."""
     from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
     from vllm.v1.attention.ops.turbo.triton.decode import num_kv_splits
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The documentation names all that is refused, in the words of the messages."""
+"""The documentation lists every refusal, in the words of its message."""
 
 import ast
 import inspect
@@ -88,12 +88,12 @@ def section(heading: str) -> str:
 
 
 def documented(heading: str) -> list[str]:
-    """The messages of the table below a heading, each with its case or its way out."""
+    """The messages of the table below a heading, each with a case or a way out."""
     return re.findall(r"^\| `(.+?)` \|(?: [^|]+ \|)+$", section(heading), re.M)
 
 
 def backend_reasons() -> Iterator[str]:
-    """All that ``validate_configuration`` can find, whatever flags it has by now."""
+    """All reasons of ``validate_configuration``, with every flag that it has."""
     parameters = inspect.signature(AttentionBackend.validate_configuration)
     flags = {
         name: True
@@ -114,7 +114,7 @@ def backend_reasons() -> Iterator[str]:
 
 
 def other_backend_reasons() -> Iterator[str]:
-    """What other backends say of the dtype."""
+    """The reasons for which other backends refuse the dtype."""
     config = selector_config()
     capability = DeviceCapability(9, 0)
     reasons = FlashAttentionBackend.validate_configuration(
@@ -124,14 +124,14 @@ def other_backend_reasons() -> Iterator[str]:
 
 
 def update_alone(config: VllmConfig) -> None:
-    """A layer with an offset of K stores tokens that are not the step's."""
+    """Have a layer with an offset of K store tokens that are not the step's."""
     impl = make_impl(config)
     impl.runner.key_offset = torch.ones(1, 1, 64)
     impl.do_kv_cache_update(None, *[torch.zeros(1, 1, 64)] * 4)
 
 
 def see_beyond_a_window(config: VllmConfig) -> None:
-    """An image has more tokens than a window that nothing clamps it to."""
+    """Plan an image that has more tokens than the window, which nothing clamps."""
     impl = make_layer_impl(config, sliding_window=16)
     batch = Batch.make(impl, [(40, 0)])
     batch.common.mm_req_doc_ranges = {0: [(0, 16)]}
@@ -154,7 +154,7 @@ def skip_no_layer(config: VllmConfig) -> None:
 
 
 def add_key_bias(config: VllmConfig) -> None:
-    """In a layer whose context ranks share."""
+    """Set a bias of K in a layer whose context ranks share."""
     layer = make_layer(config)
     layer.impl.runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
     parent = torch.nn.Module()
@@ -168,8 +168,8 @@ def add_key_bias(config: VllmConfig) -> None:
 
 
 def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
-    """``REASONS``, from which the documentation's table is checked, has all that is
-    refused in any case here, and nothing else.
+    """``REASONS`` has exactly the reasons of the cases here. The documentation's table
+    is checked against it.
     """
     x = torch.zeros(1, 4, 64)
     forward = partial(make_impl(config).forward, None, x, x, x, x, None, x)
@@ -226,7 +226,7 @@ def test_every_refusal_is_documented():
 
 
 def test_the_page_is_current():
-    """``python tests/kernels/turbo/refused_page.py`` writes it anew."""
+    """The page is what ``python tests/kernels/turbo/refused_page.py`` writes."""
     assert PAGE.read_text() == render()
 
 
@@ -246,7 +246,7 @@ def test_every_connector_is_documented():
 
 
 def template(text: ast.expr) -> str:
-    """A message in a source, with <name> for what varies."""
+    """A message in a source, with <name> for each value."""
     if isinstance(text, ast.Constant):
         return text.value if isinstance(text.value, str) else ""
     parts = text.values if isinstance(text, ast.JoinedStr) else []
@@ -259,7 +259,7 @@ def template(text: ast.expr) -> str:
 
 
 def first_arguments(module: ModuleType, function: str) -> list[str]:
-    """What the calls of a function in a module are given first."""
+    """The first arguments of all calls of a function in a module."""
     calls = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -269,7 +269,7 @@ def first_arguments(module: ModuleType, function: str) -> list[str]:
 
 
 def assigned(module: ModuleType, name: str) -> list[str]:
-    """The messages that a name in a module may be given."""
+    """The messages that a module assigns to a name."""
     values = [
         node.value
         for node in ast.walk(ast.parse(inspect.getsource(module)))

@@ -3,7 +3,7 @@
 """PyTorch's memory-efficient attention, as prefill calls it for heads of 512, and
 FlashAttention 4 where vLLM has it.
 
-On a CPU, which has no such operator, one in plain PyTorch returns what it would.
+A CPU has no such operator: a stand-in in plain PyTorch returns the same.
 """
 
 import math
@@ -40,7 +40,7 @@ def operator_stand_in(
     *,
     scale,
 ):
-    """aten::_efficient_attention_forward, with NaN where nothing may be read."""
+    """A stand-in for aten::_efficient_attention_forward, with NaN in unused rows."""
     assert bias is None and dropout_p == 0 and compute_log_sumexp
     assert custom_mask_type in (0, 2) and query.shape[2] == key.shape[2]
     output = torch.full_like(query, math.nan)
@@ -75,7 +75,7 @@ def operator(monkeypatch):
 @pytest.mark.parametrize("is_cuda", [True, False])
 @pytest.mark.parametrize("version", [None, 2, 3, 4])
 def test_which_heads_it_serves(monkeypatch, version, is_cuda):
-    """Those that vLLM has no FlashAttention 4 for, whose slices are bounded for it."""
+    """The operator serves heads of 512 on NVIDIA GPUs without FlashAttention 4."""
     monkeypatch.setattr(current_platform, "is_cuda", lambda: is_cuda)
     monkeypatch.setattr(current_platform, "is_rocm", lambda: False)
     monkeypatch.setattr(flash, "is_flash_attn_varlen_func_available", lambda: True)
@@ -95,14 +95,14 @@ def test_which_heads_it_serves(monkeypatch, version, is_cuda):
 
 
 def flash_attn_4():
-    """What prefill calls for heads of 512, if it is not the operator."""
+    """FlashAttention 4, if prefill calls it for heads of 512; otherwise skip."""
     found = flash_attn_of_gpu(512)
     if found is None or found is efficient_attention:
         pytest.skip("vLLM has no FlashAttention 4 for heads of 512 here")
     return found
 
 
-# Queries and keys of each sequence.
+# Numbers of queries and of keys of each sequence.
 LENGTHS = {
     "one": ([40], [40]),
     "chunks": ([3, 70, 1, 33], [3, 70, 1, 33]),
@@ -116,7 +116,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("served", ["operator", "flash_attn_4"])
 def test_equals_flash_attention(served, lengths, group, dtype):
-    """Output and LSE, also of sequences without keys and of views."""
+    """Output and LSE are equal, also from views and for sequences without keys."""
     tested = efficient_attention if served == "operator" else flash_attn_4()
     query_lens, key_lens = LENGTHS[lengths]
     causal = lengths != "contexts"
@@ -160,7 +160,7 @@ def test_equals_flash_attention(served, lengths, group, dtype):
 @pytest.mark.skipif(not ON_GPU, reason="asks CUDA's allocator")
 @pytest.mark.parametrize("group", [1, 8])
 def test_memory_beside_the_output(group):
-    """At most 8 MiB a KV head, for the lengths that take most."""
+    """At most 8 MiB a KV head, for the lengths that need most."""
     num_kv_heads, size, lens = 2, 512, [2] * 512 + [1024]
     num_tokens = sum(lens)
     query = gaussian(num_tokens, num_kv_heads * group, size, dtype=BF16, seed=1)

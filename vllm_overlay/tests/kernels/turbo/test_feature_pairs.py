@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Each two of the features that a layer can have, together in at least one small case.
+"""Each pair of features that a layer can have is in at least one small case.
 
-Features are tested alone, and with some others, elsewhere. Cases are chosen so that
-they have each pair that is served; others are refused, or a layer cannot have them.
+Other modules test features alone and some together. Cases are chosen to cover each pair
+that is served. Other pairs are refused, or no layer can have them.
 """
 
 import inspect
@@ -62,11 +62,11 @@ from .utils import (
 )
 
 Case: TypeAlias = dict[str, Any]
-# A value of a feature, and another one's.
+# A value of a feature, and a value of another feature.
 Pair: TypeAlias = frozenset[tuple[str, Any]]
 
 CHUNK = 2 * BLOCK_SIZE
-# Of each feature its values; the first is a layer without it.
+# The values of each feature; the first value is that of a layer without it.
 FEATURES: dict[str, tuple[Any, ...]] = {
     "sees": ("all", "window", "chunk"),
     "prefill": ("raw", "stored"),
@@ -86,7 +86,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 }
 CHUNKED = ("sees", "chunk")
 NOT_CHUNKED = "vLLM's layer of chunked local attention has no such argument"
-# Pairs that no layer has, and why.
+# Pairs that no layer has, with the reason.
 REFUSED: dict[Pair, str] = {
     frozenset({CHUNKED, ("sinks", True)}): NOT_CHUNKED,
     frozenset({CHUNKED, ("soft cap", True)}): NOT_CHUNKED,
@@ -98,8 +98,8 @@ REFUSED: dict[Pair, str] = {
         {("recent window", True), ("shared cache", True)}
     ): "another layer stores",
 }
-# Arguments of layers, by the feature that they are; None: no feature, or one that is
-# refused, or that other tests have with each other feature.
+# The feature of each argument of a layer; None: it is no feature, or is refused, or
+# other tests combine it with each feature.
 ARGUMENTS: dict[str, str | None] = {
     "num_heads": "heads",
     "head_size": "head size",
@@ -114,7 +114,7 @@ ARGUMENTS: dict[str, str | None] = {
     "attn_type": None,
     "unsupported": None,
 }
-# Decodes, a prefill with an image behind context, one behind few tokens, a first chunk.
+# Decodes, a prefill with an image after context, one after few tokens, a first chunk.
 REQUESTS = [(1, 40), (1, 0), (20, 70), (5, 14), (33, 0)]
 DRAFTED = [(3, 31), (1, 40), (2, 15), (20, 70), (5, 14), (33, 0)]
 IMAGE = (72, 80)
@@ -125,7 +125,7 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def all_pairs() -> set[Pair]:
-    """Those that a layer can have."""
+    """The pairs that a layer can have."""
     values = [[(name, x) for x in found] for name, found in FEATURES.items()]
     pairs = (
         frozenset(pair)
@@ -136,10 +136,10 @@ def all_pairs() -> set[Pair]:
 
 
 def covering_cases() -> Iterator[Case]:
-    """Cases with each pair, each with as many new ones as a greedy choice finds."""
+    """Cases that cover each pair; a greedy choice adds the most new pairs to each."""
     missing = all_pairs()
     while missing:
-        # The same each time.
+        # A choice that is the same in every run.
         begin = min(missing, key=lambda pair: sorted(map(str, pair)))
         case = dict(begin)
         for name, values in FEATURES.items():
@@ -157,7 +157,7 @@ CASES = list(covering_cases())
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Several pieces and slices, and segments that a GPU has not."""
+    """Have several pieces and slices, and on a CPU short segments."""
     set_scratch(monkeypatch, piece_tokens=64)
     monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
     if not ON_GPU:
@@ -166,7 +166,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def in_pages(cache: torch.Tensor, kind: KVCacheLayout | str, layout) -> torch.Tensor:
-    """A copy of a layer's cache, whose pages lie so."""
+    """A copy of a layer's cache, with this layout or with padded pages."""
     num_blocks, num_kv_heads, block_size, _ = cache.shape
     if isinstance(kind, KVCacheLayout):
         copy = new_cache(layout, num_blocks, num_kv_heads, block_size, kind)
@@ -272,8 +272,9 @@ class Layer:
     def check_chunks(
         self, output: torch.Tensor, row: int, begin: int, num_queries: int, context: int
     ) -> None:
-        """Each token of a request sees its chunk. A decode's query is rounded as
-        ``Batch.check`` has it.
+        """Compare a request to attention of each token over its chunk.
+
+        A decode's query is rounded as in ``Batch.check``.
         """
         batch, length = self.batch, context + num_queries
         runner = self.impl.runner
@@ -282,7 +283,7 @@ class Layer:
         own = slice(begin, begin + num_queries)
         shift = torch.zeros_like(key)
         if runner.key_offset is not None:
-            # To its layer, a chunk is a sequence.
+            # A chunk is a sequence of its own for the layer.
             segments = torch.arange(length) % CHUNK // interface.OFFSET_SEGMENT
             table = runner.key_offset
             shift = table[segments.clamp(max=len(table) - 1)].to(key)
@@ -323,12 +324,12 @@ class Layer:
 @kernel_paths
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_case(tmp_path: Path, case: Case, path: str, settings):
-    """What a feature changes is seen, too: without it outputs would be others."""
+    """Outputs are right, and the check fails if a feature of the case is left out."""
     layer = Layer(tmp_path, case, path, settings)
     output = layer.run()
     layer.check(output)
     runner = layer.impl.runner
-    # What all keys of a sequence lack changes no softmax; to its layer, a chunk is one.
+    # An offset that all keys lack changes no softmax. A chunk is a sequence of its own.
     longest = max(sum(x) for x in layer.requests)
     seen = CHUNK if case["sees"] == "chunk" else longest
     is_common = runner.stored and seen <= interface.OFFSET_SEGMENT
@@ -359,7 +360,7 @@ def test_each_pair_has_a_case():
 
 
 def test_arguments_are_features():
-    """One that layers come to have is to be among them, or to be no feature."""
+    """A new argument of layers must be added as a feature, or as none."""
     arguments = inspect.signature(TurboAttentionImpl.__init__).parameters
     assert set(arguments) - {"self"} == set(ARGUMENTS)
     assert set(ARGUMENTS.values()) - {None} <= set(FEATURES)
@@ -367,7 +368,7 @@ def test_arguments_are_features():
 
 @requires_triton
 def test_refused_pairs_are_refused(tmp_path: Path, settings):
-    """What a layer cannot have is not silently left out of the cases."""
+    """Each pair without a case is refused, or no layer has the argument."""
     taken = inspect.signature(ChunkedLocalAttention.__init__).parameters
     assert not {"sinks", "logits_soft_cap", "per_layer_sliding_window"} & set(taken)
     config = make_vllm_config(tmp_path, turbo_prefill="stored")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Flint's attention, which writes the cache before the backend sees K and V: under a
-turbo dtype the backend stores, and attends to what it stored.
+"""Flint's attention, which writes the cache before the backend sees K and V. Under a
+turbo dtype the backend stores instead, and attends to the stored tokens.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ from .utils import BF16, DEVICE, ON_GPU, gaussian, requires_triton
 
 HIDDEN = NUM_HEADS * HEAD_SIZE
 EPSILON = 1e-6
-# Of a decode, one behind a window, a prefix hit, and a first chunk.
+# A decode with more context than the window, one with less, a prefix hit, and a first
+# chunk.
 REQUESTS = [(1, 40), (1, 9), (20, 33), (5, 0)]
 SINKS = [float("-inf"), -20.0, 2.0, 4.0]
 
@@ -43,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
 
 
 def make_attention(config: VllmConfig, layer_idx: int) -> FlintAttention:
-    """An attention module with weights, whose projection of outputs is none.
+    """An attention module with weights, whose output projection is the identity.
 
     The first layer has a sliding window, and the second no RoPE.
     """
@@ -120,14 +121,14 @@ def test_pages_and_outputs(config, layer_idx, path):
         {name: metadata}, config, slot_mapping={name: batch.common.slot_mapping}
     ):
         output = module(positions, hidden)[:num_tokens]
-    # On a GPU a coordinate of K may be rounded otherwise, for its norm is approximate.
+    # On a GPU a coordinate of K may be rounded differently: its norm is approximate.
     different = (batch.cache != expected).sum()
     assert different <= (num_tokens if ON_GPU else 0)
     batch.check(impl, output.view(num_tokens, NUM_HEADS, HEAD_SIZE))
 
 
 def test_profile_run(config):
-    """Without a cache nothing is stored."""
+    """Without a cache, nothing is stored and the output is zero."""
     module = make_attention(config, 0)
     set_path(module.attn.impl, "torch")
     hidden = gaussian(4, HIDDEN, dtype=BF16, seed=7)

@@ -46,8 +46,8 @@ SIZES = {
     "turbo3": (52, 66, 78, 92, 104, 156, 208, 416),
 }
 
-# Words of scales, by head size: words, bytes, groups of a word, bits
-# and steps of a delta.
+# Scale words by head size: number of words, bytes of a word, groups of a word, bits of
+# a delta, and step of a delta.
 SCALE_WORDS = {
     64: (1, 2, 4, 2, 2),
     80: (1, 3, 5, 3, 1),
@@ -85,7 +85,7 @@ def test_unknown_preset_names_the_presets():
 @all_presets
 @all_head_sizes
 def test_tokens_share_no_byte(name, head_size):
-    """The tokens' addresses are the tile's, each once."""
+    """Addresses of all tokens are exactly the tile's, each once."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     keys, values = reference.tile_addresses(layout)
     assert keys.shape == (16, layout.key_packed_size)
@@ -114,7 +114,7 @@ def little_endian(page: bytes, start: int, num_bytes: int) -> int:
 
 
 def scale_by_contract(page: bytes, start: int, group: int, size: int) -> float:
-    """Scale of a group of the vector whose scales start at a byte."""
+    """Scale of a group of the vector whose scales begin at byte ``start``."""
     _, num_bytes, word_groups, bits, step = SCALE_WORDS[size]
     word, place = divmod(group, word_groups)
     word = little_endian(page, start + word * num_bytes, num_bytes)
@@ -128,7 +128,7 @@ def scale_by_contract(page: bytes, start: int, group: int, size: int) -> float:
 def level_by_contract(
     page: bytes, start: int, side: int, n: int, r: int, size: int
 ) -> int:
-    """Level of a coordinate of token n of the trellis-coded plane at a byte."""
+    """Level of coordinate r of token n, in a trellis-coded plane at ``start``."""
     groups = size // 16
     g = r % groups
     p, i = r % (size // 8) // groups, r // (size // 8)
@@ -160,7 +160,7 @@ def level_by_contract(
 def decode_by_contract(
     page: bytes, token: int, side: int, layout: TurboFormat
 ) -> list[float]:
-    """One vector of a page, decoded as the docstring of TurboFormat says."""
+    """One vector of a page, decoded by the docstring of TurboFormat."""
     size = layout.head_size
     units, scale_bytes = size // 8, -(-size // 32)
     bits = (layout.key_bits, layout.value_bits)
@@ -204,7 +204,7 @@ def test_load_follows_the_contract(name, head_size):
 
 @all_head_sizes
 def test_scale_words(head_size):
-    """They take the bytes of an E5M3 scale for each 32 coordinates."""
+    """Scale words take a byte for each 32 coordinates."""
     num_bytes = -(-head_size // 32)
     words = fmt.scale_words(head_size)
     assert words == SCALE_WORDS[head_size]
@@ -229,7 +229,7 @@ def test_scales_pack_round_trip(head_size):
 @pytest.mark.parametrize("bits", [3, 4])
 @all_head_sizes
 def test_pack_round_trip(bits, is_value, head_size):
-    """Every byte means something: none is lost on the way to levels and back."""
+    """Every byte has a meaning: none is lost on the way to levels and back."""
     packed = torch.randint(256, (50, head_size * bits // 8), dtype=torch.uint8)
     index = unpack_codes(packed, bits, is_value)
     assert index.shape == (50, head_size)
@@ -239,7 +239,7 @@ def test_pack_round_trip(bits, is_value, head_size):
 
 @all_head_sizes
 def test_neighbours_on_a_path_agree(head_size):
-    """The lower bit of a level's subset is the path bit of the code before it."""
+    """The lower bit of a level's subset is the path bit of the previous code."""
     packed = torch.randint(256, (50, head_size * 3 // 8), dtype=torch.uint8)
     index = codec.by_group(unpack_codes(packed, 3, False).long())
     path = path_bits(index)
@@ -282,7 +282,7 @@ def test_levels_and_thresholds(codebook):
 
 
 def test_key_levels_are_int8():
-    """Also with the one more that an upper level needs where -1 is added to it."""
+    """Levels fit int8, even an upper level plus one, to which a kernel adds -1."""
     levels = fmt.KEY_LEVELS
     assert list(levels) == sorted(set(levels))
     assert levels[0] > 0 and levels[-1] + 1 < fmt.KEY_LEVEL_UNIT
@@ -291,7 +291,7 @@ def test_key_levels_are_int8():
 
 
 def test_key_cubic_gives_levels_in_fp16():
-    """A kernel's fp16 multiply-adds, fused or not, give the integers exactly."""
+    """A kernel's multiply-adds in fp16, fused or not, give the integers exactly."""
     a, b = np.array(fmt.KEY_COEFFICIENTS)[:, None, None]
     ways = rounded_in_half(a.astype(np.float16), b.astype(np.float16))
     assert len(ways) == 4
@@ -319,7 +319,7 @@ on_cpu_alone = pytest.mark.skipif(
 )
 
 
-# The constants come out of their fit again; a test each, for they take long.
+# The fit gives the constants again. Each has a test of its own, because fits take long.
 @on_cpu_alone
 def test_value_levels_are_the_fit():
     assert fit_values(gaussian_vectors(NUM_VECTORS)) == fmt.VALUE_COEFFICIENTS
@@ -340,7 +340,7 @@ def test_key_gain_is_the_fit(bits):
 
 
 def test_documented_bytes():
-    """The tables of the documentation and of the docstring are the format's."""
+    """The tables of the documentation and the docstring have the format's bytes."""
     sizes = dict(zip(HEAD_SIZES, zip(*SIZES.values())))
     page = Path(__file__).parents[3] / "docs/features/quantization/turbo.md"
     rows = re.findall(r"^\| (\d+) \|(.*)\|$", page.read_text(), re.MULTILINE)

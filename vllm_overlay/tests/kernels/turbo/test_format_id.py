@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The word of what turbo pages follow from: the layout, the dtypes of layers, and the
-offset of K of a checkpoint, however its layers and heads are divided among ranks.
+"""The format ID of turbo pages: the layout, the dtypes of layers, and the checkpoint's
+offset of K, for any division of layers and heads among ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ MakeConfig = Callable[..., VllmConfig]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One rank, and a folder for what models are like."""
+    """One rank, and a folder for configurations of models."""
     folder: Path = tmp_path_factory.mktemp("model")
     with set_current_vllm_config(make_vllm_config(folder)):
         init_distributed_environment(
@@ -54,7 +54,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Group:
-    """A rank of several, which is told what the others say."""
+    """A stand-in for a group of ranks, with the words that other ranks say.
+
+    Attributes:
+        said: The word of each rank; None: the same as this rank's.
+
+    """
 
     def __init__(self, rank: int, said: list[object]):
         self.rank_in_group = rank
@@ -76,7 +81,7 @@ def make_model(
     bias: bool = True,
     dtype: str = "turbo4",
 ) -> VllmConfig:
-    """Some layers of a model with a bias of K, as an engine has them."""
+    """The configuration of an engine with some layers of a model with a bias of K."""
     config = make_vllm_config(folder, dtype)
     config.cache_config.kv_cache_dtype_skip_layers = list(skipped)
     model = nn.Module()
@@ -85,7 +90,7 @@ def make_model(
             attention = SelfAttention(config, index, bias=bias)
             if bias:
                 load_biases(attention.qkv_proj)
-                # Each layer has biases of its own.
+                # Layers have different biases.
                 attention.qkv_proj.bias.data *= scale + index
             model.add_module(str(index), attention)
     key_bias.set_key_offsets(model)
@@ -93,7 +98,7 @@ def make_model(
 
 
 def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Of its layers, as the worker says them."""
+    """The specs of the layers, as the worker reports them."""
     layers = get_layers_from_vllm_config(config, Attention)
     runner = SimpleNamespace(
         get_kv_cache_spec=lambda: {
@@ -105,7 +110,7 @@ def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def word_of(config: VllmConfig) -> str:
-    """What all specs of an engine say."""
+    """The format ID that all specs of an engine have."""
     (word,) = {spec.format_id for spec in specs_of(config).values()}
     return word
 
@@ -122,7 +127,7 @@ def test_other_dtypes_say_nothing(ranks: Path):
 
 
 def test_another_layout(ranks: Path, monkeypatch: pytest.MonkeyPatch):
-    """A release that has one does not find what this one has left."""
+    """A release with another layout does not find pages of this one."""
     configs = [make_model(ranks, bias=bias) for bias in (False, True)]
     words = [word_of(config) for config in configs]
     monkeypatch.setattr(format_id, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
@@ -136,7 +141,7 @@ def test_equal_offsets_agree(ranks: Path):
 
 
 def test_other_offsets_differ(ranks: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of other biases, and of another rule for the same ones."""
+    """Other biases have another ID, and so has another rule for the same biases."""
     words = [word_of(make_model(ranks)), word_of(make_model(ranks, scale=1.5))]
     monkeypatch.setattr(key_offset, "VERSION", key_offset.VERSION + 1)
     words.append(word_of(make_model(ranks)))
@@ -144,7 +149,7 @@ def test_other_offsets_differ(ranks: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_other_layers_in_the_models_dtype_differ(ranks: Path):
-    """Their blocks have as many bytes."""
+    """IDs differ even if blocks have equally many bytes."""
     choices: list[tuple[str, ...]] = [(), ("0",), ("1",)]
     words = [word_of(make_model(ranks, bias=False, skipped=x)) for x in choices]
     assert len(set(words)) == len(choices)
@@ -170,11 +175,11 @@ def set_ranks(monkeypatch: pytest.MonkeyPatch, tp: Group, pp: Group) -> None:
 def test_heads_of_other_ranks_count(
     ranks: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ):
-    """Divided, one a rank, and fewer than ranks and so replicated: as on one rank."""
+    """The ID is that of one rank, if ranks have several heads, one, or a replica."""
     word = word_of(make_model(ranks))
     said: list[object] = [None] * num_ranks
     words: list[set[str]] = []
-    # The first time each rank's share is known to itself alone.
+    # In the first round each rank knows only its own share.
     for _ in range(2):
         words.append(set())
         for rank in range(num_ranks):
@@ -198,7 +203,7 @@ def test_layers_of_other_stages_count(ranks: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_windows_have_a_word_of_their_own(ranks: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is kept nowhere: what is kept is found with any window."""
+    """A window's pages are not kept, so that kept pages are found with any window."""
     config = make_model(ranks, bias=False)
     config.attention_config.turbo_window = "auto"
     config.cache_config.block_size = 64

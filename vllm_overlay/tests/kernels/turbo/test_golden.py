@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format, byte by byte, against ``golden.json``.
 
-The format is an ABI. What given bytes are read as never changes under a dtype's name
-and a layout version; what given vectors are stored as only if the encoder chooses
-better codes. ``python -m tests.kernels.turbo.test_golden`` writes the file.
+The format is an ABI. The reading of given bytes never changes under a dtype's name and
+a layout version. The bytes that given vectors are stored as change only if the encoder
+finds better codes. ``python -m tests.kernels.turbo.test_golden`` writes the file.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ TOKENS = (5, 18)
 
 
 def pseudo_random(count: int) -> torch.Tensor:
-    """Integers of 32 bits, int64, that depend on no random number generator."""
+    """Integers of 32 bits, as int64, without a random number generator."""
     return torch.arange(count) * 2654435761 % 2**32
 
 
@@ -43,19 +43,19 @@ def vectors(head_size: int) -> torch.Tensor:
 
 
 def long_offset(head_size: int) -> torch.Tensor:
-    """An offset of K, (H, D) fp32, whose every eighth coordinate is up to 256."""
+    """An offset of K, (H, D) fp32; every eighth coordinate is up to 256."""
     x = (pseudo_random(7 * 2 * head_size)[::7] / 2**31 - 1).view(2, head_size)
     x[:, torch.arange(head_size) % 8 == 0] *= 256
     return x.float()
 
 
 def empty_page(layout: TurboFormat) -> torch.Tensor:
-    """Of two tiles and two heads."""
+    """A page of zeros, of two tiles and two heads."""
     return torch.zeros(1, 2, 2 * fmt.TILE_TOKENS, layout.slot_size, dtype=torch.uint8)
 
 
 def stored(layout: TurboFormat, tokens: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A page with given vectors at all or some tokens."""
+    """A page with given vectors, stored for all or some tokens."""
     x = vectors(layout.head_size)
     cache = empty_page(layout)
     slots = torch.arange(NUM_TOKENS)
@@ -68,7 +68,7 @@ def stored(layout: TurboFormat, tokens: tuple[int, ...] | None = None) -> torch.
 def stored_with_offset(
     layout: TurboFormat, store: Callable[..., None], device: torch.device
 ) -> torch.Tensor:
-    """A page of keys with a bias, as ``store`` writes it less that bias."""
+    """A page of keys with a bias, which ``store`` takes off as an offset."""
     offset = long_offset(layout.head_size)
     key, value = vectors(layout.head_size)
     cache = empty_page(layout).to(device)
@@ -85,7 +85,7 @@ def stored_with_offset(
 
 
 def read(layout: TurboFormat) -> torch.Tensor:
-    """Coordinates of two tiles of bytes that no delta makes invalid scales."""
+    """Coordinates of two tiles of bytes, limited so that all scales are valid."""
     some_bytes = pseudo_random(2 * layout.tile_bytes) >> 24
     some_bytes = some_bytes.clamp(7, fmt.SCALE_CODE_MAX).to(torch.uint8)
     cache = some_bytes.view(1, 1, 2 * fmt.TILE_TOKENS, layout.slot_size)
@@ -98,11 +98,11 @@ def digest(x: torch.Tensor) -> str:
 
 
 def golden(name: str, head_size: int) -> dict[str, str]:
-    """What the file has of a layout.
+    """The file's entry of a layout.
 
-    The digests of a page, of one that was stored with an offset of K, and of the
-    coordinates that are read from given bytes; and, in hexadecimal, the bytes of two
-    tokens of the first head without the zeros.
+    It has digests of a page, of a page that was stored with an offset of K, and of the
+    coordinates read from given bytes. ``tokens`` has the bytes, without zeros, of two
+    tokens of the first head in hexadecimal.
     """
     layout = TurboFormat.from_cache_dtype(name, head_size)
     some = stored(layout, TOKENS)[0, 0].flatten()

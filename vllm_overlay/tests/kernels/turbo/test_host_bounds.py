@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a layer asks of its device, and what it reserves, once and not a batch."""
+"""Queries of the device, and bounds of scratch, are for all steps, not each batch."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .utils import FP16, requires_triton
 
 
 def test_multiprocessors_are_those_of_the_current_device(tmp_path: Path, monkeypatch):
-    """Which is a rank's own, and need not be the host's first."""
+    """The current device is a rank's own, and need not be the host's first."""
     asked: list[tuple] = []
 
     def num_compute_units(*device: int) -> int:
@@ -39,8 +39,9 @@ def test_multiprocessors_are_those_of_the_current_device(tmp_path: Path, monkeyp
 def test_the_largest_batch_is_a_closed_bound(
     tmp_path: Path, monkeypatch, name, num_drafts
 ):
-    """No search over batches, which would ask for the splits of each: V1's runner asks
-    in every forward without metadata.
+    """The bound needs no search over batches, which would ask for each one's splits.
+
+    The model runner asks for it in every forward pass without metadata.
     """
 
     def num_splits(*batch: int) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What kernels and builders are given is checked where it enters."""
+"""Arguments of kernels and builders are checked at the entry points."""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,7 +55,7 @@ def zeros(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
 
 
 def call_store(store: Callable[..., None], pages: torch.Tensor) -> None:
-    """Store one token nowhere."""
+    """Store one token of slot -1."""
     vectors = zeros(1, NUM_KV_HEADS, LAYOUT.head_size)
     store(pages, torch.full((1,), -1, device=DEVICE), vectors, vectors, LAYOUT)
 
@@ -83,7 +83,7 @@ def call_gather(pages: torch.Tensor) -> None:
     )
 
 
-# Whatever is given pages, by name.
+# All entry points that take pages, by name.
 ENTRY_POINTS = {
     "check_pages": partial(check_pages, layout=LAYOUT),
     "triton store": partial(call_store, triton_store.store),
@@ -117,7 +117,10 @@ all_entry_points = pytest.mark.parametrize(
     ids=["tokens", "blocks", "heads", "slots apart", "slot", "address"],
 )
 def test_other_pages(call, shape, stride, offset):
-    """CUDA's are checked by the functions that launch its kernels."""
+    """Pages with other shapes, strides or addresses are refused.
+
+    The functions that launch CUDA's kernels check theirs.
+    """
     memory = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
     pages = torch.as_strided(memory, shape, stride, offset)
     with pytest.raises(ValueError, match="pages of turbo4 have slots of|kv_cache: "):
@@ -126,13 +129,13 @@ def test_other_pages(call, shape, stride, offset):
 
 @all_entry_points
 def test_pages_are_taken(call):
-    """So it is the pages alone that the others are refused for."""
+    """Correct pages are taken, so that other pages are refused for nothing else."""
     call(zeros(3, NUM_KV_HEADS, 16, SLOT, dtype=torch.uint8))
 
 
 @requires_cuda
 def test_merge_takes_whole_partial_results():
-    """It is given no pages."""
+    """Partial results must be contiguous."""
     partial_output = zeros(1, NUM_HEADS, 2 * LAYOUT.head_size, dtype=torch.float32)
     with pytest.raises(ValueError, match="partial: not contiguous"):
         call = merge_call(
@@ -146,7 +149,7 @@ def test_merge_takes_whole_partial_results():
 
 
 def test_lengths_on_the_host(tmp_path: Path):
-    """Decodes need none."""
+    """Prefills need lengths on the host; decodes do not."""
     config = make_vllm_config(tmp_path, dtype=FP16)
     impl = make_impl(config)
     builder = make_builder(config, impl)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels serve when CUDA's, though they were built, cannot be launched."""
+"""The kernels that serve if CUDA's were built, but cannot be launched."""
 
 import multiprocessing
 from pathlib import Path
@@ -29,14 +29,14 @@ from .backend_utils import (
 from .build_utils import TIMEOUT_S
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
-# What the driver says of a launch that it refuses, and of a kernel that failed.
+# The driver's messages for a launch that it refuses, and for a kernel that failed.
 REFUSED = "no kernel image is available for execution on the device"
 IN_FLIGHT = "an illegal memory access was encountered"
 
 
 @pytest.fixture
 def choice(monkeypatch, workspace):
-    """Nothing has been chosen in this process, and nothing is warm."""
+    """As in a new process: nothing has been chosen, and nothing is warm."""
     monkeypatch.setattr(kernels, "_chosen", [])
     monkeypatch.setattr(kernels, "_launch_refusal", None)
     monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda *args: None)
@@ -48,7 +48,7 @@ def choice(monkeypatch, workspace):
 
 
 def fail(monkeypatch, message: str) -> None:
-    """Have CUDA's store fail so, which is launched first."""
+    """Have CUDA's store, which is launched first, fail with the message."""
     error = LaunchRefused if message == REFUSED else RuntimeError
 
     def store(*args: object) -> None:
@@ -63,7 +63,7 @@ def fail(monkeypatch, message: str) -> None:
 
 
 def make_gpu_impl(config: VllmConfig) -> TurboAttentionImpl:
-    """An implementation that has chosen kernels, on a CPU too."""
+    """An implementation that has chosen kernels, even on a CPU."""
     impl = make_impl(config)
     impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
     return impl
@@ -76,7 +76,7 @@ def profile(impl) -> None:
 
 @requires_triton
 def test_auto_falls_back_for_all_layers(tmp_path: Path, choice, monkeypatch):
-    """Layers that were asked before, their builder, and those asked afterwards."""
+    """The fallback holds for earlier layers, their builder, and later layers."""
     fail(monkeypatch, REFUSED)
     config = make_vllm_config(tmp_path, dtype=FP16)
     layers = [make_gpu_impl(config) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_others_raise(
     fail(monkeypatch, message)
     config = make_vllm_config(tmp_path, dtype=FP16)
     impl = make_gpu_impl(config)
-    # A CPU refuses it earlier.
+    # Set here, because a CPU refuses the setting earlier.
     impl.runner.kernel_choice = turbo_kernel
     with pytest.raises(error, match=words):
         profile(impl)
@@ -116,7 +116,7 @@ def test_others_raise(
 
 
 def serve_rank(rank: int, store: Path, reasons: multiprocessing.Queue) -> None:
-    """One rank of three, of which the last runs Triton's kernels."""
+    """Run one of three ranks; the last one runs Triton's kernels."""
     torch.distributed.init_process_group(
         "gloo",
         store=torch.distributed.FileStore(str(store), 3),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The bias of K is found whatever the model calls its projection, and of this rank's
-heads. An offset is made of it; long ones that cannot have one are warned of.
+"""The bias of K is found under any name of the projection, for this rank's heads. An
+offset is made from it. Long biases that cannot have an offset get a warning.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
 
 
 class SelfAttention(nn.Module):
-    """An attention module as models have them."""
+    """An attention module as in models."""
 
     def __init__(
         self, config: VllmConfig, index: int, name: str = "qkv_proj", bias: bool = True
@@ -70,7 +70,7 @@ def make_module(config: VllmConfig, **arguments) -> SelfAttention:
 
 
 def load_biases(projection: nn.Module) -> torch.Tensor:
-    """Load biases of Q, K and V that tell heads apart, and return all of K's."""
+    """Load biases of Q, K and V that differ by head; return K's, (H, D)."""
     biases = {
         "q": torch.zeros(HEADS * HEAD_SIZE),
         "k": torch.arange(1.0, KV_HEADS + 1).repeat_interleave(HEAD_SIZE),
@@ -98,7 +98,7 @@ def test_any_name(config, name):
     "num_ranks, rank, heads", [(2, 0, [0, 1]), (2, 1, [2, 3]), (8, 5, [2])]
 )
 def test_heads_of_a_rank(config, monkeypatch, num_ranks, rank, heads):
-    """Divided, or fewer than ranks and so replicated."""
+    """Ranks divide the heads, or replicate them if there are more ranks."""
     for place in (linear, parameter):
         for name, value in (("rank", rank), ("world_size", num_ranks)):
             function = f"get_tensor_model_parallel_{name}"
@@ -131,7 +131,7 @@ def test_projection_of_k_alone(config):
 
 
 def set_norm(module: SelfAttention, norm: float) -> None:
-    """Let the last head's bias have a norm, and the others' be short."""
+    """Set the norm of the last head's bias; the others' are short."""
     bias = found_bias(module)
     bias.fill_(0.5)
     bias[-1] = norm / HEAD_SIZE**0.5
@@ -160,7 +160,7 @@ def test_long_biases_are_warned_of(config, monkeypatch):
     (line,) = warnings_of(nn.ModuleList(modules), monkeypatch)
     assert f"layers {indices[0]}, {indices[2]} of ModuleList" in line
     assert "up to 600 long" in line
-    # What is advised is a command line, and keeps what is skipped already.
+    # The advice is a command line that keeps the layers that are skipped already.
     advice = line.partition("dtype: ")[2].split()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(advice)
@@ -168,7 +168,7 @@ def test_long_biases_are_warned_of(config, monkeypatch):
 
 
 class MarlinFP8Kernel:
-    """Stands for vLLM's: what tells it is its class's name."""
+    """A stand-in for vLLM's class of this name, which turbo finds by the name."""
 
 
 def set_offsets(*modules: SelfAttention) -> list[torch.Tensor | None]:
@@ -186,7 +186,7 @@ def make_rotary(config: VllmConfig) -> nn.Module:
 
 
 def test_layers_with_a_bias_have_an_offset(config):
-    """But if a norm follows it, and if there is none or nothing of it."""
+    """Layers with a bias have an offset, but not with a norm of K or a zero bias."""
     modules = [make_module(config) for _ in range(4)]
     modules.append(make_module(config, bias=False))
     for module in modules[:3]:
@@ -205,7 +205,7 @@ def test_layers_with_a_bias_have_an_offset(config):
 
 
 def test_layers_that_share_a_cache_have_its_offset(config):
-    """They have no keys, whose bias could tell."""
+    """Layers that share a cache have no keys, and so no bias, of their own."""
     target, sharing = make_module(config), make_module(config, bias=False)
     load_biases(target.qkv_proj)
     sharing.attn.kv_sharing_target_layer_name = target.attn.layer_name
@@ -214,8 +214,9 @@ def test_layers_that_share_a_cache_have_its_offset(config):
 
 
 def test_layers_with_a_soft_cap_have_none(config, monkeypatch):
-    """Nor has a layer whose cache one reads. It is said, and long biases are warned
-    of.
+    """Layers with a soft cap have no offset, nor has a layer whose cache one reads.
+
+    The log says so, and long biases get a warning.
     """
     capped, target, other = (make_module(config) for _ in range(3))
     sharing = make_module(config, bias=False)
@@ -264,8 +265,10 @@ def test_ranks_have_their_heads_of_one_table(config, monkeypatch, num_ranks):
 
 
 def test_weights_that_are_loaded_again_leave_the_offset(config):
-    """Pages that were stored with it live on. What reloading does to a layer's tensors
-    and sleeping to its buffers leaves the one that kernels read.
+    """Reloaded weights keep the offset, because pages that were stored with it live on.
+
+    Neither reloading a layer's tensors nor sleeping changes the tensor that kernels
+    read.
     """
     module = make_module(config)
     load_biases(module.qkv_proj)
@@ -282,7 +285,7 @@ def test_weights_that_are_loaded_again_leave_the_offset(config):
     for name, buffer in module.named_buffers():
         buffer.data.copy_(buffers[name])
     assert torch.equal(offset, before)
-    # Checkpoints have none of it.
+    # Checkpoints do not have it.
     assert not any(key_offset.BUFFER in name for name in module.state_dict())
 
 

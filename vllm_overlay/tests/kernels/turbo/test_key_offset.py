@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""An offset is taken off K when it is stored, and back into the scores."""
+"""The store takes an offset off K, and attention adds its part of the scores again."""
 
 import json
 import math
@@ -52,7 +52,7 @@ from .utils import (
     requires_triton,
 )
 
-# Kernels natively are compiled for the segments that are served.
+# Native kernels are compiled for the segments that are served.
 SEGMENT = interface.OFFSET_SEGMENT if ON_GPU else 64
 
 
@@ -62,8 +62,10 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_offset() -> torch.Tensor:
-    """(G, H, D): a norm of some 400 a head, in few coordinates, other ones of each
-    head, and of each segment one of some 20 beside it.
+    """Offsets of all segments, (G, H, D) fp32.
+
+    A head's offset has a norm of about 400 in few coordinates, which differ by head.
+    Each segment adds a vector of norm 20.
     """
     offset = torch.zeros(NUM_KV_HEADS, HEAD_SIZE)
     for head in range(NUM_KV_HEADS):
@@ -75,7 +77,7 @@ def long_offset() -> torch.Tensor:
 
 
 def batch_with_offset(impl, requests: list[tuple[int, int]]) -> Batch:
-    """Whose keys have the layer's offset; of what is cached it was taken off."""
+    """A batch whose new keys have the layer's offset; cached keys lack it."""
     batch = Batch.make(impl, requests)
     places = [context + i for queries, context in requests for i in range(queries)]
     table = impl.runner.key_offset
@@ -103,7 +105,7 @@ CASES = {name: BATCHES[name] for name in ("mixed", "prefix hits")} | BORDERS
 @pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [BF16])
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_batches(tmp_path: Path, case, mode, dtype, path, monkeypatch):
-    # So few splits that some have tokens of several segments.
+    # Few splits, so that some have tokens of several segments.
     set_scratch(monkeypatch, partials=4, piece_tokens=2 * SEGMENT)
     config = make_vllm_config(tmp_path, "turbo4", dtype, mode)
     impl = make_impl(config)
@@ -118,7 +120,7 @@ def test_batches(tmp_path: Path, case, mode, dtype, path, monkeypatch):
 @pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_sliding_windows(tmp_path: Path, mode, window, path, monkeypatch):
-    """Segments begin within windows, and within what a prefill sees of its own."""
+    """Segments begin within windows, and within a prefill's own tokens."""
     set_scratch(monkeypatch, piece_tokens=140)
     monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
     config = make_vllm_config(
@@ -138,7 +140,7 @@ def test_sliding_windows(tmp_path: Path, mode, window, path, monkeypatch):
 @prefill_modes
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_drafts(tmp_path: Path, mode, path):
-    """Of mixed lengths, at a border, the last with a request without cached tokens."""
+    """Drafts of mixed lengths at borders of segments, and one without context."""
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", BF16, mode), 2)
     impl = make_impl(config)
     impl.runner.key_offset = long_offset()
@@ -153,7 +155,7 @@ def test_drafts(tmp_path: Path, mode, path):
 @kernel_paths
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_paths_store_the_same_bytes(tmp_path: Path, dtype, path):
-    """Of each preset: see the golden bytes."""
+    """Paths store the same bytes; golden bytes test the other presets."""
     config = make_vllm_config(tmp_path, "turbo4", dtype)
     impl = make_impl(config)
     impl.runner.key_offset = long_offset()
@@ -169,7 +171,7 @@ def test_paths_store_the_same_bytes(tmp_path: Path, dtype, path):
 
 @requires_triton
 def test_a_cache_that_is_updated_alone_has_the_same_bytes(tmp_path: Path):
-    """By the step's places; of other tokens nobody knows theirs."""
+    """An update beside the forward pass knows the places of the step's tokens alone."""
     config = make_vllm_config(tmp_path, "turbo4")
     impl = make_impl(config)
     impl.runner.key_offset = long_offset()
@@ -193,9 +195,9 @@ def test_a_cache_that_is_updated_alone_has_the_same_bytes(tmp_path: Path):
 
 
 def test_each_token_has_its_segments_offset():
-    """With requests that have no tokens, and with padding."""
+    """Each token finds its segment, beside empty requests and padding."""
     table = torch.arange(3.0).view(3, 1, 1)
-    # Of sequences 0, 2, 3 and 5: the other two have no tokens.
+    # Sequences 0, 2, 3 and 5 have tokens.
     starts = torch.tensor([0, 2, 2, 5, 6, 6, 9], dtype=torch.int32)
     ends = [SEGMENT + 1, 7, 3, 5 * SEGMENT, 1, 2 * SEGMENT + 1]
     offset = interface.KeyOffset(table, torch.tensor(ends, dtype=torch.int32), starts)
@@ -283,7 +285,7 @@ def make_rope(tmp_path: Path, name: str, dtype: torch.dtype = torch.float32):
 
 
 def mean_of_keys(rope: nn.Module, bias: torch.Tensor, segment: int) -> torch.Tensor:
-    """By RoPE itself, a position at a time, in fp32."""
+    """The mean of a segment's rotated bias, (H, D) fp32, by RoPE at each position."""
     total = torch.zeros_like(bias, dtype=torch.float64)
     for position in range(segment * SEGMENT, (segment + 1) * SEGMENT):
         key = bias.flatten()[None].clone()
@@ -301,7 +303,7 @@ def test_the_offset_is_the_mean_of_the_rotated_bias(tmp_path: Path, name):
     for segment in (0, 1, 7):
         expected = mean_of_keys(make_rope(tmp_path, name), bias, segment)
         assert (found[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
-    # Fast pairs come round, slow ones hardly move.
+    # Fast pairs turn several times, slow ones hardly move.
     assert not torch.allclose(found[0], bias, atol=1.0)
     assert not torch.allclose(found[0], found[7], atol=1.0)
 
@@ -313,7 +315,7 @@ def test_the_offset_does_not_depend_on_the_dtype(tmp_path: Path, name):
     tables = [rope.cos_sin_cache.clone() for rope in ropes]
     first, second = (mean_rotated(bias, mean_rotary(rope)) for rope in ropes)
     assert torch.equal(first, second)
-    # Nor have the model's own become others.
+    # The model's own tables have not changed.
     for rope, table in zip(ropes, tables):
         assert rope.cos_sin_cache.dtype == table.dtype
         assert torch.equal(rope.cos_sin_cache, table)
@@ -328,7 +330,7 @@ def test_without_a_rotation_the_offset_is_the_bias():
 @requires_triton
 @pytest.mark.parametrize("scale", [0.125, math.pi])
 def test_scores_of_the_offset_join_the_lse(scale):
-    """Of each request, its piece's segment."""
+    """Each request's scores are of its piece's segment."""
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
 
     query = gaussian(2, 77, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How RoPE rotates a bias of K is found where a model has it, or said to be unknown."""
+"""A model's rotation of a bias of K is found, or reported as unknown."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -41,7 +41,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "longrope": SCALED
     | {"short_factor": [1.0] * 32, "long_factor": [1.0 + i for i in range(32)]},
 }
-# By the prefix of its classes. GLM and Cohere rotate neighbours, GLM half of a head.
+# Models, with the prefix of their classes. GLM and Cohere rotate neighbours, and GLM
+# rotates only half of a head.
 MODELS = {"qwen2": "Qwen2", "llama": "Llama", "glm": "Glm", "cohere": "Cohere"}
 
 
@@ -57,7 +58,7 @@ def one_rank_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCo
 
 
 def transformers_model(name: str = "qwen2", rope: str = "default") -> Any:
-    """RoPE and an attention module as Transformers' modeling code has them."""
+    """RoPE and an attention module of Transformers' modeling code."""
     folder = f"transformers.models.{name}"
     configuration = importlib.import_module(f"{folder}.configuration_{name}")
     modeling = importlib.import_module(f"{folder}.modeling_{name}")
@@ -79,7 +80,7 @@ def transformers_model(name: str = "qwen2", rope: str = "default") -> Any:
 
 
 def mean_of_transformers(model: Any, bias: torch.Tensor, segment: int) -> torch.Tensor:
-    """(H, D): a segment's keys of a bias alone, rotated one by one."""
+    """The mean of a segment's rotated bias, (H, D) fp32, rotated at each position."""
     places = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT)
     cos, sin = model.rotary_emb(bias, places[None])
     keys = bias[None, :, None].repeat(1, 1, SEGMENT, 1)
@@ -119,7 +120,7 @@ def test_rope_that_follows_a_batch_is_not_known(rope):
 
 
 def test_rope_of_another_module_is_not_known():
-    """Such as a vision tower's, or one of two."""
+    """RoPE of another module, such as a vision tower, or one of two, is not known."""
     model = transformers_model("qwen2")
     model.attention = transformers_model("llama").attention
     with pytest.raises(UnknownRotation, match="Qwen2RotaryEmbedding"):
@@ -143,7 +144,7 @@ def test_rope_that_is_called_otherwise_is_not_known(monkeypatch):
 
 def test_layers_without_rope_beside_others(one_rank_config):
     class Attention(nn.Module):
-        """Of a model of vLLM's."""
+        """An attention module of one of vLLM's models."""
 
     rope = get_rope(
         HEAD_SIZE, POSITIONS, rope_parameters=BASE | {"rope_type": "default"}
@@ -158,7 +159,7 @@ def test_layers_without_rope_beside_others(one_rank_config):
 def test_layers_whose_rotation_is_not_known_have_no_offset(
     one_rank_config, monkeypatch
 ):
-    """And are named: a bias that is taken off as it is would be more than none."""
+    """Such layers are named. Taking off the bias without rotation would be worse."""
     module, said = make_module(one_rank_config), []
 
     def note(message: str, *args: object, **others: object) -> None:
@@ -176,7 +177,7 @@ def test_layers_whose_rotation_is_not_known_have_no_offset(
 
 
 def longrope(tmp_path: Path, max_model_len: int) -> Any:
-    """That of vLLM: of long or short factors, as sequences may be long."""
+    """LongRoPE of vLLM, which has long factors if sequences may be long."""
     config = make_vllm_config(tmp_path)
     config.model_config.max_model_len = max_model_len
     with set_current_vllm_config(config):
@@ -190,7 +191,7 @@ def longrope(tmp_path: Path, max_model_len: int) -> Any:
 
 @pytest.mark.parametrize("positions", [POSITIONS, 4 * POSITIONS])
 def test_longrope(short_segments, tmp_path: Path, positions, monkeypatch):
-    # Made anew: those that are kept are of any length of sequences.
+    # Made anew, because vLLM's cache does not distinguish lengths of sequences.
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     rope = longrope(tmp_path, positions)
     assert rope.use_long_rope == (positions > POSITIONS)
@@ -208,7 +209,7 @@ def test_longrope(short_segments, tmp_path: Path, positions, monkeypatch):
 
 
 def slow_bias(norm: float) -> torch.Tensor:
-    """(1, D): alike in the quarter of the pairs that turns slowest."""
+    """A bias, (1, D), that is constant in the slowest quarter of the pairs."""
     bias = torch.zeros(2, HEAD_SIZE // 2)
     bias[:, -HEAD_SIZE // 8 :] = 1
     return norm * (bias / bias.norm()).view(1, HEAD_SIZE)
@@ -217,15 +218,17 @@ def slow_bias(norm: float) -> torch.Tensor:
 def left_of(
     table: torch.Tensor, rotated: Callable[[torch.Tensor], torch.Tensor], place: int
 ) -> float:
-    """What a table leaves of a bias at a place, as kernels read it."""
+    """The norm of a rotated bias that a table leaves at a place, as kernels read it."""
     segment = min(place // interface.OFFSET_SEGMENT, len(table) - 1)
     return (rotated(torch.tensor([place])) - table[segment]).norm().item()
 
 
 @pytest.mark.parametrize("place, unrotated", [(8191, 55), (32767, 210), (131071, 530)])
 def test_how_much_of_a_long_bias_is_left(place, unrotated):
-    """Qwen2.5's biases are so long and so slow. Beyond 40 the layer would be warned of,
-    and a bias that is taken off as it is leaves more than all of it.
+    """The table leaves less than 10 of a bias as long and slow as Qwen2.5's.
+
+    A layer with more than 40 gets a warning. Taking off the bias without rotation may
+    leave more than the whole bias.
     """
     model = transformers_model("qwen2")
     config = model.rotary_emb.config
@@ -244,7 +247,7 @@ def test_how_much_of_a_long_bias_is_left(place, unrotated):
 
 
 def mrope(positions: int) -> Any:
-    """As Qwen2-VL has it, of smaller heads."""
+    """M-RoPE as in Qwen2-VL, for smaller heads."""
     return get_rope(
         HEAD_SIZE,
         positions,
@@ -258,10 +261,11 @@ def mrope(positions: int) -> Any:
 
 
 def test_how_much_is_left_behind_an_image(one_rank_config):
-    """An image of 16384 tokens takes 128 positions: keys behind it are of positions
-    that are so far behind their places. Of a bias in the slowest quarter of the pairs a
-    quarter is left there, of one in the slowest pair a fortieth; without an image the
-    segment of the place leaves little.
+    """An image of 16384 tokens takes 128 positions, so that later keys' positions lag
+    far behind their places.
+
+    A quarter is left of a bias in the slowest quarter of the pairs, and a fortieth of
+    one in the slowest pair. Without an image the place's segment leaves little.
     """
     rope = mrope(32768)
     slowest = torch.zeros(1, HEAD_SIZE)
@@ -283,7 +287,7 @@ def test_how_much_is_left_behind_an_image(one_rank_config):
 
 
 def test_the_lag_that_is_warned_of(one_rank_config):
-    """Up to it what is left is no more than that, and beyond it somewhere is."""
+    """Up to this lag at most 40 is left anywhere; beyond it, more is left somewhere."""
     segment = interface.OFFSET_SEGMENT
     table = mean_rotated(slow_bias(460), mean_rotary(mrope(65536)))
     lag = lag_until(table, 40)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Layers that read another's cache: they have queries alone."""
+"""Layers that read another layer's cache: they have only queries."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_layers(
     config: VllmConfig, path: str, window: int | None = None
 ) -> list[TurboAttentionImpl]:
-    """One layer that stores, and one that reads its cache."""
+    """A layer that stores, and a layer that reads its cache."""
     impls = [
         make_impl(config, sliding_window=window, kv_sharing_target_layer_name=target)
         for target in (None, TARGET)
@@ -75,8 +75,10 @@ def check(
     window: int | None = None,
     ranges: Ranges | None = None,
 ) -> None:
-    """Of one step's metadata, the layer that stores has the newest tokens raw, if it is
-    to; the other one, whose queries are others, has all as they are stored.
+    """Check both layers with one step's metadata.
+
+    The layer that stores attends to raw newest tokens in mode raw. The layer that
+    shares its cache, with other queries, attends to all tokens as stored.
     """
     target, sharing = make_layers(config, path, window)
     batch = Batch.make(target, requests)
@@ -90,7 +92,7 @@ def check(
     output = batch.run(sharing, metadata, path)
     assert torch.equal(batch.cache, stored)
     batch.check(sharing, output, ranges)
-    # Raw tokens are others.
+    # The check fails for raw tokens.
     sharing.runner.stored = False
     with pytest.raises(AssertionError, match="allowed"):
         batch.check(sharing, output, ranges)
@@ -138,7 +140,7 @@ def test_drafts(tmp_path: Path, path, window):
 @paths
 @windows
 def test_images(tmp_path: Path, path, window):
-    """Tokens that see each other, some of them among decodes."""
+    """Ranges of tokens that see each other, one of them in a decode."""
     config = with_drafts(
         make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=512)
     )
@@ -150,8 +152,8 @@ def test_images(tmp_path: Path, path, window):
 @requires_triton
 @pytest.mark.parametrize("path", KERNELS)
 def test_spans_longer_than_a_piece(tmp_path: Path, path, monkeypatch):
-    """The layer that reads has room for all of an image, the one that stores need not:
-    its own tokens are raw.
+    """A layer that shares a cache has room for a whole image. The layer that stores
+    needs none, because its own tokens are raw.
     """
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", True)
     config = make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=128)
@@ -177,7 +179,7 @@ def test_extends(tmp_path: Path, path):
 
 @requires_triton
 def test_a_target_that_is_named_late(tmp_path: Path):
-    """Gemma 4's drafter is told when its layers are made: its builder knows."""
+    """Gemma 4's drafter gets targets after its layers are made; the builder knows."""
     config = make_vllm_config(tmp_path, "turbo4", FP16)
     impls = [make_impl(config) for _ in range(2)]
     for name, impl in zip((TARGET, SHARING), impls):
@@ -194,7 +196,7 @@ def test_a_target_that_is_named_late(tmp_path: Path):
 
 
 def test_targets_of_other_groups_that_are_named_late(tmp_path: Path, monkeypatch):
-    """The first builder knows, too, and what is said at the start is said once."""
+    """The first builder already knows, and the log line at the start comes once."""
     config = make_vllm_config(tmp_path, "turbo4", FP16)
     impls = [make_impl(config, sliding_window=window) for window in (None, 17) * 2]
     names = [f"layers.{i}.attn" for i in range(4)]
@@ -218,7 +220,7 @@ def test_targets_of_other_groups_that_are_named_late(tmp_path: Path, monkeypatch
 
 @requires_triton
 def test_the_profile_run_tells_a_layer(tmp_path: Path):
-    """There are no builders yet; scratch is for all tokens from the cache."""
+    """The profile run has no builder yet: scratch is for reading all tokens packed."""
     impl = make_impl(make_vllm_config(tmp_path, "turbo4", FP16))
     x = torch.zeros(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
     impl.forward(None, x, x[:, :2], x[:, :2], None, None, x)
@@ -232,7 +234,7 @@ def test_the_profile_run_tells_a_layer(tmp_path: Path):
 @pytest.mark.parametrize("num_queries", [1, 33])
 @pytest.mark.parametrize("path", KERNELS)
 def test_queries_are_rotated_alone(tmp_path: Path, path, num_queries, dtype):
-    """As beside tokens that are stored, whatever they are."""
+    """Queries without tokens to store are rotated as beside such tokens."""
     from vllm.v1.attention.ops.turbo.interface import RotatedQuery
 
     impl = make_impl(make_vllm_config(tmp_path, "turbo4", dtype))
