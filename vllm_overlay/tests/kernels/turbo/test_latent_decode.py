@@ -55,7 +55,7 @@ def attend(
     scale: float = SCALE,
     tuning: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and LSE of a batch, with scratch of NaN."""
+    """Outputs (T, Hq, L) and LSE (T, Hq) of a batch, with scratch of NaN."""
     from vllm.v1.attention.ops.turbo.triton.latent_decode import decode_attention
 
     num_seqs = len(seq_lens)
@@ -81,7 +81,7 @@ def attend(
 def queries(
     layout: LatentFormat, num_tokens: int, num_heads: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Latent and rotary part, views of tensors whose heads have room between them."""
+    """Latent and rotary parts, views with gaps between heads."""
     latent = gaussian(num_heads, num_tokens, layout.rank + 8, dtype=dtype, seed=7)
     latent = latent.transpose(0, 1)[..., : layout.rank]
     if layout.rope == 0:
@@ -98,7 +98,7 @@ def check_by_2x_rule(
     latent: torch.Tensor,
     rope: torch.Tensor,
 ) -> None:
-    """Compare one sequence to attention in fp32, of its last tokens: see
+    """Compare the last tokens of a sequence to attention in fp32: see
     ``utils.assert_by_2x_rule``.
     """
     parts = [query] if query_rope is None else [query, query_rope]
@@ -110,7 +110,7 @@ def check_by_2x_rule(
     allowed = 2 * (plain.float() - expected).abs().max().item()
     allowed += 2**-11 * expected.abs().max().item()
     assert_within(output, expected, allowed, "(query, head, coordinate)")
-    # Of scores whose operands are rounded to fp16.
+    # Scores have operands that are rounded to fp16.
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
 
 
@@ -159,7 +159,7 @@ def check_attention(
 @model_dtypes
 @pytest.mark.parametrize("head_size", [576, 320, 256])
 def test_lengths(name, dtype, head_size):
-    """Around one token, a tile, a step of the kernel and a block."""
+    """Lengths around one token, a tile, a step of the kernel and a block."""
     layout = LatentFormat.from_cache_dtype(name, head_size)
     seq_lens = [1, 16, 33, 48, 49]
     if ON_GPU:
@@ -171,7 +171,7 @@ def test_lengths(name, dtype, head_size):
 @pytest.mark.parametrize("query_lens", [[3, 3], [1, 5, 2]])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_several_query_tokens(name, query_lens, num_splits):
-    """Causal among themselves, also over the ends of splits and steps of rows."""
+    """Query tokens are causal among each other, across splits and steps of rows."""
     layout = LatentFormat.from_cache_dtype(name, 576)
     seq_lens = [35, 5, 66][: len(query_lens)]
     check_attention(
@@ -185,7 +185,7 @@ def test_several_query_tokens(name, query_lens, num_splits):
     [("turbo4", "SMALL_TILE"), ("turbo3", "SMALL_TILE"), ("turbo4", "LARGE_TILE")],
 )
 def test_tiles(name, head_size, tile):
-    """Of rows and tokens: whatever the GPU, each attends to any number of either."""
+    """Tiles for any GPU attend from any number of rows to any number of tokens."""
     from vllm.v1.attention.ops.turbo.triton import latent_decode
 
     layout = LatentFormat.from_cache_dtype(name, head_size)
@@ -194,7 +194,7 @@ def test_tiles(name, head_size, tile):
 
 
 def test_magnitudes_of_a_query():
-    """Rows far from what fp16 holds, and parts far from each other."""
+    """Rows far outside fp16's range, with parts of very different magnitudes."""
     layout = LatentFormat.from_cache_dtype("turbo4", 320)
     cache = latent_cache(layout, num_blocks_for([40], 32), 32)
     table = make_block_table([40], 32)
@@ -206,7 +206,7 @@ def test_magnitudes_of_a_query():
     rope_powers = torch.tensor([0, 100, -100, 12, 0, 0], device=DEVICE)
     query = query * 2.0 ** powers[:, None].to(BF16)
     query_rope = query_rope * 2.0 ** rope_powers[:, None].to(BF16)
-    # Of the softmax's largest score nothing is lost where one token has all weight.
+    # The LSE keeps the largest score, even if one token has all weight.
     whole = torch.cat([query, query_rope], -1)[0].float()
     scores = whole @ torch.cat([latent, rope], -1).T * SCALE
     _, lse = attend(query, query_rope, cache, layout, table, [40])
@@ -227,7 +227,7 @@ def test_splits(num_splits):
 
 
 def test_padding():
-    """Length 0, and a query that is longer than its sequence, see nothing."""
+    """Sequences of length 0, and query tokens before a sequence, see no tokens."""
     layout = LatentFormat.from_cache_dtype("turbo4", 320)
     seq_lens, query_lens = [0, 20, 1, 0], [2, 2, 2, 2]
     cache = latent_cache(layout, num_blocks_for(seq_lens, 16), 16)
@@ -250,7 +250,7 @@ def test_padding():
 
 @latent_presets
 def test_recycled_bytes_do_not_leak(name):
-    """What lies past a sequence's end in its last page changes no bit."""
+    """Bytes past a sequence's end in its last page change no bit of the output."""
     layout = LatentFormat.from_cache_dtype(name, 320)
     seq_lens = [1, 17, 33]
     table = make_block_table(seq_lens, 48)
@@ -269,8 +269,9 @@ def test_recycled_bytes_do_not_leak(name):
 @latent_presets
 @pytest.mark.parametrize("head_size", [576, 320])
 def test_one_token_gives_its_latent(name, head_size):
-    """The softmax of one score is 1, so the output is the latent as stored: any codes
-    and scales. The LSE is the score, of a query that has one coordinate a head.
+    """The softmax of one score is 1, so that the output is the stored latent, with any
+    codes and scales. Each head's query is a unit vector, so that the LSE is that
+    coordinate of the key.
     """
     layout = LatentFormat.from_cache_dtype(name, head_size)
     cache = random_latent_pages(layout, 3, 16)
@@ -285,8 +286,8 @@ def test_one_token_gives_its_latent(name, head_size):
     )
     expected = latent[:, None].expand_as(output)
     largest = expected.abs().amax(-1, keepdim=True)
-    # The kernel evaluates levels in fp16, where a coefficient, times a small scale, may
-    # be a subnormal number.
+    # The kernel evaluates levels in fp16, where a coefficient times a small scale may
+    # be subnormal.
     allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
     assert_within(output, expected, allowed)
     keys = torch.cat([latent, rope], -1)
@@ -314,7 +315,7 @@ def test_nan_of_a_query_stays_its_own():
 
 
 def test_page_beyond_4_gib():
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Decode from pages at byte offsets beyond 2**31 and 2**32."""
     layout = LatentFormat.from_cache_dtype("turbo4", 256)
     near = latent_cache(layout, 3, 16)
     table = torch.arange(3, dtype=torch.int32, device=DEVICE)[None]
@@ -328,7 +329,7 @@ def test_page_beyond_4_gib():
 
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_number_of_splits(query_len):
-    """Enough programs for the GPU, fewer splits for larger batches."""
+    """There are enough programs for the GPU, and fewer splits for larger batches."""
     from vllm.v1.attention.ops.turbo.triton.latent_decode import num_decode_splits
 
     counts = [num_decode_splits(batch, 16, 132, query_len) for batch in range(1, 999)]
@@ -338,7 +339,10 @@ def test_number_of_splits(query_len):
 
 
 def test_entry_points_are_the_interfaces():
-    """Triton's and the reference's, by their parameters; others have defaults."""
+    """Triton's and the reference's functions have the interface's parameters.
+
+    Any further parameter has a default.
+    """
     from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
     kernels = TritonLatentKernels()

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format of MLA: sizes, planes, errors, and ``latent_golden.json``.
 
-What given bytes are read as never changes under a dtype's name; what given vectors are
-stored as only if the encoder chooses better codes.
+The reading of given bytes never changes under a dtype's name. The bytes that given
+vectors are stored as change only if the encoder finds better codes.
 ``python -m tests.kernels.turbo.test_latent_format`` writes the file.
 """
 
@@ -93,7 +93,7 @@ def test_other_sizes_name_the_way_out(name, head_size):
 @latent_presets
 @latent_head_sizes
 def test_tokens_share_no_byte(name, head_size):
-    """The tokens' addresses are the tile's, each once, and the planes are aligned."""
+    """Addresses of all tokens are exactly the tile's, and planes are aligned."""
     layout = layout_of(name, head_size)
     addresses = reference.latent_addresses(layout)
     assert addresses.shape == (16, layout.slot_size)
@@ -112,7 +112,7 @@ def test_tokens_share_no_byte(name, head_size):
 
 
 def latent_by_contract(page: bytes, token: int, layout: LatentFormat) -> list[float]:
-    """One latent of a page, decoded as the docstring of LatentFormat says."""
+    """One latent of a page, decoded by the docstring of LatentFormat."""
     rank, bits = layout.rank, layout.bits
     tile, n = divmod(token, 16)
     start = tile * 16 * layout.slot_size
@@ -182,7 +182,7 @@ def test_pack_round_trip(name, rank):
 @latent_presets
 @latent_head_sizes
 def test_store_touches_its_bytes_only(name, head_size):
-    """Tokens of one page in one call; slot -1 and padding store nothing."""
+    """Store tokens of one page in one call; slot -1 and padding store nothing."""
     layout = layout_of(name, head_size)
     cache = latent_cache(layout, 4, 32)
     kv_c, k_pe = latent_vectors(layout, 6)
@@ -194,7 +194,7 @@ def test_store_touches_its_bytes_only(name, head_size):
         untouched[block, token // 16 * layout.tile_bytes + rows[token % 16]] = False
     assert (~untouched).sum() == 3 * layout.slot_size
     assert (cache.flatten(1).cpu()[untouched] == 0xFF).all()
-    # Every other byte was written: an all-ones page would say otherwise.
+    # Every other byte was written, as a page of zeros shows.
     cache.fill_(0)
     reference.store(cache, slots, kv_c, k_pe, layout)
     assert (cache.flatten(1).cpu()[untouched] == 0).all()
@@ -209,7 +209,7 @@ def test_store_touches_its_bytes_only(name, head_size):
 @pytest.mark.parametrize("rank", [256, 512])
 @pytest.mark.parametrize("bits", LATENT_CODEBOOKS)
 def test_squared_error_and_slope(bits, rank):
-    """20,000 vectors; on a CPU a tenth, which gives it to 0.2 %, but for one case."""
+    """20,000 vectors, or on a CPU a tenth, exact to 0.2 %, except in one case."""
     layout = LatentFormat(f"turbo{bits}", bits, rank, 0)
     product = norm = energy = 0.0
     for seed in range(10 if ON_GPU or (bits, rank) == (4, 512) else 1):
@@ -228,7 +228,7 @@ def test_squared_error_and_slope(bits, rank):
 
 @pytest.mark.parametrize("bits", LATENT_CODEBOOKS)
 def test_gain_is_the_fit(bits):
-    """It makes up for the slope of codes that are chosen for least error."""
+    """The gain compensates the slope of codes that are chosen for least error."""
     codebook = replace(LATENT_CODEBOOKS[bits], unbiased=False)
     x = gaussian(4000, 512, seed=1)
     decoded = codec.dequantize(*codec.quantize(x, codebook), codebook)
@@ -246,7 +246,7 @@ def test_squared_error_of_rope(magnitude):
 
 
 def test_scales_of_rope_are_the_smallest_that_hold():
-    """Largest magnitudes at what a scale holds, and next to it."""
+    """The largest magnitude is the most that a scale holds, or the next number."""
     held = 127 * codec.scale_values(torch.arange(0xF8, dtype=torch.uint8))
     x = torch.zeros(0xF8, 16)
     x[:, 3] = -held
@@ -303,10 +303,10 @@ def golden_vectors(layout: LatentFormat) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def golden(name: str, head_size: int) -> dict[str, str]:
-    """What the file has of a layout.
+    """The file's entry of a layout.
 
-    The digests of a page and of the coordinates that are read from given bytes; and,
-    in hexadecimal, the bytes of two tokens without the zeros.
+    It has digests of a page and of the coordinates read from given bytes. ``tokens``
+    has the bytes of two tokens, without zeros, in hexadecimal.
     """
     layout = layout_of(name, head_size)
 

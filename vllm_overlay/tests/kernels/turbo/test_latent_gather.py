@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The gather kernel of MLA: what it dequantises is the reference's."""
+"""The gather kernel of MLA dequantises as the reference does."""
 
 import math
 
@@ -24,7 +24,7 @@ from .utils import (
 pytestmark = requires_triton
 
 FP32 = torch.float32
-# What is lost beside the output's own rounding: levels are evaluated in fp16.
+# Rounding of the output's dtype. The levels' evaluation in fp16 comes on top.
 OUTPUT_ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 0.0}
 
 
@@ -49,7 +49,7 @@ def check_gather(
     dtype: torch.dtype,
     block_size: int = 32,
 ) -> None:
-    """Compare to the reference; rows past the last and columns beside them stay."""
+    """Compare to the reference; rows and columns past the output must stay."""
     from vllm.v1.attention.ops.turbo.triton.latent_gather import gather
 
     cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
@@ -77,7 +77,7 @@ def check_gather(
     "head_size, dtype", [(576, BF16), (576, FP32), (320, FP16), (256, BF16)]
 )
 def test_gather_equals_the_reference(name, head_size, dtype):
-    """Chunks of sequences that begin anywhere, of which one has no tokens."""
+    """Chunks of sequences that begin anywhere, one of them without tokens."""
     layout = LatentFormat.from_cache_dtype(name, head_size)
     check_gather(layout, [70, 20, 40], [32, 0, 5], [38, 0, 33], dtype)
 

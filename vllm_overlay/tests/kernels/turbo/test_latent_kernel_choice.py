@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels serve MLA, what is built for them, and what becomes of a refusal."""
+"""The choice of kernels for MLA, the modules built for them, and refused launches."""
 
 import threading
 from collections.abc import Iterator
@@ -71,14 +71,14 @@ class Platform:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[VllmConfig]:
-    """A model's of one layer, within a rank."""
+    """The configuration of a model with one layer, within a rank."""
     with one_rank(tmp_path, make_mla_config(tmp_path, "turbo4", FP16)) as config:
         yield config
 
 
 @pytest.fixture
 def nothing_chosen(monkeypatch):
-    """As in a new process, of a Hopper GPU whose kernels can be built."""
+    """As in a new process with a Hopper GPU, whose kernels can be built."""
     monkeypatch.setattr(choose, "_chosen", [])
     monkeypatch.setattr(choose, "_launch_refusal", None)
     monkeypatch.setattr(kernels, "current_platform", Platform((9, 0)))
@@ -106,7 +106,7 @@ def test_triton_serves_where_cuda_cannot(
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_triton_decodes_what_cuda_stores(nothing_chosen, choice):
-    """Codes of three bits."""
+    """CUDA has no decode kernel for codes of three bits."""
     layout = LatentFormat.from_cache_dtype("turbo3", 576)
     chosen = kernels.share_latent_kernels(choice, layout, 16, 1).kernels
     assert chosen.name == CUDA and "Triton's decode turbo3" in chosen.reason
@@ -151,7 +151,7 @@ def test_a_refused_launch_falls_back_for_all_layers(
     monkeypatch.setattr(latent_warm_up, "batches", lambda runner: [[1, 1]])
     runners = [make_mla_layer(config).impl.runner for _ in range(2)]
     for runner in runners:
-        # On a CPU, too.
+        # Set here, because layers on a CPU choose none.
         runner.chosen_kernels = kernels.share_latent_kernels("auto", LAYOUT, 4, 1)
         assert runner.kernels.name == CUDA
     latent_warm_up.warm_up(runners[1], DEVICE)
@@ -177,7 +177,7 @@ def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
 
 @requires_triton
 def test_builds_go_on_until_kernels_are_asked_for(nothing_chosen, monkeypatch):
-    """They are of what will be asked for; Triton's need none."""
+    """Builds are of the modules that will be needed; Triton's kernels need none."""
     asked, may_end = [], threading.Event()
 
     def modules(*args: object) -> list[ServingModule]:
@@ -200,9 +200,9 @@ def test_builds_go_on_until_kernels_are_asked_for(nothing_chosen, monkeypatch):
 @cpu_layers
 @pytest.mark.parametrize("is_served", [True, False])
 def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
-    """Of a model that a worker makes; others begin when their weights are there."""
+    """Builds begin with a layer that a worker makes; others begin with the weights."""
     calls: list[str] = []
-    # The backend is asked for by the CPU's platform.
+    # Only the backend's module sees this; the CPU's platform selects the backend.
     other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
     monkeypatch.setattr(turbo_mla, "current_platform", other)
     monkeypatch.setattr(
@@ -229,7 +229,7 @@ def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
 def test_whatever_a_step_asks_for_is_built(
     monkeypatch, name, capability, num_heads, max_query_len
 ):
-    """And is among what is built before."""
+    """Modules that a step needs are built at the start, and ahead of time."""
     layout = LatentFormat.from_cache_dtype(name, 576)
     asked = []
     monkeypatch.setattr(cuda_family, "capability_of", lambda _: capability)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The store kernel of MLA: its bytes are the reference's, everywhere in the cache."""
+"""The store kernel of MLA: all bytes of the cache are the reference's."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def check_latent_bytes(
     block_size: int = 16,
     store: LatentStoreFn | None = None,
 ) -> None:
-    """Store into caches of 0xFF by the reference and by a kernel, Triton's unless
-    another is given, and compare all bytes.
+    """Store into caches of 0xFF with the reference and with a kernel, and compare all
+    bytes. Without ``store`` the kernel is Triton's.
     """
     if store is None:
         from vllm.v1.attention.ops.turbo.triton import latent_store
@@ -41,7 +41,7 @@ def check_latent_bytes(
     cache, expected = (latent_cache(layout, num_blocks, block_size) for _ in range(2))
     reference.store(expected, slots, kv_c, k_pe, layout)
     store(cache, slots, kv_c, k_pe, layout)
-    # Bytes between the blocks, too.
+    # The bytes between the blocks count as well.
     whole, expected_whole = (x._base for x in (cache, expected))
     assert whole is not None and torch.equal(whole, expected_whole)
     num_stored = int((slots >= 0).sum())
@@ -51,8 +51,8 @@ def check_latent_bytes(
 @latent_presets
 @pytest.mark.parametrize("head_size, dtype", CASES)
 def test_bytes_equal_the_reference(name, head_size, dtype):
-    """Many tokens a page in one launch, some of slot -1, and padded, strided inputs:
-    tiny, huge and broken vectors.
+    """Many tokens a page in one launch, some with slot -1, from padded and strided
+    inputs with tiny, huge and broken vectors.
     """
     layout = LatentFormat.from_cache_dtype(name, head_size)
     rows = vectors((NUM_TOKENS + 3, 1, head_size), dtype, seed=1)[:, 0]
@@ -60,7 +60,7 @@ def test_bytes_equal_the_reference(name, head_size, dtype):
     slots[[0, 13, NUM_TOKENS - 1]] = -1
     k_pe = rows[:, layout.rank :] if layout.rope else None
     if k_pe is not None and dtype == BF16 and not ON_GPU:
-        # Subnormal ones, which the interpreter reads as zeros: they have a scale.
+        # The interpreter reads subnormal numbers as zeros, although they have a scale.
         k_pe[9] = 0
     check_latent_bytes(layout, rows[:, : layout.rank], k_pe, slots)
 
@@ -74,7 +74,7 @@ def test_number_of_tokens(name, num_tokens):
 
 
 def test_scales_of_rope_are_the_smallest_that_hold():
-    """Largest magnitudes around what each scale holds, as far as fp16 has them."""
+    """A group's largest magnitude is at, above or below the most of each scale."""
     layout = LatentFormat.from_cache_dtype("turbo4", 320)
     held = 127 * codec.scale_values(torch.arange(0xF8, dtype=torch.uint8))
     held = held[held < 60000].half()
@@ -91,7 +91,7 @@ def test_scales_of_rope_are_the_smallest_that_hold():
 
 
 def test_page_beyond_4_gib():
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Store into pages at byte offsets beyond 2**31 and 2**32."""
     from vllm.v1.attention.ops.turbo.triton.latent_store import store
 
     layout = LatentFormat.from_cache_dtype("turbo4", 256)

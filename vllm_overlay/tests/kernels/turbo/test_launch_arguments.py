@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What CUDA's kernels are launched with, for machines without a GPU: Triton's compute
-from the same arguments, and the output has to be right.
+"""Arguments of CUDA's launches, tested without a GPU: Triton's kernels compute from the
+same arguments, and the output must be right.
 """
 
 from functools import partial
@@ -108,11 +108,11 @@ def attend(
     from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 
     assert packed_lens is None and enable_pdl
-    # Read by the merge alone, which is left out.
+    # Only the merge reads them, which is left out.
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_decode, "merge_splits", lambda *args: None)
-        # CUDA's merge is told of all splits that there is room for.
+        # CUDA's merge gets all splits that there is room for.
         patch.setattr(
             triton_decode, "splits_of_window", lambda partials, *args: partials
         )
@@ -173,7 +173,7 @@ def merge(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have CUDA's modules launch Triton's kernels; returns which were loaded."""
+    """Have CUDA's modules launch Triton's kernels; returns the names of loaded ones."""
     loaded = []
     functions = {"store": store, "decode": attend, "extend": attend, "merge": merge}
 
@@ -201,13 +201,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_output_of_what_is_launched(
     tmp_path: Path, requests, mode, window, sinks, cap, launches
 ):
-    """From views of a fused projection's output, as models hand them over."""
+    """Outputs are right, from views of one tensor, as models hand q, K and V over."""
     config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
     if sinks is not None:
         sinks = torch.tensor(sinks, dtype=FP16, device=DEVICE)
     impl = make_impl(config, sliding_window=window, sinks=sinks, logits_soft_cap=cap)
     impl.runner.num_sms = 4
-    # By their own name, q would be expected in int8.
+    # Renamed, because the check expects q in int8 from kernels named CUDA.
     impl.runner.kernels = CudaKernels()._replace(name="Triton")
     batch = Batch.make(impl, requests)
     qkv = torch.cat([batch.query, batch.key, batch.value], 1)

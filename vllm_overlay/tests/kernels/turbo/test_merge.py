@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Triton merge of decode attention's splits, against the same sums in fp64."""
+"""The Triton merge of decode attention's splits, compared to sums in fp64."""
 
 import math
 
@@ -31,7 +31,7 @@ BATCHES = {
 
 
 class Splits:
-    """Random results of splits, of which each sequence has written some.
+    """Random results of splits; each sequence has written some of its splits.
 
     Attributes:
         partial: (B * S * Q, Hq, D) fp32; NaN where nothing was written.
@@ -40,7 +40,7 @@ class Splits:
     """
 
     def __init__(self, counts: list[int], num_splits: int, query_len: int) -> None:
-        """``counts``: of each sequence, the splits that have tokens."""
+        """``counts``: number of splits of each sequence that have tokens."""
         self.shape = (len(counts), num_splits, query_len, NUM_HEADS)
         written = torch.arange(num_splits) < torch.tensor(counts)[:, None]
         written = written[..., None, None].expand(self.shape).to(DEVICE)
@@ -52,7 +52,7 @@ class Splits:
     def of_row(
         self, sequence: int, place: int, head: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A query's written results, rotated back, and their natural LSE, in fp64."""
+        """A row's written results, rotated back, (S, D), and LSEs, (S,), in fp64."""
         lse = self.lse.view(self.shape)[sequence, :, place, head].double()
         values = self.partial.view(*self.shape, HEAD_SIZE)[sequence, :, place, head]
         written = lse > -math.inf
@@ -88,14 +88,14 @@ def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
 
 
 def newest_tokens(num_tokens: int) -> tuple[torch.Tensor, ...]:
-    """Query, key and value: views of a fused projection's output."""
+    """Query, key and value, as views of one tensor."""
     sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_tokens, sum(sizes), HEAD_SIZE, dtype=FP16, seed=3)
     return qkv.split(sizes, 1)
 
 
 def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -> None:
-    """Compare each row to the softmax over what it is to see."""
+    """Compare each row to attention over the splits and tokens that it should see."""
     token = 0
     for sequence, query_len in enumerate(query_lens):
         first = token
@@ -118,8 +118,8 @@ def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -
 @pytest.mark.parametrize("with_newest", [False, True])
 @pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
 def test_every_split_counts(query_lens, with_newest, num_splits):
-    """Of a few splits and of all that may be, where the last are empty and where they
-    are not.
+    """Each split counts, with few splits and the most, and if the last splits have no
+    tokens.
     """
     counts = [max(1, num_splits - 3 * row) for row in range(len(query_lens))]
     splits = Splits(counts, num_splits, max(query_lens))
@@ -132,8 +132,9 @@ def test_every_split_counts(query_lens, with_newest, num_splits):
     "query_lens", [[3, 3, 3], [3, 3, 2]], ids=["uniform", "ragged"]
 )
 def test_tokens_that_padding_lacks(query_lens):
-    """A padded request is shorter than its query: what it has are the last tokens, and
-    what the tensors hold before those is anything.
+    """A padded request is shorter than its query: only the last query tokens exist.
+
+    Rows before them may hold anything.
     """
     seq_lens = [1, 2, 0]
     splits = Splits([0, 0, 0], 2, 3)
@@ -150,14 +151,14 @@ def test_tokens_that_padding_lacks(query_lens):
     assert (output[missing] == 0).all()
     _, key, value = newest
     assert torch.equal(output[2], value[2].float().repeat_interleave(2, 0))
-    # As if the two tokens that the second has were all that there are.
+    # The second sequence's two tokens are like a query of two.
     short = Splits([0], 2, 2)
     own = tuple(x[4:6] for x in newest)
     check(output[4:6], short, [2], own)
 
 
 def parts_of_ranks(splits: Splits, query_lens: list[int], num_ranks: int) -> Splits:
-    """What ranks have, each of an equal share of the splits, as results to merge."""
+    """Results of ranks with equal shares of the splits, as splits to be merged."""
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
     num_seqs, num_splits, query_len, _ = splits.shape
@@ -190,12 +191,13 @@ def parts_of_ranks(splits: Splits, query_lens: list[int], num_ranks: int) -> Spl
 
 @pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
 def test_parts_of_ranks(query_lens):
-    """Ranks merge their splits, and then what each has is merged as splits are: of some
-    sequences the last rank has nothing.
+    """Ranks merge their splits, and then their results are merged like splits.
+
+    The last rank has no tokens of some sequences.
     """
     counts = [max(1, 9 - 3 * row) for row in range(len(query_lens))]
     splits = Splits(counts, 9, max(query_lens))
-    # Rows that a sequence does not have are written by nobody.
+    # No kernel writes rows that a sequence does not have.
     missing = torch.arange(splits.shape[2]) >= torch.tensor(query_lens)[:, None]
     missing = missing.to(DEVICE)[:, None].expand(splits.shape[:3]).flatten()
     splits.lse[missing] = math.nan

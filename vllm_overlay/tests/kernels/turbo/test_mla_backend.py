@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's MLA layer with turbo pages: what it stores, sees, and takes of memory."""
+"""The MLA layer of vLLM with turbo pages: stored bytes, outputs and memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ from .mla_utils import (
 )
 from .utils import DEVICE, ON_GPU, requires_triton
 
-# What fp32 loses, of outputs of about one.
+# The error of fp32 in outputs of magnitude one.
 TOLERANCE = 2e-5
 BYTES = {"turbo4": 340, "turbo3": 276}
 LONG = MAX_ABSORBED_LEN + 2
@@ -83,7 +83,7 @@ def assert_as_expected(
     torch.testing.assert_close(
         output[: len(expected)].float(), expected, atol=TOLERANCE, rtol=0
     )
-    # What is stored is the tokens' latents, whatever lay there, and no other byte.
+    # The tokens' latents are stored over any bytes, and no other byte changes.
     num_tokens = batch.common.slot_mapping.numel()
     layout = batch.layer.impl.runner.layout
     rope = batch.k_pe.squeeze(1) if layout.rope else None
@@ -102,8 +102,8 @@ def test_backend_interface():
 @pytest.mark.parametrize("mode", ["raw", "stored"])
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, rank, name, mode, requests):
-    """Short queries see everything as it is stored; long ones their own tokens raw, or
-    as they are stored, too.
+    """Short queries see all tokens as stored. Long queries see their own tokens raw, or
+    also as stored.
     """
     config = make_mla_config(folder, name, turbo_prefill=mode)
     batch = MLABatch.make(make_mla_layer(config), requests)
@@ -114,7 +114,7 @@ def test_batches(folder, rank, name, mode, requests):
 @latent_presets
 @pytest.mark.parametrize("mode", ["raw", "stored"])
 def test_triton_kernels(folder, rank, name, mode):
-    """As PyTorch's operators, up to roundings of fp16; of bytes none is another."""
+    """Outputs are PyTorch's up to rounding in fp16, and all bytes are the same."""
     config = make_mla_config(folder, name, torch.float16, turbo_prefill=mode)
     layer = make_mla_layer(config)
     batch = MLABatch.make(layer, BATCHES["mixed"])
@@ -138,7 +138,7 @@ def test_other_sizes(folder, rank, rank_, rope, mode):
 
 @pytest.fixture
 def empty_is_nan() -> Iterator[None]:
-    """What nobody writes is seen."""
+    """Have new tensors hold NaN, so that unwritten elements are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -149,7 +149,7 @@ def empty_is_nan() -> Iterator[None]:
     [([(1, 31), (1, 5)], True), ([(3, 31), (3, 64)], True), ([(3, 31), (1, 5)], False)],
 )
 def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
-    """As a CUDA graph has it: requests without tokens, and tokens for them."""
+    """A CUDA graph's batch has requests without tokens, and padded rows for them."""
     assert torch.empty(1).isnan().all()
     config = make_mla_config(folder)
     for padding in (0, 2):
@@ -166,8 +166,8 @@ def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
 
 
 def test_projected_context_has_room(folder, rank):
-    """Keys and values of the longest piece of context, and keys with their rotary
-    parts, twice over, are no more than what the profile run takes for the first.
+    """The workspace has room for twice the projected keys and values of the longest
+    piece of context and the keys with rotary parts. The profile run takes it.
     """
     config = make_mla_config(folder)
     config.model_config.max_model_len = 131072
@@ -183,7 +183,7 @@ def test_projected_context_has_room(folder, rank):
 
 
 def test_context_in_several_chunks(folder, rank, monkeypatch):
-    """A workspace smaller than the contexts."""
+    """The workspace is smaller than the contexts, which are read in chunks."""
     monkeypatch.setattr(
         TurboMLAMetadataBuilder,
         "determine_chunked_prefill_workspace_size",
@@ -199,13 +199,13 @@ def test_context_in_several_chunks(folder, rank, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_lose_one_rounding_by_the_rotation(folder, rank, dtype):
-    """Queries of rotated latents, and outputs, are those of weights in fp32 up to twice
-    what rounding these to the model's dtype costs.
+    """The error of weights that include the rotation is at most twice the error of
+    rounding weights to the model's dtype.
     """
     config = make_mla_config(folder, dtype=dtype)
     layer = make_mla_layer(config)
     plain = layer.kv_b_proj.weight.detach().double().view(NUM_HEADS, -1, 512)
-    # As if the weights had not been rounded to begin with.
+    # Weights before any rounding.
     exact = plain * (1 + 2**-9 * torch.sin(torch.arange(512.0).double()))
     layer.kv_b_proj.weight.data.copy_(exact.view(-1, 512))
     layer.process_weights_after_loading(dtype)
@@ -221,7 +221,7 @@ def test_weights_lose_one_rounding_by_the_rotation(folder, rank, dtype):
 
 
 def test_weights_that_are_loaded_again(folder, rank):
-    """The rotation is of the new ones, where graphs have the old."""
+    """Reloaded weights are rotated, and written where CUDA graphs read the old ones."""
     config = make_mla_config(folder)
     layer = make_mla_layer(config)
     before = layer.W_UV.clone()
@@ -233,7 +233,7 @@ def test_weights_that_are_loaded_again(folder, rank):
 
 
 def test_nothing_is_kept_among_the_weights(folder, rank, monkeypatch):
-    """Sleep may discard them: matrices are made on the host, and copied each time."""
+    """Sleep may discard weights, so matrices are made on the host and copied anew."""
     devices = []
 
     def watched(size: int, device: torch.device, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def test_nothing_is_kept_among_the_weights(folder, rank, monkeypatch):
 
 @latent_presets
 def test_bytes_of_a_page(folder, rank, name):
-    """Tokens of a cache are its bytes by the slot's."""
+    """A page has the bytes of a slot for each token."""
     config = make_mla_config(folder, name)
     layer = make_mla_layer(config)
     spec = layer.get_kv_cache_spec(config)
@@ -270,7 +270,7 @@ def test_line_at_the_start(folder, rank):
 
 
 def test_pages_say_their_format(folder, rank):
-    """Engines that exchange pages of latents are told apart by their layout alone."""
+    """The format ID of latents is the layout version alone."""
     config = make_mla_config(folder)
     layers = [make_mla_layer(config) for _ in range(2)]
     specs = {
@@ -286,7 +286,7 @@ def test_pages_say_their_format(folder, rank):
 
 @pytest.mark.parametrize("cache_dtype", ["turbo4", "auto"])
 def test_cpu_keeps_blocks_and_prefix_caching(folder, cache_dtype):
-    """What vLLM does for its own MLA there is not needed."""
+    """On a CPU only vLLM's own MLA loses long blocks and prefix caching."""
     make_mla_config(folder)
     config = EngineArgs(
         str(folder),
@@ -307,7 +307,7 @@ BAILING = {"architectures": ["BailingMoeV2_5ForCausalLM"], "num_attention_heads"
 
 
 def test_blocks_of_hybrids(folder, rank):
-    """A block is as long as its bytes take to cover a state, and no longer."""
+    """A block has just as many tokens as it takes to cover a state."""
     config = make_mla_config(folder, **BAILING)
     with set_current_vllm_config(config):
         make_mla_layer(config)
@@ -317,7 +317,7 @@ def test_blocks_of_hybrids(folder, rank):
     assert size * 340 >= state > (size - 128) * 340
 
 
-# Query tokens of requests, and the spans that they are cut into.
+# Query lengths of requests, and first and last (exclusive) request of each span.
 LENGTHS = {
     "decodes": ([1] * 300, [(0, 300)]),
     "drafts": ([4, 4, 2, 4], [(0, 4)]),
@@ -359,7 +359,7 @@ def many_splits(num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1)
 
 
 def test_the_profile_run_takes_all_memory(folder, rank, workspace):
-    """No step asks for more, however many splits the kernels want."""
+    """No step needs more than the profile run took, for any number of splits."""
     config = with_drafts(make_mla_config(folder, turbo_prefill="stored"))
     layer = make_mla_layer(config)
     runner = layer.impl.runner

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What turbo pages do not serve of MLA is refused at the start, by name."""
+"""MLA models and settings that turbo pages do not serve are refused at the start."""
 
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -170,7 +170,7 @@ def test_sizes(folder, rank, sizes):
 
 
 def with_setting(config: VllmConfig, part: str, **values: object) -> VllmConfig:
-    """A copy whose part has other values."""
+    """A copy of the configuration with other values in one part."""
     changed = copy(getattr(config, part))
     for name, value in values.items():
         object.__setattr__(changed, name, value)
@@ -238,7 +238,7 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
 
 
 def make_impl(config: VllmConfig, **changes: object) -> object:
-    """As vLLM's MLA layer makes it."""
+    """An implementation, made as by vLLM's MLA layer."""
     arguments = dict(
         num_heads=4,
         head_size=576,
@@ -275,7 +275,7 @@ CANONICAL = {"kv_connector_extra_config": {"canonical_layout": True}}
 
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_connectors(config, name):
-    """Those that are known with MLA are served, and others name one of them."""
+    """Connectors known to work with MLA are served; refusals of others name one."""
     if name in MLA_CONNECTORS:
         make_impl(transfer_config(config, name))
         with refused(f"KV connector {name} .*leave out canonical_layout"):
@@ -287,7 +287,7 @@ def test_connectors(config, name):
 
 
 def test_connectors_of_others(config):
-    """Within MultiConnector, each is judged."""
+    """Each connector within MultiConnector is checked."""
     make_impl(multi_config(config, "OffloadingConnector", "ExampleConnector"))
     with refused("KV connector NixlConnector .it is not known to work with MLA"):
         make_impl(multi_config(config, "OffloadingConnector", "NixlConnector"))
@@ -299,7 +299,7 @@ def test_drafts_are_served(config, method):
 
 
 def test_fused_cache_update(config):
-    """It is off without a flag, where the compiler would see the update."""
+    """The fused update is off without a flag, even if the compiler sees the update."""
     config.compilation_config.use_inductor_graph_partition = True
     assert not enable_rope_kvcache_mla_fusion(config)
     config.cache_config.cache_dtype = "fp8"
@@ -309,7 +309,7 @@ def test_fused_cache_update(config):
 
 @pytest.mark.parametrize("window", ["auto", 0, 16])
 def test_recent_window(config, window):
-    """There is none; a number of tokens is refused."""
+    """MLA has no recent window; a number of tokens is refused."""
     changed = with_setting(config, "attention_config", turbo_window=window)
     if window != 16:
         make_impl(changed)
@@ -368,7 +368,7 @@ def test_spec(config, make, feature):
 
 
 def test_non_causal_batch(config):
-    """A drafter's, of which its layer says nothing."""
+    """A drafter's non-causal batch is refused; its layer does not announce it."""
     from .mla_utils import MLABatch
 
     layer = make_mla_layer(config)
@@ -391,7 +391,7 @@ KIMI = dict(
 
 
 def make_kimi_layer(config: VllmConfig) -> nn.Module:
-    """The layer of Kimi-Linear, which stores latents by a kernel of its own."""
+    """The layer of Kimi-Linear, which stores latents with a kernel of its own."""
     text = KimiLinearConfig(**KIMI)
     dtype = config.model_config.dtype
     with set_current_vllm_config(config), set_default_torch_dtype(dtype):
@@ -410,7 +410,7 @@ def make_kimi_layer(config: VllmConfig) -> nn.Module:
 
 
 class OwnMLAAttention(MLAAttention):
-    """A model's own, which may store by other means."""
+    """A model's own layer class, which may store by other means."""
 
 
 platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
@@ -418,7 +418,7 @@ platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
 
 @platforms
 def test_layers_of_kimi_linear(config, platform):
-    """Its backend is selected as for any other."""
+    """The backend is selected as for any layer, and the start refuses it."""
     make_mla_layer(config)
     layer = make_kimi_layer(config)
     assert layer.get_attn_backend() is TurboMLABackend
@@ -437,7 +437,7 @@ def test_layers_of_another_class(config, platform, monkeypatch):
 
 
 def make_neighbour(config: VllmConfig) -> None:
-    """A layer with K and V, as a drafter's."""
+    """Add a layer with K and V, as a drafter has."""
     with set_current_vllm_config(config), set_default_torch_dtype(FP32):
         Attention(4, 64, 0.1, 2, cache_config=config.cache_config, prefix="draft.0")
 
@@ -457,7 +457,7 @@ def beside(config: VllmConfig) -> None:
 
 
 def selection_reasons(config: VllmConfig) -> Iterator[str]:
-    """What validation finds, where the platform has a list of backends."""
+    """The reasons of validation, on platforms with a list of backends."""
     flags = {
         name: True
         for name in selector_config()._fields
@@ -474,7 +474,7 @@ def selection_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def test_the_list_of_reasons_is_complete(config, folder):
-    """``MLA_REASONS`` has all that MLA alone is refused for, and nothing else."""
+    """``MLA_REASONS`` has exactly the reasons that only MLA is refused for."""
     calls: list[Callable[[], object]] = [
         *(partial(make_impl, change(config)) for change, _ in SETTINGS.values()),
         partial(make_impl, config, sliding_window=64),

@@ -42,9 +42,9 @@ from .test_backend_extends import give_extends
 from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, gaussian, requires_triton
 
 paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
-# Requests, and of each the ranges: in a first chunk, one and all of it; behind context,
-# two, of which the first begins before the chunk, and one that ends after it; a token
-# alone; what is past, and what is to come.
+# Requests, and ranges by request. A first chunk has a range, or is all of one. After
+# context there are two ranges, of which the first begins before the chunk, and one that
+# ends after it. Ranges of one token, of past tokens and of later tokens change nothing.
 CASES: dict[str, tuple[list[tuple[int, int]], Ranges]] = {
     "first chunks": ([(40, 0), (33, 0)], {0: [(3, 18)], 1: [(0, 32)]}),
     "one first chunk": ([(70, 0)], {0: [(3, 18), (19, 40), (68, 69)]}),
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices and parts of windows cut ranges."""
+    """Have slices, and parts of windows, that cut ranges."""
     set_scratch(monkeypatch, slice_tokens=24, piece_tokens=140)
     monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
 
@@ -145,7 +145,7 @@ def test_batches(folder, case, mode, window, path, small_buffers):
 )
 @paths
 def test_sinks(folder, case, mode, window, path, small_buffers):
-    """They are beside the scores of all tokens that are seen, few of them."""
+    """Sinks are weighed against all tokens that are seen, later ones included."""
     config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
     sinks = torch.tensor([float("-inf"), -20.0, 2.0, 20.0], device=DEVICE)
     check(config, case, window, path, sinks)
@@ -157,7 +157,7 @@ def test_sinks(folder, case, mode, window, path, small_buffers):
 )
 @paths
 def test_key_offset(folder, mode, window, path, small_buffers, monkeypatch):
-    """The scores of later tokens have it, whether they are cached or not."""
+    """Scores of later tokens include the offset, for cached and for raw tokens."""
     if not ON_GPU:
         monkeypatch.setattr(interface, "OFFSET_SEGMENT", 64)
     config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
@@ -169,8 +169,8 @@ def test_key_offset(folder, mode, window, path, small_buffers, monkeypatch):
 @pytest.mark.parametrize("window", [None, 17])
 @paths
 def test_drafts(folder, window, path):
-    """A prompt's tokens that are as few as a request has drafts: they come with these,
-    and see each other nevertheless.
+    """Prompts as short as a request with drafts are decodes. Their tokens in ranges see
+    each other nevertheless.
     """
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16))
     requests: list[tuple[int, int]] = [(3, 31), (3, 40), (2, 64), (3, 9)]
@@ -191,7 +191,7 @@ def test_drafts(folder, window, path):
 @requires_triton
 @pytest.mark.parametrize("path", KERNELS)
 def test_short_prompts_are_prefilled(folder, path):
-    """Those of an image, and what follows: packed pages are attended to causally."""
+    """Short prompts are prefilled from the first image on: extends are causal."""
     config = make_vllm_config(folder, "turbo4", FP16)
     requests, ranges = CASES["short prompts"]
     impl = make_impl(config)
@@ -205,7 +205,7 @@ def test_short_prompts_are_prefilled(folder, path):
 
 
 def code_of_gemma_4(name: str) -> Callable[..., None]:
-    """A method of the model's, whose module needs torchvision."""
+    """A method of the model, compiled from source: its module needs torchvision."""
     path = Path(vllm.__file__).parent / "model_executor/models/gemma4_mm.py"
     (method,) = (
         node
@@ -221,7 +221,7 @@ def code_of_gemma_4(name: str) -> Callable[..., None]:
 @pytest.mark.parametrize("window", [None, 128])
 @paths
 def test_layers_of_gemma_4_that_see_no_images(folder, window, path):
-    """Its code changes the metadata of layers without a window."""
+    """Gemma 4's own code changes the metadata of layers without a window."""
     config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=512)
     requests, ranges = CASES["behind context"]
     impl = make_impl(config, sliding_window=window)
@@ -231,7 +231,7 @@ def test_layers_of_gemma_4_that_see_no_images(folder, window, path):
     metadata = make_builder(config, impl).build(0, batch.common)
     assert metadata.mm_prefix_range == ranges
     model = SimpleNamespace(_full_attn_layer_idxs={0})
-    # The layers' metadata are one object without the hybrid cache manager.
+    # Without the hybrid cache manager, all layers share one metadata object.
     with set_forward_context({"model.layers.0.attn": metadata}, config):
         code_of_gemma_4("_clear_mm_prefix_for_full_attn_layers")(model)
     seen = None if window is None else ranges
@@ -239,7 +239,7 @@ def test_layers_of_gemma_4_that_see_no_images(folder, window, path):
 
 
 def test_ranges_beyond_a_window(folder):
-    """Gemma 3's window hides nothing of an image, Gemma 4's what it hides of others."""
+    """Gemma 3's window hides no token of an image; Gemma 4's hides as always."""
     config = make_vllm_config(folder, "turbo4", FP16)
     impl = make_impl(config, sliding_window=16)
     register(config, impl)
@@ -262,8 +262,9 @@ def test_ranges_beyond_a_window(folder):
 
 @requires_triton
 def test_ranges_beyond_a_drafters_window(folder):
-    """Gemma 4's drafter has layers in the groups of those whose caches it reads. They
-    are not clamped, but what they draft is verified.
+    """Gemma 4's drafter has layers in the groups of the layers whose caches it reads.
+
+    Its layers do not clamp ranges, which is allowed because drafts are verified.
     """
     config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=512)
     impls = [make_impl(config, sliding_window=16) for _ in range(2)]
@@ -286,7 +287,7 @@ def test_ranges_beyond_a_drafters_window(folder):
 
 
 def test_drafters_see_no_images(folder):
-    """Gemma 4's has heads of 512, which its model's code leaves as they are."""
+    """Drafters get no ranges: Gemma 4's code clears none of its drafter's layers."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16))
     impl = make_impl(config)
     register(config, impl)
@@ -302,7 +303,7 @@ def test_drafters_see_no_images(folder):
 
 @requires_triton
 def test_large_heads(folder):
-    """What attends to them knows no windows. Gemma 4's have no ranges."""
+    """Attention with heads of 512 takes no windows; Gemma 4's have no ranges."""
     from vllm.v1.attention.ops.turbo.layer.prefill import check_image_heads
 
     with pytest.raises(NotImplementedError, match="turbo4.*head_size 512 .*up to 256"):
@@ -312,10 +313,14 @@ def test_large_heads(folder):
 @pytest.mark.parametrize("window", [None, 5, 9, 20])
 @pytest.mark.parametrize("clamped", [False, True])
 def test_the_reference_has_vllms_mask(window, clamped):
-    """``compute_kv_seq_mask``: causal and windowed, or of one range, clamped or not."""
+    """The reference has the mask of ``compute_kv_seq_mask``.
+
+    A token is visible if it is causal and in the window, or in the same range. Clamped
+    ranges end at the window.
+    """
     ranges = [(1, 5), (6, 13), (20, 24)]
     if window is not None and not clamped:
-        # vLLM drops others.
+        # vLLM drops longer ranges.
         ranges = [(a, b) for a, b in ranges if b - a + 1 <= window]
     query, key, value = (gaussian(26, 2, 16, seed=i) for i in range(3))
     q, k = torch.arange(26)[:, None], torch.arange(26)
@@ -339,8 +344,8 @@ def test_the_reference_has_vllms_mask(window, clamped):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_plan(stored):
-    """Each query token has the tokens after it in its range, in one part, wherever
-    slices are cut.
+    """Each query token has the later tokens of its range in one part, for any cut into
+    slices.
     """
     draw = random.Random(0)
     for _ in range(50):
@@ -390,7 +395,7 @@ def test_plan(stored):
                         place = tokens.start + part.tokens.start + i
                         row = int(part.block_table)
                         position = contexts[row] + place - int(starts[row])
-                        # As FlashAttention counts.
+                        # Positions as FlashAttention counts them.
                         shift = part.num_keys - part.num_queries
                         first = i + shift - part.window_size[0]
                         assert part.keys.start + first == place + 1

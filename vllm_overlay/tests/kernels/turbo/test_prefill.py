@@ -48,7 +48,7 @@ from .utils import (
 @pytest.mark.parametrize("inverse", [False, True])
 @kernel_cases
 def test_rotate_rows(head_size, dtype, inverse):
-    """Views of a fused projection, to another tensor and in place."""
+    """Rotate views of a wider tensor, to another tensor and in place."""
     from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
     qkv = gaussian(13, 5, head_size, dtype=dtype)
@@ -71,8 +71,8 @@ def test_rotate_rows(head_size, dtype, inverse):
 @requires_triton
 @kernel_cases
 def test_isolate_broken_values(head_size, dtype):
-    """Views of a fused projection, which stay as they are; rows that are broken are
-    so in the copy.
+    """Copy views of a wider tensor, which do not change. A broken row is NaN in the
+    copied key and zero in the copied value.
     """
     from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
 
@@ -99,7 +99,7 @@ def gather(
     layout: TurboFormat,
     dtype: torch.dtype = FP16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather into buffers of NaN, two rows longer than necessary."""
+    """Gather K and V, (T + 2, H, D), into buffers of NaN with two rows to spare."""
     from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
     shape = (sum(lens) + 2, cache.shape[1], layout.head_size)
@@ -123,7 +123,7 @@ def gather(
 @all_presets
 @kernel_head_sizes
 def test_gather_decodes_every_token(name, head_size):
-    """K is exact in fp16; V is off by its evaluation in fp16."""
+    """K is exact in fp16, and V has the error of its evaluation in fp16."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     cache = random_pages(layout, 4, 2, 32)
     table = torch.tensor([[2, 0, 7], [3, 7, 7], [1, 7, 7]], device=DEVICE).int()
@@ -166,7 +166,7 @@ def test_gather_strides(name, cache_layout, block_size):
 @requires_triton
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_gather_from_pages_beyond_4_gib(name):
-    """Byte offsets of pages pass 2**31 and 2**32."""
+    """Gather from pages at byte offsets beyond 2**31 and 2**32."""
     layout = TurboFormat.from_cache_dtype(name, 64)
     near = random_pages(layout, 3, 2, 16)
     far, blocks = spread_pages(near)
@@ -179,10 +179,10 @@ def test_gather_from_pages_beyond_4_gib(name):
 
 @requires_triton
 def test_gather_ends_with_the_table():
-    """A dummy batch of vLLM's may be longer than the longest request."""
+    """Rows past the block table are finite: vLLM's dummy batches may be longer."""
     layout = TurboFormat.from_cache_dtype("turbo4", 64)
     cache = random_pages(layout, 4, 2, 32)
-    # What follows the table is no block.
+    # Entries past the table are no blocks.
     table = torch.tensor([[2, 1, 2**30, 2**30]], device=DEVICE).int()[:, :2]
     key, _ = gather(cache, table, [16], [100], layout)
     expected, _ = reference.load(cache, slots_of(table[0], 16, 64, 32), layout)
@@ -191,10 +191,9 @@ def test_gather_ends_with_the_table():
 
 
 def flash_attns(head_size: int) -> list:
-    """FlashAttention, where there is one, and its stand-ins.
+    """Stand-ins for FlashAttention, and FlashAttention where there is a GPU.
 
-    For a request without keys, versions of FlashAttention return an LSE of
-    either infinity.
+    For a request without keys, its versions return an LSE of plus or minus infinity.
     """
     functions = [partial(flash_attn_stand_in, lse_of_none=math.inf)]
     functions.append(partial(flash_attn_stand_in, lse_of_none=-math.inf))
@@ -211,7 +210,7 @@ def check_prefill(
     dtype: torch.dtype,
     group: int = 2,
 ) -> None:
-    """Prefill a batch whose tokens are stored and compare each request."""
+    """Prefill a batch whose tokens are stored, and compare each request."""
     block_size, num_kv_heads, size = 32, 2, layout.head_size
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
     cache = new_cache(
@@ -273,7 +272,7 @@ def check_prefill(
             )
 
 
-# Query and context lengths of requests, tokens of a slice and of a piece.
+# Query lengths, context lengths, and tokens of a slice and of a piece.
 PREFILLS = {
     "first chunks": ([20, 3], [0, 0], 32, 32),
     "prefix hits": ([5, 9], [40, 17], 128, 128),

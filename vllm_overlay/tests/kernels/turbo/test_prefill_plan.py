@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill: what is planned on the host, in slices and pieces."""
+"""Prefill: plans in slices and pieces, made on the host."""
 
 import math
 
@@ -37,7 +37,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("tokens_per_piece", [1, 16, 48, 10**6])
 @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
 def test_plan_covers_each_token_once(contexts, tokens_per_piece):
-    """In order, in pieces that are full but for the last."""
+    """Context is covered in order, in pieces that are all full except the last."""
     lens = torch.tensor(contexts, dtype=torch.int32)
     pieces = plan_context(lens, tokens_per_piece)
     assert len(pieces) == math.ceil(sum(contexts) / tokens_per_piece)
@@ -51,8 +51,8 @@ def test_plan_covers_each_token_once(contexts, tokens_per_piece):
         for row, length in enumerate(cu_lens.diff().tolist()):
             assert length >= 0
             if length > 0:
-                # It continues where the last piece stopped, the earlier
-                # requests' contexts being complete.
+                # The piece continues where the last one stopped, after complete
+                # contexts of earlier requests.
                 assert starts[row] == covered[row]
                 assert covered[:row] == contexts[:row]
             covered[row] += length
@@ -73,7 +73,7 @@ def test_random_plans():
     "query_lens", [[16], [1, 40], [7, 7, 7], [3, 0, 1, 20, 5, 0]], ids=str
 )
 def test_slices_cover_each_token_once(query_lens, max_tokens):
-    """In order and alike in size, with the requests that have tokens of them."""
+    """Slices are in order and of similar size, with the requests of their tokens."""
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
     owners = [row for row, length in enumerate(query_lens) for _ in range(length)]
     slices = plan_slices(starts, max_tokens)
@@ -89,7 +89,7 @@ def test_slices_cover_each_token_once(query_lens, max_tokens):
 
 
 def test_limits():
-    """With stored K and V, a slice's own tokens are one piece."""
+    """With stored K and V, a slice's own tokens fit one piece."""
     of_llama = [
         prefill_limits(LayerShape(32, 8, 128, BF16), stored) for stored in (False, True)
     ]
@@ -109,7 +109,7 @@ def test_limits():
 
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
 def test_limits_without_flash_attention(stored):
-    """What attends to heads of 512 takes memory by the square of the tokens."""
+    """Attention with heads of 512 takes memory by the square of a slice's tokens."""
     limits = prefill_limits(LayerShape(8, 2, 512, BF16), stored)
     starts = torch.tensor([0, 3, 8192], dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
@@ -120,7 +120,7 @@ def test_limits_without_flash_attention(stored):
 
 @pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
 def test_scratch_of_a_plan(stored):
-    """A first chunk of raw K and V needs none, however long; others are cut up."""
+    """A first chunk with raw K and V needs no scratch; other prefills are cut up."""
     starts = torch.tensor([0, 40, 60], dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
     limits = PrefillLimits(16, 32)
@@ -144,8 +144,8 @@ def test_scratch_of_a_plan(stored):
     "query_lens", [[16], [1, 40, 2, 3], [7, 7, 7], [8] * 9], ids=str
 )
 def test_runs_have_each_request_once(query_lens, max_tokens):
-    """A run of several requests has no more tokens than a piece, and no less than it
-    could have.
+    """A run of several requests has no more tokens than a piece, and the next request
+    would not fit.
     """
     runs = plan_runs(query_lens, max_tokens)
     assert [first for first, _ in runs] == [0, *(last for _, last in runs[:-1])]
@@ -157,8 +157,8 @@ def test_runs_have_each_request_once(query_lens, max_tokens):
 
 
 def test_neighbours_fit_into_the_scratch_of_a_piece():
-    """Raw K and V of several requests are copied there; one request's are used as they
-    are, however many.
+    """Raw K and V of several requests are copied into a piece's scratch. A single
+    request's are used without a copy, for any number of tokens.
     """
     query_lens = torch.tensor([5, 9, 3, 70, 8, 8, 8, 8, 8], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
@@ -181,8 +181,9 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
 @pytest.mark.parametrize("piece_tokens", [1, 40, 10**6])
 @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
 def test_side_by_side_has_each_request_once(contexts, piece_tokens):
-    """Of several requests with context, one piece holds all. None is without any, so
-    that each request's output is written.
+    """Several requests share a range only if one piece holds all their context.
+
+    Each range has context, so that each request's output is written.
     """
     ranges = batch_requests(contexts, piece_tokens)
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
@@ -192,7 +193,7 @@ def test_side_by_side_has_each_request_once(contexts, piece_tokens):
         assert sum(lens) <= piece_tokens or len(lens) == 1
         assert lens or not any(contexts)
     pairs = zip(ranges, ranges[1:])
-    # As few as that allows: none would take in the next one's first.
+    # Ranges are as few as possible: none has room for the next one's first request.
     assert all(
         sum(contexts[a:b]) + next(filter(None, contexts[c:d])) > piece_tokens
         for (a, b), (c, d) in pairs

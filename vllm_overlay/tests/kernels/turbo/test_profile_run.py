@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the profile run reserves, where the scratch of prefills hides nothing, and
-batches that several layers with different numbers of query heads share.
+"""The scratch that the profile run reserves, apart from that of prefills, and batches
+shared by layers with different numbers of query heads.
 """
 
 from pathlib import Path
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profile(*impls: TurboAttentionImpl) -> None:
-    """The profile run of some layers, after which no workspace may grow."""
+    """Run the profile run of some layers; then the workspace must not grow."""
     for impl in impls:
         shape = (1, impl.num_heads, HEAD_SIZE)
         tokens = torch.zeros(shape, dtype=impl.runner.shape.dtype, device=DEVICE)
@@ -73,7 +73,7 @@ def profile(*impls: TurboAttentionImpl) -> None:
 
 
 def no_kernel(*args, **arguments) -> None:
-    """In place of kernels, where only what they are given counts."""
+    """A stand-in for kernels, in tests that check only their arguments."""
 
 
 def no_flash_attn(q, **arguments):
@@ -81,8 +81,8 @@ def no_flash_attn(q, **arguments):
 
 
 def check_scratch(query: RotatedQuery, call: AttentionCall, partials: Partials) -> None:
-    """In place of decode and extend attention: all have the heads of the layer, and
-    there is room for a result of each query.
+    """A stand-in for decode and extend attention: check that tensors have the layer's
+    heads, and partial results have room for each query.
     """
     batch, output = call.batch, call.output
     num_tokens, num_heads, _ = output.shape
@@ -104,8 +104,9 @@ def without_kernels(
     with_extends: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> TurboAttentionImpl:
-    """Have a layer divide its work as the path's kernels ask for, or as finely as any
-    may ("most"), and launch none.
+    """Have a layer divide its work as the path's kernels want, and launch none.
+
+    With path "most" it divides work into as many splits as possible.
     """
     for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
@@ -135,7 +136,7 @@ def without_kernels(
 def test_every_batch_of_decodes_and_extends(
     folder, path, with_extends, num_drafts, workspace, monkeypatch
 ):
-    """They take no more than the profile run has reserved, prefills aside."""
+    """Decodes and extends fit the reserved scratch, even without prefills' scratch."""
     max_num_seqs, longest = 12, MAX_EXTEND_LEN
     config = make_vllm_config(folder, "turbo4", FP16, "raw", max_num_seqs, 1024)
     if num_drafts:
@@ -162,8 +163,9 @@ def test_every_batch_of_decodes_and_extends(
 
 @pytest.mark.parametrize("num_seqs", [16, 24, 128])
 def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
-    """A step of them takes no more than was reserved: as many of 128 tokens each as
-    there may be, with all partial results that a call may have.
+    """A step with the most extends fits the reserved scratch.
+
+    The extends have 128 tokens each, and calls have the most partial results.
     """
     num_tokens = num_seqs * 128
     set_scratch(monkeypatch, partials=1024)
@@ -190,7 +192,7 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
 def make_shared_builder(
     config: VllmConfig, impls: list[TurboAttentionImpl]
 ) -> TurboMetadataBuilder:
-    """One for layers that run the implementations, as vLLM has for a cache group."""
+    """A builder for several layers, as vLLM makes for a cache group."""
     names = [f"layers.{index}.attn" for index in range(len(impls))]
     for name, impl in zip(names, impls):
         register(config, impl, name)
@@ -228,8 +230,10 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
 
 @kernel_paths
 def test_unlike_layers_share_a_batch(folder, path, workspace):
-    """The second takes more scratch than the first, in a workspace that is large
-    enough for both: were it to take the first's, its splits would overlap.
+    """Each of two unlike layers takes scratch of its own size for a shared batch.
+
+    The workspace has room for both. If the second took the first one's sizes, its
+    splits would overlap.
     """
     config = make_vllm_config(folder, "turbo4", FP16)
     impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
@@ -244,7 +248,7 @@ def test_unlike_layers_share_a_batch(folder, path, workspace):
 
 
 def test_longest_extend_of_unlike_layers(folder):
-    """It is one that the kernels of all layers take."""
+    """The longest extend is one that the kernels of all layers serve."""
     config = make_vllm_config(folder)
     impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
     for impl in impls:
@@ -259,8 +263,8 @@ def test_longest_extend_of_unlike_layers(folder):
 
 @kernel_paths
 def test_stored_tokens_fit_a_piece(folder, path, monkeypatch):
-    """A slice's own tokens are dequantised at once. With as many KV heads as query
-    heads, fewer of them fit than without.
+    """A slice's own tokens are dequantised at once. Fewer fit if there are as many KV
+    heads as query heads.
     """
     set_scratch(monkeypatch, slice_tokens=32, piece_tokens=32)
     config = make_vllm_config(folder, "turbo4", FP16, "stored")
