@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Tensor parallel ranks that cannot run the same kernels, in the profile run."""
+"""Tensor parallel ranks that find in the profile run that their kernels differ."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -25,16 +25,16 @@ from .backend_utils import (
 )
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
-# Of this rank's group, what the ranks of this replica and stage are called elsewhere.
+# The global ranks of this rank's group, in a replica and stage other than the first.
 GLOBAL_RANKS = [4, 5]
 
 
 class Ranks:
-    """This rank, which has CUDA's kernels, and another.
+    """A group of this rank, which has CUDA's kernels, and another rank.
 
     Attributes:
-        other: The name of the other's kernels, and why it has these.
-        stores: Names of the kernels that have stored on this rank, in turn.
+        other: The name of the other rank's kernels, and the reason.
+        stores: Names of the kernels that have stored on this rank, in order.
 
     """
 
@@ -56,7 +56,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
-    """Nothing has been chosen in this process, and nothing is warm."""
+    """As in a new process: nothing has been chosen, and nothing is warm."""
     ranks = Ranks()
 
     def recording(name: str, reason: str) -> TritonKernels:
@@ -72,7 +72,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
         monkeypatch.setattr(
             kernels,
             f"{function}_kernels",
-            # The reason comes last.
+            # The reason is the last argument.
             lambda *args, name=name: recording(name, args[-1]),
         )
     monkeypatch.setattr(kernels, "_chosen", [])
@@ -91,7 +91,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
 
 
 def make_gpu_impl(folder: Path) -> TurboAttentionImpl:
-    """An implementation that has chosen kernels, on a CPU too."""
+    """An implementation that has chosen kernels, even on a CPU."""
     impl = make_impl(make_vllm_config(folder, dtype=FP16))
     impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
     return impl
@@ -110,7 +110,7 @@ def in_turn(names: list[str]) -> list[str]:
 
 @requires_triton
 def test_auto_runs_what_all_ranks_can(tmp_path: Path, ranks: Ranks):
-    """Triton's, which are warm too when the profile run ends."""
+    """All ranks can run Triton's kernels, which are also warm after the profile run."""
     ranks.other = (TRITON, "it has no nvcc")
     impl = make_gpu_impl(tmp_path)
     assert impl.runner.kernels.name == "CUDA"
@@ -128,7 +128,7 @@ def test_auto_runs_what_all_ranks_can(tmp_path: Path, ranks: Ranks):
 def test_cuda_raises_for_another_rank(tmp_path: Path, ranks: Ranks):
     ranks.other = (TRITON, "it has no nvcc")
     impl = make_gpu_impl(tmp_path)
-    # A CPU refuses it earlier.
+    # Set here, because a CPU refuses the setting earlier.
     impl.runner.kernel_choice = "cuda"
     words = "turbo_kernel=cuda cannot.*rank 5 runs Triton kernels.*no nvcc.*Use auto"
     with pytest.raises(ValueError, match=words):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is logged of the kernels of all ranks: once, and by one of them."""
+"""The log line about all ranks' kernels, which one rank writes once."""
 
 import logging
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 def test_ranks_say_once_what_all_run(log, monkeypatch):
-    """Of two stages of a pipeline, whose builders each say it again."""
+    """Ranks report once, even if each one's builders report again."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(rank_report, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(rank_report, "_get_default_store", lambda: store)
@@ -53,7 +53,7 @@ def test_the_last_rank_has_what_all_told():
 
 
 def test_nobody_waits_for_a_rank_that_tells_nothing():
-    """Such as one without attention, beside one that was started again."""
+    """A rank may report nothing: it may have no attention, or another may restart."""
     store = torch.distributed.HashStore()
     assert [exchange("a", rank, 3, store) for rank in (0, 2, 2)] == [None] * 3
 

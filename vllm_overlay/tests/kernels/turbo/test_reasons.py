@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every refusal says what was met, what is supported and which flag helps."""
+"""Every refusal names the case, the supported values and the flag that helps."""
 
 import ast
 import inspect
@@ -39,9 +39,9 @@ ALL = {str(reason): reason for reason in (*REASONS, *MLA_REASONS)}
 all_reasons = pytest.mark.parametrize("reason", ALL.values(), ids=ALL)
 WAY_OUT = " Use --kv-cache-dtype fp8 or auto instead."
 SETTING = r"--[a-z][\w.-]*\w|VLLM_\w+"
-# The other values of what varies here are those of other code: a model's argument.
+# Reasons whose other values are unknown here, such as a model's argument.
 WITHOUT_VALUES = {reasons.LAYER_ARGUMENT}
-# Configurations whose fields messages name behind a flag.
+# Configurations whose fields messages name after a flag.
 CONFIGS = {
     "--attention-config": AttentionConfig(),
     "--compilation-config": CompilationConfig(),
@@ -55,7 +55,7 @@ def test_every_reason_is_listed():
 
 @all_reasons
 def test_message(reason: Reason):
-    """Has all that the reason has, and another dtype where nothing else helps all."""
+    """A message has all parts of a reason, and another dtype if no flag helps all."""
     message = refusal("turbo4", [reason])
     for part in (reason.met, reason.supported, reason.instead):
         assert part in message
@@ -77,7 +77,7 @@ def test_the_dtype_is_named_once_where_one_reason_needs_it():
 
 
 def check_settings(text: str) -> None:
-    """Check that what a message names exists."""
+    """Check that the settings in a message exist."""
     for setting in re.findall(SETTING, text):
         if setting.startswith("VLLM_"):
             assert setting in envs.environment_variables
@@ -101,7 +101,7 @@ def test_what_helps_exists(reason: Reason):
 @pytest.mark.parametrize("reason", [*WINDOW_FEATURES, window_room(1, 16, 2)])
 def test_what_helps_a_window_exists(reason: str):
     check_settings(reason)
-    # A hybrid's blocks cannot be had shorter.
+    # A hybrid's blocks cannot be shortened.
     assert re.search(SETTING, reason) or "turbo_prefill" in reason or "hybrid" in reason
 
 
@@ -118,7 +118,7 @@ def test_what_helps_a_connector_exists(name: str):
 
 
 def appended(function: object) -> set[str]:
-    """The constants that a function appends."""
+    """The constants that a function appends to a list."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return {
         argument.value
@@ -130,7 +130,7 @@ def appended(function: object) -> set[str]:
 
 
 def words_of(backend: type[AttentionBackend], is_on: bool, attn_type: str) -> set[str]:
-    """What vLLM says of a configuration that has all, or nothing."""
+    """The reasons of vLLM for a configuration with every feature, or with none."""
     parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
     flags = {x: is_on for x in parameters if x.startswith(("use_", "has_"))}
     found = AttentionBackend.validate_configuration.__func__(
@@ -148,13 +148,13 @@ def words_of(backend: type[AttentionBackend], is_on: bool, attn_type: str) -> se
 
 @pytest.mark.parametrize("backend", [TurboAttentionBackend, TurboMLABackend])
 def test_all_words_of_vllm_have_a_reason(backend: type[AttentionBackend]):
-    """A release that can refuse more has to be given reasons for it."""
+    """Each reason of vLLM has a reason of ours; a release with more needs more."""
     for attn_type in AttentionType:
         words = words_of(backend, True, attn_type) | words_of(backend, False, attn_type)
         known = {*BORROWED, f"attention type {attn_type} not supported"}
         assert words <= known
     assert set(ATTENTION_KINDS) == set(AttentionType)
-    # What neither backend ever says.
+    # Reasons that neither backend ever has.
     assert appended(AttentionBackend.validate_configuration) - set(BORROWED) == {
         "non-sparse not supported",
         "per-head quant scales not supported",

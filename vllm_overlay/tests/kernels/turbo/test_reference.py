@@ -38,13 +38,12 @@ from .utils import (
 def quantize_gaussian(
     codebook: Codebook, num_vectors: int, head_size: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaussian vectors, also when rotated, and what is decoded of them."""
+    """Gaussian vectors, whose rotation is Gaussian also, and their decoded values."""
     x = gaussian(num_vectors, head_size, seed=seed)
     return x, codec.dequantize(*codec.quantize(x, codebook), codebook)
 
 
-# Relative squared error on Gaussian vectors. Keys are unbiased, a vector each, which
-# costs 2 %.
+# Relative squared error on Gaussian vectors. Each key is unbiased, which costs 2 %.
 ERROR_BOUNDS = {
     VALUE_CODEBOOKS[4]: 0.0054,
     VALUE_CODEBOOKS[3]: 0.0189,
@@ -55,7 +54,7 @@ ERROR_BOUNDS = {
 
 @all_codebooks
 def test_mean_squared_error(codebook):
-    """100,000 vectors on a GPU; 10,000 already give the error to 0.2 %."""
+    """100,000 vectors on a GPU, 10,000 on a CPU: these give the error to 0.2 %."""
     product = norm = energy = 0.0
     for seed in range(50 if ON_GPU else 5):
         x, decoded = quantize_gaussian(codebook, 2000, 128, seed)
@@ -74,7 +73,7 @@ def test_mean_squared_error_of_head_sizes(codebook, head_size):
     x, decoded = quantize_gaussian(codebook, 200_000 // head_size, head_size)
     error = codebook.gain * decoded - x
     error = (error * error).mean().item() / (x * x).mean().item()
-    # Steps in the products of smaller vectors are larger, and deltas of 2 bits coarser.
+    # Shorter vectors have larger steps in products, and deltas of 2 bits are coarser.
     words = fmt.scale_words(head_size)
     factor = 1.02 if words.delta_step == 1 else 1.15
     assert error <= factor * ERROR_BOUNDS[codebook], f"squared error {error:.5f}"
@@ -90,7 +89,7 @@ def test_rounding_of_queries_is_small_beside_the_codes(head_size):
 
 def test_rounded_queries_at_the_edges():
     assert not reference.round_query(torch.zeros(2, 64)).any()
-    # Between two codes but for the rounding of 127 / 3, which is down.
+    # Halfway between two codes, but 127 / 3 is rounded down.
     query = torch.tensor([3.0, 1.5, -3.0, 0.0])
     assert torch.equal(
         reference.round_query(query) * (127 / 3), torch.tensor([127.0, 63, -127, 0])
@@ -100,7 +99,7 @@ def test_rounded_queries_at_the_edges():
 @pytest.mark.parametrize("bits, bound", [(4, 0.0015), (3, 0.005)])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3])
 def test_each_key_is_unbiased(bits, bound, magnitude):
-    """The error along the key itself, which attention feels most."""
+    """The error along the key itself, which affects attention most, is small."""
     codebook = KEY_CODEBOOKS[bits]
 
     def error_along(codebook: Codebook) -> float:
@@ -116,7 +115,8 @@ def test_each_key_is_unbiased(bits, bound, magnitude):
 @pytest.mark.parametrize(
     "head_size, groups, expected",
     [
-        # Deltas to 7: in reach, the first of equals, next in reach, none in reach.
+        # Deltas up to 7: in reach, the first of two equals, the next in reach, and none
+        # in reach.
         (
             128,
             [((100, 101), (1, 2)), ((95, 96), (0, 1)), ((98, 99), (1, 1))]
@@ -124,7 +124,7 @@ def test_each_key_is_unbiased(bits, bound, magnitude):
             + 3 * [((100, 99), (0, 1))],
             [100, 95, 98, 94, 93, 100, 100, 100],
         ),
-        # Deltas of 0, 2, 4 and 6: another parity, too.
+        # Deltas of 0, 2, 4 and 6, and a code of another parity.
         (
             64,
             [((100, 101), (1, 2)), ((97, 98), (0, 1))]
@@ -145,7 +145,7 @@ def test_scales_in_reach(head_size, groups, expected):
 
 @pytest.mark.parametrize("codebook", [KEY_CODEBOOKS[3], VALUE_CODEBOOKS[3]])
 def test_no_path_is_better(codebook):
-    """All 65,536 paths of a group, each with its best levels."""
+    """The chosen path is the best of all 65,536, each with its best levels."""
     y = codec.by_group(gaussian(4, 64, seed=4)).cpu()
     scale = torch.tensor([0.5, 1.5, 2.0, 2.5])[:, None]  # by group, some too small
     unit = torch.ones_like(scale)
@@ -169,8 +169,8 @@ def test_no_path_is_better(codebook):
 @all_codebooks
 @pytest.mark.parametrize("head_size", [96, 128])
 def test_scales_have_least_error(codebook, head_size):
-    """No other base of a word leads to a smaller error, and with its base each group
-    has the best candidate, except by the rounding of the errors that are compared.
+    """No other base of a word has a smaller error, and each group has the best
+    candidate for its base, up to the rounding of compared errors.
     """
     x = gaussian(200, head_size, seed=3)
     x *= torch.logspace(-3, 3, 200, device=x.device)[:, None]
@@ -194,7 +194,7 @@ def test_scales_have_least_error(codebook, head_size):
     scales = scales.int()
     chosen = error(scales)
     scales = scales.unflatten(-1, shape)
-    # Where none of a group's candidates is in reach, its error is only guessed.
+    # A group without a candidate in reach has an estimated error.
     known = (codes == scales[..., None]).any(-1).all(-1)
     assert known.float().mean() > 0.5
     rounding = largest**2 * head_size * 2.0**-fmt.ERROR_FRACTION_BITS
@@ -212,7 +212,7 @@ def test_scales_have_least_error(codebook, head_size):
 
 
 def test_low_bases_are_chosen():
-    """A base below the best scale of one group serves the others better."""
+    """A base below one group's best scale is chosen if others gain more."""
     words = fmt.scale_words(128)
     codes = torch.tensor([[90, 91, 92], *7 * [[82, 83, 84]]])
     errors = torch.tensor([[5.0, 1.2, 1.0], *7 * [[0.0, 1.0, 9.0]]])
@@ -236,7 +236,7 @@ def test_small_vectors_are_kept(codebook, magnitude):
 
 
 def special_vectors(head_size: int) -> dict[str, torch.Tensor]:
-    """Vectors an encoder must survive, fp32, by what they are."""
+    """Vectors that an encoder must survive, fp32, by name."""
     x = gaussian(head_size, seed=5)
     spike = torch.zeros_like(x)
     spike[head_size // 3] = 1
@@ -286,7 +286,7 @@ def test_huge_inputs_saturate_with_their_sign():
 
 
 def test_smallest_vectors():
-    """About 1e-6 is the least magnitude that is not stored as zero."""
+    """Vectors of a magnitude below about 1e-6 are stored as zero."""
     codebook = VALUE_CODEBOOKS[4]
     for magnitude, is_zero in ((1e-4, False), (4e-6, False), (1e-7, True)):
         y = gaussian(100, 128) * magnitude
@@ -298,7 +298,7 @@ def test_smallest_vectors():
 @all_presets
 @all_head_sizes
 def test_store_touches_its_bytes_only(name, head_size):
-    """Tokens of one page in one call; slot -1 and padding store nothing."""
+    """Store tokens of one page in one call; slot -1 and padding store nothing."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     buffer, caches = layer_caches(layout, 4, 2, 32)
     cache = caches[1]
@@ -316,7 +316,7 @@ def test_store_touches_its_bytes_only(name, head_size):
             untouched[start + rows[token % 16]] = False
     assert (~untouched).sum() == 3 * 2 * layout.slot_size
     assert (buffer.cpu()[untouched] == 0xFF).all()
-    # Every other byte was written: an all-ones page would say otherwise.
+    # Every other byte was written, as a page of zeros shows.
     buffer.fill_(0)
     reference.store(cache, slots, key, value, layout)
     assert (buffer.cpu()[untouched] == 0).all()

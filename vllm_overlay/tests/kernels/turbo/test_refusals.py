@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a turbo cache dtype cannot serve is refused at the start, with a reason
-and the way out: nothing is dropped in silence.
+"""Cases that a turbo cache dtype cannot serve are refused at the start, with a reason
+and a way out: no feature is dropped silently.
 """
 
 import json
@@ -47,7 +47,7 @@ from .utils import all_presets
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """Of a model with one layer, "layers.0.attn"."""
+    """The configuration of a model with one layer, "layers.0.attn"."""
     folder: Path = tmp_path_factory.mktemp("model")
     config = make_vllm_config(folder)
     make_layer(config)
@@ -55,7 +55,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 
 def refused(feature: str, name: str = "turbo4"):
-    """Expect a ValueError that names dtype and feature; ``test_reasons.py`` has the
+    """Expect a ValueError that names dtype and feature; ``test_reasons.py`` tests the
     ways out.
     """
     return pytest.raises(ValueError, match=f"(?s)(?=.*{name}).*{feature}")
@@ -125,7 +125,7 @@ def test_impl_argument(config, changes, feature):
 
 
 def test_impl_takes_what_means_nothing(config):
-    """Models pass defaults explicitly."""
+    """Arguments without effect are taken: models pass defaults explicitly."""
     make_impl(
         config,
         alibi_slopes=None,
@@ -138,7 +138,7 @@ def test_impl_takes_what_means_nothing(config):
 
 
 def test_window_that_never_binds(config):
-    """It is as long as the longest sequence: the layer attends as without one."""
+    """A window as long as the longest sequence counts as none."""
     assert "turbo" in select(has_sliding_window=True)
     for window, binds in ((2047, True), (2048, False), (4096, False)):
         impl = make_impl(config, sliding_window=window)
@@ -146,7 +146,7 @@ def test_window_that_never_binds(config):
 
 
 def test_window_of_a_drafter(config):
-    """Its sequences are as long as the model's."""
+    """A drafter's sequences are as long as the target model's."""
     drafting = speculative_config(config, "draft_model")
     target = copy(config.model_config)
     target.max_model_len = 4096
@@ -156,7 +156,7 @@ def test_window_of_a_drafter(config):
 
 
 def test_window_is_packed(config):
-    """Its pages are as large as those of a layer without."""
+    """A layer with a sliding window has pages as large as a layer without."""
     layers = [make_layer(config, per_layer_sliding_window=w) for w in (None, 64)]
     pages = []
     for layer in layers:
@@ -173,14 +173,14 @@ def test_speculative_decoding_is_served(config, method):
 
 
 def test_extracted_hidden_states(config):
-    """They would be cached in the dtype of the cache, as if they were K and V."""
+    """Hidden states would be stored in the cache's dtype, as if they were K and V."""
     with refused("extract_hidden_states of --speculative-config"):
         make_impl(speculative_config(config, "extract_hidden_states"))
 
 
 @pytest.mark.parametrize("changes", MICRO_BATCHES.values(), ids=MICRO_BATCHES)
 def test_micro_batches(config, changes):
-    """Each would need a workspace and a plan of its own."""
+    """Each micro-batch would need a workspace and a plan of its own."""
     with refused("leave out --enable-dbo and --ubatch-size"):
         make_impl(parallel_config(config, **changes))
 
@@ -203,7 +203,7 @@ def test_decode_context_parallelism_is_served(config):
 
 
 def test_gpu_without_flash_attention(config, monkeypatch):
-    """Prompts could not be prefilled in the memory that is reserved."""
+    """Without FlashAttention, prefills would exceed the reserved memory."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda head_size: None)
     with refused("a vLLM without FlashAttention for head_size 64 on this GPU"):
@@ -283,13 +283,13 @@ def test_mm_prefix_with_images_and_without(config, tmp_path):
 
 @pytest.mark.parametrize("head_size, has_spans", [(256, True), (512, False)])
 def test_layers_of_large_heads_expect_no_images(config, head_size, has_spans):
-    """Gemma 4's see none, and start."""
+    """Layers with heads of 512 expect no images: Gemma 4's see none, and are served."""
     impl = make_impl(mm_prefix_config(config), head_size=head_size)
     assert impl.runner.has_spans is has_spans
 
 
 def test_mm_prefix_with_adaptive_verification(config):
-    """Where a prompt's tokens are among decodes' the host does not know."""
+    """The host does not know which tokens among decodes belong to a prompt."""
     drafting = with_adaptive_verification(config)
     make_builder(drafting, make_spec())
     make_builder(mm_prefix_config(config), make_spec())
@@ -298,14 +298,14 @@ def test_mm_prefix_with_adaptive_verification(config):
 
 
 def test_fast_prefill(config):
-    """Layers that share a cache would have other batches than those that store."""
+    """Layers that share a cache would have other batches than layers that store."""
     with refused("leave out --kv-sharing-fast-prefill"):
         make_impl(fast_prefill_config(config))
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_shared_caches_of_other_dtypes(tmp_path, skipped):
-    """A layer would read bytes that another one stores in another format."""
+    """A layer would read bytes that another layer stores in another format."""
     with refused("KV sharing.*of turbo4 and of auto.*--kv-cache-dtype-skip-layers"):
         share_with_skipped(make_vllm_config(tmp_path), skipped)
 
@@ -320,7 +320,7 @@ def test_layer_is_served(config):
 
 
 def test_layer_with_another_size_of_values(config):
-    """The implementation is not told; the spec is."""
+    """The implementation does not get the size of V, but the spec has it."""
     layer = make_layer(config, head_size_v=32)
     with refused("head_size_v 32 .*K, 64"):
         spec = TurboAttentionBackend.customize_spec(layer.get_kv_cache_spec(config))
@@ -329,7 +329,7 @@ def test_layer_with_another_size_of_values(config):
 
 @pytest.mark.parametrize("argument", ["output_scale", "output_block_scale"])
 def test_fused_output_quantization(config, argument):
-    """Compilation never asks for it; a caller that does is told."""
+    """Compilation never asks for fused quantisation; another caller gets an error."""
     impl = make_impl(config)
     assert not impl.fused_output_quant_supported(None)
     x = torch.zeros(1, 4, 64)

@@ -19,8 +19,7 @@ from vllm.v1.attention.ops.turbo.formats.rotation import (
 
 from .utils import DEVICE, all_head_sizes, gaussian, model_dtypes
 
-# SHA-256 of the signs and of the matrix, shortened. Both are part of the
-# stored format.
+# Shortened SHA-256 of the signs and of the matrix. Both are part of the stored format.
 GOLDEN = {
     64: ("ac9e7c7f3f57f10a", "24d4e7a33fe420ea"),
     80: ("deeecb0b4022873b", "ec86570ab5504d0d"),
@@ -64,7 +63,7 @@ def test_signs_and_matrix_are_pinned(head_size):
 
 @pytest.mark.parametrize("head_size", [96, 128, 112])
 def test_a_default_device_changes_nothing(head_size):
-    """Models are built, and may ask for it first, where another device is default."""
+    """The matrix is the same if a model is built with another default device."""
     expected = rotation_matrix(head_size, torch.device("cpu"))
     for function in (rotation_matrix, rotation_signs, hadamard):
         function.cache_clear()
@@ -90,9 +89,9 @@ def test_matrix_and_inverse(head_size):
 
 @all_head_sizes
 def test_smooth_vectors_become_no_spike(head_size):
-    """Constant and alternating vectors, rows of a plain Hadamard matrix.
+    """Constant and alternating vectors, and rows of a Hadamard matrix, become no spike.
 
-    Of independent signs, the largest sum stays below 4.5 sigma.
+    The largest sum of independent signs stays below 4.5 sigma.
     """
     constant = torch.ones(head_size, device=DEVICE)
     alternating = constant.clone()
@@ -106,7 +105,7 @@ def test_smooth_vectors_become_no_spike(head_size):
 @all_head_sizes
 @model_dtypes
 def test_round_trip(head_size, dtype):
-    """The rounding is at most half of 2**-10 of the largest input."""
+    """The error of a round trip is at most 2**-10 of the largest input."""
     x = gaussian(200, head_size, dtype=dtype)
     x = x * torch.logspace(-3, 3, 200, device=DEVICE, dtype=dtype)[:, None]
     back = reference.inverse_rotate(reference.rotate(x))
@@ -123,7 +122,7 @@ def test_rotation_keeps_dot_products(head_size):
 
 
 def fixed_point(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers, fp64, and unit, fp32, of (T, D) normal vectors."""
+    """The integers, (T, D) fp64, and units, (T, 1) fp32, of vectors (T, D)."""
     _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
     unit = torch.ldexp(torch.ones_like(x[:, :1]), exponent - 1 - fmt.ROTATION_EXPONENT)
     return torch.floor(x.double() / unit + 0.5), unit
@@ -131,7 +130,7 @@ def fixed_point(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @all_head_sizes
 def test_sums_are_exact(head_size):
-    """Any order and precision of accumulation gives the same bits."""
+    """Any order and precision of accumulation gives the same bits: sums are exact."""
     x = gaussian(50, head_size) * 2.0 ** (torch.arange(50, device=DEVICE) - 25)[:, None]
     integers, unit = fixed_point(x)
     assert integers.abs().max() <= 2 ** (fmt.ROTATION_EXPONENT + 1)

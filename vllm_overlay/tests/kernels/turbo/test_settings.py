@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Settings that name no layer are refused, and those that do nothing are told."""
+"""Settings that name no layer are refused; settings without effect get a warning."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ NUM_LAYERS, WITH_CACHE = 4, 3
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is warned of."""
+    """The text of each warning."""
     lines: list[str] = []
     monkeypatch.setattr(
         settings.logger, "warning_once", lambda text, *args: lines.append(text % args)
@@ -34,7 +34,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def make_config(
     folder: Path, *skipped: str, name: str = "turbo4", **layer: int
 ) -> VllmConfig:
-    """Of a model of four layers, the first three of which have K and V."""
+    """The configuration of a model of four layers; the first three have K and V."""
     config = make_vllm_config(folder, name, num_hidden_layers=NUM_LAYERS)
     config.cache_config.kv_cache_dtype_skip_layers = list(skipped)
     for _ in range(WITH_CACHE):
@@ -66,7 +66,7 @@ def test_layers_that_are_there(tmp_path, platform, told):
 
 
 def test_a_layer_without_k_and_v(tmp_path, told):
-    """It is there, as those of a hybrid that have a state are."""
+    """A layer without K and V exists, such as a hybrid's layer with a state."""
     check(make_config(tmp_path, "0", "3"))
     (line,) = told
     assert line.startswith("--kv-cache-dtype-skip-layers 3: no effect")
@@ -82,7 +82,7 @@ def test_windows_that_are_not_there(tmp_path, told, window, expected):
 
 
 def test_layers_of_other_stages(tmp_path, told):
-    """A rank of a pipeline has a part of them, and knows how many there are."""
+    """A rank of a pipeline has a part of the layers, and knows their number."""
     config = make_config(tmp_path, "3", "sliding_window")
     config = parallel_config(config, pipeline_parallel_size=2)
     check(config)
@@ -135,7 +135,7 @@ def test_all_options_are_known(tmp_path, told):
 
 
 def test_options_that_have_an_effect(tmp_path, told):
-    """Where one layer has a turbo dtype, a drafter's."""
+    """Options have an effect if one layer, here a drafter's, has a turbo dtype."""
     config = make_config(tmp_path, name="auto")
     config.attention_config.turbo_prefill = "stored"
     drafter = make_config(tmp_path)
@@ -147,7 +147,7 @@ def test_options_that_have_an_effect(tmp_path, told):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_are_found(option, monkeypatch, capsys):
-    """By who asks for help, and who takes them for arguments of their own."""
+    """Help lists the options, and the parser suggests them for similar arguments."""
     parser, name = serve_parser(), f"--attention-config.{option}"
     monkeypatch.setattr(parser, "_search_keyword", "turbo")
     assert f"{name} " in parser.format_help()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention sinks: a logit of each query head that takes weight and has no value."""
+"""Attention sinks: each query head's logit, which takes weight and has no value."""
 
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from .backend_utils import (
 )
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian, requires_triton
 
-# Of four heads: none, hardly any, some and nearly all of the weight. A head that tensor
-# parallelism pads has none.
+# Sinks of four heads that get none, hardly any, some and nearly all of the weight. A
+# head that tensor parallelism pads has none.
 SINKS = [float("-inf"), -20.0, 2.0, 20.0]
-# Decodes, a prefill behind several pieces of context, one behind few tokens, one alone.
+# Decodes, and prefills after several pieces of context, after few tokens, and alone.
 REQUESTS = [(1, 0), (1, 40), (1, 130), (20, 150), (5, 14), (33, 0)]
 DRAFTED = [(3, 31), (3, 0), (2, 130), (1, 95)]
 paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
@@ -45,7 +45,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [BF16] + [FP16] * ON_GPU)
 @paths
 def test_batches(tmp_path: Path, mode, window, dtype, path):
-    """Their own dtype is the model's."""
+    """Sinks have the model's dtype."""
     config = make_vllm_config(
         tmp_path, "turbo4", dtype, mode, max_num_batched_tokens=512
     )
@@ -56,7 +56,7 @@ def test_batches(tmp_path: Path, mode, window, dtype, path):
     metadata = make_builder(config, impl).build(0, batch.common)
     output = batch.run(impl, metadata, path)
     batch.check(impl, output)
-    # The reference knows them, too.
+    # The check fails without sinks.
     impl.runner.sinks = None
     with pytest.raises(AssertionError, match="allowed"):
         batch.check(impl, output)
@@ -80,7 +80,7 @@ def test_drafts(tmp_path: Path, window, path):
 @prefill_modes
 @paths
 def test_beside_an_offset_of_k(tmp_path: Path, window, mode, path):
-    """What all keys lack changes no softmax, but a sink's share."""
+    """An offset that all keys lack changes no softmax, but changes a sink's share."""
     config = make_vllm_config(
         tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
     )
@@ -96,7 +96,7 @@ def test_beside_an_offset_of_k(tmp_path: Path, window, mode, path):
 @requires_triton
 @kernel_paths
 def test_padded_rows_stay_zero(tmp_path: Path, path):
-    """Sequences without tokens, as a CUDA graph has them."""
+    """Padded sequences of a CUDA graph have no tokens, and zeros as output."""
     config = make_vllm_config(tmp_path, "turbo4", BF16)
     impl = make_impl(config, sinks=torch.tensor(SINKS, device=DEVICE))
     set_path(impl, path)
