@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Layers whose query tokens see the last few tokens, through the backend.
+"""Layers with a sliding window, through the backend.
 
-Blocks below a window are another sequence's by then: none of their bytes may count.
+Blocks before a window may belong to another sequence: none of their bytes may count.
 """
 
 import random
@@ -31,19 +31,19 @@ from .utils import BF16, FP16, ON_GPU, requires_triton
 
 WINDOWS = [1, 15, 16, 17, 128]
 all_windows = pytest.mark.parametrize("window", WINDOWS)
-# Around windows and blocks; prefills behind prefixes that end within a window, and one
-# of more tokens than a buffer has room for.
+# Lengths around windows and blocks; prefills after prefixes that end within a window,
+# and one with more tokens than a buffer has room for.
 REQUESTS = {
     "decodes": [(1, 15), (1, 16), (1, 17), (1, 0), (1, 127), (1, 129), (1, 300)],
     "mixed": [(1, 130), (5, 14), (20, 150), (2, 64), (33, 0), (150, 31)],
     "one first chunk": [(150, 0)],
 }
-# With up to two drafts to verify, of lengths alike and not.
+# Requests with up to two drafts, of equal and of different lengths.
 DRAFTED = {
     "uniform": [(3, 31), (3, 0), (3, 14), (3, 129)],
     "ragged": [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)],
 }
-# The interpreter takes seconds for each: of all pairs some.
+# Some of all cases, because the interpreter takes seconds for each.
 KERNEL_CASES = [
     ("decodes", "raw", 15),
     ("decodes", "raw", 16),
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for 12 tokens more than the longest window."""
+    """Have room for 12 tokens more than the longest window."""
     set_scratch(monkeypatch, piece_tokens=140)
     monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
 
@@ -116,7 +116,7 @@ def test_batches(folder, case, mode, window, path, small_buffers):
 @pytest.mark.parametrize("case, mode, window", DRAFT_CASES)
 @pytest.mark.parametrize("path", ["torch", *KERNELS])
 def test_drafts(folder, case, mode, window, path):
-    """Each sees its own window, some of one query token alone."""
+    """Each draft sees its own window; some windows have only the query token."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
     check(config, DRAFTED[case], window, path)
 
@@ -142,7 +142,7 @@ def test_long_windows(folder, mode, window, path):
         max_num_batched_tokens=8192,
         max_position_embeddings=8192,
     )
-    # Of longer sequences than the other tests': a window has to bind.
+    # Sequences may be longer than in other tests, so that the windows bind.
     config.model_config.max_model_len = 8192
     check(config, LONG, window, path)
 
@@ -150,8 +150,9 @@ def test_long_windows(folder, mode, window, path):
 @pytest.mark.parametrize("window", [1, 2, 17, 128])
 @pytest.mark.parametrize("stored", [False, True])
 def test_slices(window, stored):
-    """Each query token is in one slice, with all that it sees of its request and in
-    order; no slice has more than there is room for.
+    """Each query token is in one slice, in order, with all tokens that it sees.
+
+    No slice has more tokens than there is room for.
     """
     draw, room = random.Random(window), window + 12
     for _ in range(50):

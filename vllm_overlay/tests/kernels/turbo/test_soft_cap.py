@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A soft cap of attention logits, as Gemma 2's: cap * tanh(s / cap), through the
+"""A soft cap of attention logits as in Gemma 2, cap * tanh(s / cap), through the
 backend.
 """
 
@@ -33,10 +33,10 @@ from .backend_utils import (
 from .test_mm_prefix import CASES as SPANS
 from .utils import BF16, DEVICE, FP16, ON_GPU, requires_triton
 
-# With queries that are as much longer: scores of up to +-12 are hardly told apart, and
-# those of a cap that is served are bent.
+# Factors of the queries by cap. A cap of 2 hardly tells scores of up to +-12 apart. A
+# cap as large as models' bends them.
 CAPS = {2.0: 3.0, 50.0: 12.0}
-# Decodes, a prefill behind several pieces of context, one behind few tokens, one alone.
+# Decodes, and prefills after several pieces of context, after few tokens, and alone.
 REQUESTS = [(1, 0), (1, 40), (1, 130), (20, 150), (5, 14), (33, 0)]
 DRAFTED = {
     "uniform": [(3, 31), (3, 0), (3, 130), (3, 95)],
@@ -46,8 +46,8 @@ MODES, WINDOWS = ("raw", "stored"), (None, 17)
 
 
 def cases(names: str, every: list[tuple], some: list[tuple]) -> pytest.MarkDecorator:
-    """Paths and what else there is to try: the interpreter, which takes a second for
-    each, tries some.
+    """Each path with its cases: PyTorch and GPUs get all, and the interpreter, which
+    takes a second for each, some.
     """
     found = [(path, *case) for path in KERNELS for case in (every if ON_GPU else some)]
     found += [("torch", *case) for case in every]
@@ -73,7 +73,7 @@ def check(
     path: str,
     ranges: Ranges | None = None,
 ) -> None:
-    """Compare to attention with the cap, and see that it is not attention without."""
+    """Compare to attention with the cap, and fail without it."""
     set_path(impl, path)
     batch = Batch.make(impl, requests)
     if impl.runner.shares_cache:
@@ -125,7 +125,7 @@ def test_drafts(tmp_path: Path, mode, window, kind, path):
     [("raw", None), ("stored", 17)],
 )
 def test_beside_sinks(tmp_path: Path, mode, window, path):
-    """A sink is beside the scores that are capped, and has no cap itself."""
+    """A sink is weighed against capped scores, and has no cap itself."""
     config = make_vllm_config(
         tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
     )
@@ -141,7 +141,7 @@ def test_beside_sinks(tmp_path: Path, mode, window, path):
     [("stored", None), ("raw", 128)],
 )
 def test_spans(tmp_path: Path, mode, window, path):
-    """Tokens of an image: what comes after one in it is attended to apart."""
+    """Later tokens of an image, which are attended to apart, have capped scores."""
     config = make_vllm_config(
         tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=512
     )
@@ -153,7 +153,7 @@ def test_spans(tmp_path: Path, mode, window, path):
 @requires_triton
 @cases("window", [(window,) for window in WINDOWS], [(None,)])
 def test_shared_cache(tmp_path: Path, window, path):
-    """A layer that reads another's."""
+    """A layer that reads another layer's cache has capped scores."""
     config = make_vllm_config(tmp_path, "turbo4", FP16, max_num_batched_tokens=512)
     impl = make_impl(
         config,
@@ -166,7 +166,7 @@ def test_shared_cache(tmp_path: Path, window, path):
 
 @pytest.mark.parametrize("cap, served", [(50.0, 50.0), (30, 30.0), (0.0, None)])
 def test_argument_of_layers(tmp_path: Path, cap, served):
-    """Zero is none, which models pass."""
+    """Models pass zero for no cap."""
     impl = make_impl(make_vllm_config(tmp_path), logits_soft_cap=cap)
     assert impl.runner.logits_soft_cap == served
 
@@ -174,8 +174,9 @@ def test_argument_of_layers(tmp_path: Path, cap, served):
 @requires_triton
 @pytest.mark.parametrize("cap", [2.0, 50.0])
 def test_capped_scores(cap):
-    """To 2**-21 of the cap, near zero and where there is no more to bound. What is not
-    a number stays so.
+    """Capped scores are exact to 2**-21 of the cap, near zero and far beyond the cap.
+
+    NaN stays NaN.
     """
     scores = LOG2_E * torch.linspace(-4 * cap, 4 * cap, 4096, dtype=torch.float64)
     scores = scores.float().to(DEVICE)

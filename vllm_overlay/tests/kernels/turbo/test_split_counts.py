@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Splits of a sequence that the CUDA kernels have room for: enough to keep the GPU
-busy, and no more than they can use.
+"""Splits of a sequence in the CUDA kernels: enough to keep the GPU busy, and no more
+than they can use.
 """
 
 from itertools import product
@@ -14,9 +14,9 @@ from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
 
 # Multiprocessors, KV heads, sequences, query tokens of each.
 CASES = list(product((40, 80, 132), (1, 2, 8), (1, 3, 32, 256, 1024), (1, 4, 8)))
-# Splits of all query tokens that are no burden, whatever the batch.
+# Splits of all query tokens that need little memory in any batch.
 FEW = 4096
-# Teams of warps that a multiprocessor holds at most, each with a range of its own.
+# The most teams of warps on a multiprocessor. Each has a range of its own.
 TEAMS = 4
 
 all_kernels = pytest.mark.parametrize(
@@ -26,7 +26,7 @@ all_kernels = pytest.mark.parametrize(
 
 @all_kernels
 def test_a_long_sequence_can_have_every_multiprocessor(kernel):
-    """Alone, or beside others that are short, if there are few of them."""
+    """A long sequence alone, or beside a few short ones, can have them all."""
     for num_sms, num_kv_heads, num_seqs, query_len in CASES:
         splits = kernel.num_kv_splits(num_seqs, num_kv_heads, num_sms, query_len)
         wanted = min(MAX_KV_SPLITS, -(-num_sms // num_kv_heads))
@@ -36,8 +36,8 @@ def test_a_long_sequence_can_have_every_multiprocessor(kernel):
 
 @all_kernels
 def test_no_more_than_can_be_used(kernel):
-    """By a sequence alone, and in a large batch by one of twice the average length:
-    each range that is cut has two ends.
+    """Splits are at most those that a sequence alone can use, or in a large batch one
+    of twice the average length. A range that is cut has two ends.
     """
     for num_sms, num_kv_heads, num_seqs, query_len in CASES:
         splits = kernel.num_kv_splits(num_seqs, num_kv_heads, num_sms, query_len)

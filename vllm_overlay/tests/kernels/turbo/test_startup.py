@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is checked and said of a cache when the engine starts."""
+"""Checks and log lines of a cache when the engine starts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_cpu(monkeypatch, tmp_path):
 
 @requires_triton
 def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
-    """Each has its kernels; the workspace is that of the layer that needs the most."""
+    """Each shape has its kernels; the workspace is the largest of all layers."""
     large, small = make_impl(tmp_path, 2, 256), make_impl(tmp_path, 4, 96)
     small.runner.stored = large.runner.stored = True
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
@@ -146,7 +146,7 @@ def test_scores_that_depend_on_what_is_cached(tmp_path, changes, flags):
 
 
 class Ranks(NamedTuple):
-    """Of a tensor parallel group, this one."""
+    """A stand-in for a tensor parallel group, as this rank sees it."""
 
     is_first_rank: bool
 
@@ -155,7 +155,7 @@ class Ranks(NamedTuple):
 def test_the_first_of_ranks_with_the_same_layers_says_so(
     is_first, monkeypatch, tmp_path
 ):
-    """Of each stage of a pipeline and of each data parallel rank."""
+    """One rank logs the line in each pipeline stage and data parallel rank."""
     config = add_layers(tmp_path)
     lines = []
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
@@ -168,7 +168,7 @@ def test_the_first_of_ranks_with_the_same_layers_says_so(
     )
     startup.log_turbo_cache(config)
     assert [scope for _, scope in lines] == ["process"] * is_first
-    # All of them say it of themselves.
+    # All ranks report their own kernels.
     assert told == ["PyTorch's operators, because this is a CPU"]
 
 
@@ -198,7 +198,7 @@ def test_documented_line(monkeypatch, tmp_path):
     ids=str,
 )
 def test_hits_of_whole_blocks_are_told(changes):
-    """Of a hybrid's long ones alone."""
+    """Only long blocks of a hybrid get the advice."""
     hybrid = {"block_size": 3968, "mamba_cache_mode": "align"}
     advice = startup.prefix_hit_advice(CacheConfig(**hybrid))
     assert advice is not None
@@ -207,7 +207,7 @@ def test_hits_of_whole_blocks_are_told(changes):
 
 
 def add_layers(folder: Path, *layers: AttentionLayerBase) -> VllmConfig:
-    """The configuration of a model with a layer of vLLM's and these."""
+    """The configuration of a model with one of vLLM's layers, and further layers."""
     config = make_vllm_config(folder)
     with set_current_vllm_config(config), set_default_torch_dtype(BF16):
         Attention(
@@ -225,7 +225,7 @@ platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
 @pytest.mark.parametrize(
     "backend, spec",
     [
-        # As MiniMax-M3's, Inkling's, and one that TURBO was selected for.
+        # Layers as in MiniMax-M3 and Inkling, and one that TURBO was selected for.
         (FlashAttentionBackend, replace(PACKED, state_content_bytes=None)),
         (
             FlashAttentionBackend,
@@ -267,7 +267,7 @@ def test_layer_with_other_bytes(tmp_path, platform, changes):
 
 @platforms
 def test_layer_that_says_no_dtype(tmp_path, platform):
-    """Its pages say it: those of a turbo mode have to be TURBO's."""
+    """Without a dtype, the pages tell: pages of a turbo mode must be TURBO's."""
     layers = [OwnAttention(FlashAttentionBackend, PACKED) for _ in range(2)]
     for layer in layers:
         del layer.kv_cache_dtype
@@ -281,7 +281,7 @@ def test_layer_that_says_no_dtype(tmp_path, platform):
 
 @platforms
 def test_other_layers_pass(tmp_path, platform):
-    """One whose cache is of another dtype, and one that is TURBO's in all."""
+    """Layers with a cache of another dtype, or with TURBO's pages and backend, pass."""
     other = OwnAttention(FlashAttentionBackend, PACKED)
     other.kv_cache_dtype = "auto"
     same = OwnAttention(TurboAttentionBackend, PACKED)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The store kernel: its bytes are the reference's, everywhere in the cache."""
+"""The store kernel: all bytes of the cache are the reference's."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ from .utils import (
 pytestmark = requires_triton
 
 NUM_TOKENS = 200 if ON_GPU else 24
-# Triton compiles an instance for codes of three bits for a minute: of these, most head
-# sizes have one dtype.
+# Triton compiles an instance for codes of three bits for a minute. So most head sizes
+# have one dtype with these.
 FP16_SIZES = (80, 112, 512)
 STORED = [
     (name, size, dtype)
@@ -40,7 +40,7 @@ STORED = [
     for size, dtype in KERNEL_CASES
     if name == "turbo4" or size == 128 or (dtype == FP16) == (size in FP16_SIZES)
 ]
-# The rotation of queries is the same beside all codes.
+# The rotation of queries does not depend on the codes.
 ROTATED = [("turbo4", size, dtype) for size, dtype in KERNEL_CASES]
 ROTATED += [(name, 128, BF16) for name in ("k4v3", "turbo3")]
 
@@ -59,7 +59,7 @@ def test_bytes_equal_the_reference(name, head_size, dtype):
 
 @pytest.mark.parametrize("head_size", [80, 96])
 def test_smallest_vectors(head_size):
-    """Columns that pad a word's groups have no part in the choice of its scales."""
+    """Padded columns of a word's groups do not affect the choice of its scales."""
     layout = TurboFormat.from_cache_dtype("turbo4", head_size)
     magnitude = torch.logspace(-6, -4, 32, device=DEVICE)[:, None, None]
     key, value = (
@@ -71,8 +71,7 @@ def test_smallest_vectors(head_size):
     check_bytes(store, layout, key, value, torch.arange(32, device=DEVICE))
 
 
-# Whatever the strides, one instance of each: under --dist loadgroup one process alone
-# compiles it.
+# All strides use the same instance. With --dist loadgroup one process compiles it.
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,7 +87,7 @@ def test_strides_of_the_cache(name, cache_layout, block_size):
 
 @all_presets
 def test_strided_inputs(name):
-    """K and V are views of a fused projection's output."""
+    """K and V are views of one tensor."""
     layout = TurboFormat.from_cache_dtype(name, 64)
     qkv = gaussian(20, 8, 64, dtype=torch.bfloat16)
     _, key, value = qkv.split([4, 2, 2], 1)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention in plain PyTorch, which serves a CPU and is the target of other tests,
-against PyTorch's dense attention with a mask that is written out.
+"""Attention in plain PyTorch, which serves CPUs and is the target of other tests.
+
+It is compared to PyTorch's dense attention with an explicit mask.
 """
 
 from pathlib import Path
@@ -26,14 +27,15 @@ from .backend_utils import (
 )
 from .utils import FP16, all_presets, gaussian
 
-# Query and cached tokens of each request; up to three are a decode with drafts.
+# (query length, context length) of each request. A query of up to three tokens is a
+# decode with drafts.
 REQUESTS = [(1, 40), (3, 31), (2, 0), (7, 0), (5, 64), (33, 33)]
 
 
 def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int | None
 ) -> torch.Tensor:
-    """Query i sees the tokens up to place ``context + i``, or all if that is None."""
+    """Dense attention. Query i sees tokens up to ``context + i``; None: all tokens."""
     group = query.shape[1] // key.shape[1]
     seen = [
         [context is None or token <= context + i for token in range(len(key))]
@@ -51,7 +53,7 @@ def dense_attention(
 
 @pytest.mark.parametrize("num_queries, num_tokens", [(1, 1), (1, 9), (6, 6), (6, 20)])
 def test_attention_of_one_sequence(num_queries, num_tokens):
-    """With four query heads a KV head, in fp32; the LSE by a loop over the tokens."""
+    """Four query heads a KV head, in fp32; a loop over tokens gives the LSE."""
     query = gaussian(num_queries, 8, HEAD_SIZE, seed=1)
     key, value = (gaussian(num_tokens, 2, HEAD_SIZE, seed=seed) for seed in (2, 3))
     context = num_tokens - num_queries
@@ -73,10 +75,10 @@ def test_attention_of_one_sequence(num_queries, num_tokens):
 @all_presets
 @prefill_modes
 def test_batches(tmp_path: Path, name, mode):
-    """Of decodes, drafts and chunks, token by token from the cache."""
+    """Decodes, drafts and chunks, compared token by token from the cache."""
     config = with_drafts(make_vllm_config(tmp_path, name, FP16, mode))
     impl = make_impl(config)
-    # Before the plan: others' kernels have extends.
+    # Set before the plan, because other paths have extends.
     set_path(impl, "torch")
     batch = Batch.make(impl, REQUESTS)
     metadata = make_builder(config, impl).build(0, batch.common)
@@ -101,7 +103,7 @@ def test_batches(tmp_path: Path, name, mode):
         if mode == "raw":
             key[context:], value[context:] = batch.key[own], batch.value[own]
         expected = dense_attention(batch.query[own].float(), key, value, context)
-        # Rounding of the output.
+        # The output is rounded.
         torch.testing.assert_close(
             output[own].float(), expected, atol=1e-5, rtol=2**-11
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A backend that a model names for its layers is asked for the cache dtype, as one that
-the selector chooses is.
+"""A backend that a model names for its layers must support the cache dtype, like one
+that the selector chooses.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def make_layer(
 
 
 UNSUPPORTED = [
-    # As MiMo-V2's layers have it, which took all quantised dtypes for FP8.
+    # MiMo-V2's layers name it. It took all quantised dtypes for FP8.
     (FlashAttentionDiffKVBackend, "int8_per_token_head"),
     (FlashAttentionDiffKVBackend, "turboquant_4bit_nc"),
     (FlashAttentionDiffKVBackend, "turbo4"),
@@ -60,7 +60,7 @@ def test_dtype_of_a_named_backend(tmp_path, backend, name):
     [
         (FlashAttentionDiffKVBackend, "auto"),
         (FlashAttentionDiffKVBackend, "bfloat16"),
-        # Its list lacks float16, which is no format of its own.
+        # Its list lacks float16, which is not a format of its own.
         (TritonAttentionDiffKVBackend, "float16"),
         (TritonAttentionDiffKVBackend, "fp8"),
         (TritonAttentionBackend, "int8_per_token_head"),

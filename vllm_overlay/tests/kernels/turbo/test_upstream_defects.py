@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Defects of vLLM's ``turboquant_*`` dtypes in what they compute and allocate, as
-scenarios that any packed dtype must pass.
+"""Defects of vLLM's ``turboquant_*`` dtypes in results and allocations, as scenarios
+that any packed dtype must pass.
 
 Where the series mends vLLM's own code, both dtypes pass. Elsewhere vLLM's fails
-strictly: the day it is mended, its mark has to go.
+strictly: once it is mended, the mark must be removed.
 """
 
 import pytest
@@ -35,7 +35,7 @@ def attend(q, k, v, *, fa_version: int | None = None, **arguments) -> torch.Tens
 
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, function) -> None:
-    """Have TurboQuant take the way of GPUs, with this for FlashAttention."""
+    """Have TurboQuant take the path of GPUs, with ``function`` for FlashAttention."""
     monkeypatch.setattr(turboquant_attn, "_HAS_FLASH_ATTN", True)
     monkeypatch.setattr(
         turboquant_attn, "flash_attn_varlen_func", function, raising=False
@@ -56,8 +56,8 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["prefills", "mixed"],
 )
 def test_prefix_beside_a_long_first_chunk(folder, flash_attn, name, requests):
-    """The longest query is as long as the longest sequence, and yet another request
-    of the batch has a prefix in the cache.
+    """The longest query is as long as the longest sequence, but another request of the
+    batch has a prefix in the cache.
     """
     scene = Scene(make_vllm_config(folder, name, FP16), requests)
     scene.store_contexts()
@@ -67,7 +67,7 @@ def test_prefix_beside_a_long_first_chunk(folder, flash_attn, name, requests):
 @requires_triton
 @pytest.mark.parametrize("requests", [[(34, 0)], [(1, 9), (34, 0), (5, 0)]])
 def test_first_chunks_alone_take_one_launch(folder, requests, monkeypatch):
-    """As before the mend of the above, TurboQuant's prefill of them is one call."""
+    """First chunks are still one call in TurboQuant, after the mend of the above."""
     calls = []
 
     def count(*args, **arguments):
@@ -95,8 +95,10 @@ def test_drafts_by_lengths_of_the_device(folder, flash_attn, name):
 @requires_triton
 @both
 def test_drafts_in_a_replayed_graph(folder, flash_attn, name):
-    """A FULL graph of requests with drafts is captured of a dummy batch: a replay has
-    new values in the tensors on the device, and what the host read stays.
+    """A FULL graph of requests with drafts is captured with a dummy batch.
+
+    A replay has new values in tensors on the device, but numbers that the host read
+    stay.
     """
     config = with_drafts(make_vllm_config(folder, name, FP16))
     scene = Scene(config, [(3, 31), (3, 64)])
@@ -115,7 +117,7 @@ def test_drafts_in_a_replayed_graph(folder, flash_attn, name):
 
 
 def profile(scene: Scene, num_tokens: int) -> None:
-    """The forward pass by which vLLM profiles memory, before it makes builders."""
+    """Run the forward pass that profiles memory, before vLLM makes builders."""
     shape = (num_tokens, NUM_HEADS, scene.head_size)
     tokens = torch.empty(shape, dtype=FP16, device=DEVICE)
     scene.impl.forward(scene.layer, tokens, tokens, tokens, None, None, tokens)
@@ -124,7 +126,7 @@ def profile(scene: Scene, num_tokens: int) -> None:
 @requires_triton
 @unmended(AssertionError)
 def test_profile_run_takes_the_workspace(folder, workspace, name):
-    """What a step needs and the profile run does not take may be missing later."""
+    """Memory that a step needs but the profile run does not take may be missing."""
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
     scene = Scene(config, [(1, 40)] * 4)
     if name == OURS and not ON_GPU:
@@ -137,7 +139,7 @@ def test_profile_run_takes_the_workspace(folder, workspace, name):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the largest new tensor that an operator returns, in bytes."""
+    """Records the bytes of the largest new tensor that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 class NoKernel:
-    """Launches nothing, by a call or by a grid."""
+    """A stand-in for kernels, called directly or with a grid."""
 
     def __call__(self, *args, **arguments) -> None:
         pass
@@ -171,8 +173,8 @@ def attend_to_nothing(q, k, v, out=None, return_softmax_lse=False, **arguments):
 def test_chunk_allocates_nothing_of_its_contexts_size(
     folder, workspace, name, monkeypatch
 ):
-    """Around the kernels, which do nothing here, and beside the workspace: no profile
-    run can have taken a tensor as long as the context.
+    """A chunk allocates no tensor as long as its context, which no profile run could
+    have taken. Kernels do nothing here, and the workspace is not counted.
     """
     monkeypatch.setattr(prefill_plan, "PIECE_BYTES", 2**14)
     set_flash_attn(monkeypatch, attend_to_nothing)
@@ -210,7 +212,7 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
 @unmended(RuntimeError)
 @pytest.mark.parametrize("head_size", [80, 96])
 def test_head_sizes_other_than_powers_of_two(folder, flash_attn, name, head_size):
-    """The backend says that it takes them."""
+    """The backend says that it supports these head sizes."""
     scene = Scene(make_vllm_config(folder, name, FP16), [(1, 40)], head_size)
     assert scene.backend.supports_head_size(head_size)
     scene.store_contexts()
@@ -225,7 +227,7 @@ FEATURES = {
 @unmended(pytest.fail.Exception)
 @pytest.mark.parametrize("arguments", FEATURES.values(), ids=FEATURES)
 def test_features_are_not_dropped_in_silence(folder, name, arguments):
-    """No kernel has them, so whoever asks for one is to be told."""
+    """Features that no kernel has raise an error."""
     config = make_vllm_config(folder, name, FP16)
     with pytest.raises((ValueError, NotImplementedError), match="does not support"):
         make_impl(config, **arguments)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Pages of one dtype whose bytes mean something else are not taken for each other:
-not by NIXL's handshake, in the offload tiers' folders, or by Mooncake's keys.
+"""Pages of a dtype with another format are not mistaken for each other: not by NIXL's
+handshake, in the offload tiers' folders, or by Mooncake's keys.
 """
 
 import json
@@ -50,7 +50,7 @@ from .refusal_cases import make_layer
 
 LAYER, WINDOWED = "layers.0.attn", "layers.1.attn"
 NUM_BLOCKS = 4
-# As a release wrote them, another one, and one that says nothing.
+# IDs of a release, of another one, and of a release without IDs.
 IDS = ("1", "2", "")
 
 MakeConfig = Callable[[str], VllmConfig]
@@ -58,7 +58,7 @@ MakeConfig = Callable[[str], VllmConfig]
 
 @pytest.fixture(scope="module")
 def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig]:
-    """The configuration of an engine with one rank, by its cache dtype."""
+    """A function from a cache dtype to the configuration of an engine with one rank."""
     folder: Path = tmp_path_factory.mktemp("model")
     configs: dict[str, VllmConfig] = {}
 
@@ -69,7 +69,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig
         return configs[dtype]
 
     config = make("turbo4")
-    # Before the dtype selects it, too.
+    # The backend is named, so that the series may lack the patch that selects it.
     make_layer(config, attn_backend=AttentionBackendEnum.TURBO.get_class())
     with one_rank(folder, config):
         yield make
@@ -90,7 +90,7 @@ def make_spec(
 
 
 def make_window_spec(spec: FullAttentionSpec) -> SlidingWindowSpec:
-    """As the spec, of layers with a sliding window."""
+    """The same spec, for layers with a sliding window."""
     return SlidingWindowSpec(
         block_size=spec.block_size,
         num_kv_heads=spec.num_kv_heads,
@@ -104,7 +104,7 @@ def make_window_spec(spec: FullAttentionSpec) -> SlidingWindowSpec:
 
 
 def cache_of(*specs: FullAttentionSpec) -> KVCacheConfig:
-    """Of a group of layers each, of which all but the first have a window."""
+    """A cache with a group for each spec; all groups but the first have a window."""
     first, *others = specs
     merged = [FullAttentionSpec.merge([first, first]), *map(make_window_spec, others)]
     groups = [
@@ -114,7 +114,7 @@ def cache_of(*specs: FullAttentionSpec) -> KVCacheConfig:
 
 
 def with_connector(config: VllmConfig, name: str, **extra: object) -> VllmConfig:
-    """The configuration, until another connector is set."""
+    """The configuration, changed to use this connector."""
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=name,
         kv_role="kv_both",
@@ -125,7 +125,7 @@ def with_connector(config: VllmConfig, name: str, **extra: object) -> VllmConfig
 
 
 def test_ids_group_no_layers():
-    """They are no part of what pages are like to who allocates them."""
+    """IDs do not count when specs are compared to allocate pages."""
     one, two = (make_spec("turbo4", name) for name in IDS[:2])
     assert one == two and hash(one) == hash(two)
 
@@ -146,7 +146,7 @@ def test_formats_of_groups():
 
 
 def nixl_hash(config: VllmConfig, *specs: FullAttentionSpec) -> str:
-    """As a worker tells it to others, once it has registered its cache."""
+    """The hash that a worker sends to others after it has registered its cache."""
     pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
     with_connector(config, "NixlConnector")
     connector = NixlConnector(config, KVConnectorRole.WORKER, cache_of(*specs))
@@ -168,7 +168,7 @@ def test_nixl_hash(make_config: MakeConfig):
     hashes = {name: nixl_hash(config, make_spec("turbo4", name)) for name in IDS}
     assert len(set(hashes.values())) == len(IDS)
     assert nixl_hash(config, make_spec("turbo4", IDS[0])) == hashes[IDS[0]]
-    # That of a format without an id is the one of a worker that knows of no ids.
+    # Without an ID the hash is that of a worker that knows no IDs.
     assert hashes[""] == compute_nixl_compatibility_hash(config, "TURBO")
 
 
@@ -188,7 +188,7 @@ def test_offload_folder(make_config: MakeConfig):
 
 @pytest.fixture
 def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its library, without a network."""
+    """A stand-in for Mooncake's library, without a network."""
     store = ModuleType("mooncake.store")
     vars(store).update(
         MooncakeDistributedStore=lambda: SimpleNamespace(setup=lambda *args: 0),
@@ -212,9 +212,9 @@ def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mooncake_key(config: VllmConfig, *specs: FullAttentionSpec) -> str:
-    """Of a block of the first group, as a worker stores it."""
+    """The key of a block of the first group, as a worker stores it."""
     with_connector(config, "MooncakeStoreConnector")
-    # The first rank of a stage has a server for the scheduler.
+    # Not the first rank of a stage, which has a server for the scheduler.
     config.parallel_config.rank = 1
     try:
         worker = MooncakeStoreWorker(config, cache_of(*specs))
@@ -233,7 +233,7 @@ def test_mooncake_keys(make_config: MakeConfig, mooncake: None):
 
 @pytest.mark.parametrize("tell", [nixl_hash, offload_folder, mooncake_key])
 def test_ids_of_all_groups_count(make_config: MakeConfig, mooncake: None, tell):
-    """Pages of one group are read with those of the others."""
+    """IDs of all groups count, because a request reads pages of all of them."""
     config = make_config("turbo4")
     pairs = [("1", "2"), ("1", "3"), ("4", "2")]
     found = {
@@ -243,7 +243,7 @@ def test_ids_of_all_groups_count(make_config: MakeConfig, mooncake: None, tell):
 
 
 def test_mooncake_keys_of_dtypes(make_config: MakeConfig, mooncake: None):
-    """Of a size, in one store; without a dtype they stay as they always were."""
+    """Dtypes with equal page sizes have different keys; without a dtype keys stay."""
     dtypes = ("auto", "int4_per_token_head", "turbo4")
     specs = [make_spec(dtype) for dtype in dtypes]
     assert len({spec.page_size_bytes for spec in specs}) == 1
@@ -256,7 +256,7 @@ def test_mooncake_keys_of_dtypes(make_config: MakeConfig, mooncake: None):
 
 
 def test_other_dtypes_have_no_ids(make_config: MakeConfig):
-    """What is kept of them is found as before."""
+    """Other dtypes have no IDs, so that blocks from before are still found."""
     spec = replace(make_spec("int4_per_token_head"))
     config = make_config("int4_per_token_head")
     with_connector(config, "OffloadingConnector", cpu_bytes_to_use=1 << 20)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What ``--enable-mfu-metrics`` takes for the bytes of a packed KV cache."""
+"""Bytes of a packed KV cache in ``--enable-mfu-metrics``."""
 
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from vllm.v1.metrics.perf import (
 from .backend_utils import HEAD_SIZE, NUM_KV_HEADS, make_vllm_config
 from .mla_utils import NOPE, NUM_HEADS, make_mla_config
 
-# By dtype, who packs it, where vLLM has it selected, and its bytes a token and head.
+# By dtype: the backend that vLLM selects for it, and its bytes a token and head. None
+# stands for the backend that the platform selects.
 PACKED: dict[str, tuple[AttentionBackendEnum | None, int]] = {
     # Codes and scales, for K and for V.
     "int4_per_token_head": (AttentionBackendEnum.TRITON_ATTN, 2 * (32 + 4)),
@@ -38,7 +39,7 @@ PLAIN = {"auto": 2, "fp8": 1}
 
 
 def cache_bytes(config: VllmConfig) -> tuple[int, int]:
-    """Read for a token that attends to 1000, and written for it."""
+    """Bytes of the cache that a token reads if it attends to 1000, and writes."""
     metrics = AttentionMetrics.from_vllm_config(config)
     context = ExecutionContext()
     context.add(1, 1000, is_prefill=False)
@@ -55,7 +56,7 @@ def test_bytes_of_packed_caches(
     if backend is AttentionBackendEnum.FLASHINFER:
         pytest.importorskip("flashinfer", reason="its backend needs it")
     if backend is not None:
-        # No platform without a GPU selects these.
+        # A platform without a GPU selects none of these.
         packs = backend.get_class()
         monkeypatch.setattr(perf, "get_attn_backend", lambda *args, **options: packs)
     read, written = cache_bytes(make_vllm_config(tmp_path, name))
@@ -85,7 +86,7 @@ def test_bytes_of_latents(tmp_path: Path, name: str, token: int):
 
 
 def test_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Then nothing is said of attention, and the engine goes on."""
+    """Without a backend, metrics leave attention out, and the engine goes on."""
 
     def refuse(*args: object, **options: object) -> None:
         raise ValueError("none")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What vLLM asks of MLA implementations, and of backends the bytes of their pages."""
+"""Hooks of vLLM for MLA implementations, and for the bytes of backends' pages."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ REQUESTS = [(5, 40), (3, 0), (4, 17)]
 
 
 class OwnImpl(CPUMLAImpl):
-    """Keeps latents with the signs of their coordinates changed, in halves."""
+    """An implementation that stores half of each vector, with latents negated."""
 
     gathers_context = True
 
@@ -114,8 +114,8 @@ def test_absorbed_weights_are_transformed(config):
 def test_blocks_of_hybrids_follow_the_bytes_that_are_stored(
     config, tmp_path, monkeypatch, cache_dtype, num_bytes
 ):
-    """A block is as long as it takes to cover a state, and no longer."""
-    # On a CPU vLLM turns prefix caching off, for which it has set the states up.
+    """A block has just as many tokens as it takes to cover a state."""
+    # On a CPU vLLM disables prefix caching, which the states are set up for.
     update = classmethod(lambda cls, config: None)
     monkeypatch.setattr(type(current_platform), "check_and_update_config", update)
     hybrid = make_mla_config(
@@ -126,7 +126,7 @@ def test_blocks_of_hybrids_follow_the_bytes_that_are_stored(
         hidden_size=68 * 64,
     )
     hybrid.cache_config.block_size = 128
-    # Of a byte an element and of these, blocks are of different lengths.
+    # With a byte an element and with these dtypes, blocks have different lengths.
     state = 68 * 64 * 64 * 4
     with set_current_vllm_config(hybrid):
         make_mla_layer(hybrid, attn_backend=CPUMLABackend)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Defects of vLLM's ``turboquant_*`` dtypes in how it configures and sizes a run.
 
-As in ``test_upstream_defects.py``, what the series mends passes with both dtypes, and
-what it leaves fails strictly with vLLM's.
+As in ``test_upstream_defects.py``, a defect that the series mends passes with both
+dtypes, and a defect that it leaves fails strictly with vLLM's.
 """
 
 import ast
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def engine_config(folder: Path, name: str, **arguments) -> VllmConfig:
-    """The configuration of a Llama of some layers, as an engine's user makes it."""
+    """The configuration of a Llama with some layers, as an engine's user makes it."""
     make_vllm_config(folder)
     description = json.loads((folder / "config.json").read_text())
     description["num_hidden_layers"] = NUM_LAYERS
@@ -62,8 +62,9 @@ def engine_config(folder: Path, name: str, **arguments) -> VllmConfig:
 
 
 def make_layers(config: VllmConfig, full: set[int]) -> None:
-    """Attention layers, with a sliding window but for ``full``; those that are skipped
-    at the model's dtype by FlashAttention, the others packed.
+    """Make attention layers with a sliding window, except those in ``full``.
+
+    Skipped layers have the model's dtype and FlashAttention. Others are packed.
     """
     cache_config = config.cache_config
     skipped = cache_config.kv_cache_dtype_skip_layers
@@ -90,10 +91,10 @@ def make_layers(config: VllmConfig, full: set[int]) -> None:
 
 
 def packed_token_bytes(config: VllmConfig, backends: list) -> list[tuple[float, int]]:
-    """What vLLM's planner takes for a token and KV head of each packed layer, and what
-    the layer's backend fills.
+    """Bytes a token and KV head of each packed layer: those that vLLM's planner takes,
+    and those that the layer's backend fills.
     """
-    # As on a GPU; the CPU platform does not align.
+    # As on a GPU: the CPU platform does not align blocks.
     config.cache_config.block_size = 16
     config.cache_config.user_specified_block_size = False
     Platform.update_block_size_for_backend(config)
@@ -126,23 +127,24 @@ def check_packed_pages(folder: Path, name: str, full: set[int]) -> None:
 
 @both
 def test_packed_pages_beside_sliding_windows(folder, name):
-    """Sliding-window layers stay at the model's dtype, and full ones are packed. These
-    once cost half of bf16, whatever their dtype.
+    """Sliding-window layers stay at the model's dtype, and full layers are packed.
+
+    Packed layers once took half the bytes of bf16, with any dtype.
     """
     check_packed_pages(folder, name, full={3, 7})
 
 
 @unmended(AssertionError, "https://github.com/vllm-project/vllm/pull/54599")
 def test_packed_pages_beside_a_full_boundary_layer(folder, name):
-    """The same where the last layer has no window, which is a layer that vLLM keeps at
-    the model's dtype: pages of three kinds.
+    """The same, but the last layer has no window. vLLM keeps that layer at the model's
+    dtype, so that there are pages of three kinds.
     """
     check_packed_pages(folder, name, full={3, NUM_LAYERS - 1})
 
 
 @unmended(AssertionError)
 def test_all_layers_are_packed(folder, name):
-    """A user who asks for a cache dtype may name layers to skip, and gets no others."""
+    """No layers are skipped but those that a user names."""
     config = engine_config(folder, name)
     assert config.cache_config.kv_cache_dtype_skip_layers == []
 
@@ -154,7 +156,7 @@ def test_flash_attention_version_is_not_forced(folder, name):
 
 
 def flashinfer_layouts(capability: DeviceCapability) -> tuple[KVCacheLayout, ...]:
-    """What FlashInfer's backend declares on a GPU. Neither need be here."""
+    """The layouts of FlashInfer's backend on a GPU, without FlashInfer and a GPU."""
     path = Path(turboquant_attn.__file__).with_name("flashinfer.py")
     (function,) = (
         node
@@ -174,8 +176,10 @@ def flashinfer_layouts(capability: DeviceCapability) -> tuple[KVCacheLayout, ...
 
 @unmended(ValueError)
 def test_layout_in_common_with_skipped_layers_on_sm100(name):
-    """FlashInfer, the first choice there for layers at the model's dtype, reads pages
-    of whole heads only, and one layout serves all layers of a run.
+    """Packed layers and FlashInfer have a layout in common.
+
+    On sm100 FlashInfer is the first choice for layers at the model's dtype, and reads
+    only pages of whole heads. One layout serves all layers of a run.
     """
     layouts = flashinfer_layouts(DeviceCapability(10, 0))
     flashinfer = SimpleNamespace(supported_kv_cache_layouts=lambda: layouts)

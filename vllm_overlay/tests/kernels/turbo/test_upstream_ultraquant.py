@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Defects of vLLM's TurboQuant that ``ultraquant_4bit``, made after it, has too: where
-the series mends them.
+"""Defects of vLLM's TurboQuant that its successor ``ultraquant_4bit`` shares, and that
+the series mends.
 """
 
 import pytest
@@ -29,7 +29,7 @@ pytestmark = requires_triton
 
 
 def load(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, rotated, and V, both (T, H, D) fp32, of slots (T, H, C) uint8."""
+    """Rotated K, and V, both (T, H, D) fp32, from slots (T, H, C) uint8."""
     bounds = [
         k_codes_offset(size),
         k_scales_offset(size),
@@ -52,8 +52,8 @@ def attend_to_pages(
     PiT: torch.Tensor,
     **arguments,
 ) -> torch.Tensor:
-    """UltraQuant's unified attention in PyTorch: the kernel needs dot products of bf16,
-    which Triton's interpreter does not have.
+    """UltraQuant's unified attention in PyTorch. The kernel needs dot products of bf16,
+    which Triton's interpreter lacks.
     """
     output = torch.empty_like(query)
     starts = query_start_loc.tolist()
@@ -98,8 +98,8 @@ def attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["prefills", "mixed"],
 )
 def test_prefix_beside_a_long_first_chunk(tmp_path, requests):
-    """The longest query is as long as the longest sequence, and yet another request
-    of the batch has a prefix in the cache.
+    """The longest query is as long as the longest sequence, but another request of the
+    batch has a prefix in the cache.
     """
     scene = Scene(make_vllm_config(tmp_path, ULTRAQUANT, FP16), requests)
     scene.store_contexts()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What tests compare by: a wrong number is noticed, and its place is said."""
+"""The comparison of the tests: a wrong number is noticed, and its place reported."""
 
 import math
 

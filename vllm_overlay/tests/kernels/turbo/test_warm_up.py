@@ -34,19 +34,19 @@ from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch, workspace: None) -> None:
-    """VLLM's workspace as in the profile run, and nothing is warm."""
+    """The workspace as in the profile run, and nothing is warm."""
     monkeypatch.setattr(module, "_warm", set())
 
 
 def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
-    """Returns what batches the profile run of a layer has run."""
+    """Run the profile run of a layer; return the batches that it ran."""
     batches = []
     forward = impl.runner.forward
 
     def record(query, key, value, cache, step, output, window=None):
         batches.append(step)
         forward(query, key, value, cache, step, output, window)
-        assert (output == 0).all()  # of values that are zero
+        assert (output == 0).all()  # because values are zero
 
     monkeypatch.setattr(impl.runner, "forward", record)
     x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
@@ -58,7 +58,7 @@ def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
 @kernel_paths
 @pytest.mark.parametrize("window", [None, 128])
 def test_images(tmp_path: Path, profiled, path, window, monkeypatch):
-    """Their tokens have a kernel of FlashAttention's of their own."""
+    """Tokens of images have a FlashAttention kernel of their own, which is warm."""
     config = make_vllm_config(tmp_path, "turbo4", FP16)
     impl = make_impl(config, sliding_window=window)
     set_path(impl, path)
@@ -79,7 +79,7 @@ def test_images(tmp_path: Path, profiled, path, window, monkeypatch):
 @requires_triton
 @kernel_paths
 def test_shared_caches(tmp_path: Path, profiled, path, monkeypatch):
-    """A layer that has no K and V runs without, beside one that has."""
+    """A layer that shares a cache warms up without K and V; its target with them."""
     config = make_vllm_config(tmp_path, "turbo4", FP16)
     impls = [
         make_impl(config, kv_sharing_target_layer_name=target)
@@ -139,7 +139,7 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
 @prefill_modes
 @pytest.mark.parametrize("max_num_tokens", [512, 8192])
 def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypatch):
-    """FlashAttention splits no context then, and so launches another kernel."""
+    """A prefill that fills the GPU: FlashAttention launches another kernel for it."""
     monkeypatch.setattr(module, "_FLASH_ATTN_QUERIES", 192)
     config = make_vllm_config(
         tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=max_num_tokens
@@ -165,7 +165,7 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     impl = make_impl(config)
     impl.runner.kernels = triton_kernels()
     query_len = 1 + num_drafts
-    # Longer than a decode, or it would be one.
+    # The prefills are longer than a decode, or they would be decodes.
     requests = [(query_len, 16), *((2 + num_drafts, length) for length in (32, 16, 0))]
     builder = make_builder(config, impl)
     limits = builder.prefill_planner.limits._replace(piece_tokens=16)
@@ -189,7 +189,8 @@ def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
     assert kinds[0] == kinds[1]
 
 
-# Lengths of query and context; with two drafts at most, the first three are decodes.
+# (query length, context length) of requests. With two drafts at most, the first four
+# batches have decodes only.
 VARIED = {
     "decodes": [(1, 31), (1, 0), (1, 95)],
     "drafts": [(3, 40), (3, 64)],
@@ -209,15 +210,15 @@ VARIED = {
 def test_serving_compiles_nothing(
     tmp_path: Path, profiled, path, cache_dtype, block_size, mode, monkeypatch
 ):
-    """Whatever the lengths, the width of the block table and the size of a block, which
-    may be another than the one that the profile run knows.
+    """Serving compiles no variant, for any lengths, widths of the block table and block
+    sizes. The profile run may know another block size.
     """
-    # So many that they are not all slices of a batch's beginning.
+    # So many tokens that not all are slices from a batch's beginning.
     monkeypatch.setattr(triton_store, "SMALL_BATCH", 64)
     variants = compiled_variants if ON_GPU else RecordedVariants(monkeypatch)
     config = make_vllm_config(tmp_path, cache_dtype, FP16, mode)
     if block_size == 64:
-        # A block has whole steps of the decode kernel; another's are cut into smaller.
+        # A block has whole steps of the decode kernel; the other block size cuts them.
         config.cache_config.block_size = 128
     impl = make_impl(with_drafts(config, 2))
     set_path(impl, path)
@@ -237,7 +238,7 @@ def test_serving_compiles_nothing(
 
 
 def launched_flash_attention(run: Callable[[], None]) -> set[str]:
-    """FlashAttention's kernels that run on the GPU meanwhile."""
+    """Names of FlashAttention's kernels that a function runs on the GPU."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA]
     ) as profiler:
@@ -246,7 +247,7 @@ def launched_flash_attention(run: Callable[[], None]) -> set[str]:
     return {event.name for event in profiler.events() if "flash" in event.name.lower()}
 
 
-# What FlashAttention 3 splits and what it does not, of few queries and of many.
+# Batches that FlashAttention 3 splits and does not split, with few queries and many.
 LONG = {
     "prefix hits": [(20, 1500), (100, 1500)],
     "a short suffix": [(70, 1900)],
@@ -261,7 +262,7 @@ LONG = {
 @prefill_modes
 @pytest.mark.parametrize("num_heads", [4, 32])
 def test_serving_loads_no_flash_attention(tmp_path: Path, profiled, mode, num_heads):
-    """A driver may take memory for it then, which is in no account."""
+    """Serving loads no kernel: the driver would take memory that was not profiled."""
     config = make_vllm_config(
         tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=8192
     )

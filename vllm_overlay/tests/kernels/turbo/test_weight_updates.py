@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The offset of K follows weights that are loaded after an engine has started, however
-they are, while no request has keys that were stored with it.
+"""The offset of K follows weights that are loaded in any way after an engine's start,
+as soon as no request has keys that were stored with the old offset.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def config(ranks: None, tmp_path) -> Iterator[VllmConfig]:
-    """An engine's own: its layers are those of the test."""
+    """A configuration of the test's own, with only the test's layers."""
     config = make_vllm_config(tmp_path)
     with set_current_vllm_config(config):
         yield config
@@ -62,7 +62,7 @@ def config(ranks: None, tmp_path) -> Iterator[VllmConfig]:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is warned of."""
+    """The text of each warning."""
     found: list[str] = []
 
     def note(message: str, *args: object, **others: object) -> None:
@@ -81,8 +81,15 @@ def step(
     preempted: tuple[str, ...] = (),
     resumed: tuple[str, ...] = (),
 ) -> SchedulerOutput:
-    """What a worker is told: new requests and the tokens that each has from the prefix
-    cache, and the number of others that run.
+    """The scheduler's output for a worker.
+
+    Args:
+        new: New requests, and the tokens of each from the prefix cache.
+        old: Number of other running requests.
+        finished: Requests that have finished.
+        preempted: Requests that were preempted.
+        resumed: Requests that run again after preemption.
+
     """
     output = SchedulerOutput.make_empty()
     requests = (new or {}).items()
@@ -97,17 +104,17 @@ def step(
 
 
 def start(*modules: SelfAttention) -> None:
-    """Have an engine start with a model: its weights are loaded, then processed."""
+    """Start an engine with a model: set offsets and process weights."""
     key_bias.set_key_offsets(nn.ModuleList(modules))
     for module in modules:
         module.attn.impl.process_weights_after_loading(torch.bfloat16)
 
 
 def started_module(config: VllmConfig) -> SelfAttention:
-    """With the weights of ``load_format="dummy"``."""
+    """A module with the weights of ``load_format="dummy"``."""
     module = make_module(config)
     module.rotary_emb = make_rotary(config)
-    # Kernels of a CPU's have weights in another order, which matters to no bias.
+    # Left out, as a CPU's kernels reorder weights, which does not affect biases.
     module.qkv_proj.quant_method = None
     record_metadata_for_reloading(module)
     nn.init.uniform_(module.qkv_proj.bias, -1e-3, 1e-3)
@@ -127,7 +134,7 @@ def wanted(module: SelfAttention) -> torch.Tensor:
 
 
 def reload(module: SelfAttention, config: VllmConfig) -> None:
-    """As ``reload_weights`` and weight transfer engines do."""
+    """Reload weights as ``reload_weights`` and weight transfer engines do."""
     initialize_layerwise_reload(module)
     load_biases(module.qkv_proj)
     finalize_layerwise_reload(module, config.model_config)
@@ -150,8 +157,8 @@ WAYS: dict[str, Load] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_load_weights(config: VllmConfig, way: str):
-    """The table is that of an engine that starts with these weights, where CUDA graphs
-    read it.
+    """The table becomes that of an engine that starts with these weights, in the memory
+    that CUDA graphs read.
     """
     module = started_module(config)
     table = table_of(module)
@@ -165,13 +172,13 @@ def test_ways_to_load_weights(config: VllmConfig, way: str):
 
 def test_worker_follows_the_weights(config: VllmConfig):
     class Runner:
-        """Has the offset of the step's weights when it runs."""
+        """A runner that checks that the offset is that of the current weights."""
 
         def execute_model(self, output: SchedulerOutput, tensors: object) -> None:
             assert torch.equal(table_of(module), wanted(module))
 
     class FakeWorker:
-        """What ``Worker.execute_model`` reads of a worker."""
+        """The attributes of a worker that ``Worker.execute_model`` reads."""
 
         _pp_send_work: list[Any] = []
         use_v2_model_runner = False
@@ -190,8 +197,8 @@ def test_worker_follows_the_weights(config: VllmConfig):
 
 
 def test_no_request_is_read_with_another_offset(config: VllmConfig, said: list[str]):
-    """Neither one that is scheduled nor one that waits; the offset follows when the
-    last has ended.
+    """Neither a scheduled request nor a waiting one is read with another offset. The
+    offset follows once the last request has ended.
     """
     module = started_module(config)
     load_biases(module.qkv_proj)
@@ -230,7 +237,7 @@ def test_reloading_is_noticed_without_a_pause(config: VllmConfig, said: list[str
 def test_little_is_followed_later_and_not_warned_of(
     config: VllmConfig, said: list[str]
 ):
-    """As of a step of training."""
+    """A small change, as by a step of training, is followed later without a warning."""
     module = started_module(config)
     load_biases(module.qkv_proj)
     updates = WeightUpdates(config)
@@ -244,14 +251,14 @@ def test_little_is_followed_later_and_not_warned_of(
 
 
 def test_preempted_requests_have_no_keys(config: VllmConfig):
-    """As ``reset_prefix_cache(reset_running_requests=True)`` leaves them."""
+    """``reset_prefix_cache(reset_running_requests=True)`` preempts requests."""
     module = started_module(config)
     updates = WeightUpdates(config)
     updates.before_step(step({"a": 0}))
     load_biases(module.qkv_proj)
     updates.before_step(step(preempted=("a",), resumed=("a",)))
     assert torch.equal(table_of(module), wanted(module))
-    # It has some again.
+    # The request has keys again.
     found_bias(module).mul_(2)
     updates.last_step_s -= 1
     updates.before_step(step(old=1))
@@ -261,7 +268,7 @@ def test_preempted_requests_have_no_keys(config: VllmConfig):
 def test_running_requests_wait_for_nothing(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    """Reading waits for the device: it is done where there is nothing to wait for."""
+    """Reading a bias waits for the device, so it is done only when nothing runs."""
     module, read = started_module(config), []
     monkeypatch.setattr(weight_updates, "PAUSE_S", 3600)
     monkeypatch.setattr(key_bias.KeyBias, "read", lambda self: read.append(self))
@@ -286,7 +293,7 @@ def test_layers_without_a_bias_cost_nothing(config: VllmConfig):
 
 
 def test_an_offset_that_others_were_told_of_stays(config: VllmConfig, said: list[str]):
-    """What a connector says of its blocks cannot be said anew."""
+    """An offset stays with a connector: the format ID of its blocks cannot change."""
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both"
     )
@@ -319,7 +326,7 @@ def test_blocks_of_the_weights_before_are_warned_of(
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_sleep_that_drops_weights(config: VllmConfig, factor: int):
-    """Buffers come back, as ``Worker.wake_up`` has them, and weights are loaded: the
+    """After sleep, ``Worker.wake_up`` restores buffers, and weights are loaded: the
     same ones or others.
     """
     module = started_module(config)
@@ -340,7 +347,7 @@ def test_sleep_that_drops_weights(config: VllmConfig, factor: int):
 
 
 def test_a_bias_where_none_was_is_warned_of(config: VllmConfig, said: list[str]):
-    """Kernels were chosen without an offset, so it gets none."""
+    """A new bias gets no offset, because kernels were chosen without one."""
     module = make_module(config)
     module.qkv_proj.bias.data.zero_()
     start(module)
@@ -362,7 +369,7 @@ def test_a_bias_that_is_not_finite_is_not_followed(config: VllmConfig):
 
 
 def test_a_bias_in_an_order_of_marlins(config: VllmConfig):
-    """It is put back in order, of weights that are loaded later, too."""
+    """A bias in Marlin's order is put back in order, also after later loads."""
     module = make_module(config)
     module.rotary_emb = make_rotary(config)
     projection = module.qkv_proj
@@ -407,6 +414,6 @@ def test_each_worker_has_its_own(config: VllmConfig):
     module = started_module(config)
     follow_weights(FakeWorker(), step({"a": 0}))
     load_biases(module.qkv_proj)
-    # The other's request is none of this one's.
+    # The first worker's request does not count for the second.
     follow_weights(FakeWorker(), step({"b": 0}))
     assert torch.equal(table_of(module), wanted(module))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window: which of its rows count, what they hold, and attention to them."""
+"""The recent window: rows that count, their content, and attention to them."""
 
 import math
 from collections.abc import Callable
@@ -53,7 +53,7 @@ from .utils import (
 )
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
-# Kernels natively are compiled for the segments that are served.
+# Native kernels are compiled for the segments that are served.
 SEGMENT = interface.OFFSET_SEGMENT if ON_GPU else 64
 
 
@@ -65,7 +65,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def store_by_torch(
     kv_cache, slot_mapping, key, value, layout, key_offset=None, window=None
 ) -> None:
-    """A ``StoreFn`` without queries."""
+    """A ``StoreFn`` in PyTorch, without queries."""
     reference.store(kv_cache, slot_mapping, key, value, layout, key_offset)
     if window is not None:
         update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)
@@ -83,7 +83,7 @@ def attend_by_torch(
     window,
     **options,
 ) -> None:
-    """An ``AttentionFn`` that takes queries that are not rotated."""
+    """An ``AttentionFn`` in PyTorch, which attends from the queries in ``newest``."""
     starts = torch.arange(batch.num_seqs + 1) * batch.query_len
     if batch.query_start_loc is not None:
         starts = batch.query_start_loc
@@ -112,7 +112,9 @@ def attend_by_torch(
 def store_by_triton(
     kv_cache, slot_mapping, key, value, layout, key_offset=None, window=None
 ) -> None:
-    """The interpreter takes seconds for a store, whose bytes are tested elsewhere."""
+    """Store with Triton on a GPU. In the interpreter, which takes seconds for a store,
+    the reference stores and Triton updates the window alone.
+    """
     if ON_GPU:
         arguments = dict(key_offset=key_offset, window=window)
         triton_kernels().store(kv_cache, slot_mapping, key, value, layout, **arguments)
@@ -130,7 +132,7 @@ def attend_by_triton(*args, **options) -> None:
     attend_by(triton_kernels().decode_attention, *args, **options)
 
 
-# By name: what stores, what attends.
+# By name: the function that stores, and the function that attends.
 PATHS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "torch": (store_by_torch, attend_by_torch),
     "triton": (store_by_triton, attend_by_triton),
@@ -141,14 +143,15 @@ all_paths = pytest.mark.parametrize(
 
 
 class Scene:
-    """A cache, in which some sequences grow, with a page each for the newest tokens.
+    """A cache in which sequences grow, each with a page for its newest tokens.
 
     Attributes:
-        lengths: Of the sequences.
-        keys: Of each sequence, (T, H, D) of what was stored last at each position.
-        values: Likewise.
-        last_window: Of the last step, with its lengths.
-        query_start_loc: Likewise, where sequences' tokens begin.
+        lengths: Lengths of the sequences in tokens.
+        keys: K last stored at each position of each sequence, (T, H, D).
+        values: V likewise.
+        last_window: The window of the last step, with its packed lengths.
+        query_start_loc: (num_seqs + 1,) int32, first tokens of the sequences in the
+            last step.
 
     """
 
@@ -164,11 +167,11 @@ class Scene:
         sliding_window: int | None = None,
         **cache_options,
     ) -> None:
-        """``num_tokens``: that the window takes; ``table``: the offset of K."""
+        """``num_tokens``: tokens that the window holds; ``table``: the offset of K."""
         self.layout, self.block_size, self.dtype = layout, block_size, dtype
         self.format = WindowFormat(layout, block_size, sliding_window)
         self.num_tokens, self.table = num_tokens, table
-        # The first is the null block.
+        # The first block is the null block.
         num_blocks = 1 + num_seqs * (max_blocks + 1)
         shape = (layout, num_blocks, NUM_KV_HEADS, block_size)
         self.cache = new_cache(*shape, **cache_options)
@@ -193,7 +196,7 @@ class Scene:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     def window(self, cache: torch.Tensor | None = None) -> RecentWindow:
-        """Of the step to come; with lengths that are to be written."""
+        """The window of the next step, whose packed lengths are to be written."""
         packed_lens = self.ints([-7] * (len(self.lengths) + 1))
         cache = self.cache if cache is None else cache
         return RecentWindow(
@@ -212,20 +215,21 @@ class Scene:
         value: torch.Tensor | None = None,
         lengths: list[int] | None = None,
     ) -> list[int]:
-        """Store tokens behind those that the sequences have.
+        """Store tokens after those that the sequences have.
 
         All bytes and lengths are compared to the reference's.
 
         Args:
-            query_lens: Tokens of each sequence.
-            path: What stores.
-            skipped: Of the step's tokens, those of slot -1.
-            key: (T, H, D); None for random ones.
-            value: (T, H, D), likewise.
-            lengths: Of the sequences behind the step, if that is something else.
+            query_lens: Number of new tokens of each sequence.
+            path: The key of ``PATHS`` that stores.
+            skipped: The step's tokens that have slot -1.
+            key: K, (T, H, D); None for random numbers.
+            value: V, likewise.
+            lengths: Lengths of the sequences after the step; None: the old lengths
+                plus the new tokens.
 
         Returns:
-            Tokens of each sequence that count.
+            Number of tokens of each sequence's window that count.
 
         """
         self.num_steps += 1
@@ -274,12 +278,12 @@ class Scene:
         return planes(self.cache[int(self.blocks[row])], self.format)
 
     def recent(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        """K, less its offset, and V of a sequence's rows."""
+        """K without its offset, and V, of a sequence's rows in the window."""
         positions = torch.arange(first, last, device=DEVICE)
         return load_window(self.window(), row, positions)
 
     def overwrite(self, row: int, position: int) -> None:
-        """Store another token at a position by somebody who knows of no window."""
+        """Store another token at a position without an update of the window."""
         slots = slots_of(self.block_table[row], position, position + 1, self.block_size)
         x = gaussian(1, NUM_KV_HEADS, self.layout.head_size, dtype=BF16, seed=99)
         reference.store(self.cache, slots, x, x, self.layout)
@@ -290,7 +294,7 @@ def small(name: str = "turbo4", head_size: int = 64) -> TurboFormat:
 
 
 def error_bound(x: torch.Tensor) -> torch.Tensor:
-    """What a coordinate may be off: half a step, of a scale that is rounded to bf16."""
+    """The bound of a coordinate's error: half a step of a scale rounded to bf16."""
     largest = x.float().abs().unflatten(-1, (-1, SCALE_GROUP)).amax(-1, keepdim=True)
     step = largest / MAX_CODE * (1 + 2**-8)
     return (step * 0.501).expand(*step.shape[:-1], SCALE_GROUP).flatten(-2)
@@ -300,7 +304,7 @@ def error_bound(x: torch.Tensor) -> torch.Tensor:
 @all_head_sizes
 @pytest.mark.parametrize("block_size", [16, 32, 48, 528])
 def test_planes_of_a_page(name, head_size, block_size):
-    """They fit, and are apart from each other; no row more would fit."""
+    """Planes fit the page and do not overlap; one more row would not fit."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     window_format = WindowFormat(layout, block_size)
     rows, widths = window_format.num_rows, window_format.row_widths
@@ -323,9 +327,9 @@ def test_planes_of_a_page(name, head_size, block_size):
 
 
 def test_rows_are_near_what_they_are_of():
-    """Half a step off at most, whatever the magnitude."""
+    """Rows are at most half a step off, for any magnitude."""
     x = vectors((40, 2, 64), torch.float32, seed=3)
-    # Of such numbers a scale is none that bf16 has all bits for.
+    # Smaller numbers would have a scale that is subnormal in bf16.
     x = torch.where(x.abs() < 2.0**-110, 0, x)
     codes, scales = quantize_rows(x)
     found = dequantize_rows(codes, scales)
@@ -333,9 +337,9 @@ def test_rows_are_near_what_they_are_of():
     finite = x.unflatten(-1, (-1, SCALE_GROUP)).isfinite().all(-1, keepdim=True)
     finite = finite.expand(-1, -1, -1, SCALE_GROUP).flatten(-2)
     assert ((found - x).abs() <= error_bound(x))[finite].all()
-    # All of the codes are used, so the bound is not met by finer steps.
+    # All codes are used, so that no finer steps meet the bound.
     assert codes.min() == -MAX_CODE and codes.max() == MAX_CODE
-    # What is no number counts as zero, and its neighbours as they are.
+    # NaN counts as zero, and its neighbours do not change.
     broken = torch.where(x[4].isnan(), 0, x[4])
     assert torch.equal(found[4], dequantize_rows(*quantize_rows(broken)))
 
@@ -351,7 +355,7 @@ STORED += [("turbo3", 256, BF16), ("turbo4", 512, FP16)]
     "name, head_size, dtype", STORED, ids=[f"{name}-{size}" for name, size, _ in STORED]
 )
 def test_rows_hold_the_newest_tokens(name, head_size, dtype, path):
-    """Those of a prefill, more than there are rows, and of any magnitude."""
+    """Rows hold the newest tokens of a prefill with more tokens than rows."""
     scene = Scene(small(name, head_size), num_seqs=2, dtype=dtype)
     rows = scene.format.num_rows
     shape = (2 * rows + 13, NUM_KV_HEADS, head_size)
@@ -375,7 +379,7 @@ def test_rows_hold_the_newest_tokens(name, head_size, dtype, path):
 @packings
 @pytest.mark.parametrize("num_tokens", [0, 3, MAX_ROWS - 1])
 def test_a_token_a_step(name, num_tokens, path):
-    """All that there are count, less the row that the step's own token takes."""
+    """All rows count, except the row that the step's own token takes."""
     scene = Scene(small(name), num_tokens=num_tokens)
     rows = scene.format.num_rows
     for context in range(2 * rows + 3):
@@ -385,7 +389,7 @@ def test_a_token_a_step(name, num_tokens, path):
 @all_paths
 @packings
 def test_prefill_in_chunks(name, path):
-    """A chunk is of less than the rows, or more; the next has what it leaves."""
+    """Chunks have fewer or more tokens than rows; the next one has the rows left."""
     scene = Scene(small(name), num_seqs=3, num_tokens=4, block_size=32)
     rows = scene.format.num_rows
     assert rows >= 9
@@ -397,7 +401,7 @@ def test_prefill_in_chunks(name, path):
 
 @all_paths
 def test_drafts_that_are_rejected(path):
-    """Their rows do not count, nor do those that they took from older tokens."""
+    """Rows of rejected drafts do not count, nor do rows that drafts took."""
     scene = Scene(small())
     rows = scene.format.num_rows
     scene.step([20], path)
@@ -405,7 +409,7 @@ def test_drafts_that_are_rejected(path):
     # Two of the three are rejected, and other tokens take their places.
     scene.lengths = [21]
     assert scene.step([3], path) == [rows - 3]
-    # All but one are, and the rest of the rows are of those.
+    # All but one are rejected, and the other rows are theirs.
     scene.lengths = [22]
     assert scene.step([1], path) == [rows - 2]
     assert scene.step([1], path) == [rows - 1]
@@ -418,13 +422,13 @@ def test_drafts_that_are_rejected(path):
 @all_paths
 @packings
 def test_page_of_another_request(name, path):
-    """It has the right positions by chance, but other keys."""
+    """Another request's page has the right positions by chance, but other keys."""
     scene = Scene(small(name), num_seqs=2)
     rows = scene.format.num_rows
     own = scene.blocks[1].item()
     scene.blocks[1] = 0
     assert scene.step([20, 20], path) == [0, 0]
-    # Whose page it was has none from now on.
+    # The request that had the page has none from now on.
     scene.blocks[:] = scene.ints([own, scene.blocks[0]])
     assert torch.equal(
         scene.rows(1)[5].sort().values[0].cpu(), torch.arange(20 - rows, 20).int() + 1
@@ -437,7 +441,7 @@ def test_page_of_another_request(name, path):
 @packings
 @pytest.mark.parametrize("age", [1, 3])
 def test_token_that_another_stores(name, age, path):
-    """Rows count up to it, those before it do not, though they are as they were."""
+    """Rows after a foreign token count; older rows do not, even if they are right."""
     scene = Scene(small(name))
     scene.step([20], path)
     scene.overwrite(0, 20 - age)
@@ -448,8 +452,8 @@ def test_token_that_another_stores(name, age, path):
 @packings
 @pytest.mark.parametrize("head", range(NUM_KV_HEADS))
 def test_every_byte_of_the_codes_of_every_head_counts(name, head, path):
-    """First and last bytes of both planes, of the cache and of the tag, and the
-    position.
+    """The first and last bytes of both planes count, in the cache and in the tag, and
+    so does the position.
     """
     layout = small(name, 80)
     scene = Scene(layout)
@@ -470,7 +474,7 @@ def test_every_byte_of_the_codes_of_every_head_counts(name, head, path):
             scene.lengths = [40]
             assert scene.step([1], path) == [2]
             scene.cache.copy_(before)
-    # What is no code does not count.
+    # A byte that is not a code does not count.
     page[addresses[37 % 16, num_bytes]] ^= 1
     scene.lengths = [40]
     assert scene.step([1], path) == [min(rows - 1, 40)]
@@ -478,13 +482,13 @@ def test_every_byte_of_the_codes_of_every_head_counts(name, head, path):
 
 @all_paths
 def test_padding_writes_nothing(path):
-    """Sequences without a page, without tokens, and shorter than their query."""
+    """Sequences without a page or tokens, or shorter than a query, write nothing."""
     scene = Scene(small(), num_seqs=5)
     scene.blocks[0] = 0
     scene.step([20, 20, 20, 0, 0], path)
     assert (scene.cache[0] == 0xFF).all()
     pages = scene.cache[scene.blocks.long()].clone()
-    # The third was padding; the fourth has the last of two tokens, stored nowhere.
+    # The third is padding. The fourth has the last of two tokens, which has slot -1.
     skipped = [1, 2, 3, 4, 5]
     found = scene.step([1, 0, 1, 2, 2], path, skipped, lengths=[21, 20, 0, 1, -1])
     rows = scene.format.num_rows
@@ -496,7 +500,7 @@ def test_padding_writes_nothing(path):
 @all_paths
 @pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS, ids=lambda x: x.name)
 def test_strides_and_pages_of_blocks(cache_layout, path):
-    """Whatever the order of layers, blocks and heads: keys are views, as well."""
+    """Pages with any order of layers, blocks and heads; keys are views also."""
     scene = Scene(
         small("turbo3", 80), 2, 5, 48, max_blocks=2, cache_layout=cache_layout
     )
@@ -504,7 +508,7 @@ def test_strides_and_pages_of_blocks(cache_layout, path):
     _, key, value = qkv.split(NUM_KV_HEADS, 1)
     assert scene.step([50, 7], path, key=key, value=value) == [0, 0]
     assert scene.step([2, 1], path, key=key, value=value) == [5, 5]
-    # Other layers have their bytes in between.
+    # Bytes of other layers lie between.
     buffer = torch.empty(0, dtype=torch.uint8, device=DEVICE)
     buffer.set_(scene.cache.untyped_storage())
     assert (buffer != 0xFF).any()
@@ -514,7 +518,7 @@ def test_strides_and_pages_of_blocks(cache_layout, path):
 
 @all_paths
 def test_tokens_that_are_not_stored(path):
-    """They have no row: what was in it stays, and counts for nothing."""
+    """Tokens that are not stored have no row: old content stays and does not count."""
     scene = Scene(small())
     rows = scene.format.num_rows
     scene.step([20], path)
@@ -527,8 +531,8 @@ def test_tokens_that_are_not_stored(path):
 
 @all_paths
 def test_rows_of_tokens_that_are_not_stored(path):
-    """They are not counted, though they hold what they did, and no older token of the
-    step has them.
+    """Rows of tokens that are not stored keep their content, and no older token of the
+    step takes them.
     """
     scene = Scene(small())
     rows = scene.format.num_rows
@@ -543,7 +547,7 @@ def test_rows_of_tokens_that_are_not_stored(path):
 
 
 def make_offset(num_segments: int, head_size: int) -> torch.Tensor:
-    """(G, H, D), larger than the keys, and another of each segment."""
+    """An offset, (G, H, D) fp32, larger than the keys and different by segment."""
     return 5 * gaussian(num_segments, NUM_KV_HEADS, head_size, seed=17)
 
 
@@ -551,7 +555,7 @@ def make_offset(num_segments: int, head_size: int) -> torch.Tensor:
 @packings
 @pytest.mark.parametrize("num_segments", [1, 2, 3])
 def test_offset_of_keys(name, num_segments, path):
-    """Rows have the keys without it: that of their segment, or of the last."""
+    """Rows hold keys without the offset of their segment, or of the last segment."""
     table = make_offset(num_segments, 64)
     blocks = SEGMENT // 32 + 1
     scene = Scene(small(name), block_size=32, max_blocks=blocks, table=table)
@@ -566,9 +570,7 @@ def test_offset_of_keys(name, num_segments, path):
 
 
 def newest_tokens(scene: Scene, query_lens: list[int]) -> NewestTokens:
-    """The sequences' last tokens, views of a fused projection's output; of padding they
-    are NaN.
-    """
+    """The sequences' last tokens, as views of one tensor; padding is NaN."""
     num_tokens, head_size = sum(query_lens), scene.layout.head_size
     sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_tokens, sum(sizes), head_size, dtype=scene.dtype, seed=5)
@@ -594,8 +596,8 @@ def attend(
     dtype: torch.dtype | None = None,
     **options,
 ) -> torch.Tensor:
-    """The output of the queries of the last step; scratch and output are NaN before.
-    The options are an ``AttentionFn``'s.
+    """The output of the last step's queries, (T, Hq, D), with NaN in scratch and output
+    before. The options are those of an ``AttentionFn``.
     """
     layout, num_seqs, query_len = scene.layout, len(query_lens), max(query_lens)
     shape = (num_seqs * num_splits * query_len, NUM_HEADS, layout.head_size)
@@ -629,7 +631,7 @@ def attend(
 def seen_tokens(
     scene: Scene, row: int, newest: NewestTokens, tokens: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, fp32, that a sequence's queries are to attend to."""
+    """K and V, (T, H, D) fp32, that a sequence's queries should attend to."""
     first_own = scene.lengths[row] - (tokens.stop - tokens.start)
     num_recent = scene.lengths[row] - int(scene.last_window.packed_lens[row])
     num_packed = first_own - num_recent
@@ -649,7 +651,7 @@ def seen_tokens(
 def visible_blocks(
     scene: Scene, query_lens: list[int], options: dict[str, Any]
 ) -> torch.Tensor:
-    """The block table, with blocks that there are not before a sliding window."""
+    """The block table, with invalid blocks before a sliding window."""
     table = scene.block_table.clone()
     window = options.get("sliding_window") or math.inf
     for row, (count, length) in enumerate(zip(query_lens, scene.lengths)):
@@ -663,7 +665,7 @@ def check_attention(
 ) -> None:
     """Compare the attention of the last step's queries by the 2x rule.
 
-    The options are both ``reference.attention``'s and an ``AttentionFn``'s.
+    The options are those of both ``reference.attention`` and an ``AttentionFn``.
     """
     newest = newest_tokens(scene, query_lens)
     if scene.table is not None:
@@ -692,7 +694,7 @@ ATTENDED = [("turbo4", 64), ("turbo3", 64), ("turbo4", 80), ("turbo3", 128)]
 @pytest.mark.parametrize("name, head_size", ATTENDED)
 @pytest.mark.parametrize("num_tokens", [0, 5, MAX_ROWS - 1])
 def test_decoding(name, head_size, num_tokens, path):
-    """Contexts of more than the window, and of less; one request has no page."""
+    """Contexts are longer or shorter than the window; one request has no page."""
     scene = Scene(small(name, head_size), 4, num_tokens, dtype=FP16)
     rows = scene.format.num_rows
     scene.blocks[3] = 0
@@ -714,7 +716,7 @@ QUERIES = {
 @packings
 @pytest.mark.parametrize("contexts, query_lens", QUERIES.values(), ids=QUERIES)
 def test_several_query_tokens(name, contexts, query_lens, path):
-    """Each sees all of the window; how many there are does not shift it."""
+    """Each query token sees all of the window, which their number does not shift."""
     scene = Scene(small(name), len(contexts), num_tokens=4, block_size=32)
     scene.step(contexts)
     padding = [row for row, context in enumerate(contexts) if context == 0]
@@ -732,8 +734,8 @@ def test_several_query_tokens(name, contexts, query_lens, path):
 @packings
 @pytest.mark.parametrize("with_offset", [False, True], ids=["", "offset"])
 def test_window_of_the_whole_context(name, with_offset, path):
-    """No token is packed then: the output is exact but for roundings to fp32. Kernels
-    take several steps for the longest.
+    """No token is packed, so that the output is exact up to roundings to fp32. Kernels
+    take several steps for the longest context.
     """
     table = make_offset(1, 128) if with_offset else None
     scene = Scene(small(name, 128), 3, block_size=48, max_blocks=1, table=table)
@@ -757,7 +759,7 @@ def test_window_of_the_whole_context(name, with_offset, path):
 @packings
 @pytest.mark.parametrize("num_segments", [1, 2])
 def test_offset_in_scores(name, num_segments, path):
-    """Of a window that begins in one segment and ends in the next."""
+    """A window begins in one segment of the offset and ends in the next."""
     table = make_offset(num_segments, 64)
     blocks = SEGMENT // 32 + 1
     scene = Scene(small(name), 1, 6, 32, blocks, dtype=FP16, table=table)
@@ -773,7 +775,7 @@ def test_offset_in_scores(name, num_segments, path):
 
 @all_paths
 def test_soft_cap(path):
-    """Of packed tokens' scores, of the window's and of the newest tokens' alike."""
+    """The cap applies to packed tokens, the recent window and the newest tokens."""
     scene = Scene(small(), 3, num_tokens=4, dtype=FP16)
     scene.step([30, 5, 1])
     assert scene.step([2] * 3) == [4, 4, 1]
@@ -789,8 +791,8 @@ def test_soft_cap(path):
             assert_by_2x_rule(*where)
 
 
-# Sliding windows of more tokens than there are rows, and of fewer: these leave some
-# queries nothing that is packed.
+# Sliding windows with more tokens than rows, and with fewer. The short ones leave some
+# queries no packed token.
 SLIDING = [(40, [1] * 4), (9, [3, 1, 2, 3]), (7, [1] * 4), (5, [3] * 4)]
 
 
@@ -798,7 +800,7 @@ SLIDING = [(40, [1] * 4), (9, [3, 1, 2, 3]), (7, [1] * 4), (5, [3] * 4)]
 @packings
 @pytest.mark.parametrize("sliding_window, query_lens", SLIDING)
 def test_sliding_window(name, sliding_window, query_lens, path):
-    """The window has its place in it, and takes none from what is packed before."""
+    """The recent window lies in the sliding window; packed tokens before it stay."""
     scene = Scene(
         small(name), 4, block_size=32, dtype=FP16, sliding_window=sliding_window
     )
@@ -815,7 +817,7 @@ def test_sliding_window(name, sliding_window, query_lens, path):
 @pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 3])
 @pytest.mark.parametrize("what", ["sinks", "offset", "soft cap"])
 def test_what_goes_with_a_sliding_window(query_lens, what, path):
-    """Of a window that crosses a segment of the offset's, and is in one."""
+    """Windows that cross a border of the offset's segments, or lie in one."""
     window, options = 24, {}
     table = make_offset(3, 64) if what == "offset" else None
     if what == "sinks":
@@ -832,7 +834,7 @@ def test_what_goes_with_a_sliding_window(query_lens, what, path):
 
 @requires_triton
 def test_triton_store_updates_the_window():
-    """By the entry, right after its launch: of the tags it has just written."""
+    """Triton's entry point updates the window after its launch, from the new bytes."""
     scene = Scene(small("turbo3"), num_seqs=2)
     scene.step([9, 4])
     store = PATHS["triton"][0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The layer that has a recent window: when there is one, its blocks and its cost."""
+"""The layer of a recent window: when it exists, its blocks and its cost."""
 
 import itertools
 from dataclasses import replace
@@ -67,12 +67,12 @@ def add_layers(
     sliding_windows: tuple[int | None, ...] = (),
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """Registers layers as models do, and returns all that are registered.
+    """Register layers as models do; return all registered layers by name.
 
     Args:
-        config: The engine's.
-        num_layers: How many.
-        sliding_windows: Theirs, in turns.
+        config: The engine's configuration.
+        num_layers: Number of layers.
+        sliding_windows: The layers' sliding windows, in turn; None for no window.
         chunk: Tokens of a chunk of chunked local attention; None for no chunks.
 
     """
@@ -96,7 +96,7 @@ def add_layers(
 
 @pytest.fixture(autouse=True)
 def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs run it; a CPU does where Triton's interpreter does."""
+    """Have model runner V2, which GPUs run, on any machine."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
@@ -117,7 +117,7 @@ def test_block(folder: Path, dtype: str, block_size: int, tokens: int):
     main, window = specs[MAIN], specs[WINDOW]
     assert type(main) is FullAttentionSpec and type(window) is CircularBufferSpec
     assert window.page_size_bytes == main.page_size_bytes
-    # Of another one vLLM would clear every new block.
+    # With another dtype, vLLM would clear every new block.
     assert (window.dtype, window.kv_quant_mode) == (main.dtype, main.kv_quant_mode)
     assert window.max_num_blocks_per_req(config, 2048) == 1
     assert not window.prefix_cacheable
@@ -150,7 +150,7 @@ def test_drafters_have_none(folder: Path):
 
 
 def test_chunked_local_layers_have_none(folder: Path):
-    """To them each chunk is a request, and a request's block is not a chunk's."""
+    """A chunk is a request for these layers, but a request has only one block."""
     config = make_config(folder, 7, block_size=64)
     window = add_layers(config, chunk=128)[WINDOW]
     assert isinstance(window, TurboWindow)
@@ -162,7 +162,7 @@ def test_chunked_local_layers_have_none(folder: Path):
 def test_pages_are_as_large_as_the_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where these end in padding."""
+    """Pages are as large as the layer's, even if these end in padding."""
     config = make_config(folder, block_size=64)
     layers = add_layers(config)
     spec = layers[MAIN].get_kv_cache_spec(config)
@@ -180,7 +180,7 @@ def test_more_than_a_block_has_room_for(folder: Path):
 
 
 def test_a_block_without_room(folder: Path):
-    """Drafts take all rows."""
+    """Drafts take all rows of a block."""
     config = with_drafts(make_config(folder, "auto", block_size=16), 6)
     layers = add_layers(config)
     assert list(get_kv_cache_spec(config)) == [MAIN]
@@ -194,7 +194,7 @@ def test_a_block_without_room(folder: Path):
         (128, 7, 0, 7),
         (24, "auto", 0, 23),
         (20, "auto", 0, 19),
-        # Full layers have so many; of these all queries see fewer.
+        # A full layer has 23. All queries see 19 of a sliding window.
         (20, 23, 0, 19),
         (20, 7, 0, 7),
         (20, "auto", 3, 16),
@@ -207,7 +207,7 @@ def test_sliding_window(
     num_drafts: int,
     tokens: int,
 ):
-    """A step's tokens and the window's are all in sight of each of the step's."""
+    """Each of the step's tokens sees all of the recent window and of the step."""
     config = make_config(folder, wanted, block_size=64)
     if num_drafts:
         config = with_drafts(config, num_drafts)
@@ -243,7 +243,7 @@ def test_sliding_windows_of_few_tokens(folder: Path):
 def test_groups(
     folder: Path, sliding_windows: tuple[int | None, ...], counts: list[int]
 ):
-    """Windows of both kinds of layers share groups: they are alike."""
+    """Recent windows of both kinds of layers share groups, because they are alike."""
     config = make_config(folder, block_size=64)
     config.cache_config.kv_cache_layout = "LBHNC"
     add_layers(config, 12, sliding_windows)
@@ -253,7 +253,7 @@ def test_groups(
     assert [kinds.count(kind) for kind in found] == counts
 
 
-# By reason, what an engine is started with, and what else is changed.
+# Arguments of an engine by the reason; ``hindered`` makes the other changes.
 CASES: dict[str, dict[str, Any]] = {
     "turbo_prefill is stored": {"attention_config": {"turbo_prefill": "stored"}},
     "model runner V1": {},
@@ -293,7 +293,7 @@ def test_where_there_can_be_none(
 
 @pytest.mark.parametrize("others", [[], ["FLASH_ATTN"]])
 def test_block_size(folder: Path, others: list[str]):
-    """Sizes that nobody asked for have room; one that was asked for stays."""
+    """The default block size has room for a window; a size that a user sets stays."""
     backends = [TurboAttentionBackend, TurboWindowBackend]
     backends += [AttentionBackendEnum[name].get_class() for name in others]
     config = make_config(folder)
@@ -308,7 +308,7 @@ def test_block_size(folder: Path, others: list[str]):
 
 
 def test_sizes_of_hybrid_pages_are_not_refused(folder: Path):
-    """Blocks may be made longer, by any number of tiles."""
+    """Hybrid models may make blocks longer by any number of tiles."""
     config = make_config(folder)
     with set_current_vllm_config(config):
         assert TurboWindowBackend.supports_block_size(80)
@@ -316,7 +316,7 @@ def test_sizes_of_hybrid_pages_are_not_refused(folder: Path):
 
 
 def capacity(folder: Path, window: int | str) -> int:
-    """Tokens that fit into some memory, in requests of 8192."""
+    """Number of tokens that fit 16 GiB, in requests of 8192 tokens."""
     folder.mkdir(exist_ok=True)
     config = make_config(folder, window, block_size=64)
     config.model_config.max_model_len = 8192
@@ -330,7 +330,7 @@ def capacity(folder: Path, window: int | str) -> int:
 
 
 def test_capacity(folder: Path):
-    """A block of 64 tokens for each request of 8192."""
+    """A window costs one block of 64 tokens for each request of 8192."""
     with_window = capacity(folder / "a", "auto") / capacity(folder / "b", 0)
     assert 1 > with_window > 0.985
 

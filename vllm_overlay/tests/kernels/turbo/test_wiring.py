@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What vLLM must know of the turbo cache dtypes outside the backend."""
+"""Places outside the backend where vLLM must know the turbo cache dtypes."""
 
 import __future__
 
@@ -70,7 +70,7 @@ def test_cache_dtype(name):
 
 @pytest.mark.parametrize("name", OTHER_DTYPES)
 def test_other_cache_dtypes_are_not_ours(name):
-    """Their names and modes overlap with ours nowhere."""
+    """Names and modes of other cache dtypes do not overlap with turbo's."""
     assert not is_turbo_cache_dtype(name)
     assert not get_kv_quant_mode(name).is_turbo
     assert not TurboAttentionBackend.supports_kv_cache_dtype(name)
@@ -125,7 +125,7 @@ def test_backend_interface():
     assert AttentionBackendEnum.TURBO.get_class() is TurboAttentionBackend
     assert TurboAttentionBackend.get_name() == "TURBO"
     assert TurboAttentionBackend.forward_includes_kv_cache_update
-    # Those that keep the tokens of a (block, head) contiguous.
+    # Layouts with contiguous tokens of a (block, head).
     contiguous = {layout for layout in KVCacheLayout if layout.value[-2:] == (3, 4)}
     declared = TurboAttentionBackend.supported_kv_cache_layouts()
     assert set(declared) == contiguous - {KVCacheLayout.LHBNC}
@@ -135,7 +135,7 @@ def test_backend_interface():
 
 
 def test_literals_are_of_the_format():
-    """The backend repeats them, for tools that read its source."""
+    """The backend repeats the format's literals, for tools that read its source."""
     (multiple,) = TurboAttentionBackend.get_supported_kernel_block_sizes()
     assert multiple == MultipleOf(TILE_TOKENS)
     assert TurboAttentionBackend.get_supported_head_sizes() == list(HEAD_SIZES)
@@ -158,7 +158,7 @@ def test_least_compute_capability(monkeypatch):
     ],
 )
 def test_attention_options(option, values):
-    """The first value is the default; none compiles the model anew."""
+    """The first value is the default, and no value makes a model compile again."""
     assert getattr(AttentionConfig(), option) == values[0]
     configs = [AttentionConfig(**{option: value}) for value in values]
     assert [getattr(config, option) for config in configs] == values
@@ -171,7 +171,7 @@ def test_attention_options(option, values):
 
 
 def fp8_checkpoint_layer(cache_dtype: str) -> torch.nn.Module:
-    """An attention layer with the scales of an FP8 checkpoint loaded."""
+    """An attention layer with loaded scales of an FP8 checkpoint."""
     layer = torch.nn.Module()
     layer.kv_cache_dtype = cache_dtype
     layer.calculate_kv_scales = False
@@ -204,8 +204,8 @@ def test_this_platform_selects_the_backend(name, selected):
 def load_selector(platform: str, **names: object):
     """``get_attn_backend_cls`` of a platform whose module cannot be imported.
 
-    It is compiled from the source with no globals but ``names`` and what the turbo
-    branch needs: anything else that ran would raise a NameError.
+    It is compiled from the source. Its only globals are ``names`` and those that the
+    turbo branch needs, so that other code that ran would raise a NameError.
     """
     path = Path(inspect.getfile(vllm.platforms)).with_name(f"{platform}.py")
     tree = ast.parse(path.read_text())
@@ -229,7 +229,7 @@ capabilities = pytest.mark.parametrize(
 
 
 def choose_on_cuda(capability: DeviceCapability, config: AttentionSelectorConfig):
-    """The valid backends, the reasons of the others, and the choice."""
+    """Valid backends, reasons against the others, and the chosen backend's path."""
     device = cuda_platform(capability)
     valid, invalid = device.get_valid_backends(capability, config, 32)
     names = [candidate.backend.name for candidate in valid]
@@ -293,7 +293,7 @@ def test_other_platforms_ask_first(name, platform, monkeypatch):
     ],
 )
 def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
-    """They come to the backend they are to have, or (None) to the list of all."""
+    """Other dtypes get the expected backend, or (None) reach the list of all."""
 
     def refuse(*args):
         raise AssertionError("turbo was asked")
@@ -326,7 +326,7 @@ def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
 
 @pytest.mark.parametrize("name", [*TURBO_PRESETS, "auto"])
 def test_gemma4_forces_no_backend(name, tmp_path):
-    """Its own hook, on a description of two head sizes."""
+    """Gemma 4's own hook, for a model with two head sizes, forces no backend."""
     config = make_vllm_config(
         tmp_path,
         name,
@@ -340,7 +340,7 @@ def test_gemma4_forces_no_backend(name, tmp_path):
     forced = config.attention_config.backend
     if is_turbo_cache_dtype(name):
         assert forced is None
-        # What else it is refused for is of its layers: see test_refusals.py.
+        # Its layers may still be refused: see test_refusals.py.
         assert select_on_cuda(name=name, head_size=512) == BACKEND_PATH
     elif not is_fa_version_supported(4):
         assert forced is AttentionBackendEnum.TRITON_ATTN
