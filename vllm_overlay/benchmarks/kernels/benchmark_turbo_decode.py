@@ -1,38 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decode attention over the turbo KV cache, against the others that vLLM serves.
+"""Decode attention over the turbo KV cache, compared to vLLM's other KV caches.
 
-Each arm first has to attend correctly on a small batch. Then its parts of a
-decode step are captured in CUDA graphs and replayed with a cold L2 cache, the
-arms in turn. One JSON object a line, for each arm and part:
+Each arm must first attend correctly on a small batch. Then its parts of a decode step
+are captured in CUDA graphs and replayed with a cold L2 cache, the arms in turn. The
+output is one JSON object a line, for each arm and part:
 
 * ``attention``: from the query to the output, merge of the splits included.
-  FlashAttention and FlashInfer are handed their schedules, which vLLM computes once
-  a step; the ``_unplanned`` arms let FlashAttention choose the splits by itself.
-* ``store``: the step's K and V into the cache. turbo rotates q there, too; the
+  FlashAttention and FlashInfer get their schedules, which vLLM computes once a step;
+  the ``_unplanned`` arms let FlashAttention choose the splits by itself.
+* ``store``: the step's K and V into the cache. turbo also rotates q in it; the
   quantisation of the fp8 arm's q is not counted.
 * ``step``: both, one after the other.
-* ``layers``: ``LAYERS`` times a kernel that makes the query, as a model has one before,
-  and a step. From the second on the cache that is read is warm.
-* ``cold_layers``: the same, each layer with a cold L2 cache as after a model's weights:
-  of the kernels' instructions and tables, too. ``layer_us`` is what a layer takes, the
-  emptying of the cache not counted.
+* ``layers``: ``LAYERS`` times a kernel that makes the query, as in a model, and a step.
+  From the second layer on, the cache that is read is warm.
+* ``cold_layers``: the same, but each layer has a cold L2 cache, as after a model's
+  weights. The kernels' instructions and tables are cold also. ``layer_us`` is the time
+  of a layer without the emptying of the cache.
 * ``prefill_store``: the K and V of a prompt's chunk of ``--prefill-tokens`` tokens into
-  the cache, where it has room for them; its bytes are those read and written.
+  the cache, if it has room for them. Its bytes are those read and written.
 
-The turbo arms run the kernels that would be served, CUDA's where they can be had; the
-``_triton`` arms always run Triton's, ``_offset`` arms take an offset off K, as for
-models that add a bias to it, ``_sliding`` arms see the last 1024 tokens alone and
-``_sliding128`` arms the last 128, and ``_window`` arms have a recent window, which is
-full; their gate attends without. ``_BLHNC`` and ``_BHLNC`` arms have pages with those
-of other layers between them, or between their heads. In ``_serial`` arms no kernel of
-turbo's begins before the one before it has ended, as without programmatic dependent
-launch. ``_passes`` arms have the decode kernel that all GPUs have, where Hopper's own
-would serve more than 16 queries of a KV head. bf16 and fp8 are FlashAttention 3, with
-heads of more than 256 FlashAttention 4; their ``_triton`` arms are vLLM's Triton
-backend; ``_flashinfer`` is XQA, which vLLM's FlashInfer backend takes on Hopper if it
-can reach NVIDIA's server, and ``_flashinfer_fa2`` what it takes otherwise. An arm that
-cannot run here ends as a row with its error.
+The turbo arms run the kernels that would be served, which are CUDA's if these can be
+built. Their variants:
+
+* ``_triton``: always Triton's kernels.
+* ``_offset``: an offset is taken off K, as for models that add a bias to it.
+* ``_sliding``, ``_sliding128``: a query sees only the last 1024 or 128 tokens.
+* ``_window``: there is a full recent window; the gate attends without it.
+* ``_BLHNC``, ``_BHLNC``: other layers' pages lie between pages, or between heads.
+* ``_serial``: no turbo kernel begins before the previous kernel has ended, as without
+  programmatic dependent launch.
+* ``_passes``: the decode kernel of all GPUs runs, even where Hopper's own would serve
+  more than 16 queries of a KV head.
+
+bf16 and fp8 are FlashAttention 3, or FlashAttention 4 for heads of more than 256. Their
+``_triton`` arms are vLLM's Triton backend. ``_flashinfer`` is XQA, which vLLM's
+FlashInfer backend chooses on Hopper if it can reach NVIDIA's server, and
+``_flashinfer_fa2`` is its choice otherwise. An arm that cannot run here ends as a row
+with its error.
 """
 
 import argparse
@@ -61,15 +66,15 @@ from turbo_decode_peers import (
 from turbo_decode_timing import Flush, capture, measure, measure_device, spread
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
-# By the end of an arm's name.
+# Sliding windows in tokens, by the end of an arm's name.
 SLIDING_WINDOWS = {"_sliding": 1024, "_sliding128": 128}
-# By the end of an arm's name, too; others have LBHNC.
+# Layouts of pages that end an arm's name; other arms have LBHNC.
 CACHE_LAYOUTS = "BLHNC", "BHLNC"
-# Of the parts of that name.
+# The number of layers in the parts ``layers`` and ``cold_layers``.
 LAYERS = 8
-# A graph of no arm.
+# The key of a graph that belongs to no arm.
 FLUSHES = "", "flushes"
-# A name begins with that of its cache: arms with the same share one.
+# An arm's name begins with the name of its cache. Arms with the same cache share it.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": partial(FlashAttentionArm, fp8=False, planned=True),
     "bf16_unplanned": partial(FlashAttentionArm, fp8=False, planned=False),
@@ -144,9 +149,9 @@ SWEEP_SHAPES = tuple(
     for batch in (1, 32)
     for context in (1024, 4096, 16384, 65536, 131072)
 )
-# Sequences of the correctness gate: short, around a block's end, several splits.
+# Lengths of the gate's sequences: short, around a block's end, of several splits.
 GATE_LENS = (1, 63, 16, 17, 700, 1029)
-# Of the gate: how far, at most, quantised K and V are from K and V.
+# The gate's bound of the relative error of quantised K and V.
 QUANTISATION_ERROR = 0.3
 SEED_TOKENS = 4096
 
@@ -155,7 +160,7 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
     """Check an arm against fp32 attention.
 
     Raises:
-        AssertionError: If it is wrong; its timing would mean nothing.
+        AssertionError: The arm is wrong, so that its timing would mean nothing.
 
     """
     from vllm.v1.attention.ops.turbo.reference import attention
@@ -188,12 +193,12 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
             same_dtype = attention(query, key.to(DTYPE), value.to(DTYPE), arm.scale)
             error = (output - expected).abs().max()
             bound = 2 * (same_dtype[0][0].float() - plain).abs().max() + 1e-4
-        # Written so that NaN fails.
+        # NaN fails this comparison.
         assert error <= bound, f"{length} tokens: error {error:.3g} > {bound:.3g}"
 
 
 def fill(arm: Arm) -> None:
-    """Fill the whole cache: random tokens, the same in every SEED_TOKENS."""
+    """Fill the whole cache with SEED_TOKENS random tokens, repeated."""
     batch, num_blocks = arm.batch, arm.cache.shape[0]
     seed_blocks = min(num_blocks, SEED_TOKENS // batch.block_size)
     num_tokens = seed_blocks * batch.block_size
@@ -206,7 +211,7 @@ def fill(arm: Arm) -> None:
 
 
 def run_facts(args: argparse.Namespace) -> dict[str, Any]:
-    """What every row says of the run."""
+    """The facts of the run, which are in every row."""
     import triton
 
     import vllm
@@ -230,7 +235,7 @@ def run_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Report:
-    """Writes rows as JSON lines, at once, to the standard output and a file."""
+    """Writes rows as JSON lines, unbuffered, to standard output and to a file."""
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
         if path:
@@ -245,14 +250,14 @@ class Report:
                 print(line, file=stream, flush=True)
 
     def error(self, **fields: Any) -> None:
-        """Report the exception being handled."""
+        """Report the exception that is being handled."""
         traceback.print_exc()
         lines = traceback.format_exc().strip().splitlines()
         self.row(**fields, error=lines[-1][:500])
 
 
 def choose_arms(args: argparse.Namespace) -> dict[str, Callable[..., Arm]]:
-    """The arms by name: those asked for, and the variants of turbo's on Triton."""
+    """Arms by name: those of ``--arms``, and variants of turbo arms on Triton."""
     arms = {name: ARMS[name] for name in args.arms}
     for dtype in [name for name in args.arms if name in TURBO_DTYPES]:
         for variant in args.variants:
@@ -266,7 +271,7 @@ def choose_arms(args: argparse.Namespace) -> dict[str, Callable[..., Arm]]:
 def make_filled(
     name: str, make_arm: Callable[..., Arm], batch: Batch, others: dict[str, Arm]
 ) -> Arm:
-    """An arm with a full cache: that of its dtype's own arm, if there is one."""
+    """An arm with a full cache: its dtype's own arm's, if there is one."""
     base = others.get(re.split(r"[_\[]", name)[0])
     if base is not None and not name.endswith(CACHE_LAYOUTS):
         arm = make_arm(batch, cache=base.cache)
@@ -279,13 +284,13 @@ def make_filled(
 
 
 def run_step(arm: Arm) -> None:
-    """What a layer's attention does in a step."""
+    """Run a layer's attention in a step: store, then attend."""
     arm.store()
     arm.attention()
 
 
 def run_layers(arm: Arm, flush: Callable[[], Any] | None = None) -> None:
-    """What layers do, each with a kernel before that the store follows."""
+    """Run the steps of ``LAYERS`` layers, each after a kernel that makes the query."""
     for _ in range(LAYERS):
         if flush is not None:
             flush()
@@ -294,14 +299,14 @@ def run_layers(arm: Arm, flush: Callable[[], Any] | None = None) -> None:
 
 
 def run_flushes(query: torch.Tensor, flush: Callable[[], Any]) -> None:
-    """As ``run_layers``, without steps."""
+    """Run the other work of ``run_layers``, without steps."""
     for _ in range(LAYERS):
         flush()
         query.mul_(1.0)
 
 
 def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
-    """Keys, values and slots of a prompt's chunk, if the cache has so many slots."""
+    """Keys, values and slots of a prompt's chunk; None if the cache is too small."""
     if not 0 < num_tokens <= batch.num_blocks * batch.block_size:
         return None
     heads = (batch.shape.num_kv_heads, batch.shape.head_size)
@@ -310,7 +315,7 @@ def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None
 
 
 def count_bytes(arm: Arm, part: str, prefill_tokens: int) -> int | None:
-    """Bytes of K and V that a part reads and writes, where they decide its time."""
+    """Bytes of K and V that a part reads and writes; None if they do not bound it."""
     shape = arm.batch.shape
     if part == "attention":
         longest = getattr(arm, "sliding_window", None) or max(shape.seq_lens)
@@ -381,7 +386,7 @@ def time_shape(
 
 
 def profile(parts: dict[tuple[str, str], Callable[[], Any]]) -> None:
-    """Run each arm's parts once, between marks for a profiler."""
+    """Run each arm's parts once while the profiler is on."""
     torch.cuda.profiler.start()
     for run in parts.values():
         run()
@@ -432,8 +437,8 @@ def build_parser() -> argparse.ArgumentParser:
         const=[Shape.parse(text) for text in SWEEP_SHAPES],
         help="the shapes of the pictures: batch 1 and 32, 1024 to 131072 tokens",
     )
-    # Those of other layouts take as much memory as so many layers, and passes are for
-    # more queries of a KV head than the default shapes have.
+    # Arms of other layouts take the memory of several layers. Passes are for more
+    # queries of a KV head than the default shapes have.
     others = *CACHE_LAYOUTS, "_passes"
     default_arms = [name for name in ARMS if not name.endswith(others)]
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=default_arms)

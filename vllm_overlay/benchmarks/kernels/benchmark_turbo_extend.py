@@ -3,24 +3,24 @@
 """Attention of several query tokens a sequence to cached context, as in prefix hits.
 
 Each way is captured in a CUDA graph and replayed with a cold L2 cache, the ways in
-turn. One JSON object a line, for each shape (the last tokens are part of a context),
-number of query tokens and way:
+turn. The output is one JSON object a line, for each shape, number of query tokens and
+way. A shape's lengths include the query tokens. The ways:
 
 * ``bf16``: FlashAttention 3, which reads pages in bf16.
-* ``extend``: the CUDA kernels that read packed pages, in the calls that a step has;
-  rotation of queries and merge included, and attention to the query tokens by
-  FlashAttention where there are more than ``MAX_MERGED_TOKENS`` and a merge.
-* ``outputs``: the kernel that ends in outputs alone, where there is one.
-* ``merged``: the one whose partial results are merged alone, beside it.
-* ``warps``: with ``--warps``, the kernel that serves on GPUs other than Hopper's; and
-  ``warps 4,8,1``, with ``--plans 4,8,1``, by another plan.
-* ``one_by_one``: the same, but the merge attends to all query tokens; up to 128.
+* ``extend``: the CUDA kernels that read packed pages, in the calls that a step has. The
+  rotation of queries and the merge are included. FlashAttention attends to the query
+  tokens if the merge would have more than ``MAX_MERGED_TOKENS``.
+* ``outputs``: only the kernel that ends in outputs, where there is one.
+* ``merged``: only the kernel whose partial results are merged, where both exist.
+* ``warps``: with ``--warps``, the kernel that serves on GPUs other than Hopper.
+* ``warps 4,8,1``: with ``--plans 4,8,1``, the same kernel with another plan.
+* ``one_by_one``: ``merged``, but the merge attends to all query tokens; up to 128.
 * ``prefill``: packed pages are dequantised in pieces, and FlashAttention attends to
-  these; rotations of queries and outputs included.
+  these. The rotations of queries and outputs are included.
 
 The query tokens are stored before, and attended to as computed. The ways over packed
-pages have to agree. Numbers of query tokens that make more than ``--max-tokens`` of a
-shape, or have no context, are left out.
+pages must agree. Numbers of query tokens that exceed ``--max-tokens`` with a shape, or
+leave no context, are left out.
 """
 
 import argparse
@@ -37,25 +37,26 @@ from turbo_decode_timing import capture, measure, measure_device, spread
 
 DEFAULT_SHAPES = ("64x4096x32x8x128", "16x32768x32x8x128", "1x65536x32x8x128")
 DEFAULT_QUERY_LENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048)
-# Query tokens up to which those that are attended to one by one are timed.
+# The largest number of query tokens that ``one_by_one`` is timed with.
 MOST_ONE_BY_ONE = 128
-# Between ways that round queries, keys and weights differently.
+# The bound of the relative difference between ways over packed pages. They round
+# queries, keys and weights differently.
 AGREEMENT = 0.02
 
 
 def allocate(
     specs: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Tensors of shapes and dtypes."""
+    """Uninitialised tensors of the shapes and dtypes."""
     return [torch.empty(size, dtype=dtype, device=device) for size, dtype in specs]
 
 
 class Elsewhere(NamedTuple):
-    """Of GPUs other than Hopper's.
+    """A kind of GPU other than Hopper, whose kernel is run here.
 
     Attributes:
-        shared_bytes: Shared memory that a block can have there.
-        plan: Numbers of an ``ExtendPlan``; none for what serves.
+        shared_bytes: Bytes of shared memory that a block can have there.
+        plan: The numbers of an ``ExtendPlan``; empty for the plan that serves.
 
     """
 
@@ -63,7 +64,7 @@ class Elsewhere(NamedTuple):
     plan: tuple[int, ...] = ()
 
     def extend_attention(self, *args: Any, **options: Any) -> None:
-        """As serving has it there."""
+        """Attend as serving does on such a GPU."""
         from vllm.v1.attention.ops.turbo.cuda import extend, family
 
         def plan_for(*arguments: Any) -> extend.ExtendPlan:
@@ -82,17 +83,17 @@ class Elsewhere(NamedTuple):
 
 
 class ExtendArm(TurboArm):
-    """Packed pages, read by the extend kernel, in as many calls as a step has.
+    """Packed pages, which the extend kernel reads in as many calls as a step has.
 
     Args:
         batch: The step.
         cache_dtype: The preset.
-        cache: Of another arm, to be shared.
-        max_merged_tokens: Query tokens of a sequence up to which the merge attends to
-            them; None for any number.
-        to_outputs: Whether the kernel ends in outputs, where there is one that does;
+        cache: The cache of another arm, to share; None for a new one.
+        max_merged_tokens: The most query tokens of a sequence that the merge attends
+            to; None for any number.
+        to_outputs: Whether to use the kernel that ends in outputs, where there is one;
             None: as served.
-        elsewhere: GPUs other than Hopper's, to have their kernel.
+        elsewhere: A kind of GPU whose kernel to run; None: this GPU's.
 
     """
 
@@ -138,7 +139,7 @@ class ExtendArm(TurboArm):
         )
         planner = planning.DecodePlanner(
             layer,
-            # However few, they are enough for one multiprocessor.
+            # With one multiprocessor, any number of query tokens ends in outputs.
             1 if to_outputs else num_compute_units(),
             self.kernels.num_decode_splits,
             self.kernels.num_extend_splits,
@@ -214,7 +215,7 @@ class ExtendArm(TurboArm):
 
 
 class PrefillArm(TurboArm):
-    """Packed pages, dequantised for FlashAttention."""
+    """Packed pages, which are dequantised for FlashAttention."""
 
     def __init__(
         self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
@@ -268,7 +269,7 @@ def check(arms: dict[str, Arm]) -> None:
     """Compare the ways over packed pages.
 
     Raises:
-        AssertionError: If they do not agree; their times would mean nothing.
+        AssertionError: The ways differ, so that their times would mean nothing.
 
     """
     outputs = {}
@@ -279,7 +280,7 @@ def check(arms: dict[str, Arm]) -> None:
     expected = outputs.pop("prefill")
     for name, output in outputs.items():
         error = (output - expected).norm() / expected.norm()
-        # Written so that NaN fails.
+        # NaN fails this comparison.
         assert error <= AGREEMENT, f"{name} and prefill differ by {error:.3g}"
 
 
@@ -291,7 +292,7 @@ def time_queries(
     args: argparse.Namespace,
     report: Report,
 ) -> None:
-    """Time the ways with so many query tokens a sequence; a row for each."""
+    """Time the ways with a number of query tokens a sequence; report a row for each."""
     from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
 
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device, query_len)

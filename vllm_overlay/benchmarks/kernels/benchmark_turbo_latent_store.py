@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Stores of MLA: packed latents and rotary keys, beside vLLM's own caches.
+"""Stores of MLA: packed latents and rotary keys, compared to vLLM's own caches.
 
 Each way is captured in a CUDA graph and replayed with a cold L2 cache, the ways in
-turn. One JSON object a line, for each number of tokens and way:
+turn. The output is one JSON object a line, for each number of tokens and way:
 
 * ``bf16``, ``fp8``: ``concat_and_cache_mla``.
-* ``cuda``: the CUDA kernel as it is served; ``cuda_parts_1`` and ``cuda_parts_4`` with
-  so many lanes a scale group, whatever the number of tokens.
+* ``cuda``: the CUDA kernel as it is served.
+* ``cuda_parts_1``, ``cuda_parts_4``: the CUDA kernel with one or four lanes for a scale
+  group, for any number of tokens.
 * ``triton``: the Triton kernel.
 
-The bytes of all kernels have to be the reference's.
+The bytes of all kernels must be the reference's.
 """
 
 import argparse
@@ -24,15 +25,15 @@ from benchmark_turbo_decode import Report, run_facts
 from turbo_decode_timing import capture, measure, measure_device, spread
 
 DEFAULT_TOKENS = (1, 16, 64, 128, 256, 512, 768, 1024, 2048, 8192)
-# That many are compared to the reference, which is slow.
+# The most tokens that are compared to the reference, which is slow.
 CHECKED_TOKENS = 2048
 
 
 class Stores:
-    """The ways to store a number of tokens, at slots of their own in any order.
+    """The ways to store a number of tokens, at different slots in random order.
 
     Attributes:
-        packed: (num_blocks, N, C) uint8, of 0xFF, where packed ways store.
+        packed: (num_blocks, N, C) uint8, full of 0xFF, the cache of the packed ways.
 
     """
 
@@ -42,7 +43,7 @@ class Stores:
         size, device = args.head_size, torch.device("cuda")
         self.layout = LatentFormat.from_cache_dtype(args.cache_dtype, size)
         rows = torch.randn(num_tokens, size, device=device).to(torch.bfloat16)
-        # A norm's output is a tensor of its own, a rotary key part of a projection's.
+        # As in a model: latents are a tensor of their own, and rotary keys are a view.
         self.kv_c = rows[:, : self.layout.rank].contiguous()
         self.k_pe = rows[:, self.layout.rank :] if self.layout.rope else None
         num_blocks = -(-2 * num_tokens // args.block_size)
@@ -87,7 +88,7 @@ class Stores:
         """Compare the packed ways' bytes to the reference's.
 
         Raises:
-            AssertionError: If they differ; their times would mean nothing.
+            AssertionError: They differ, so that their times would mean nothing.
 
         """
         from vllm.v1.attention.ops.turbo.reference import latent as reference

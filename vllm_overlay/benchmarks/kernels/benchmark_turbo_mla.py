@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""MLA with the turbo KV cache, against the others that vLLM serves on Hopper.
+"""MLA with the turbo KV cache, compared to vLLM's other KV caches on Hopper.
 
-Each arm first has to attend correctly on a small batch. Then its parts are captured in
-CUDA graphs and replayed with a cold L2 cache, the arms in turn. One JSON object a line,
-for each arm and part:
+Each arm must first attend correctly on a small batch. Then its parts are captured in
+CUDA graphs and replayed with a cold L2 cache, the arms in turn. The output is one JSON
+object a line, for each arm and part:
 
-* ``attention``: absorbed, from queries of the latent to outputs of it, merge of splits
-  included. FlashAttention and FlashMLA are handed their schedules, which vLLM computes
-  once a step; the quantisation of FlashMLA's fp8 query is not counted.
+* ``attention``: absorbed, from queries to outputs in the coordinates of latents, merge
+  of splits included. FlashAttention and FlashMLA get their schedules, which vLLM
+  computes once a step; the quantisation of FlashMLA's fp8 query is not counted.
 * ``store``: the step's latents and rotary keys into the cache.
-* ``prefill_store``: those of a prompt's chunk of ``--prefill-tokens`` tokens.
+* ``prefill_store``: latents and rotary keys of a prompt's chunk of
+  ``--prefill-tokens`` tokens into the cache.
 * ``gather``: a chunk of ``--gather-tokens`` tokens of contexts, dequantised for
-  prefill, where there are so many.
+  prefill, if there are so many.
 
 bf16 and bf16_flashmla are FLASH_ATTN_MLA and FLASHMLA, fp8 is FLASHMLA, and the
 ``_triton`` arms are TRITON_MLA. The turbo arms run the kernels that would be served,
-CUDA's where they can be had; their ``_triton`` arms always run Triton's. turbo4_slices
-attends with the CUDA kernels of GPUs of compute capability 10.0 and 12.0, and
-turbo4_slices_8x with those of 8.0 to 8.9, which run on later GPUs, too. An arm that
+which are CUDA's if these can be built; their ``_triton`` arms always run Triton's.
+turbo4_slices attends with the CUDA kernels of compute capability 10.0 and 12.0, and
+turbo4_slices_8x with those of 8.0 to 8.9, which also run on later GPUs. An arm that
 cannot run here ends as a row with its error.
 """
 
@@ -48,7 +49,7 @@ from turbo_mla_arms import (
 )
 
 TURBO_DTYPES = ("turbo4", "turbo3")
-# A name begins with that of its cache: arms with the same share one.
+# An arm's name begins with the name of its cache. Arms with the same cache share it.
 ARMS: dict[str, Callable[..., Arm]] = {
     "bf16": FlashAttentionArm,
     "bf16_flashmla": FlashMLAArm,
@@ -72,9 +73,9 @@ DEFAULT_SHAPES = (
     "1x131072x16",
     "1x131072x20",
 )
-# Sequences of the correctness gate: short, around a step's end, several splits.
+# Lengths of the gate's sequences: short, around a step's end, of several splits.
 GATE_LENS = (4, 63, 64, 65, 700, 1029)
-# Of the gate: how far, at most, quantised latents are from latents.
+# The gate's bound of the relative error of quantised latents.
 QUANTISATION_ERROR = 0.2
 SEED_TOKENS = 4096
 
@@ -82,17 +83,17 @@ SEED_TOKENS = 4096
 def exact(
     query: torch.Tensor, rows: torch.Tensor, num_seen: int, scale: float
 ) -> torch.Tensor:
-    """fp32 attention of a token, (Hq, L + R), to a sequence's first rows."""
+    """The fp32 output, (Hq, L), of a token's attention to a sequence's first rows."""
     rows = rows[:num_seen].float()
     weights = (query.float() @ rows.T * scale).softmax(-1)
     return weights @ rows[:, :RANK]
 
 
 def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
-    """Check an arm against fp32 attention to what its cache holds.
+    """Check an arm against fp32 attention to its cache's dequantised content.
 
     Raises:
-        AssertionError: If it is wrong; its timing would mean nothing.
+        AssertionError: The arm is wrong, so that its timing would mean nothing.
 
     """
     batch = Batch(shape, list(GATE_LENS), device)
@@ -104,7 +105,7 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
     held = torch.full_like(given, float("nan"))
     arm.gather(chunk, held)
     far = (held - given).float().norm() / given.float().norm()
-    # Written so that NaN fails, here and below.
+    # NaN fails this comparison and the one below.
     assert far <= QUANTISATION_ERROR, f"latents off by {far:.3g}"
     output = arm.latents(arm.attention())
     begin = 0
@@ -121,7 +122,7 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
 
 
 def fill(arm: Arm) -> None:
-    """Fill the whole cache: random tokens, the same in every SEED_TOKENS."""
+    """Fill the whole cache with SEED_TOKENS random tokens, repeated."""
     batch, num_blocks = arm.batch, arm.cache.shape[0]
     seed_blocks = min(num_blocks, SEED_TOKENS // BLOCK_SIZE)
     num_tokens = seed_blocks * BLOCK_SIZE
@@ -134,7 +135,7 @@ def fill(arm: Arm) -> None:
 
 
 def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """What there is to time of an arm."""
+    """The parts of an arm that are timed, by name."""
     batch = arm.batch
     parts: dict[str, Callable[[], Any]] = {
         "store": arm.store,
@@ -153,7 +154,7 @@ def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]
 
 
 def count_bytes(arm: Arm, part: str, args: argparse.Namespace) -> int | None:
-    """Bytes that a part reads and writes, where they decide its time."""
+    """Bytes that a part reads and writes; None if they do not bound its time."""
     shape, row_bytes = arm.batch.shape, SIZE * DTYPE.itemsize
     if part == "attention":
         return shape.batch * shape.context * arm.token_bytes
@@ -175,7 +176,7 @@ def time_shape(
     batch = Batch(shape, [shape.context] * shape.batch, args.device)
     caches: dict[str, torch.Tensor] = {}
     arms: dict[str, Arm] = {}
-    # What they work on is read and written by their graphs.
+    # Kept, because the graphs read and write the parts' tensors.
     parts: dict[str, dict[str, Callable[[], Any]]] = {}
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
     for name, make_arm in makers.items():

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""New tokens behind cached ones with MLA: absorbed, or projected up.
+"""New tokens after cached tokens with MLA: absorbed, or projected up.
 
-A layer of vLLM's attends from as many new tokens of each sequence as ``--new-tokens``
-says, to its context and to them. Its weights are random, and there is nothing else of a
-model. One JSON object a line, for each shape, number of new tokens and way:
+One of vLLM's layers, with random weights and without a model, attends from
+``--new-tokens`` tokens of each sequence to its context and to these. The output is one
+JSON object a line, for each shape, number of new tokens and way:
 
 * ``absorbed``: attention to packed pages, in the coordinates of latents, with the
   projections of queries and outputs.
-* ``gathered``: as prefills are: contexts are dequantised by chunks, projected up, and
-  attended to by vLLM's prefill.
-* ``bf16``: what vLLM's own backend for a bf16 cache makes of it.
+* ``gathered``: as in prefills, contexts are dequantised in chunks and projected up, and
+  vLLM's prefill attends to them.
+* ``bf16``: vLLM's own backend for a bf16 cache.
 
-All store the new tokens first. The two ways of the turbo dtype have to agree. Each is
-captured in a CUDA graph and replayed with a cold L2 cache, the ways in turn; where that
-cannot be captured it is launched, which the row says. Up to how many new tokens
-absorbed attention serves is ``latent.runner.MAX_ABSORBED_LEN``.
+All ways store the new tokens first. The two ways of the turbo dtype must agree. Each
+way is captured in a CUDA graph and replayed with a cold L2 cache, the ways in turn. A
+way that cannot be captured is launched instead, and its row says so. Serving uses
+absorbed attention for up to ``latent.runner.MAX_ABSORBED_LEN`` new tokens.
 """
 
 import argparse
@@ -36,19 +36,19 @@ from turbo_decode_timing import capture, measure, measure_device, spread
 RANK, ROPE, BLOCK_SIZE = 512, 64, 64
 DTYPE = torch.bfloat16
 SEED_TOKENS = 4096
-# Of the norm: new tokens see themselves as stored, or raw.
+# A bound relative to the norm: new tokens see each other as stored, or raw.
 TOLERANCE = 0.05
-# Query tokens up to which a request is absorbed, by way; None: as it is served.
+# By way: the longest query that is absorbed; None: as served.
 WAYS = {"absorbed": 1 << 20, "gathered": 0, "bf16": None}
 
 
 class Model(NamedTuple):
-    """What decides on a layer's attention.
+    """The sizes of a layer's attention.
 
     Attributes:
-        num_heads: Of a GPU.
+        num_heads: Query heads of a GPU.
         nope: Coordinates of a head's key without the rotary ones.
-        value: Those of its value.
+        value: Coordinates of a head's value.
 
     """
 
@@ -63,7 +63,7 @@ DEFAULT_NEW_TOKENS = 1, 4, 8, 16, 32, 48, 64, 96, 128
 
 
 class Launched:
-    """What a graph would be, of a function that cannot be captured."""
+    """A stand-in for the graph of a function that cannot be captured."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.replay = function
@@ -71,12 +71,12 @@ class Launched:
 
 @dataclass
 class Layer:
-    """A layer with a cache, and what builds its metadata.
+    """A layer with a cache and the builder of its metadata.
 
     Attributes:
-        config: vLLM's.
-        layer: vLLM's.
-        builder: Of its metadata.
+        config: The configuration.
+        layer: The layer of vLLM.
+        builder: The builder of the layer's metadata.
         cache: (num_blocks, BLOCK_SIZE, C).
 
     """
@@ -168,7 +168,7 @@ def make_layer(
 
 
 def make_cache(layer: Any, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """A full cache: random tokens, the same in every SEED_TOKENS."""
+    """A cache full of SEED_TOKENS random tokens, repeated."""
     seed_blocks = min(num_blocks, SEED_TOKENS // BLOCK_SIZE)
     num_tokens = seed_blocks * BLOCK_SIZE
     rows = torch.randn(num_tokens, RANK + ROPE, device=device, dtype=DTYPE)
@@ -188,10 +188,10 @@ class Step:
     """The new tokens of a step, the same for each way.
 
     Attributes:
-        common: The step as model runners say it.
+        common: The step's metadata, as from model runners.
         query: (T, Hq, nope + R).
-        kv_c: (T, L), of the new tokens.
-        k_pe: (T, 1, R), likewise.
+        kv_c: (T, L), latents of the new tokens.
+        k_pe: (T, 1, R), rotary keys of the new tokens.
 
     """
 
@@ -235,7 +235,7 @@ class Step:
             return layer.layer(self.query, self.kv_c, self.k_pe, self.shape)
 
     def way(self, layer: Layer, threshold: int | None) -> Callable[[], torch.Tensor]:
-        """What runs the step, its metadata built."""
+        """A function that runs the step with metadata that is built here."""
         from vllm.config import set_current_vllm_config
 
         if threshold is not None:
@@ -246,7 +246,7 @@ class Step:
 
 
 def graph_of(function: Callable[[], Any]) -> tuple[Any, bool]:
-    """What replays a function, and whether it is a graph."""
+    """A graph of a function, or a stand-in that launches it; whether it is a graph."""
     try:
         return capture(function), True
     except RuntimeError:
@@ -258,12 +258,12 @@ def check(ways: dict[str, Callable[[], torch.Tensor]]) -> None:
     """Compare the two ways of the turbo dtype.
 
     Raises:
-        AssertionError: If they differ; their times would mean nothing.
+        AssertionError: They differ, so that their times would mean nothing.
 
     """
     absorbed, gathered = (ways[name]().float() for name in ("absorbed", "gathered"))
     far = (absorbed - gathered).norm() / gathered.norm()
-    # Written so that NaN fails.
+    # NaN fails this comparison.
     assert far <= TOLERANCE, f"the ways differ by {far:.3g}"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What ``benchmark_turbo_decode.py`` times: a decode step, and turbo's way through it.
+"""The decode step that ``benchmark_turbo_decode.py`` times, and turbo's arm.
 
-``turbo_decode_peers.py`` has the other ways. vLLM is imported where it is used, so that
-what one arm lacks ends that arm only.
+``turbo_decode_peers.py`` has the other arms. Functions import vLLM, so that a missing
+import ends only the arm that needs it.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.interface import RecentWindow
 
 DTYPE = torch.bfloat16
-# Of a recent window: what vLLM takes where there is one and nobody asks for another.
+# The block size of a recent window: vLLM's default where there is a window.
 WINDOW_BLOCK_SIZE = 64
-# Whose pages lie between a layer's.
+# The number of layers whose pages lie side by side.
 LAYERS_BESIDE = 8
 
 
@@ -29,7 +29,7 @@ class Shape:
     """One decode batch, of sequences of the same or of several lengths.
 
     Attributes:
-        groups: How many sequences, and how many tokens each of them has.
+        groups: Pairs of a number of sequences and their length in tokens.
 
     """
 
@@ -55,7 +55,7 @@ class Shape:
 
 
 class Batch:
-    """The tensors of a step that every arm gets: of B sequences' last Q tokens.
+    """The tensors of a step, of B sequences' last Q tokens, that every arm gets.
 
     Attributes:
         query_len: Q.
@@ -100,7 +100,7 @@ class Batch:
         return torch.randn(size, dtype=DTYPE, device=self.device)
 
     def query_start_loc(self) -> torch.Tensor:
-        """(B + 1,) int32, where the sequences' queries begin."""
+        """The first query token of each sequence, (B + 1,) int32."""
         ends = self.query.shape[0] + 1
         return torch.arange(
             0, ends, self.query_len, dtype=torch.int32, device=self.device
@@ -120,9 +120,9 @@ class Arm(ABC):
     Attributes:
         cache: uint8 or bf16, (num_blocks, ...).
         token_bytes: Bytes of a token and KV head.
-        relative_error: Bound of the gate against unquantised K and V; None: the
-            arm has to attend exactly to what its cache holds.
-        sliding_window: Tokens that a query token sees, at most; None for all.
+        relative_error: The gate's bound against unquantised K and V; None: the arm must
+            attend exactly to its cache's dequantised content.
+        sliding_window: The most tokens that a query token sees; None for all.
 
     """
 
@@ -153,13 +153,13 @@ class Arm(ABC):
     def held(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cache holds of ``key`` and ``value``: fp32, on the host."""
+        """The dequantised ``key`` and ``value`` of the cache: fp32, on the host."""
         return key.cpu().float(), value.cpu().float()
 
     def exact(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attention from (1, Hq, D) queries to what is held: fp32, on the host."""
+        """Attention from (1, Hq, D) queries to held K and V: fp32, on the host."""
         from vllm.v1.attention.ops.turbo.reference import attention
 
         return attention(
@@ -168,7 +168,7 @@ class Arm(ABC):
 
 
 def decode_in_passes(*args: Any, **options: Any) -> None:
-    """``cuda.decode.decode_attention`` by the kernel that all GPUs have."""
+    """Call ``cuda.decode.decode_attention`` with the kernel that all GPUs have."""
     from vllm.v1.attention.ops.turbo.cuda import decode, decode_columns
 
     with mock.patch.object(decode_columns, "SERVED", range(0)):
@@ -181,19 +181,19 @@ class TurboArm(Arm):
     Args:
         batch: The decode step.
         cache_dtype: The preset.
-        kernels: As ``attention_config.turbo_kernel``.
+        kernels: A value of ``attention_config.turbo_kernel``.
         variant: Block of tokens, warps, stages and registers of Triton's kernel, and
             splits a sequence (0: as served); None: as served.
-        cache: Of another arm, to be shared.
-        has_key_offset: Whether an offset is taken off K: what the cache holds is then
-            what is left of the keys.
+        cache: The cache of another arm, to share; None for a new one.
+        has_key_offset: Whether an offset is taken off K. The cache then holds keys
+            without it.
         has_window: Whether there is a recent window.
-        sliding_window: Tokens that a query token sees, at most; None for all.
-        cache_layout: vLLM's name of how the layers' pages lie: those of other layers
-            than this one are between its pages, or between their heads.
-        enable_pdl: Whether CUDA's kernels may begin before the one before has ended.
-        in_passes: Whether more queries of a KV head than CUDA's decode kernel attends
-            from at once do so in several passes, also where another kernel serves them.
+        sliding_window: The most tokens that a query token sees; None for all.
+        cache_layout: vLLM's name of the layout of layers' pages. Pages of other layers
+            may lie between this layer's pages, or between their heads.
+        enable_pdl: Whether CUDA's kernels may begin before the previous one has ended.
+        in_passes: Whether CUDA's decode kernel takes many queries of a KV head in
+            several passes, even where another kernel would serve them.
 
     """
 
@@ -237,7 +237,7 @@ class TurboArm(Arm):
             variant=Variant(has_key_offset, has_window),
         )
         self.offsets = self.step_offset = None
-        # By the number of tokens, of one sequence: a graph cannot make them.
+        # By a sequence's number of tokens. Made before, as a graph cannot make them.
         self.chunk_offsets: dict[int, KeyOffset] = {}
         if has_key_offset:
             num_offsets = -(-batch.max_seq_len // OFFSET_SEGMENT)
@@ -292,14 +292,14 @@ class TurboArm(Arm):
             "BLHNC": ((blocks, layers, heads), 1),
             "BHLNC": ((blocks, heads, layers), 2),
         }[cache_layout]
-        # A recycled page holds any byte.
+        # A recycled page may hold any bytes.
         pages = torch.full(
             (*sizes, *page), 0xFF, dtype=torch.uint8, device=batch.device
         )
         return pages.select(layer_dim, sizes[layer_dim] // 2)
 
     def make_window(self) -> "RecentWindow":
-        """Pages of a window, of as many tokens as they have room for."""
+        """A window of as many tokens as its pages have room for."""
         from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
         from vllm.v1.attention.ops.turbo.interface import RecentWindow
 
@@ -318,7 +318,7 @@ class TurboArm(Arm):
         )
 
     def fill_window(self) -> None:
-        """Store the tokens before the newest once more, as a step that has all."""
+        """Store the tokens before the newest once more, to fill the window."""
         if self.window is None:
             return
         from vllm.v1.attention.ops.turbo.interface import WindowUpdate
@@ -434,7 +434,7 @@ class TurboArm(Arm):
     def exact(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attend from q in int8 where the kernel does that, but not to the newest."""
+        """Attend from q in int8 if the kernel does, but from q to the newest token."""
         from vllm.v1.attention.ops.turbo import reference
 
         query = query.float()
@@ -442,7 +442,7 @@ class TurboArm(Arm):
         if self.rounds_queries():
             rounded = reference.round_query(reference.rotate(query))
             rounded = reference.inverse_rotate(rounded)
-        # The two have coordinates of their own.
+        # Concatenated along D, so that each query meets its own keys.
         keys = torch.cat([key, torch.zeros_like(key)], -1)
         keys[-1] = keys[-1].roll(key.shape[-1], -1)
         queries = torch.cat([rounded, query], -1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What turbo is timed against: the KV caches that vLLM serves besides, and how."""
+"""The arms that turbo is compared to: vLLM's other KV caches and their kernels."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class PagesArm(Arm):
     Args:
         batch: The decode step.
         fp8: Whether K and V are kept in fp8.
-        cache: Of another arm, to be shared.
+        cache: The cache of another arm, to share; None for a new one.
 
     """
 
@@ -59,8 +59,8 @@ class PagesArm(Arm):
 
 
 class FlashAttentionArm(PagesArm):
-    """FlashAttention, called as vLLM's backend does on Hopper: 3, and 4 for heads of
-    more than 256.
+    """FlashAttention as vLLM's backend calls it on Hopper: version 3, or version 4 for
+    heads of more than 256.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FlashAttentionArm(PagesArm):
     ) -> None:
         super().__init__(batch, fp8, cache)
         self.sliding_window = sliding_window
-        # To the left of a query token, and to its right; -1: all.
+        # Tokens to the left and right of a query token; -1: all.
         self.window_size = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         descale = self.one.expand(len(batch.seq_lens), batch.shape.num_kv_heads)
         self.fa_version = 3 if batch.shape.head_size <= 256 else 4
@@ -88,8 +88,8 @@ class FlashAttentionArm(PagesArm):
             self.options |= self.plan()
 
     def plan(self) -> dict[str, Any]:
-        """The schedule, if it is handed one, and the bound on splits of vLLM's full
-        CUDA graphs.
+        """The schedule, for version 3, and the bound on splits in vLLM's full CUDA
+        graphs.
         """
         from vllm.config.attention import AttentionConfig
         from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
@@ -138,7 +138,7 @@ class FlashAttentionArm(PagesArm):
 
 
 class TritonArm(PagesArm):
-    """vLLM's Triton backend, which has heads of any size."""
+    """The Triton backend of vLLM, which serves any head size."""
 
     def __init__(
         self, batch: Batch, fp8: bool, cache: torch.Tensor | None = None
@@ -193,7 +193,7 @@ class TritonArm(PagesArm):
 
 
 class TurboQuantArm(Arm):
-    """vLLM's ``turboquant_*`` presets."""
+    """The ``turboquant_*`` presets of vLLM."""
 
     relative_error = 0.5
 
@@ -275,7 +275,7 @@ class TurboQuantArm(Arm):
             lse_buf=self.lse,
             max_num_kv_splits=self.num_splits,
         )
-        # The backend copies, too.
+        # The backend also copies.
         batch.output.copy_(result)
 
 
@@ -380,7 +380,7 @@ def run_flashinfer(
 
 
 class FlashInferArm(PagesArm):
-    """FlashInfer's own kernels over bf16: vLLM's choice where it cannot take XQA."""
+    """FlashInfer's own kernels over bf16, which vLLM runs where it cannot take XQA."""
 
     def __init__(self, batch: Batch, cache: torch.Tensor | None = None) -> None:
         super().__init__(batch, fp8=False, cache=cache)

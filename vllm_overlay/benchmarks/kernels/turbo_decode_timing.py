@@ -15,7 +15,7 @@ WARM_UP_CALLS = 3
 
 
 class Flush:
-    """Empties the L2 cache. By reading: dirty lines would be written back later."""
+    """Empties the L2 cache by reading. Written lines would be written back later."""
 
     def __init__(self) -> None:
         self.source = torch.zeros(FLUSH_BYTES // 4, device="cuda")
@@ -77,12 +77,12 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 def measure_device(rounds: int) -> dict[str, float]:
-    """Rate of a device-to-device copy, and what an empty graph seems to take."""
+    """The rate of a device-to-device copy, and the measured time of a tiny graph."""
     source = torch.ones(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device="cuda")
     graphs = {
-        # A kernel: a graph's copy node may go to a copy engine, which is slower.
+        # A kernel copies: a copy node may run on a copy engine, which is slower.
         "copy": capture(partial(torch.neg, source, out=target)),
         "floor": capture(tiny.zero_),
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What ``benchmark_turbo_mla.py`` times: MLA's caches, packed and not, and readers.
+"""The arms of ``benchmark_turbo_mla.py``: packed and other caches of MLA, and kernels.
 
-vLLM is imported where it is used, so that what one arm lacks ends that arm only.
+Functions import vLLM, so that a missing import ends only the arm that needs it.
 """
 
 from abc import ABC, abstractmethod
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 DTYPE = torch.bfloat16
-# Of DeepSeek and of all that took over its sizes.
+# The sizes of DeepSeek and of models derived from it.
 RANK, ROPE = 512, 64
 SIZE = RANK + ROPE
-# FLASHMLA's; all arms have it.
+# FLASHMLA's block size, which all arms have.
 BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decode step: sequences of one length, heads of a GPU, query tokens of each."""
+    """A decode step of sequences with equal lengths and numbers of query tokens."""
 
     batch: int
     context: int
@@ -40,19 +40,20 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Softmax scale of DeepSeek's heads, of 128 + 64."""
+        """Softmax scale of DeepSeek's heads, of 128 + 64 coordinates."""
         return 192**-0.5
 
 
 class Batch:
-    """The tensors of a step that every arm gets: of B sequences' last Q tokens.
+    """The tensors of a step, of B sequences' last Q tokens, that every arm gets.
 
     Attributes:
         query: (B * Q, Hq, L + R).
         block_table: (B, max_blocks) int32, blocks in random order.
         seq_lens: (B,) int32, the last tokens included.
         slot_mapping: (B * Q,) int64, slots of the last tokens.
-        kv_c: (B * Q, L), of the last tokens, and ``k_pe`` (B * Q, R).
+        kv_c: (B * Q, L), latents of the last tokens.
+        k_pe: (B * Q, R), rotary keys of the last tokens.
 
     """
 
@@ -76,7 +77,7 @@ class Batch:
         return torch.randn(size, dtype=DTYPE, device=self.device)
 
     def query_start_loc(self) -> torch.Tensor:
-        """(B + 1,) int32, where the sequences' queries begin."""
+        """The first query token of each sequence, (B + 1,) int32."""
         step, ends = self.shape.query_len, self.query.shape[0] + 1
         return torch.arange(0, ends, step, dtype=torch.int32, device=self.device)
 
@@ -94,7 +95,7 @@ class Arm(ABC):
         batch: The step.
         cache: (num_blocks, BLOCK_SIZE, C).
         token_bytes: C in bytes.
-        relative_error: Bound of the gate, of attention to what the cache holds.
+        relative_error: The gate's bound for attention to the cache's content.
 
     """
 
@@ -113,11 +114,11 @@ class Arm(ABC):
 
     @abstractmethod
     def attention(self) -> torch.Tensor:
-        """Attend from the batch's queries: (B * Q, Hq, L)."""
+        """The output, (B * Q, Hq, L), of attention from the batch's queries."""
 
     @abstractmethod
     def gather(self, chunk: "Chunk", output: torch.Tensor) -> None:
-        """Write a chunk of contexts, (T, L + R), in the model's dtype."""
+        """Write a chunk of contexts to ``output``, (T, L + R), in the model's dtype."""
 
     def latents(self, output: torch.Tensor) -> torch.Tensor:
         """Outputs of ``attention`` in the latents' own coordinates, in fp32."""
@@ -129,10 +130,10 @@ class Arm(ABC):
 
 
 class Chunk:
-    """Tokens of contexts for prefill: of each sequence the first ones.
+    """A chunk of contexts for prefill: the first tokens of each sequence.
 
     Attributes:
-        num_tokens: Of all.
+        num_tokens: Number of tokens of all sequences.
         cu_seq_lens: (B + 1,) int32.
         token_to_seq: (num_tokens,) int32.
         starts: (B,) int32, zeros.
@@ -150,7 +151,7 @@ class Chunk:
 
 
 class PlainArm(Arm):
-    """Latents as they are, in bf16 or fp8."""
+    """Latents without packing, in bf16 or fp8."""
 
     def __init__(
         self, batch: Batch, fp8: bool = False, cache: torch.Tensor | None = None
@@ -166,7 +167,7 @@ class PlainArm(Arm):
         self.cache = cache
         self.one = torch.ones((), device=batch.device)
         if fp8:
-            self.relative_error = 0.06  # queries are rounded, too
+            self.relative_error = 0.06  # queries are rounded also
 
     @property
     def pages(self) -> torch.Tensor:
@@ -198,9 +199,7 @@ class PlainArm(Arm):
 
 
 class FlashAttentionArm(PlainArm):
-    """FLASH_ATTN_MLA, Hopper's first choice for bf16: FlashAttention 3, handed its
-    schedule.
-    """
+    """FLASH_ATTN_MLA, Hopper's first choice for bf16, as FlashAttention 3."""
 
     @cached_property
     def plan(self) -> dict[str, Any]:
@@ -271,7 +270,7 @@ class FlashMLAArm(PlainArm):
 
     @cached_property
     def query(self) -> torch.Tensor:
-        """(B, Q, Hq, L + R); quantised where the cache is, which is not counted."""
+        """Queries, (B, Q, Hq, L + R), in fp8 if the cache is; the cast is not timed."""
         batch = self.batch
         query = batch.query.unflatten(0, (-1, batch.shape.query_len))
         return query.to(torch.float8_e4m3fn) if self.fp8 else query
@@ -309,11 +308,11 @@ class FlashMLAArm(PlainArm):
 
 
 class TritonArm(PlainArm):
-    """TRITON_MLA, what GPUs before Hopper have: query tokens are sequences of it."""
+    """TRITON_MLA, the choice of GPUs before Hopper. Each query token is a sequence."""
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks of each query token's sequence, and how many tokens it sees."""
+        """The blocks and the number of tokens that each query token sees."""
         batch, count = self.batch, self.batch.shape.query_len
         last = torch.arange(1 - count, 1, dtype=torch.int32, device=batch.device)
         seen = (batch.seq_lens.unsqueeze(1) + last).flatten()
@@ -359,8 +358,9 @@ class TritonArm(PlainArm):
 
 
 def slices_kernels(is_bulk: bool) -> Any:
-    """CUDA's ``LatentKernels`` with the decode kernels of GPUs other than this one:
-    by slices, with bulk copies from compute capability 9.0 on or without.
+    """CUDA's ``LatentKernels`` with the decode kernels of other GPUs, by slices.
+
+    ``is_bulk``: with bulk copies, which compute capability 9.0 and later have.
     """
     from vllm.v1.attention.ops.turbo.cuda import latent_decode
     from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
@@ -374,8 +374,8 @@ def slices_kernels(is_bulk: bool) -> Any:
 
 
 class TurboArm(Arm):
-    """Packed latents, attended to in rotated coordinates: the layer's weights rotate
-    queries, and outputs back.
+    """Packed latents in rotated coordinates. The layer's weights rotate queries, and
+    rotate outputs back.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class TurboArm(Arm):
 
     @cached_property
     def rotated(self) -> tuple[torch.Tensor, ...]:
-        """The queries' two parts, the first rotated, the output and its LSE."""
+        """The queries' rotated latent and rotary parts, the output and its LSE."""
         from vllm.v1.attention.ops.turbo.reference import rotate
 
         query, rope = self.batch.query.split([RANK, ROPE], -1)
@@ -441,7 +441,7 @@ class TurboArm(Arm):
 
     @cached_property
     def calls(self) -> tuple[Any, Any]:
-        """The call's batch, and its scratch."""
+        """The batch and the scratch of the call."""
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 
