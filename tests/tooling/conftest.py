@@ -38,9 +38,9 @@ def project(project_source: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the inodes that are synced in place of syncing them.
+    """Note the inodes that are to be synced, in place of syncing them.
 
-    To sync is slow, and matters to a machine that stops, not to a killed process.
+    Syncing is slow. It matters when a machine stops, not when a process is killed.
     """
     inodes: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda fd: inodes.append(os.fstat(fd).st_ino))
@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Callable[[str], Target]:
 
 @pytest.fixture
 def tree(make: Callable[[str], Target], request: pytest.FixtureRequest) -> Target:
-    """A base tree, of each kind unless parametrized indirectly."""
+    """A base tree of each kind, unless a test is parametrized indirectly."""
     return make(request.param)
 
 

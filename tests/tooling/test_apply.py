@@ -231,7 +231,7 @@ def test_symbolic_links_are_refused(tree: Target, series: Series) -> None:
 
 @pytest.mark.parametrize("kind", ["sdist", "installed"])
 def test_inside_another_work_tree(tmp_path: Path, series: Series, kind: str) -> None:
-    """A .venv within a project that is a repository, ignored or not."""
+    """The tree may lie in a project's repository, as a .venv does, ignored or not."""
     trees.write_tree(tmp_path, {"README.md": "mine\n", ".gitignore": ".venv/\n"})
     trees.git(tmp_path, "init", "-q")
     trees.git(tmp_path, "add", "-A")
@@ -249,7 +249,7 @@ def test_inside_another_work_tree(tmp_path: Path, series: Series, kind: str) -> 
 def test_git_variables_do_not_redirect(
     tree: Target, series: Series, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook of another repository exports these."""
+    """The variables that a hook of another repository exports are ignored."""
     other = trees.make_checkout(tmp_path / "other")
     before = trees.snapshot(other)
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
@@ -342,7 +342,7 @@ def test_tree_that_holds_the_commits(
 
 @pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
 def test_second_run_is_locked_out(tree: Target, series: Series, kind: int) -> None:
-    """By a lock that excludes shared ones too, in both directions."""
+    """Apply and revert take an exclusive lock, which even a shared one keeps out."""
 
     def refused(run: Callable[[], None]) -> None:
         before = trees.snapshot(tree.root)
@@ -391,7 +391,7 @@ def test_manifest_that_leads_out_is_refused(
 
 
 def test_owner_carries_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root, who alone can give a file away, leaves it its owner."""
+    """A file keeps its owner when it is rewritten. Only root can give files away."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     if os.geteuid() == 0:

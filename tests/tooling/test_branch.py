@@ -109,7 +109,7 @@ def test_commit_refusals(
 def test_import_then_export(
     checkout: Path, run: Callable[..., int], project: Path
 ) -> None:
-    """Everything comes back in the same bytes, and from scratch as well."""
+    """An export gives back the same bytes, also where the overlay was removed."""
     assert run("import", checkout, "--branch", "topic") == 0
     assert trees.git(checkout, "branch", "--show-current") == "topic\n"
     before = trees.snapshot(project)
@@ -221,7 +221,7 @@ def test_export_of_new_reordered_and_dropped_commits(
 def test_comment_on_the_order(
     checkout: Path, run: Callable[..., int], project: Path, blank: str
 ) -> None:
-    """It stays at the top, also when the entry below it goes."""
+    """The comment stays at the top, also when the entry below it goes."""
     order = project / "patches/series"
     names = [name for name, *_ in trees.PATCHES]
     order.write_text(f"# The order.\n{blank}" + "\n".join(names) + "\n")
@@ -235,7 +235,7 @@ def test_comment_on_the_order(
 def test_later_commit_edits_an_added_file(
     checkout: Path, run: Callable[..., int], project: Path
 ) -> None:
-    """The overlay holds the last state, and no patch has any of it."""
+    """The overlay holds the file's last state, and no patch has any of it."""
     assert run("import", checkout) == 0
     (checkout / "vllm/turbo/format.py").write_text(trees.SPDX + "BITS = 8\n")
     _amend(checkout, "--no-edit")

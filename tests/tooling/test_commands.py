@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The shell scripts, and targets that they turn down."""
+"""The shell scripts, and the targets that they refuse."""
 
 import os
 import shutil
@@ -72,7 +72,7 @@ def test_shell_scripts(scripts: Path, tmp_path: Path) -> None:
 
 
 def test_scripts_from_elsewhere(scripts: Path, tmp_path: Path) -> None:
-    """By a relative path, with CDPATH set, and options only."""
+    """A script may be run by a relative path, with CDPATH set, and options alone."""
     os.symlink(scripts, tmp_path / "link")
     done = subprocess.run(
         ["link/verify.sh", "--help"],
@@ -144,7 +144,7 @@ def _as_nobody(run: Callable[[], None]) -> str:
 
 @pytest.mark.parametrize("kind", list(trees.MAKERS))
 def test_read_only_target(kind: str, series: Series) -> None:
-    """Not below tmp_path, which other users cannot enter."""
+    """The tree is not below tmp_path, which other users cannot enter."""
     with tempfile.TemporaryDirectory() as name:
         root = trees.MAKERS[kind](Path(name) / "tree")
         Path(name).chmod(0o755)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The defects that ci/ plants in the CUDA kernels still are changes to the sources."""
+"""The defects that ci/ plants in the CUDA kernels still fit the sources."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from cuda_defects import (
 ROOT = Path(__file__).resolve().parents[2]
 
 SOURCES = ROOT / "vllm_overlay/vllm/v1/attention/ops/turbo/cuda/csrc"
-# Of the sanitizer's, some are in the inputs.
+# Without the sanitizer's defects that are in the inputs: these change no source.
 PLANTED = {
     name: defect
     for name, defect in (DEFECTS | SANITIZER_DEFECTS).items()
@@ -32,7 +32,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_a_defect_replaces_is_there(name: str) -> None:
-    """As often as it says, or planting it fails, on a GPU."""
+    """It is there as often as the defect says. Otherwise planting fails, on a GPU."""
     defect: Defect = PLANTED[name]
     text = (SOURCES / defect.source).read_text()
     assert text.count(defect.old) == defect.times
@@ -77,7 +77,7 @@ def test_what_cannot_be_planted_is_not_caught(
 def test_what_is_not_built_is_not_caught(
     tmp_path: Path, body: str, status: int
 ) -> None:
-    """Of a test that fails, why it does decides."""
+    """A failed test catches a defect only if the kernels were built."""
     assert cuda_defects.NOT_BUILT in (SOURCES.parent / "build.py").read_text()
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
     script = (
@@ -93,7 +93,7 @@ def test_what_is_not_built_is_not_caught(
 def test_each_is_said_when_it_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A test of several defects runs once without any, and a missed defect is named."""
+    """A test of several defects runs once without any, and missed defects are named."""
     of_a_test: dict[tuple, list[str]] = {}
     for name, defect in DEFECTS.items():
         of_a_test.setdefault(defect[3:5] + defect[6:], []).append(name)

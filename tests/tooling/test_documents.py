@@ -104,7 +104,10 @@ def test_code_has_no_links(small: Project):
 
 
 def test_links_of_vllms_pages(small: Project):
-    """Pages of vLLM's own are not here; the project's other files are not there."""
+    """Links to vLLM's own pages are not checked.
+
+    The project's files outside the overlay are not in vLLM's tree.
+    """
     name = "vllm_overlay/docs/features/links.md"
     text = "[a](../../docs/cli.md#a) [b](turbo.md#turbo) [c](../features/turbo.md)\n"
     assert _find(check_links, small, text, name) == []

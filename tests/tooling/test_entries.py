@@ -54,7 +54,7 @@ PACKAGE = {"vllm/turbo/__init__.py": "", "vllm/turbo/format.py": "BITS = 4\n"}
 
 
 def test_good_series(checkout: Checkout) -> None:
-    """A guard waits for the entry that brings it; the engine's are no concern here."""
+    """A guard runs with the entry that brings it; the engine's guards are left out."""
     checkout.add("[A] Wire", {"setup.py": "x = 1\n"}, f"{PATH}::test_bits")
     checkout.add("[A] Add", PACKAGE, "tests/engine/test_x.py::test_y")
     checkout.add("[A] Test", {PATH: TEST}, PATH)
@@ -91,7 +91,7 @@ CASES = (
 def test_bad_entries(
     checkout: Checkout, files: dict[str, str], guards: list[str], reason: str
 ) -> None:
-    """The entry is named, though later ones would mend it; the others are checked."""
+    """The broken entry is named, though a later one mends it; others are checked."""
     checkout.add("[A] Add", PACKAGE)
     checkout.add("[A] Break", files, *guards)
     later = {path: "" for path in files}
@@ -106,7 +106,7 @@ def test_bad_entries(
 
 
 def test_guards_beside_a_broken_file(checkout: Checkout) -> None:
-    """They run all the same, and are not blamed."""
+    """The guards run all the same, and are not blamed."""
     broken = {"tests/turbo/test_broken.py": "import vllm.turbo.later\n"}
     checkout.add("[A] Add", {**PACKAGE, PATH: TEST, **broken}, f"{PATH}::test_bits")
     status, said = checkout.check()
@@ -117,7 +117,7 @@ def test_guards_beside_a_broken_file(checkout: Checkout) -> None:
 
 
 def test_guards_in_folders_of_their_own(checkout: Checkout) -> None:
-    """One that an entry adds to a test of vLLM's runs beside its own."""
+    """A guard in one of vLLM's test files runs beside one in the entry's own."""
     old = "def test_old():\n    assert False\n"
     theirs = "tests/config/test_cache.py"
     broken = {"tests/conftest.py": "import vllm.gone\n", "tests/turbo/conftest.py": ""}
@@ -130,7 +130,7 @@ def test_guards_in_folders_of_their_own(checkout: Checkout) -> None:
 
 
 def test_one_case_of_a_guard(checkout: Checkout) -> None:
-    """The first: the rest is for the step of the kernels."""
+    """Only the first case runs: the kernels' step runs all."""
     checkout.add("[A] Test", {PATH: CASES.format(first=0)}, f"{PATH}::test_cases")
     assert checkout.check()[0] == 0
 
@@ -148,7 +148,7 @@ def test_stale_bytecode(checkout: Checkout) -> None:
 
 
 def test_stale_bytecode_of_another_entry(checkout: Checkout) -> None:
-    """Nor what those change between an entry and where its tree was before."""
+    """A cache of a later entry's sources does not hide an entry's own either."""
     checkout.add("[A] Be there before", PACKAGE)
     trees.git(checkout.root, "update-ref", "refs/turbo-series/turbo", "HEAD")
     checkout.add("[A] Test", {PATH: TEST}, f"{PATH}::test_bits")

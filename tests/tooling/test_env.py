@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What scripts/env.py installs, and that it installs nothing else."""
+"""scripts/env.py installs the pinned packages, and nothing else."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         argv = ["env.py", "--venv", str(folder), *args]
         monkeypatch.setattr(sys, "argv", argv)
         assert env.main() == status
-        # Those of Python's own code have several lines.
+        # A call with code of several lines has as many in the log: its first counts.
         return [x for x in log.read_text().splitlines() if x.startswith(("-m", "-c"))]
 
     return run
@@ -67,7 +67,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
 @pytest.fixture
 def pins(tmp_path: Path) -> Callable[[], list[str]]:
-    """What the last run's requirements files held."""
+    """The lines of the last run's requirements files."""
     return lambda: sorted((tmp_path / "pins").read_text().splitlines())
 
 
@@ -94,8 +94,9 @@ def test_cpu(
     calls: Callable[..., list[str]],
     pins: Callable[[], list[str]],
 ) -> None:
-    """The pins and nothing else, in two parts; the wheel by its hashes, our stand-ins;
-    and all of it compiled, as pip would have.
+    """The pins are installed in two parts, the wheel by its hashes, then our stand-ins.
+
+    All of it is compiled, as pip would do. Nothing else is installed.
     """
     *parts, wheel, standins, first, second, compiled = calls(
         "--device", "cpu", "--tools", "test"
@@ -118,7 +119,7 @@ def test_gpu(
     calls: Callable[..., list[str]],
     pins: Callable[[], list[str]],
 ) -> None:
-    """The wheel by its hashes, and then what it and the tools ask for."""
+    """The wheel is installed by its hashes, then its dependencies and the tools."""
     wheel, dependencies, tools = calls("--device", "gpu", "--tools", "test")
     assert "--require-hashes" in wheel.split() and "--no-deps" in wheel.split()
     assert _pin() in pins()
@@ -133,11 +134,11 @@ def test_what_is_installed_stays(
     calls: Callable[..., list[str]],
     pins: Callable[[], list[str]],
 ) -> None:
-    """A second run does nothing; what has changed since is installed again."""
+    """A second run does nothing; a requirement that has changed is installed again."""
     args = ("--device", "cpu", "--tools", "lint")
     assert len(calls(*args)) == 7
     assert calls(*args) == []
-    # Nor does one that asks for less.
+    # A run that asks for less does nothing either.
     assert calls("--device", "cpu") == []
     (project / "requirements/lint.txt").write_text("new==1\n")
     call, compiled = calls(*args)
@@ -154,7 +155,7 @@ def test_what_is_installed_stays(
 def test_byte_code_is_left_to_its_first_use(
     project: Path, calls: Callable[..., list[str]]
 ) -> None:
-    """And no later run compiles it, before anything else is installed."""
+    """With --lazy nothing is compiled, nor by a later run that installs nothing."""
     args = ("--device", "cpu", "--tools", "lint")
     assert not any(call.startswith("-c") for call in calls(*args, "--lazy"))
     assert calls(*args) == []
@@ -180,7 +181,7 @@ def test_failure_is_told_and_tried_again(
 def test_wheel_of_another_hash_is_refused(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pip itself, in an environment that is made for it."""
+    """The real pip refuses it, in an environment that is made for the test."""
     wheel = trees.make_wheel(tmp_path / "wheels")
     pinned = wheel.read_bytes()
     (project / "UPSTREAM.toml").write_text(

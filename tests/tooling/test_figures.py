@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 
-# The commit of the kernels of extends that serve.
+# The commit of today's kernels of extends.
 EXTENDS = "7916f84"
 FORMAT = "vllm_overlay/vllm/v1/attention/ops/turbo/format.py"
 HEAD_SIZE = 128
@@ -36,11 +36,11 @@ class Measured(NamedTuple):
     Attributes:
         file: A file below benchmarks/results/h200.
         arms: The arm of each column.
-        where: The values by which one row of the file is an arm's; None where the row
-            has none.
+        where: The fields, and their values, that pick one row of an arm; a value of
+            None: the row lacks the field.
         field: The keys that lead to the figure in that row.
         factor: The measured unit's size in the printed one.
-        digits: Digits behind the point.
+        digits: Digits after the decimal point.
         unit: The text behind each figure.
 
     """
@@ -178,13 +178,13 @@ def times(slow: float, fast: float) -> str:
 
 
 def gain_in_tokens() -> list[str]:
-    """How many times bf16's tokens the least and the most packed dtype hold."""
+    """Tokens that the least and the most packed dtype hold, as a multiple of bf16's."""
     bf16, _, *packed = map(int, count_bytes())
     return [times(bf16, packed[0]), times(bf16, packed[-1])]
 
 
 def cost_of_the_window() -> list[str]:
-    """Per cent of the time per output token, in the shape where it is most."""
+    """Per cent that the window adds to the time per output token, at its most."""
     found: dict[str, dict[str, float]] = {}
     for row in read_rows(RESULTS / "engine_window.jsonl"):
         if row["part"] == "decode":
@@ -206,7 +206,10 @@ def later_runs() -> list[str]:
 
 
 def cost_of_extends() -> list[str]:
-    """The most tokens that are said, and times bf16's attention, of today's kernels."""
+    """The most new tokens that README names, and their time over bf16's at its most.
+
+    The rows are of today's kernels.
+    """
     most_tokens = 64
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in read_rows(RESULTS / "extend.jsonl"):
@@ -221,7 +224,7 @@ def cost_of_extends() -> list[str]:
 
 
 def workspace() -> list[str]:
-    """MiB, the most of all engines that were looked at."""
+    """The largest workspace of all measured engines, in MiB."""
     rows = read_rows(RESULTS / "memory.jsonl")
     return [f"{max(row.get('workspace_mib') or 0 for row in rows):.0f}"]
 
@@ -237,7 +240,7 @@ def rows_of_mla() -> list[str]:
     return [str(max(n for n, us in found.items() if us["turbo4"] < us["bf16"]))]
 
 
-# Sentences of README, and where their figures come from.
+# Sentences of README, and the functions that compute their figures.
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
     r"Later runs of `turbo4` took (\S+) to (\S+) ms at 16 x 32768": later_runs,

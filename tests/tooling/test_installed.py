@@ -120,7 +120,7 @@ def test_reinstall_takes_the_series_off(
 
 
 def _forget_series(site: Target, original: bytes) -> None:
-    """RECORD as it would be had the series not been written to it."""
+    """Put back the RECORD that does not list the series."""
     (site.root / INFO / "RECORD").write_bytes(original)
 
 
@@ -186,7 +186,7 @@ def test_reinstall_with_another_record(
 
 
 def test_changed_record_is_not_lost(site: Target, series: Series) -> None:
-    """Unlike one that lists the series and that somebody has edited since."""
+    """A RECORD that lists the series and was edited since stops a revert."""
     apply(series, site)
     path = site.root / INFO / "RECORD"
     path.write_bytes(path.read_bytes() + b"mine,,\r\n")
@@ -197,7 +197,7 @@ def test_changed_record_is_not_lost(site: Target, series: Series) -> None:
 def test_other_version_over_leftovers(
     site: Target, series: Series, tmp_path: Path
 ) -> None:
-    """Revert takes off what is ours and leaves the newer vLLM alone."""
+    """Revert removes our files and leaves the newer vLLM alone."""
     apply(series, site)
     for name in ("METADATA", "WHEEL", "RECORD", "INSTALLER", "REQUESTED"):
         (site.root / INFO / name).unlink(missing_ok=True)
@@ -227,7 +227,10 @@ def _value(python: Path) -> str:
 def test_stale_bytecode(
     site: Target, python: Path, series: Series, project: Path, mode: str
 ) -> None:
-    """The source changes within the second and to the same size, or unchecked."""
+    """Bytecode is removed that Python would take for the new source's.
+
+    The new source has the same size and time, or Python does not compare.
+    """
     path = site.root / "vllm/config/cache.py"
     same_size = series.patches[1].files[1]
     assert same_size.path == "vllm/config/cache.py"

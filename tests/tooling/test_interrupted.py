@@ -168,7 +168,7 @@ def test_killed_revert(
 def test_every_interruption_is_noticed(
     make: Callable[[str], Target], series: Series
 ) -> None:
-    """Verify passes only before the last step of a revert or after that of apply."""
+    """Verify passes only once apply has made its last step."""
     start = make("installed")
     run = _applying(series)
     step = 0
@@ -182,7 +182,7 @@ def test_every_interruption_is_noticed(
 
 
 def test_interrupted_recovery(make: Callable[[str], Target], series: Series) -> None:
-    """A revert killed while it cleans up after a killed apply."""
+    """A revert is killed while it cleans up after a killed apply."""
     start = make("installed")
     base = trees.snapshot(start.root)
     assert _killed_at(25, _applying(series), start)

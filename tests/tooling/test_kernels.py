@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Kernels that were built elsewhere: what is taken, and where it goes."""
+"""Archives of kernels that were built elsewhere: which are taken, and where they go."""
 
 import io
 import json
@@ -78,7 +78,7 @@ def test_kernels_come_and_go_with_the_series(
 def test_record_lists_kernels(
     make: Callable[[str], Target], series: Series, archive: Path
 ) -> None:
-    """So that pip takes them off with vLLM."""
+    """By its RECORD pip removes them with vLLM."""
     target = make("installed")
     assert target.record is not None
     apply(series, target, kernels=load_kernels(archive, series, target))
@@ -102,7 +102,7 @@ def test_kernels_stay_until_there_are_others(
     fewer = {path: file for path, file in kernels.items() if NAMES[1] not in path}
     apply(series, tree, kernels=fewer)
     assert not library.exists() and verify(series, tree) == []
-    # Another series has others.
+    # The kernels go with the series that they were built for.
     apply(replace(series, patches=series.patches[:-1]), tree)
     assert not (tree.root / FOLDER).exists()
 
@@ -110,7 +110,7 @@ def test_kernels_stay_until_there_are_others(
 def test_a_tree_with_libraries_of_its_own(
     tree: Target, series: Series, archive: Path
 ) -> None:
-    """Built there, for instance."""
+    """Libraries that were built in the tree, for instance, are not overwritten."""
     library = tree.root / FOLDER / f"{NAMES[0]}.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"built here")
@@ -123,7 +123,7 @@ def test_a_tree_with_libraries_of_its_own(
 def test_kernels_of_other_sources_are_refused(
     make: Callable[[str], Target], series: Series, archive: Path
 ) -> None:
-    """Of the kernels, that is, and of what they are called by."""
+    """Sources of kernels and of their callers count; other files do not."""
     target = make("sdist")
     for path, refused in ((f"{PACKAGE}cuda/csrc/a.cu", True), ("docs/a.cu", False)):
         file = OverlayFile(path, b"int x;\n", executable=False)
@@ -138,7 +138,7 @@ def test_kernels_of_other_sources_are_refused(
 def test_kernels_for_another_tvm_ffi_are_refused(
     make: Callable[[str], Target], series: Series, archive: Path
 ) -> None:
-    """They would not be looked for: its version is in their names."""
+    """They would not be found: the names that are looked for have its version."""
     target = make("installed")
     for version in (VERSION, "0.1.15.post2"):
         info = target.root / f"apache_tvm_ffi-{version}.dist-info"
@@ -235,7 +235,7 @@ def test_commands(
     assert not (target.root / FOLDER).exists()
     assert cli.main(project, args) == 0
     assert (target.root / FOLDER / MANIFEST).is_file()
-    # As commits there is nothing to revert by.
+    # A tree that holds the series as commits has no state to revert by.
     other = make("sdist")
     apply(series, other)
     for path in (other.state / "backup").iterdir():

@@ -57,7 +57,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_every_rule_has_fixtures() -> None:
-    """And every fixture has a rule."""
+    """A rule has a fixture that passes and one that fails, and each fixture a rule."""
     names = [path.name.split(".") for path in FIXTURES.iterdir()]
     plain = {(rule, verdict) for rule, verdict, _ in (n for n in names if len(n) == 3)}
     assert plain == {
@@ -68,7 +68,7 @@ def test_every_rule_has_fixtures() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
 def test_rule(name: str, tmp_path: Path, base: Path) -> None:
-    """What keeps the rule has no finding at all; what breaks it, that rule's only."""
+    """A series that passes has no finding; one that fails has findings of its rule."""
     rule, *_, verdict, _ = name.split(".")
     tree = base if rule in lint.BASE_RULES else None
     found = lint.lint(_project(tmp_path / "p", _files(FIXTURES / name)), tree)
@@ -161,7 +161,7 @@ def test_upstream_status(value: str, legal: bool, tmp_path: Path) -> None:
     ],
 )
 def test_tracked_change_ends_the_patch(when: str, named: bool, tmp_path: Path) -> None:
-    """Somebody else's pull request is what a patch that names one waits for."""
+    """A patch that tracks somebody else's pull request waits for that one."""
     text = (FIXTURES / "size.pass.patch").read_text()
     status = "Upstream-Status: Tracked https://example.com/pull/46461/files"
     text = text.replace("Upstream-Status: Pending", status)
@@ -235,7 +235,7 @@ def test_two_owners(tmp_path: Path) -> None:
 
 
 def test_owner_by_name(tmp_path: Path) -> None:
-    """Who names a file in full owns it, whatever globs others have."""
+    """The patch that names a file in full owns it, whatever globs others have."""
     files = _fixture("series-complete", "pass")
     sign = "Signed-off-by"
     for name, glob in (("cache-dtype", "docs/a.md"), ("pages", "docs/*")):

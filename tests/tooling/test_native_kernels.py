@@ -49,7 +49,7 @@ def test_what_counts_in_python(text, is_same):
 
 
 def test_a_digest_is_the_same_of_every_python():
-    """The text that any release's syntax tree gives, whatever fields it has."""
+    """Each release of Python gives this text, whatever fields its syntax tree has."""
     text = "def f(x: int = 1, *, y=None):\n    return -x if y else [f'{x:2}', None]\n"
     assert native.normalised_python(text) == (
         "Module(body=[FunctionDef(name='f',args=arguments(args=[arg(arg='x',"

@@ -59,7 +59,7 @@ NO_NEWLINE = b"\\ No newline at end of file\n"
     "stray", [b"-- \n2.39\n", b"-- \n", b"2.39\n", b"\n", b"+more\n"]
 )
 def test_what_follows_a_change(stray: bytes) -> None:
-    """The counts of the hunks tell it from the change."""
+    """Text behind a change is stray: the hunks' counts tell where the change ends."""
     hunk = b"@@ -1 +1 @@\n-a\n" + NO_NEWLINE + b"+b\n" + NO_NEWLINE
     other = HEADER.replace(b"/x", b"/y") + b"@@ -1 +1 @@\n-a\n+b\n"
     assert [file.stray for file in _parse(HEADER + hunk + other)] == [False, False]
@@ -80,7 +80,7 @@ def test_what_follows_a_change(stray: bytes) -> None:
     ],
 )
 def test_kinds(lines: str) -> None:
-    """What is no plain edit is called by the line that says so, and has no ids."""
+    """A change that is no plain edit is named by its first line, and has no ids."""
     (file,) = _parse(b"diff --git a/x b/x\n" + lines.encode())
     assert file.kind == lines.splitlines()[0]
     assert not file.new_id

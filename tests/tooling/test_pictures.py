@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The pictures of what the benchmarks measured."""
+"""The pictures of the benchmarks' results."""
 
 import json
 import subprocess
@@ -49,7 +49,10 @@ def test_a_line_an_arm(tmp_path: Path) -> None:
 
 
 def test_bytes_are_held_to_the_bandwidth(tmp_path: Path) -> None:
-    """Of a GPU whose is known. A copy is no limit: some kernels beat it."""
+    """The bandwidth is the GPU's, if it is known.
+
+    The rate of a copy is no limit: some kernels beat it.
+    """
     row = kernel_row("bf16", 1024, gpu="NVIDIA H200", copy_gb_per_s=1200.0)
     rows = {("bf16", 32, 1024): row}
     assert pictures.add_share(rows) == (

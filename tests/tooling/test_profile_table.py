@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is kept of Nsight Compute's table."""
+"""The metrics that are kept of Nsight Compute's table."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sentences that are to be written anew are found in docstrings and comments."""
+"""Sentences to be rewritten are found in docstrings and comments."""
 
 import sys
 from pathlib import Path

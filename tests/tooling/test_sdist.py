@@ -79,7 +79,7 @@ def test_pin_file_missing(tmp_path: Path) -> None:
 
 
 def test_download_is_cached(pinned: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is checked, and fetched anew if it is not what was pinned."""
+    """A cached file is checked, and fetched again if it is not the pinned one."""
     path = sdist.download(pinned)
     with monkeypatch.context() as patch:
         patch.setenv("PIP_FIND_LINKS", "/nowhere")
@@ -100,7 +100,7 @@ def test_download_is_checked(pinned: Upstream) -> None:
 def test_download_from_an_index(
     pinned: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among other files; it is not built, which its pyproject.toml does not allow."""
+    """It is found among other files. It is not built: its pyproject.toml would fail."""
     page = tmp_path / "simple/vllm/index.html"
     page.parent.mkdir(parents=True)
     names = ["vllm-0.33.0-py3-none-any.whl", "vllm-0.34.0.tar.gz", pinned.sdist.file]
@@ -126,7 +126,7 @@ def test_unpack(pinned: Upstream, series: Series, tmp_path: Path) -> None:
 
 
 def test_unpack_to_a_commit(pinned: Upstream, tmp_path: Path) -> None:
-    """Every file is in it, and it is the same commit each time."""
+    """The commit has every file, and is the same each time."""
     archive = sdist.download(pinned)
     heads = set()
     for name in ("a", "b"):
@@ -143,7 +143,7 @@ def test_unpack_to_a_commit(pinned: Upstream, tmp_path: Path) -> None:
 def test_what_is_unpacked_is_ours(
     pinned: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where tarfile has no filters, and whoever packed it is another user."""
+    """Files of another user become ours, also where tarfile has no filters."""
     monkeypatch.delattr(tarfile, "data_filter", raising=False)
     packed, archive = tmp_path / "packed", tmp_path / "other.tar.gz"
     sdist.obtain(pinned, packed, git=False, say=lambda _: None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Parts of a suite that a GPU runs: ci/shards.py."""
+"""ci/shards.py: parts of a suite, and the GPU that each worker has."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""scripts/smollm2.py: a checkpoint is whole and as known, or is not there."""
+"""scripts/smollm2.py makes a checkpoint that is whole and of known weights, or none."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def test_names():
 
 
 def test_rows_of_heads_are_in_halves():
-    """GGUF has the pairs that RoPE turns beside each other."""
+    """GGUF stores the two rows of a pair that RoPE turns beside each other."""
     rows = np.arange(2 * 6 * 3).reshape(12, 3)
     pairs = rows.reshape(2, 2, 3, 3).swapaxes(1, 2).reshape(12, 3)
     assert pairs[:4, 0].tolist() == [0, 9, 3, 12]
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_whole(known: None, tmp_path: Path):
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] and config["head_dim"] == 4
     tokeniser = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Digits are taken one by one; nothing splits a special token.
+    # Each digit is a token, and a special token is not split.
     assert tokeniser.encode("ab12<|im_end|>").ids == [6, 3, 4, 0]
 
 

@@ -45,7 +45,7 @@ def _release(folder: Path, version: str, *changes: Change) -> Pin:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where downloads are kept, for this test."""
+    """The folder of this test's downloads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = sdist.cache_folder()
     folder.mkdir(parents=True)
@@ -65,7 +65,7 @@ def project(project: Path, cache: Path) -> Path:
 def start(
     project: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., int]:
-    """Start a step to a release with some changes, its pins being known."""
+    """Start a step to a release with some changes, whose pins are known."""
 
     def run(*changes: Change) -> int:
         new = Upstream("vllm", NEW, _release(cache, NEW, *changes), {})
@@ -77,12 +77,12 @@ def start(
 
 @pytest.fixture
 def work(project: Path) -> Path:
-    """Where the work is done."""
+    """The checkout that a step works in."""
     return project / "build/step"
 
 
 def _files(project: Path) -> dict[str, bytes]:
-    """The project's files, but for those of the place where the work is done."""
+    """The project's files, without those of the step's checkout."""
     paths = (path for path in project.rglob("*") if path.is_file())
     found = {path.relative_to(project).as_posix(): path.read_bytes() for path in paths}
     return {path: data for path, data in found.items() if path[:6] != "build/"}
@@ -94,7 +94,7 @@ def _verdicts(said: str) -> dict[str, str]:
 
 
 def _applies(project: Path, folder: Path) -> None:
-    """The series is for the new release, whole."""
+    """Check that the whole series applies to the new release."""
     upstream = load_upstream(project)
     assert upstream.version == NEW
     sdist.unpack(sdist.download(upstream), folder, git=False)
@@ -142,7 +142,7 @@ def test_conflict(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing is written until it is resolved, and nothing half resolved is taken."""
+    """Nothing is written before all is resolved, and half a resolution is refused."""
     before = _files(project)
     assert start(NEIGHBOUR, SAME_LINE) == 1
     said = capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_conflict(
 def test_continued_by_hand(
     project: Path, start: Callable[..., int], work: Path, tmp_path: Path
 ) -> None:
-    """Plain git may end the rebase, too."""
+    """Plain git may end the rebase as well."""
     assert start(SAME_LINE) == 1
     (work / ".buildkite/steps.yaml").write_text(RESOLVED)
     trees.git(work, "add", "-A")
@@ -227,7 +227,7 @@ def test_abort(
 def test_changes_of_the_project_meanwhile(
     project: Path, start: Callable[..., int], work: Path, tmp_path: Path
 ) -> None:
-    """They are not written over, whatever they are."""
+    """The step does not write over them."""
     assert start(SAME_LINE) == 1
     trees.git(work, "rebase", "--skip")
     overlay = project / "vllm_overlay/vllm/turbo"
@@ -257,7 +257,7 @@ def test_changes_of_the_project_meanwhile(
 def test_interrupted_write(
     project: Path, start: Callable[..., int], work: Path, tmp_path: Path
 ) -> None:
-    """What was written of the series is written again with the rest."""
+    """A write that was interrupted is made again as a whole."""
     assert start(SAME_LINE, NEIGHBOUR, OFFSET) == 1
     trees.git(work, "rebase", "--skip")
     copy = Path(shutil.copytree(project, tmp_path / "copy"))
@@ -296,7 +296,7 @@ def test_without_a_name_of_ones_own(
 
 
 def test_pins(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pip finds: the sdist, and a wheel for each machine, of whatever glibc."""
+    """The pins are of the sdist and of each machine's wheel, whatever its glibc."""
     dists = tmp_path / "dists"
     pyproject = (
         "[build-system]\nrequires = []\nbuild-backend = 'setuptools.build_meta'\n"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What scripts/test.sh and ci/gpu.py run, in what order, and how they end.
+"""The programs that scripts/test.sh and ci/gpu.py run, their order, and exit statuses.
 
-Every program that they start is a stub, which notes its arguments and ends as told.
+Each program is a stub, which notes its arguments and ends as told.
 """
 
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# A stub notes some variables that it sees, its name and its arguments; it fails with
-# status 7 where these hold $FAIL.
+# A stub notes some variables that it sees, its name and its arguments. It fails with
+# status 7 if $FAIL is among these.
 STUB = """#!/bin/sh
 set -- {name} "$@"
 for name in VLLM_TARGET_DEVICE TRITON_INTERPRET; do
@@ -93,7 +93,7 @@ def sections(tmp_path: Path) -> Run:
 
 
 def test_unknown_step(steps: Run) -> None:
-    """It is refused before anything runs, also after a step that is known."""
+    """It is refused before anything runs, also behind a step that is known."""
     for args in (["speed"], ["lint", "speed"], [""]):
         status, calls, said = steps(*args)
         assert status == 2
@@ -102,7 +102,7 @@ def test_unknown_step(steps: Run) -> None:
 
 
 def test_all_is_for_the_engine(steps: Run) -> None:
-    """Wherever it stands; without it the matrix is left out."""
+    """--all may stand anywhere; without it the matrix is left out."""
     for args in (["engine", "--all"], ["--all", "engine"], ["--all"]):
         status, calls, said = steps(*args)
         assert status == 0, said
@@ -117,7 +117,7 @@ def test_all_is_for_the_engine(steps: Run) -> None:
 
 
 def test_every_step(steps: Run, tmp_path: Path) -> None:
-    """Cheap to dear, each on the environment that is made first."""
+    """Steps run from cheap to dear, in the environment that is made first."""
     status, calls, said = steps()
     assert status == 0, said
     assert calls[0] == f"env.py --venv {tmp_path}/.venv --tools test lint --lazy"
@@ -156,7 +156,7 @@ def test_series_step(steps: Run) -> None:
     assert verbs[2][1:] == ["--base", source]
     assert verbs[3][1:] == [source]
     assert verbs[4][1:] == ["--check", source]
-    # Beside the others, but for what makes its source and what changes that.
+    # It runs beside the others, once its source is there.
     step = calls.index(f"python ci/step.py {source}")
     assert any(" sdist " in call for call in calls[:step])
     del calls[step]
@@ -178,10 +178,10 @@ def test_series_step(steps: Run) -> None:
     ],
 )
 def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> None:
-    """With its status; nothing runs after it, and nothing is left behind."""
+    """The run has its status, starts nothing more, and leaves nothing behind."""
     status, calls, said = steps(FAIL=broken)
     assert status == 7, said
-    # It runs beside others.
+    # This one runs beside others.
     step = "ci/step.py"
     in_turn = [call for call in calls if step not in call]
     assert (
@@ -193,7 +193,10 @@ def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> 
 
 
 def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
-    """The stand-ins tell; what one step exports is not seen by the next."""
+    """An environment without a GPU has the stand-ins.
+
+    A step's variables do not reach the next one.
+    """
     _, calls, _ = steps("kernels", "quality")
     kernels, emulated, read, quality = (call for call in calls if "-m pytest" in call)
     assert read.endswith(" tests/instances") and "TRITON_INTERPRET" in read
@@ -218,7 +221,7 @@ def test_unknown_section(sections: Run) -> None:
 
 
 def test_series_must_be_applied(sections: Run) -> None:
-    """But not for the pictures, which are of results alone."""
+    """The pictures need it not: they are drawn from results alone."""
     status, calls, said = sections("bench", FAIL="-c import vllm")
     assert status == 1
     assert len(calls) == 1
@@ -255,14 +258,14 @@ SECTIONS = {
     "image": "ci/image.py",
     "transfers": "benchmarks/turbo_transfers.py",
 }
-# Sections whose programs print, and are told of no file in $OUT.
+# Sections whose programs print, and get no file of $OUT.
 PRINTED = ("kernels", "sanitizer", "defects")
 # The tools that watch the kernels, side by side.
 SANITIZERS = ["initcheck", "memcheck", "racecheck", "synccheck"]
 
 
 def test_every_section(sections: Run, tmp_path: Path) -> None:
-    """Each starts a script that exists, in the order asked for, and is told of $OUT."""
+    """Sections run in the given order. Each starts an existing script, told of $OUT."""
     status, calls, said = sections(*SECTIONS)
     assert status == 0, said
     assert calls.pop(0).startswith("python -c import vllm")
@@ -281,7 +284,7 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         if section == "offload":
             assert "turbo4 turbo4_BLHNC turbo4_BHLNC" in calls.pop(0)
         if section == "sanitizer":
-            # They begin in any order, also beside the question for what to plant.
+            # They begin in any order, beside the question which defects to plant.
             asked = "python ci/sanitize.py --defects"
             more = sorted(calls.pop(0) for _ in range(len(SANITIZERS) + 1))
             assert more.pop() == asked
@@ -293,11 +296,11 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_arguments_of_a_section(sections: Run, section: str) -> None:
-    """They stand behind `--`, and reach its first command as they are."""
+    """Arguments behind `--` reach the section's first command unchanged."""
     status, calls, _ = sections(section, "--", "--one", "two three")
     assert status == 0
     added = [call for call in calls if "--one two three" in call]
-    # What builds the kernels, and each tool.
+    # The program that builds the kernels gets them, and each tool.
     assert len(added) == (1 if section != "sanitizer" else 1 + len(SANITIZERS))
 
 
@@ -309,7 +312,10 @@ def test_arguments_are_for_one_section(sections: Run) -> None:
 
 
 def test_sections_are_listed(sections: Run) -> None:
-    """With what each needs and starts; those for two GPUs run if they are named."""
+    """The list has each section's needs and programs.
+
+    Sections for two GPUs run only if they are named.
+    """
     status, calls, said = sections("--list")
     assert (status, calls) == (0, [])
     rows = [line for line in said.splitlines() if not line.startswith(" ")]
@@ -323,7 +329,7 @@ def test_sections_are_listed(sections: Run) -> None:
 
 
 def test_parts_of_the_kernels_tests(sections: Run, tmp_path: Path) -> None:
-    """A part has a log of its own; what leaves tests out is not recorded."""
+    """A part has a log of its own; a run that leaves tests out is not recorded."""
     status, calls, _ = sections("kernels", "--", "--shard", "2/3")
     assert status == 0
     assert (tmp_path / "out/kernels-2.txt").exists()
@@ -342,7 +348,7 @@ def test_parts_of_the_kernels_tests(sections: Run, tmp_path: Path) -> None:
 def test_sanitizer_is_to_find_what_is_planted(
     sections: Run, tmp_path: Path, found: int
 ) -> None:
-    """Each tool ends as wanted, or the section fails; a line says of each how."""
+    """A tool that misses a planted defect fails the section. A line has each status."""
     python, tool = tmp_path / "bin/python", tmp_path / "bin/compute-sanitizer"
     python.write_text('#!/bin/sh\n[ "$2" != --defects ] || echo memcheck-past\n')
     tool.write_text(
@@ -359,7 +365,7 @@ def test_sanitizer_is_to_find_what_is_planted(
 
 
 def test_ranks_that_share_a_context(sections: Run) -> None:
-    """All are asked whatever fails; arguments are shapes."""
+    """All engines run, whichever fails; arguments are shapes."""
     status, calls, said = sections("dcp", "--", "1x2", FAIL="a2a")
     assert status == 1 and said.endswith("failed: dcp\n")
     *engines, equality = calls[1:]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which of the turbo modules may import which."""
+"""The imports that turbo modules may have of each other."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ TREE = {
 
 
 def check(folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Runs the check on a tree with these lines in place of, or beside, some."""
+    """Run the check on the tree, with some modules changed or added."""
     tree = TREE | {name.replace("__", "/"): text for name, text in changes.items()}
     for name, text in tree.items():
         path = folder / "vllm/v1/attention" / f"{name}.py"
@@ -45,7 +45,7 @@ def test_sound_tree(tmp_path: Path):
     assert result.returncode == 0, result.stdout
 
 
-# Of the wrong ways below.
+# The imports below that make a circle.
 CIRCLES = [
     ("planning__decode", "layer.runner import run"),
     ("format", "interface import LOG2_E"),
@@ -66,7 +66,7 @@ CIRCLES = [
     ],
 )
 def test_wrong_way(tmp_path: Path, module: str, line: str, words: str):
-    """Also from within a function; for annotations alone, if that makes a circle."""
+    """An import in a function counts; one for annotations counts if it is a circle."""
     name = f"ops__turbo__{module}"
     statement = f"from {TURBO}.{line}"
     result = check(tmp_path, **{name: f"def late():\n    {statement}"})

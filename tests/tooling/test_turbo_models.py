@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What benchmarks/turbo_models.py makes of a configuration and of a profile, and when
-an arm's engine measures.
-"""
+"""benchmarks/turbo_models.py: configurations, profiles, and turns of the arms."""
 
 import gzip
 import json
@@ -99,7 +97,7 @@ def test_shapes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_covered_time() -> None:
     assert covered([]) == 0
-    # One within another, one that overlaps, one apart.
+    # A span within another, one that overlaps, and one apart.
     assert covered([(20, 30), (0, 10), (2, 4), (8, 12)]) == 22
 
 
@@ -150,7 +148,7 @@ def test_profile(tmp_path: Path) -> None:
 
 
 def test_the_first_step_does_not_count() -> None:
-    """What it fills, and what it does as the others do."""
+    """Neither its own kernels count nor its share of those that all steps run."""
     first = [("fill", 0.0, 50.0), ("_store_kernel", 50.0, 54.0)]
     whole = first + [("_store_kernel", 100.0 + i, 102.0 + i) for i in (0, 10)]
     row = attention_row(first, whole, steps=2)
@@ -159,7 +157,7 @@ def test_the_first_step_does_not_count() -> None:
 
 
 def test_arms_measure_in_turn(tmp_path: Path) -> None:
-    """None before all have started, and one at a time."""
+    """No arm measures before all have started, and one measures at a time."""
     args = Namespace(together=tmp_path, arms=["auto", "turbo4:window"])
     measuring = threading.Semaphore(0)
     seen: list[str] = []

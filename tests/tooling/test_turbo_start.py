@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""benchmarks/turbo_start.py: what it reads in a log, and how it starts servers."""
+"""benchmarks/turbo_start.py: the times that a log gives, and the start of servers."""
 
 import json
 import os
@@ -36,7 +36,7 @@ INFO model_runner.py:1164] Graph capturing finished in 4 secs, took 0.60 GiB
 INFO core.py:413] init engine (profile, create kv cache, warmup model) took 33.5 s
 INFO:     Application startup complete.
 """.splitlines()
-# A server that writes a cache, whose lines come one after the other.
+# A server that writes a cache, and prints its lines one after the other.
 SERVER = """
 import http.server, os, pathlib, sys, time
 lines, fails, port = sys.argv[2].splitlines(), sys.argv[3], sys.argv[-1]
@@ -62,13 +62,13 @@ def test_phases_add_up() -> None:
     found = phases(lines, 20.0)
     assert list(found) == [*turbo_start.PHASES, turbo_start.READY]
     assert sum(found.values()) == 20.0
-    # The line of the kernels ends none.
+    # The kernels' line ends no phase.
     assert found["import"] == 1.0 and found["load"] == 2.0 and found["serve"] == 1.0
     without = [pair for pair in lines if "torch.compile" not in pair[1]]
     assert "compile" not in phases(without, 20.0)
     assert phases(without, 20.0)["profile"] == found["compile"] + found["profile"]
     assert phases([], 20.0) == {turbo_start.READY: 20.0}
-    # A second engine's line is no end of a phase of the first.
+    # A second engine's line ends no phase of the first.
     assert phases([*lines, (19.0, LOG[0])], 20.0) == found
 
 
@@ -153,7 +153,7 @@ def _run(
 
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Arms take turns to be first; each start finds what the one before it left."""
+    """Arms take turns to be first; a second start finds the caches of the first."""
     monkeypatch.setenv("COMMIT", "0123abc")
     arms = ["--arms", "fp8", "turbo4"]
     status, rows = _run(monkeypatch, tmp_path, *arms)
@@ -216,7 +216,7 @@ def test_rounds_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_more_starts_with_all_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They use one folder of caches, and each counts."""
+    """Further starts use one folder of caches, and each counts."""
     status, rows = _run(monkeypatch, tmp_path, "--arms", "fp8", "--full-starts", "3")
     assert status == 0
     starts = [row["caches"] for row in rows if row["part"] == "start"]
@@ -228,7 +228,7 @@ def test_more_starts_with_all_built(
 
 
 def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is said, the arm's second start is left out, and other arms are measured."""
+    """It is reported; the arm starts no second time, and other arms are measured."""
     arms = ["--arms", "turbo9", "fp8"]
     status, rows = _run(monkeypatch, tmp_path, *arms, fails="turbo9")
     assert status == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What benchmarks/turbo_transfers.py makes of two engines' answers and times."""
+"""benchmarks/turbo_transfers.py: comparisons of two engines' answers and times."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def test_tokens_count_up_to_a_tie() -> None:
 
 
 def test_another_token_is_wrong_once() -> None:
-    """What comes after it has another context."""
+    """The tokens after it have another context."""
     own, other = answers([1, 2, 3], [1.0] * 3), answers([1, 7, 8], [1.0] * 3)
     assert compared(own, other) == (1, 2)
 

@@ -77,7 +77,7 @@ def checkout(tmp_path: Path) -> Path:
     ],
 )
 def test_hooks(checkout: Path, path: str, text: str, reason: str) -> None:
-    """On the files of the series alone, which stay as they are."""
+    """Hooks run on the files of the series alone, and change none."""
     trees.write_tree(checkout, {path: text, "docs/ours.md": "# Ours\n"})
     trees.git(checkout, "add", "-A")
     trees.git(checkout, "commit", "-q", "-m", "ours")

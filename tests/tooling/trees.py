@@ -202,7 +202,7 @@ def expected(kind: str) -> dict[str, bytes]:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Each file's mode and bytes, and each folder; git's and Python's own apart."""
+    """Each file's mode and bytes, and each folder, without git's and Python's own."""
     found = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
@@ -214,12 +214,12 @@ def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def contents(root: Path, paths: dict[str, bytes]) -> dict[str, bytes]:
-    """The bytes of those of `paths` that exist."""
+    """The bytes of the `paths` that exist."""
     return {p: (root / p).read_bytes() for p in paths if (root / p).is_file()}
 
 
 def project_with(project: Path, names: list[str]) -> Series:
-    """The series cut down to some patches, each made to apply to the base alone."""
+    """The series cut down to some patches, which apply to the base without the rest."""
     work = project.parent / "cut"
     make_checkout(work)
     for name, _, edits, _ in PATCHES:
