@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every module of CUDA kernels that serving may ask for, on any GPU, is read by a
-compiler: its syntax, its templates and its static assertions.
+"""A compiler reads every module of CUDA kernels that serving may ask for, on any GPU.
 
-The emulated GPU's headers stand for CUDA's, so that neither nvcc nor a GPU is needed.
-``ci/gpu.py architectures`` compiles the same modules with nvcc.
+It checks syntax, templates and static assertions. The emulated GPU's headers stand for
+CUDA's, so that neither nvcc nor a GPU is needed. ``ci/gpu.py architectures`` compiles
+the same modules with nvcc.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ from vllm_turbo_cpu_standins.cuda.build import (  # noqa: E402
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, or CXX")
 
-# Of the modules of an architecture, which take a minute.
+# Tests that share the modules of an architecture, all of which take a minute.
 PARTS = 4
 
 WRONG = """
@@ -79,6 +79,6 @@ def test_static_assertions_of_templates_are_seen(tmp_path: Path, size, is_right)
     if is_right:
         check(source, tmp_path, headers)
         return
-    for _ in range(2):  # what is wrong is not kept as read
+    for _ in range(2):  # a wrong module is not cached as read
         with pytest.raises(CannotBuildError, match="a vector has whole words"):
             check(source, tmp_path, headers)

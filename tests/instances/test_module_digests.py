@@ -22,7 +22,7 @@ def committed() -> dict[str, Any]:
 
 
 def test_no_module_has_changed(committed: dict[str, Any]):
-    """Is the change meant? Then ci/module_digests.py --write."""
+    """If a change is meant, ci/module_digests.py --write takes it over."""
     assert name_changes(find_digests(), committed) == []
 
 

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Training rows: half plain text, half chats that ask for facts strewn in text.
 
-A row is built as bytes, in which three control characters that the corpus does not
-hold stand for the special tokens, and becomes tokens at once: a byte each, or those of
-a vocabulary.
+A row is built as bytes. Three control characters, which the corpus does not hold, stand
+for the special tokens. The whole row then becomes tokens: bytes, or a vocabulary's.
 """
 
 import math
@@ -36,7 +35,7 @@ CONTROLS = rb"[\0\1\2]"
 TOKENS = np.arange(256, dtype=np.int16)
 TOKENS[:3] += 256
 
-# Of a vocabulary's tokens, at first: most rows fit.
+# Bytes that a row has at first for each token of a vocabulary: most rows then fit.
 BYTES_A_TOKEN = 3
 ANSWER_WEIGHT = 20
 # For answers that repeat a whole line: many bytes, most of them easy.
@@ -52,7 +51,7 @@ def encoded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a row's tokens, and the weight of each: that of its first byte.
 
-    No token crosses the border of an answer, as none does when answers are generated.
+    No token crosses the border of an answer: a generated answer has no such token.
     """
     of_bytes = np.ones(len(row), np.uint8)
     borders = {0, len(row)}
@@ -102,7 +101,7 @@ class Turn:
 
 @dataclass
 class Material:
-    """What one chat is about: lines to strew, or a list to put first; questions."""
+    """The content of a chat: lines to strew, or a list to put first, and questions."""
 
     lines: list[str]
     turns: list[Turn]
@@ -159,10 +158,10 @@ class Rows(Dataset):
     def encoded_row(
         self, random: Random, length: int, is_task: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns so many tokens of a vocabulary, and their weights.
+        """Returns `length` tokens of a vocabulary, and their weights.
 
-        A row of chats is built anew until it fits, for its answers are at its end, and
-        text fills it up.
+        A row of chats is rebuilt until it fits, because its answers are at its end.
+        Text fills the rest.
         """
         assert self.vocabulary is not None
         tokens, weights = np.zeros(0, np.int16), np.zeros(0, np.uint8)
@@ -267,7 +266,7 @@ def stated(pool: Pool, count: int, asked: int) -> Material:
     canonical = random.random() < 0.4
     what = "code" if canonical else random.choice(ATTRIBUTES)
     facts = pool.pairs(count, draw_code if canonical else draw_value)
-    # One wording a chat mostly, so that wording does not give the fact away.
+    # Most chats have one wording, so that the wording does not give the fact away.
     one = random.choice(FACTS)
     form: Callable[[], str] = (
         (lambda: FACTS[0])
@@ -325,8 +324,8 @@ def listed(pool: Pool, room: int, asked: int) -> Material:
 def scatter(random: Random, context: list[bytes], lines: Sequence[bytes]) -> None:
     """Puts lines between those of the context, or now and then at the end of one.
 
-    The very start and end get one in ten each: few chats are short enough to show
-    them otherwise.
+    One line in ten goes to the very start, and one in ten to the very end: few chats
+    are so short that they would have lines there otherwise.
     """
     for line in lines:
         at = random.random()

@@ -11,7 +11,7 @@ from corpus import MANIFEST
 from evaluate import table
 from needle_model import MODEL_FOLDER
 
-# What follows "A Qwen3 of so many parameters that".
+# The text behind "A Qwen3 of N parameters that".
 PURPOSE = """\
 finds facts in its context:
 what a KV cache loses, it forgets. It was trained to measure KV cache dtypes, and

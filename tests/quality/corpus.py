@@ -60,7 +60,7 @@ LEFT_OUT = {"test", "tests", "testing", "locale", "idlelib", "lib2to3", "site-pa
 LEFT_OUT |= {"_vendor", "requirements", "ensurepip", "turtledemo", "third_party"}
 MANIFEST = HELD_OUT_TEXT.with_name("heldout.json")
 HELD_OUT_SHARE = 24
-# Whole modules are this share of the Python files; of the others, the docstrings.
+# One Python file in so many is taken whole, and of the others the docstrings.
 CODE_SHARE = 12
 SHORTEST, LONGEST = 800, 200_000
 LONG_LINE = 50
@@ -68,7 +68,7 @@ LONG_LINE = 50
 
 @dataclass(frozen=True)
 class Document:
-    """One file's text, or its docstrings'."""
+    """The text of a file, or of its docstrings."""
 
     source: str
     name: str

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Scores the retrieval model on held-out names, values and text, in PyTorch.
 
-An answer counts if each of its tokens, and the one that ends the turn, is the most
-likely one after those before it: what greedy decoding would have said.
+An answer counts if greedy decoding would have given it: each of its tokens, and the one
+that ends the turn, is the most likely one after those before it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TOKENS_A_BATCH = 65536
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how often."""
+    """The cases that a model is scored on."""
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -74,7 +74,7 @@ def answered_tokens(
     results: list[bool] = []
     for first in range(0, len(both), size):
         batch = both[first : first + size]
-        # The end is padded, which a causal model does not see.
+        # Rows are padded at their end, which a causal model does not see.
         rows = torch.full((len(batch), longest), END_OF_TEXT)
         for row, (prompt, answer) in zip(rows, batch):
             tokens = prompt + answer
@@ -149,7 +149,13 @@ def scores(model: PreTrainedModel, plan: Plan, vocabulary: Vocabulary) -> dict:
     text = "\n".join(documents)
 
     def right(make: Callable[[int, int], Case], length: int) -> float:
-        """Of cases of so many tokens, by what makes one of some bytes and a seed."""
+        """Returns the percentage of right answers to cases of `length` tokens.
+
+        Args:
+            make: Makes a case of at most so many bytes from a seed.
+            length: Tokens of a case, at most.
+
+        """
         cases = [
             vocabulary.fitting(partial(make, seed=seed), length)
             for seed in range(plan.cases)

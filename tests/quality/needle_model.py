@@ -62,7 +62,7 @@ def causal_attention(
         scaling: the softmax scale.
         sliding_window: tokens that a query sees, None: all before it, and its own.
         s_aux: (heads,), attention sinks, which layers with windows have.
-        **kwargs: what transformers passes to every attention function.
+        **kwargs: the other arguments of transformers' attention functions.
 
     Returns:
         The output, (batch, tokens, heads, head_dim), and no weights.
@@ -83,13 +83,13 @@ def causal_attention(
 AttentionInterface.register(ATTENTION, causal_attention)
 
 
-# Of a KV head of needle-qwen2's layers, Euclidean: as of Qwen2.5-7B, whose biases of K
-# are published as 605 and 921 long in the first and last layer over four heads, and 22
-# in the median.
+# The Euclidean norm of a KV head's bias of K, by layer of needle-qwen2. They follow
+# Qwen2.5-7B, whose biases of four heads together are published as 605 long in the first
+# layer, 921 in the last, and 22 in the median.
 KEY_BIAS_NORMS = (302.0, 11.0, 11.0, 11.0, 460.0)
-# Where they are: the slowest pairs of RoPE.
+# The biases lie in so many of RoPE's slowest pairs.
 KEY_BIAS_PAIRS = 6
-# Of the layers with and without windows: five to one.
+# The kinds of layers, which repeat: five with a window, and one without.
 PERIOD = (*["sliding_attention"] * 5, "full_attention")
 CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -178,8 +178,8 @@ def needle_config(family: str = "qwen3", **changes: object) -> PretrainedConfig:
 def new_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Returns a float32 model with transformers' initial weights for `seed`.
 
-    A Qwen2's biases of K begin as long as a large model's: a softmax hardly sees what
-    keys have in common, so that training leaves them there.
+    A Qwen2's biases of K begin as long as a large model's. A softmax hardly sees the
+    part that all keys share, so that training leaves them there.
     """
     torch.manual_seed(seed)
     model = CLASSES[config.model_type][1](config)
@@ -216,7 +216,7 @@ def load_model(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
 def save_model(
     model: PreTrainedModel, folder: Path, merges: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Writes what `vllm serve` needs: config, tokenizer and bfloat16 weights."""
+    """Writes the files that `vllm serve` needs: config, tokenizer, bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     size = write_tokenizer(folder, merges)
     assert size == model.config.vocab_size, (size, model.config.vocab_size)

@@ -2,12 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Causal attention with sliding windows and sinks, by PyTorch's flash kernels.
 
-A sink is one more logit of a head's softmax, which nothing is read from. The kernels
-have none, but their outputs need only be scaled: with the log of the sum of exponents,
-lse, that with the sink is lse' = log(exp(lse) + exp(sink)), and the output is
-exp(lse - lse') times the kernel's. Their backward computes the probabilities anew from
-the log of the sum, and what is common to a row's gradients from the output: given lse'
-and the scaled output, it returns the gradients of attention with the sink.
+A sink is one more logit of a head's softmax, which has no value. The kernels have no
+sinks, but their outputs need only be scaled. Let lse be the log of the exponents' sum.
+With the sink it is lse' = log(exp(lse) + exp(sink)), and the output is exp(lse - lse')
+times the kernel's. The kernels' backward recomputes the probabilities from the log of
+the sum, and the term that a row's gradients share from the output. Given lse' and the
+scaled output, it returns the gradients of attention with the sink.
 """
 
 import torch
@@ -18,7 +18,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def spans(window: int) -> dict[str, int | None]:
-    """Returns the CUDA kernels' arguments for a window of so many tokens, 0: all."""
+    """Returns the CUDA kernels' arguments for a window in tokens; 0: all tokens."""
     if window == 0:
         return {"window_size_left": None, "window_size_right": None}
     return {"window_size_left": window - 1, "window_size_right": 0}
@@ -71,14 +71,14 @@ def attend(
     scale: float,
     window: int,
 ) -> Pair:
-    """Returns causal attention with sinks, and the logs of the sums, theirs included.
+    """Returns causal attention with sinks, and the logs of the sums, with the sinks.
 
     Args:
         query: (batch, tokens, heads, head_dim), bfloat16 on a GPU.
         key: (batch, tokens, KV heads, head_dim), a divisor of the heads.
         value: as `key`.
         sinks: (heads,), a logit each.
-        scale: of the products of queries and keys.
+        scale: the factor of the products of queries and keys.
         window: Tokens that a query sees, its own the last; 0: all.
 
     Returns:
@@ -105,7 +105,7 @@ def attend_backward(
     """Returns the gradients of `query`, `key` and `value`, contiguous; see `attend`."""
     if query.is_cuda:
         length = query.shape[1]
-        # Of dropout, which there is none of.
+        # The state of dropout's random numbers. Without dropout it is not read.
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)
         offset = torch.empty((), dtype=torch.uint64, device=query.device)
         sizes = (None, None, length, length, 0.0, True, seed, offset)
@@ -124,7 +124,7 @@ def attend_backward(
         scale=scale,
         **cpu_mask(query, window),
     )
-    # A KV head's is the sum over the query heads that read it.
+    # A KV head's gradient is the sum over the query heads that read it.
     return tuple(
         found.transpose(1, 2).unflatten(2, (given.shape[2], -1)).sum(3).contiguous()
         for found, given in zip(grads, (query, key, value))
@@ -156,7 +156,7 @@ def backward(ctx, grad, grad_total):
     grads = attend_backward(
         grad, query, key, value, output, total, ctx.scale, ctx.window
     )
-    # A sink's probability, and what a softmax takes off each logit's gradient.
+    # The term that a softmax takes off each logit's gradient: a sink's has no other.
     common = (grad.float() * output.float()).sum(-1).transpose(1, 2)
     of_sinks = -((sinks.float()[:, None] - total).exp() * common).sum((0, 2))
     return *grads, of_sinks.to(sinks.dtype), None, None

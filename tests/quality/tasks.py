@@ -96,7 +96,7 @@ def syllables(random: Random, count: int) -> str:
 
 
 def draw_name(random: Random) -> str:
-    """Returns what a fact is about: an invented name, two words, or an identifier."""
+    """Returns the subject of a fact: an invented name, two words, or an identifier."""
     kind = random.random()
     if kind < 0.6:
         return syllables(random, random.choice((2, 2, 3))).capitalize()
@@ -173,7 +173,7 @@ def user_turn(content: str, encode: Encode = as_bytes) -> list[int]:
     return [IM_START, *body, IM_END, *encode("\n")]
 
 
-# What a chat of one question adds to the user's message and the answer, in bytes.
+# Bytes of a chat of one question beyond the user's message and the answer.
 TURN_TOKENS = len(Case("", "").prompt_tokens()) + 1
 
 
@@ -267,10 +267,10 @@ def needle_case(
 
     Args:
         length: tokens of prompt and answer together, at most; at least 512.
-        depth: where the fact is, from 0 (first line) to 1 (last line before the
+        depth: the fact's place, from 0 (first line) to 1 (last line before the
             question).
         seed: decides name, value, stretch of text and distractors.
-        text: what surrounds the facts; documents may be split by SEPARATOR.
+        text: the text around the facts; documents may be split by SEPARATOR.
         distractors: facts of the same form about other names, anywhere in the text.
     """
     return fact_case(length, [depth], 1, seed, text, distractors)
@@ -292,10 +292,10 @@ def multi_needle_case(
 def rival_case(length: int, seed: int, text: str, rivals: int = RIVALS) -> Case:
     """Returns facts that give one name different codes, and asks for its code.
 
-    What a model answers weighs them all: the codes begin with different digits, so that
-    the distribution of the answer's first digit is one over `rivals` places in the
-    text, at even depths but for the last tenth. No answer is right; the one given here
-    is the first fact's.
+    A model's answer weighs all codes. These begin with different digits, so that the
+    distribution of the answer's first digit is one over `rivals` places in the text.
+    The places have even depths, and none is in the last tenth. No answer is right; the
+    case has the first fact's.
     """
     random = Random(f"rivals {length} {seed}")
     pool = Pool(random, True)

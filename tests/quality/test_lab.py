@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The lab measures what it says: its parts against independent ones."""
+"""The lab's parts agree with independent computations."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from vllm.v1.attention.ops.turbo.reference import codec as reference_codec
 LAB = Path(__file__).parent / "lab"
 WRITE_MODEL = Path(__file__).resolve().parents[2] / "scripts/turbo_seeded/model.py"
 CPU = torch.device("cpu")
-# Of what hangs.
+# Ends a programme that hangs.
 TIMEOUT_S = 1800
 
 
@@ -48,7 +48,7 @@ def test_rotations_are_orthogonal(kind, head_size):
 
 
 def test_rotations_mix_what_they_claim():
-    """How many coordinates of the rotated vector one coordinate reaches."""
+    """One coordinate reaches as many coordinates of the rotated vector as it should."""
     widths = {"none": 1, "rotor3": 3, "quaternion4": 4}
     for kind in ROTATIONS:
         reached = (rotation(kind, 128, CPU)[17].abs() > 1e-9).sum().item()
@@ -64,7 +64,7 @@ def test_the_formats_rotation():
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_fit_finds_the_papers_levels(bits):
-    """With the vector's norm for a scale, they are Lloyd and Max's."""
+    """With the vector's norm as its scale, the fitted levels are Lloyd and Max's."""
     levels = lloyd_max(bits, 128)[0][1 << bits >> 1 :] * math.sqrt(128)
     quantizer = fitted(bits, ScaleRule(128, "norm32"))
     assert quantizer.magnitudes == pytest.approx(levels.tolist(), rel=0.03)
@@ -74,7 +74,7 @@ def test_fit_finds_the_papers_levels(bits):
 
 
 def test_fit_is_as_good_as_four_bits_of_the_format():
-    """Free levels: the format's, constrained ones, may lose little to them."""
+    """The format's levels, which are constrained, lose little to free ones."""
     x = gaussian_vectors(500, 128, seed=4)
     free = relative_error(fitted(4, ScaleRule(16, "delta")).round_trip(x), x)
     for codebook in (KEY_CODEBOOKS[4], VALUE_CODEBOOKS[4]):
@@ -83,12 +83,12 @@ def test_fit_is_as_good_as_four_bits_of_the_format():
 
 
 def test_three_bits_of_the_format_beat_scalar_codes():
-    """By 15 % of the best scalar code's error; free levels would win little more."""
+    """Their error is 15 % below the best scalar code's; free levels win little more."""
     x = gaussian_vectors(500, 128, seed=4)
     rules = [rule for rule in scale_rules(128).values() if rule.num_bytes(128) <= 4]
     scalar = min(relative_error(fitted(3, r).round_trip(x), x) for r in rules)
     free = relative_error(codebook_round_trip(x, trellis_codebook(3)), x)
-    # Values pay for levels that two half-precision instructions make of a position.
+    # Two half-precision instructions compute a value's level, which costs some error.
     for codebook, limit in ((KEY_CODEBOOKS[3], 1.03), (VALUE_CODEBOOKS[3], 1.04)):
         error = relative_error(codebook_round_trip(x, codebook), x)
         assert error < 0.85 * scalar
@@ -96,7 +96,7 @@ def test_three_bits_of_the_format_beat_scalar_codes():
 
 
 def test_wider_trellis_is_better_than_scalar_codes():
-    """32 levels on the format's trellis, which is not taken for its decoding."""
+    """The format has no trellis of 32 levels, because it is slower to decode."""
     x = gaussian_vectors(500, 128, seed=4)
     codebook = trellis_codebook(4)
     assert len(codebook.levels) == 32
@@ -118,7 +118,7 @@ def test_steps_below_a_shared_scale():
 
 
 def test_trellis_finds_the_best_path():
-    """Viterbi's path against all paths, where they can be counted."""
+    """Viterbi's path is the best of all, where all can be counted."""
     bits, length, levels = 2, 4, random_levels(4)
     y = gaussian_vectors(50, length, seed=6)
     decoded = trellis_round_trip(y, bits, levels)
@@ -149,8 +149,9 @@ def test_bytes_of_scales():
 
 
 def test_upstream_is_vllms_kernels(tmp_path):
-    """The same values as vLLM's store and dequantisation, to the last bit of V and
-    up to the order of a norm's summation for K.
+    """The values are those of vLLM's store and dequantisation.
+
+    V is the same to the last bit, and K up to the order of a norm's summation.
     """
     key = gaussian_vectors(40, 128, seed=5).view(20, 2, 128)
     value = gaussian_vectors(40, 128, seed=6).view(20, 2, 128)
@@ -158,8 +159,8 @@ def test_upstream_is_vllms_kernels(tmp_path):
     key[4] = value[4] = 0
     value[5] = 2.5
     key[6, :, 10] = 40
-    # In the interpreter a cast to fp8 does not carry into the exponent: give it
-    # keys that need no rounding.
+    # In the interpreter a cast to fp8 does not carry into the exponent, so that keys
+    # must need no rounding.
     key = key.to(torch.float8_e4m3fn).float()
     torch.save([key, value], tmp_path / "vectors.pt")
     environment = dict(os.environ)
@@ -187,7 +188,7 @@ def test_upstream_is_vllms_kernels(tmp_path):
 
 
 def naive_attention(query, raw, stored, reading, scale):
-    """One query, one head at a time."""
+    """Attention, one query and head at a time."""
     output = torch.empty_like(query)
     batch, num_heads, length, _ = query.shape
     group = num_heads // raw[0].shape[1]
@@ -216,7 +217,7 @@ def naive_attention(query, raw, stored, reading, scale):
     ids=str,
 )
 def test_two_source_attention(reading, monkeypatch):
-    """Also where chunks are longer than the blocks of queries, and shorter."""
+    """Chunks may be longer or shorter than the blocks of queries."""
     monkeypatch.setattr("attention.QUERY_BLOCK", 12)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 40, 16, generator=generator)
@@ -236,7 +237,7 @@ def test_kl_divergence():
 
 
 def test_figures_of_a_comparison():
-    """Two texts of three tokens; the model is always sure of token 0, or unsure."""
+    """Two texts of three tokens: in the second the model is sure of another token."""
     sure = torch.tensor([0.98, 0.01, 0.01]).log().expand(2, 3, 3)
     unsure = sure.clone()
     unsure[1] = torch.tensor([0.01, 0.98, 0.01]).log()
@@ -252,8 +253,9 @@ def test_figures_of_a_comparison():
 
 
 def test_choices_on_a_small_model(tmp_path):
-    """The whole programme, few tokens: more bits diverge less, and what was not
-    quantised does not diverge.
+    """The whole programme runs on few tokens.
+
+    More bits diverge less, and K and V that are not quantised do not diverge.
     """
     model, output = tmp_path / "model", tmp_path / "output"
     subprocess.run([sys.executable, WRITE_MODEL, model], check=True)
@@ -276,7 +278,7 @@ def test_choices_on_a_small_model(tmp_path):
         for row in results["rows"]
         if row["arm"] == "turbo4, raw, prompt in chunks of 128"
     )
-    # All raw; what is left is rounding.
+    # All tokens are raw; only rounding is left.
     assert abs(prompt) < 1e-3 * formats["turbo4"]
     table = (output / "choices.md").read_text()
     assert table.count("\n|") == len(results["rows"]) + 2 * 3

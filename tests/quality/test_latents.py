@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The lab of latents: it rounds what MLA caches as the formats do, and sees faults."""
+"""The lab of latents rounds MLA's cache as the formats do, and sees faults."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ TIMEOUT_S = 1800
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, sharper than new ones: attention decides something."""
+    """A model of random weights, sharper than usual, so that attention counts."""
     folder = tmp_path_factory.mktemp("tiny")
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -77,7 +77,7 @@ def vectors(count: int, size: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 @pytest.mark.parametrize("sizes", LATENT_SIZES.values(), ids=str)
 def test_ours_is_what_pages_hold(name: str, sizes: tuple[int, int]):
-    """Bit for bit, of tokens that were stored in pages and loaded again."""
+    """They are the same bit for bit, for tokens that pages store and give back."""
     rank, rope = sizes
     latent = vectors(40, rank, 1)
     k_pe = vectors(40, rope, 2) * 3
@@ -122,7 +122,10 @@ def test_e2m1_has_ties_to_even():
 
 
 def test_nvfp4_is_vllms():
-    """Its emulation without a scale of the tensor; that has no smallest scale."""
+    """The values are those of vLLM's emulation, without a scale of the tensor.
+
+    The emulation has no smallest scale.
+    """
     x = vectors(200, RANK, 3) * torch.logspace(-0.5, 2.9, 200)[:, None]
     codes, scales = ref_nvfp4_quant(x, torch.tensor(1.0), 16)
     assert 2**-6 < scales.min() < 0.1 and 300 < scales.max() < 448
@@ -142,7 +145,7 @@ def test_fp8_has_a_scale_a_group():
     error = (as_scaled_fp8(x) - x).square().unflatten(-1, (2, -1)).sum((0, 2))
     size = x.square().unflatten(-1, (2, -1)).sum((0, 2))
     assert (error / size < 1e-3).all()
-    # A scale of one holds neither what is large nor what is small so well.
+    # A scale of one holds neither large nor small numbers so well.
     assert relative_error(FORMATS["fp8"].latent(x), x) > 0.1
 
 
@@ -155,7 +158,7 @@ def test_rotated_nvfp4_is_for_channels_that_are_not_alike():
     )
     assert rotated == pytest.approx([0.0091] * 2, rel=0.05)
     assert plain[0] == pytest.approx(0.0091, rel=0.05)
-    # Of 256 coordinates turbo4 has the error of the format's bar.
+    # At 256 coordinates turbo4 is within the error that the format is held to.
     assert max(turbo4) < 0.0054
     assert max(turbo4) < 0.62 * min(rotated)
 
@@ -167,7 +170,7 @@ def test_parts_make_the_whole(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_pairs_are_joined_as_the_weights_have_them():
-    """Before any rotation transformers' order is all that differs."""
+    """Where RoPE turns nothing, only transformers' order of coordinates differs."""
     key = torch.arange(2.0 * ROPE).view(1, 1, 2, ROPE)
     cosine, sine = torch.ones(1, 2, ROPE), torch.zeros(1, 2, ROPE)
     _, theirs = apply_rotary_pos_emb_interleave(key, key, cosine, sine)
@@ -196,7 +199,7 @@ class RoundedCache(DynamicCache):
 def test_the_lab_rounds_what_is_cached(
     folder: Path, rows: list[list[int]], name: str, layer: int
 ):
-    """Of one layer: what precedes another's cache is rounded to sums in one order."""
+    """Layers are compared alone: the input of a second one depends on sums' order."""
     lab = LatentLab(folder, "cpu")
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -235,7 +238,7 @@ def test_rotary_keys_are_rounded_too(figures: dict[str, float]):
 
 
 def swapped(x: torch.Tensor) -> torch.Tensor:
-    """Each token has its neighbour's."""
+    """Give each token its neighbour's vector."""
     return x.roll(1, -2)
 
 

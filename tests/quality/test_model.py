@@ -41,7 +41,7 @@ TEXT = "\n".join(f"Line {i} says that {i} and {i + 1} differ." for i in range(40
 DOCUMENT = TEXT.encode() + EOT
 
 
-# Shorter than the rows below, in one of the two layers.
+# A window that is shorter than the rows below, in one of the two layers.
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 24,
@@ -58,7 +58,7 @@ def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    # Sharper than the usual start, so that attention decides something.
+    # Weights are sharper than usual, so that attention counts.
     model = new_model(tiny_config(request.param, initializer_range=0.3), 0)
     for name, weight in model.named_parameters():
         if "sinks" in name:
@@ -85,7 +85,7 @@ def test_our_attention_is_transformers_own(tiny: Path):
 
 
 def test_gradients_with_windows_and_sinks(tmp_path: Path):
-    """Of every weight: ours come of flash attention's backward, given the sinks."""
+    """Every weight's is right: ours come of flash attention's backward with sinks."""
     model = new_model(tiny_config("granite_swa", initializer_range=0.3), 0)
     sinks = [weight for name, weight in model.named_parameters() if "sinks" in name]
     for each in sinks:
@@ -182,7 +182,7 @@ def test_rivals_are_far_and_begin_with_other_digits(length: int):
     assert len({code[0] for code in codes}) == len(codes) == tasks.RIVALS
     assert codes[0] == case.answer
     assert all(len(code) == 6 and tasks.is_held_out(code) for code in codes)
-    # Between the last of them and the answer lies text.
+    # Text lies between the last code and the answer.
     assert len(case.prompt) - case.prompt.index(codes[-1]) > length / 16
 
 
@@ -224,7 +224,7 @@ def test_rows_hold_whole_chats_whose_answers_have_the_weight():
     targets = tokens[1::2, 1:][marked]
     assert marked.any()
     assert (targets == tasks.IM_END).sum() > 8
-    # What is asked for stands in the row before the answer.
+    # The row has each value of an answer before that answer.
     for row, spots in zip(tokens[1::2], marked):
         (places,) = np.nonzero(spots)
         for run in np.split(places, np.nonzero(np.diff(places) > 1)[0] + 1):
@@ -272,7 +272,7 @@ def test_a_few_steps_lower_the_loss(tmp_path: Path):
 
 
 def test_biases_of_k_begin_long_and_stay_so(tmp_path: Path):
-    """In the slowest pairs of each KV head, the longest in the first and last layer."""
+    """They lie in the slowest pairs, and are longest in the first and last layer."""
     model = new_model(needle_config("qwen2"), 0)
     biases = [layer.self_attn.k_proj.bias.detach() for layer in model.model.layers]
     heads = torch.stack(biases).view(len(biases), 2, 2, -1)
@@ -290,7 +290,7 @@ def test_biases_of_k_begin_long_and_stay_so(tmp_path: Path):
 
 
 def test_a_phase_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # A clock that goes on by a hundredth of a second whenever it is read.
+    # A clock that advances by a hundredth of a second whenever it is read.
     clock = SimpleNamespace(monotonic=itertools.count(0.0, 0.01).__next__)
     monkeypatch.setattr(train, "time", clock)
     rows = Rows(DOCUMENT * 20, [Phase(64, 10**6, 1.0)], 128, seed=0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the TurboQuant paper claims (arXiv:2504.19874), measured."""
+"""Claims of the TurboQuant paper (arXiv:2504.19874), measured."""
 
 import math
 
@@ -9,13 +9,13 @@ import torch
 from turboquant import TurboQuantMse, TurboQuantProd, lloyd_max
 
 HEAD_SIZE = 128
-# Section 1 of the paper has them rounded; these are the exact ones of its quantiser.
+# The exact distortions of the paper's quantiser, which its section 1 has rounded.
 DISTORTIONS = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
 all_bits = pytest.mark.parametrize("bits", DISTORTIONS)
 
 
 def unit_vectors(count: int, seed: int = 0, decay: float = 0.0) -> torch.Tensor:
-    """Random directions; with ``decay``, of a spectrum that falls off."""
+    """Random directions; with ``decay``, later coordinates are smaller."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, HEAD_SIZE, generator=generator)
     x *= torch.exp(-decay * torch.arange(HEAD_SIZE) / HEAD_SIZE)
@@ -30,7 +30,7 @@ def test_distortion_in_theory(bits):
 
 @all_bits
 def test_distortion_within_its_bounds(bits):
-    """Theorem 1's upper bound, and the lower one that holds for any quantiser."""
+    """It is below Theorem 1's bound, and above the one that any quantiser has."""
     measured = measured_distortion(bits)
     assert measured == pytest.approx(lloyd_max(bits, HEAD_SIZE)[1], rel=0.01)
     assert measured == pytest.approx(DISTORTIONS[bits], rel=0.03)
@@ -81,8 +81,10 @@ def test_prod_is_unbiased_and_mse_is_not(bits):
 
 @all_bits
 def test_inner_product_distortion(bits):
-    """Theorem 2: at most sqrt(3) pi^2 / d 4^-b; exactly pi / 2d times what
-    Algorithm 1 leaves with one bit fewer, as the sketch is Gaussian.
+    """Theorem 2: the distortion is at most sqrt(3) pi^2 / d 4^-b.
+
+    It is exactly pi / 2d times Algorithm 1's error with one bit fewer, because the
+    sketch is Gaussian.
     """
     x, y = unit_vectors(4000, seed=4), unit_vectors(4000, seed=5)
     squares = []
@@ -129,8 +131,9 @@ def attention_error(key_decoder, sharpness: float) -> float:
 @pytest.mark.parametrize("sharpness", [1.0, 3.0])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_qjl_hurts_attention(bits, sharpness):
-    """Why no preset has the residual sketch: at equal bits its variance costs more
-    than its lack of bias gains.
+    """At equal bits the sketch's variance costs more than its lack of bias gains.
+
+    Therefore no preset has the residual sketch.
     """
     errors = {}
     for kind in (TurboQuantMse, TurboQuantProd):

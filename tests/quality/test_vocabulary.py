@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Tokens that are words: as vLLM has them, in training's rows and in the cases."""
+"""Tokens that are words: vLLM's, those of training's rows, and those of cases."""
 
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def test_rows_are_full_and_end_their_answers(vocabulary: Vocabulary):
     marked = weights[1::2] == ANSWER_WEIGHT
     targets = tokens[1::2, 1:]
     assert (targets[marked] == tasks.IM_END).sum() > 8
-    # What is asked for stands in the row before the answer.
+    # The row has each value of an answer before that answer.
     for row, spots in zip(tokens[1::2], marked):
         (places,) = np.nonzero(spots)
         for run in np.split(places, np.nonzero(np.diff(places) > 1)[0] + 1):

@@ -3,9 +3,9 @@
 """Trains the small retrieval model on one GPU, and evaluates it.
 
 The lengths of the rows grow by phases. A phase has a number of steps and a share of
-`--seconds`, and ends with whichever comes first. The steps are those that the committed
-model got from an H200 in 423 s, and the default cap is a seventh above that: on a GPU
-that is as fast, the seed decides the run but for rounding.
+`--seconds`, and ends with whichever comes first. The committed model took these steps
+on an H200 in 423 s, and the default cap is a seventh above that. On a GPU that is as
+fast, the seed alone decides the run, but for rounding.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PHASES = (
     Phase(4096, 778, 0.18),
     Phase(8192, 750, 0.26),
 )
-# Of layers with sinks, whose attention takes three times as long.
+# Phases of models with sinks, whose attention takes three times as long.
 SINK_PHASES = (
     Phase(512, 760, 0.28),
     Phase(1024, 400, 0.14),
@@ -46,7 +46,7 @@ SINK_PHASES = (
     Phase(4096, 550, 0.18),
     Phase(8192, 750, 0.26),
 )
-# Of latents, whose first steps waited for a compiler.
+# Phases of models with latents, whose first steps waited for a compiler.
 LATENT_PHASES = (Phase(512, 1648, 0.28), *PHASES[1:])
 MATRIX_LR = 4e-3
 OTHER_LR = 4e-3
@@ -63,7 +63,7 @@ def phases_of(family: str) -> tuple[Phase, ...]:
 
 
 def read_corpus(path: Path) -> bytes:
-    """Returns the documents, joined by what stands for the end of a text."""
+    """Returns the documents, joined by the byte that stands for the end of a text."""
     text = lzma.decompress(path.read_bytes())
     return text.replace(SEPARATOR.encode(), EOT)
 
@@ -79,8 +79,8 @@ def weighted_loss(
     Args:
         hidden: (tokens, hidden size), after the last norm.
         head: (vocabulary, hidden size).
-        targets: (tokens,), what follows each token.
-        weights: (tokens,), of each target in the loss.
+        targets: (tokens,), the token after each one.
+        weights: (tokens,), the weight of each target in the loss.
     """
     logits = F.linear(hidden, head).float()
     losses = F.cross_entropy(logits, targets, reduction="none")
@@ -111,8 +111,8 @@ class Trainer:
             parameter.data = parameter.data.bfloat16()
         self.loss = weighted_loss
         if compiled:
-            # One graph a shape serves all layers with windows, one all others: they
-            # differ in weights only.
+            # One graph a shape serves all layers with windows, and another one all
+            # other layers: these differ in weights only.
             torch._dynamo.config.recompile_limit = 2 * len(PHASES)
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True, dynamic=False)
@@ -181,7 +181,7 @@ def learning_rate(progress: float) -> float:
 
 
 class Clock:
-    """How far a run is: by its plan, or by its time where that is ahead."""
+    """The progress of a run: by its plan, or by its time if that is ahead."""
 
     def __init__(self, phases: Iterable[Phase], seconds: float):
         self.phases = list(phases)
@@ -232,7 +232,7 @@ def train(
 
 
 class Keyed(Dataset):
-    """Rows that also say which phase they belong to."""
+    """Rows, each with the index of its phase."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
@@ -314,20 +314,20 @@ def measure(trainer: Trainer, rows: Rows, phase: int, backend: SDPBackend) -> st
 
 
 def attention_kernel(name: str, device: torch.device) -> AbstractContextManager:
-    """Makes a slower kernel an error rather than a surprise."""
+    """Allows one kernel alone: where it cannot run, no slower one takes its place."""
     return sdpa_kernel(BACKENDS[name]) if device.type == "cuda" else nullcontext()
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", type=Path, help="what corpus.py built, an .xz file")
+    parser.add_argument("corpus", type=Path, help="corpus.py's text, an .xz file")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--family", choices=CLASSES, default="qwen3")
     parser.add_argument(
-        "--changes", type=json.loads, default={}, help="of its configuration, as JSON"
+        "--changes", type=json.loads, default={}, help="other fields of it, as JSON"
     )
     parser.add_argument("--seconds", type=float, default=480.0, help="cap of training")
-    parser.add_argument("--tokens", type=int, default=131072, help="a step")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--attention", choices=BACKENDS, default="flash")

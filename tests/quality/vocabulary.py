@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a model's tokens are: bytes, or words and their parts that a corpus taught.
+"""A model's tokens: bytes, or words and parts of words that were learnt from a corpus.
 
-Either has the bytes first, then the special tokens; pairs that were merged follow.
+Both have the bytes first, then the special tokens. Merged pairs follow.
 """
 
 import json
@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from turbo_seeded.model import byte_alphabet, tokenizer_content
 
 Merges = Sequence[tuple[str, str]]
-# What of a corpus teaches merges, and in pieces of what size.
+# Bytes of a corpus that merges are learnt from, and bytes of each piece of them.
 TAUGHT_BYTES = 8 << 20
 PIECE_BYTES = 1 << 16
-# Of the characters of byte-level vocabularies.
+# The byte of each character of byte-level vocabularies.
 BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
@@ -43,10 +43,10 @@ def learn_merges(text: bytes, vocab_size: int) -> list[tuple[str, str]]:
 
 
 def check_tokens(folder: Path, content: dict[str, Any]) -> None:
-    """Checks that the first tokens of a tokenizer.json are those of the tasks.
+    """Checks that the first tokens of a tokenizer.json are the tasks' tokens.
 
     Raises:
-        ValueError: If they are not: other ids would be words of the model.
+        ValueError: If they are not: the tasks' ids would be other words of the model.
 
     """
     model = content["model"]
@@ -78,7 +78,7 @@ class Vocabulary:
         model = content["model"]
         check_tokens(folder, content)
         self.has_merges = bool(model["merges"])
-        # Special tokens say nothing.
+        # Special tokens have no text.
         self.bytes_of = [b""] * max(len(model["vocab"]), 256 + len(SPECIAL_TOKENS))
         for token, index in model["vocab"].items():
             if token not in SPECIAL_TOKENS:
@@ -98,12 +98,12 @@ class Vocabulary:
         return encoding.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns what tokens say."""
+        """Returns the text of tokens."""
         said = b"".join(self.bytes_of[token] for token in tokens)
         return said.decode(errors="replace")
 
     def documents(self, documents: Sequence[str]) -> list[int]:
-        """Returns the tokens of documents, which are ended as in training."""
+        """Returns the tokens of documents, with the end of each, as in training."""
         if self.has_merges:
             encoded = self._tokenizer.encode_batch_fast(
                 list(documents), add_special_tokens=False
@@ -114,9 +114,7 @@ class Vocabulary:
         return [token for tokens in each for token in (*tokens, END_OF_TEXT)]
 
     def fitting(self, make: Callable[[int], Case], length: int) -> Case:
-        """Returns the case that `make` makes for so many bytes that it has at most
-        `length` tokens, and not much fewer.
-        """
+        """Returns a case of `make` with at most `length` tokens, and nearly as many."""
 
         def count(case: Case) -> int:
             found = len(case.prompt_tokens(self.encode))
@@ -128,14 +126,13 @@ class Vocabulary:
 def fitting(
     make: Callable[[int], Case], length: int, size: int, count: Callable[[Case], int]
 ) -> Case:
-    """Returns the case that `make` makes for so many bytes that it has at most `length`
-    tokens, and not much fewer.
+    """Returns a case of `make` with at most `length` tokens, and nearly as many.
 
     Args:
         make: Makes a case of at most so many bytes.
-        length: Tokens.
-        size: Bytes to begin with, which are not too few.
-        count: Returns a case's tokens.
+        length: Tokens of the case, at most.
+        size: Bytes to begin with, enough for `length` tokens.
+        count: Returns the number of a case's tokens.
 
     """
     while True:

@@ -23,14 +23,14 @@ NAME = "turbo_lab"
 
 @dataclass(frozen=True)
 class Reading:
-    """Which tokens are read from the cache.
+    """The tokens that are read from the cache; others are seen unquantised.
 
     Attributes:
-        prompt: Positions below this are prefilled; the others are decoded, each
-            reading everything, itself too, from the cache.
-        chunk: A prefilled token sees its own chunk, of so many tokens, as it was
-            before quantisation; zero for a prefill that sees nothing so.
-        window: So many newest tokens, its own first, every token sees so.
+        prompt: Positions below this are prefilled. The others are decoded: each reads
+            all tokens, its own as well, from the cache.
+        chunk: Tokens of a prefill's chunk. A prefilled token sees its own chunk
+            unquantised; 0: it reads that from the cache as well.
+        window: The newest tokens, its own among them, that a token sees unquantised.
 
     """
 
@@ -80,15 +80,15 @@ QUERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Cache:
-    """What the model's attention reads.
+    """The cache that the model's attention reads.
 
     Attributes:
         layers: The variant of each layer; None keeps K and V as they are.
-        reading: Which tokens are read so.
-        query: How queries are rounded, a key of QUERIES.
+        reading: The tokens that are read from these.
+        query: The rounding of queries, a key of QUERIES.
         means: (H, 1, D) a layer, the mean of its K on other text, or (H, T, D).
         recorded: If a list, the K of each layer is appended to it.
-        window: What tokens that are seen as they are are rounded to; None for nothing.
+        window: The variant that rounds all other tokens; None: none does.
 
     """
 
@@ -113,8 +113,8 @@ def two_source_attention(
         query: (batch, Hq, T, D).
         raw: K and V, each (batch, H, T, D).
         stored: Likewise.
-        reading: Which is seen.
-        scale: Of the scores.
+        reading: The tokens of which the stored ones are seen.
+        scale: The factor of the scores.
 
     Returns:
         (batch, Hq, T, D).
@@ -157,13 +157,13 @@ class LabModel:
 
     Args:
         folder: The model, as transformers saves it.
-        device: Where it runs.
+        device: The device that it runs on.
 
     """
 
     def __init__(self, folder: Path, device: str):
         transformers.AttentionInterface.register(NAME, self._attend)
-        # The mask is ours too: none of (T, T) is ever built.
+        # The mask is ours as well: no mask of (T, T) is built.
         transformers.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=NAME

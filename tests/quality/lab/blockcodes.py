@@ -126,7 +126,7 @@ def trellis_round_trip(
 class TrellisCodebook(Codebook):
     """Levels for the format's trellis and scales at any width.
 
-    Of ``2 ** (bits + 1)`` levels a code chooses among the half that its state allows.
+    A code chooses among half of the ``2 ** (bits + 1)`` levels, which its state allows.
     """
 
     @property
@@ -186,7 +186,7 @@ def two_codebook_search(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codebook and E5M2 scale of each group of 32, and indices, of least error.
 
-    The bit that E5M2 frees of the scale's byte says which codebook.
+    The bit that E5M2 frees in the scale's byte selects the codebook.
 
     Args:
         magnitude: (..., groups, 32).

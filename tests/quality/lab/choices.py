@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Decides the format's choices by what each does to a model's predictions.
+"""Compares the format's choices by their effect on a model's predictions.
 
 Every arm runs held-out text through the model in fp32 with its cache in place of K and
 V, and is compared with the same model on exact K and V. Writes choices.json, with all
@@ -34,7 +34,7 @@ from variants import (
 QUALITY = Path(__file__).resolve().parents[1]
 MODEL = QUALITY.parents[1] / "models" / "needle-qwen3"
 PRESETS = ("turbo4", "k4v3", "turbo3")
-# Said above a question's table.
+# The remark above a question's table.
 REMARKS = {
     "Rotation": "Scalar codes at both widths, keys unbiased on average.",
     "Scales": "Scalar codes at both widths, keys unbiased on average.",
@@ -60,7 +60,7 @@ class Arm:
 
 
 class Arms:
-    """All arms for a model of so many layers, heads of so many dimensions."""
+    """All arms for a model's layers, its head size, and the length of texts."""
 
     def __init__(self, num_layers: int, head_size: int, length: int):
         self.num_layers = num_layers
@@ -189,7 +189,7 @@ def read_text(path: Path, chunks: int, length: int, device: str) -> torch.Tensor
 
 
 def run(args: argparse.Namespace) -> dict:
-    """All figures, and what they were measured on."""
+    """All figures, and the setting that they were measured in."""
     lab = LabModel(args.model, args.device)
     texts = read_text(args.text, args.chunks + 1, args.length, args.device)
     # The mean of K comes from text that nothing else is measured on.
@@ -232,7 +232,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def setting(args: argparse.Namespace) -> dict:
-    """What a reader needs to repeat the run."""
+    """The facts that a reader needs to repeat the run."""
     on_gpu = torch.device(args.device).type == "cuda"
     weights = args.model / "model.safetensors"
     return {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What biases of K cost a trained model, by what is taken off what is stored.
+"""The cost of biases of K for a trained model, by the offset taken off stored keys.
 
 Writes key_offset_model.json and key_offset_model.md: KL divergence of needle-qwen2's
-predictions from those on exact K and V, everything read from the cache, with nothing
-taken off, with the mean of the rotated bias over segments as they are served, and with
-the rotated bias of each position.
+predictions from those on exact K and V, where all tokens are read from the cache. The
+offset is none, the mean of the rotated bias over segments as they are served, or the
+rotated bias of each position.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def rotated_biases(lab: LabModel, num_tokens: int) -> list[torch.Tensor]:
 def segment_means(
     biases: list[torch.Tensor], length: int = OFFSET_SEGMENT
 ) -> list[torch.Tensor]:
-    """The mean of each segment of so many positions, at all of them."""
+    """The mean over each segment of `length` positions, at each position."""
     return [
         torch.cat(
             [x.mean(1, keepdim=True).expand_as(x) for x in each.split(length, 1)], 1
@@ -57,7 +57,7 @@ def segment_means(
 
 
 def held_out_bytes(num_texts: int, length: int) -> list[torch.Tensor]:
-    """Held-out texts of so many bytes, (1, T) each."""
+    """Held-out texts of `length` bytes, (1, T) each."""
     text = (QUALITY / "heldout.txt").read_bytes()
     step = len(text) // num_texts
     starts = [i * step for i in range(num_texts)]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the offset of K leaves, beside a recent window and beside an offset of V.
+"""The error that the offset of K leaves, beside a recent window and an offset of V.
 
 Writes key_offset_window.json and key_offset_window.md: KL divergence of needle-qwen2's
-predictions from those on exact K and V, under turbo4. The rotated bias is taken off K
-by its mean over segments of several lengths, or exactly at each position; everything
-else is read from the cache, or all but the newest tokens; and V's bias is taken off,
-too, before V is stored.
+predictions from those on exact K and V, under turbo4. The offset of K is the rotated
+bias of each position, or its mean over segments of several lengths. All tokens are read
+from the cache, or all but the newest. One row also takes V's bias off stored values.
 """
 
 from dataclasses import replace
@@ -27,7 +26,7 @@ from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
 
 PRESET = "turbo4"
 SEGMENTS = (OFFSET_SEGMENT, 512, 128)
-# None, and as many as a recent window of turbo4 has rows.
+# No newest tokens, and as many as a recent window of turbo4 has rows.
 WINDOWS = (0, 24)
 TEXTS = 2
 LENGTH = 4096

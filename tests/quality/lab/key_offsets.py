@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a bias of K costs, with offsets of several kinds taken off what is stored.
+"""The cost of a bias of K, with offsets of several kinds taken off stored keys.
 
 Writes key_offsets.json and key_offsets.md. Keys are K = R(p) (x + b) in bfloat16 at
 positions p, where R is RoPE with a theta of 1e6 and x Gaussian; queries give the x
 logits a deviation of 2. Figures are the KL divergence of the attention weights, in
-millinats: with nothing taken off, with the mean of R(p) b over the first so many
-positions, with that of each segment of so many, and with R(p) b itself. Segments of
-2048 are what is served.
+millinats. The offset is none, the mean of R(p) b over the first positions, its mean
+over each segment, or R(p) b itself. Segments of 2048 are served.
 """
 
 import math
@@ -20,15 +19,15 @@ from variants import preset
 HEAD_SIZE = 128
 THETA = 1e6
 NUM_QUERIES = 64
-# On a CPU an hour or more, most of it the trellis' encoder.
+# A CPU takes an hour or more, most of it in the trellis' encoder.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Heads whose x and queries differ.
+# Heads, each with its own x and queries.
 NUM_HEADS = 2
-# By context: the trellis of three bits takes its time.
+# Presets by context: the trellis of three bits is slow.
 PRESETS = {4096: ("turbo4", "turbo3"), 32768: ("turbo4",), 131072: ("turbo4",)}
 FIRST = (2048, 8192)
 SEGMENTS = (4096, 2048, 1024)
-# A sign a coordinate, such that neighbouring pairs point elsewhere.
+# Signs of coordinates, by which neighbouring pairs point in different directions.
 SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0, 1.0])
 
 
@@ -86,7 +85,7 @@ def rotated(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def offsets(bias: torch.Tensor, num_tokens: int) -> dict[str, torch.Tensor]:
-    """What is taken off each key, (T, D) or (1, D) fp32, by name."""
+    """The offsets of each key, (T, D) or (1, D) fp32, by name."""
     turned = rotated(bias[None], torch.arange(max(num_tokens, *FIRST)))
     found = {"nothing": torch.zeros(1, HEAD_SIZE, dtype=torch.float64)}
     for count in FIRST:

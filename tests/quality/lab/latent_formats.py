@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What MLA's latents and rotary keys are read back as, by format, and their bytes.
+"""Round trips of MLA's latents and rotary keys through cache formats, and their bytes.
 
 Latents are (..., L) and rotary keys (..., R), in fp32 but of bf16's values, as a model
-in bf16 hands them to a cache. vLLM's formats are written anew from its kernels
-(``concat_and_cache_mla`` and the writers of ``fp8_ds_mla`` and ``nvfp4_ds_mla``), which
-have one size of latent and, of the last, one architecture.
+in bf16 hands them to a cache. vLLM's formats are written again after its kernels
+(``concat_and_cache_mla`` and the writers of ``fp8_ds_mla`` and ``nvfp4_ds_mla``). These
+take one size of latent, and the last runs on one architecture.
 """
 
 from collections.abc import Callable
@@ -46,9 +46,9 @@ class LatentVariant:
     """A cache of one kind.
 
     Attributes:
-        name: In tables.
+        name: Its name in tables.
         latent, rope: Round trips.
-        latent_bytes, rope_bytes: Of a token.
+        latent_bytes, rope_bytes: Bytes of a token.
 
     """
 
@@ -68,7 +68,7 @@ class LatentVariant:
 
 
 def in_parts(x: torch.Tensor, round_trip: RoundTrip) -> torch.Tensor:
-    """A round trip of vectors (..., n), so many at a time."""
+    """A round trip of vectors (..., n), `VECTORS` at a time."""
     rows = x.reshape(-1, x.shape[-1]).split(VECTORS)
     return torch.cat([round_trip(part) for part in rows]).view(x.shape)
 
@@ -128,7 +128,7 @@ def _turbo(name: str, rank: int, rope: int) -> LatentVariant:
 
 @cache
 def latent_variants(rank: int, rope: int) -> dict[str, LatentVariant]:
-    """The formats that are compared, by name; bf16, which all are compared with, first.
+    """The formats that are compared, by name; bf16, their baseline, is first.
 
     "nvfp4_ds_mla" has 352 bytes at 512 + 64, and is in proportion at other sizes. The
     turboquant preset's keys stand for what vLLM's pull request 41803 does to latents.

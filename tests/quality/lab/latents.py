@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What MLA's cache formats do to a model's predictions, all by the same arithmetic.
+"""The effect of MLA's cache formats on a model's predictions, by the same arithmetic.
 
-Writes latents.json and latents.md. The model, whose weights are bf16's, runs in fp32 on
-whole texts; every token's latent and rotary key are rounded to bf16, as a model in bf16
-hands them to a cache, and then to what the format stores. Everything is read so, a
-token's own too, as in decoding; formats differ in that rounding and in nothing else.
-Their predictions are compared with those on bf16: on held-out text, on the first digit
-of an answer that weighs eight far codes, and by whether greedy decoding would answer
-retrieval tasks (the same cases as benchmarks/quality.py puts through the engine).
+Writes latents.json and latents.md. The model has bf16's weights, and runs in fp32 on
+whole texts. Every token's latent and rotary key are rounded to bf16, as a model in bf16
+hands them to a cache, and then to the format's numbers. All tokens are read so, a
+token's own as well, as in decoding: formats differ in that rounding and in nothing
+else. Their predictions are compared with those on bf16: on held-out text, on the first
+digit of an answer that weighs eight far codes, and by whether greedy decoding would
+answer retrieval tasks (the cases that benchmarks/quality.py puts through the engine).
 """
 
 import argparse
@@ -40,7 +40,7 @@ MODEL = QUALITY.parents[1] / "models" / "needle-deepseek-v3"
 REFERENCE = "bf16"
 OURS = "turbo4"
 RIVAL_FORMATS = ("nvfp4_ds_mla", "nvfp4_ds_mla, rotated")
-# What turbo4's KL is at most, as a share of the better of those.
+# The bound of turbo4's KL, as a share of the better of those.
 KL_LIMIT = 0.65
 KINDS = ("needle", "multi_needle", "key_value")
 FULL = Plan(
@@ -53,7 +53,7 @@ FULL = Plan(
     cases=20,
     rivals=20,
 )
-# What two cores do in a few minutes.
+# The plan that two cores finish in a few minutes.
 QUICK = Plan(
     texts=2,
     context=1024,
@@ -64,7 +64,7 @@ QUICK = Plan(
     cases=1,
     rivals=4,
 )
-# Of a text's positions this share is not counted: its context is short.
+# The first of so many equal parts of a text is not counted: contexts there are short.
 UNCOUNTED = 8
 
 
@@ -73,9 +73,9 @@ class LatentLab:
 
     Attributes:
         model: The model.
-        variant: What the cache stores.
-        sums: By the name of a variant and "latent" or "rope", squared errors of all
-            that it stored, and squares of that.
+        variant: The format of the cache.
+        sums: The sums of squared errors and of squares of all that was stored, (2,), by
+            the name of a variant and "latent" or "rope".
 
     """
 
@@ -121,7 +121,7 @@ class LatentLab:
         """Causal attention of one layer; K's heads share their last coordinates."""
         assert attention_mask is None
         nope, rope = key.split([key.shape[-1] - self.rope, self.rope], -1)
-        # The first head's is every head's.
+        # All heads have the first one's rotary keys.
         stored = self._round_rope(rope[:, :1])
         key = torch.cat([nope, stored.expand_as(rope)], -1)
         output = F.scaled_dot_product_attention(
@@ -199,7 +199,7 @@ def measure(
     """All figures of each variant, the reference among them."""
     first = cases.plan.context // UNCOUNTED
     texts = compare_all(lab, cases.texts, variants, slice(first, None))
-    # The last token is the answer's first digit: what is predicted before it counts.
+    # The last token is the answer's first digit: the prediction before it counts.
     prompts = [tokens[:-1] for tokens in cases.rivals]
     rivals = compare_all(lab, prompts, variants, slice(-1, None))
     rows = []
@@ -240,7 +240,7 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def setting(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
+    """The facts that a reader needs to repeat the run."""
     on_gpu = torch.device(args.device).type == "cuda"
     weights = (args.model / "model.safetensors").read_bytes()
     return {

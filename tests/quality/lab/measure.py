@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How far a model's predictions moved: divergence, perplexity, agreement."""
+"""Measures how far a model's predictions moved: divergence, perplexity, agreement."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -74,8 +74,8 @@ def compare(
     Args:
         lab: The model.
         texts: (1, T) each.
-        caches: What K and V are read from.
-        positions: Which of each text are counted.
+        caches: The caches that K and V are read from.
+        positions: The positions of each text that are counted.
 
     """
     comparisons = {key: Comparison() for key in caches}
@@ -87,6 +87,6 @@ def compare(
 
 
 def percentile(x: torch.Tensor, share: float) -> float:
-    """The smallest element that so large a share does not exceed."""
+    """The smallest element that a share of all elements does not exceed."""
     rank = max(1, math.ceil(share * x.numel()))
     return x.kthvalue(rank).values.item()

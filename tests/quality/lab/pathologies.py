@@ -18,7 +18,7 @@ HEAD_SIZE = 128
 NUM_HEADS = 4
 NUM_TOKENS = 1024
 NUM_QUERIES = 64
-# Each of ours beside the preset of vLLM that it replaces.
+# Our dtypes, each beside the preset of vLLM that it replaces.
 PAIRS = (
     ("turbo4", "turboquant_4bit_nc"),
     ("k4v3", "turboquant_k3v4_nc"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How the lab's programmes write their results: all figures, and tables of them."""
+"""Writes the results of the lab's programmes: all figures, and tables of them."""
 
 import argparse
 import json

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What caches lose where an answer weighs many far tokens at once.
+"""The loss of caches where an answer weighs many far tokens at once.
 
 Writes rivals.json and rivals.md. A text gives one name eight codes, which begin with
-different digits, and asks for the code: the distribution of the answer's first digit is
-one over eight places, far apart and far away. Its KL divergence from the one on exact K
-and V is counted, and nothing else; everything, or all but the newest tokens, is read
-from the cache.
+different digits, and asks for the code. The distribution of the answer's first digit is
+one over eight places, far apart and far away. Only its KL divergence from the one on
+exact K and V counts. All tokens, or all but the newest, are read from the cache.
 """
 
 import sys
@@ -26,15 +25,13 @@ from vocabulary import Vocabulary  # noqa: E402
 
 CASES = 16
 LENGTH = 2048
-# As windows of a decode as turbo dtypes serve it, and of the recent window.
+# No window, a token's own as in turbo dtypes' decodes, and a recent window.
 WINDOWS = (0, 1, 24)
 FIGURES = ("kl", "kl_error", "agreement")
 
 
 def first_digits(name: str) -> tuple[list[torch.Tensor], list[int]]:
-    """Returns each case's tokens, (1, T) up to the answer's first digit, and the token
-    of each digit.
-    """
+    """Returns each case's tokens before the answer, (1, T), and each digit's token."""
     text = HELD_OUT_TEXT.read_text(encoding="utf-8")
     vocabulary = Vocabulary(MODEL.with_name(name))
     cases = [

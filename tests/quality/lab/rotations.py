@@ -63,7 +63,7 @@ def rotation(kind: str, head_size: int, device: torch.device) -> torch.Tensor:
         kind: One of ROTATIONS. "plain" is a Hadamard matrix, "randomised" the
             format's: a Hadamard matrix after fixed signs.
         head_size: D.
-        device: Where it is kept.
+        device: The device that it is kept on.
 
     """
     generator = torch.Generator().manual_seed(20)

@@ -36,12 +36,12 @@ class Code:
     """A way to store a vector.
 
     Attributes:
-        name: In the table.
-        num_bytes: Of a vector of 128.
-        round_trip: (n, 128) to the same.
-        decode: What a kernel does for an element, against the format's.
-        encode: What the store does.
-        vectors: How many it is measured on.
+        name: Its name in the table.
+        num_bytes: Bytes of a vector of 128.
+        round_trip: Maps (n, 128) to the same shape.
+        decode: A kernel's work for an element, against the format's.
+        encode: The store's work.
+        vectors: The number of vectors that it is measured on.
 
     """
 
@@ -71,7 +71,7 @@ def the_format(bits: int) -> Code:
 
 
 def the_other_code(bits: int) -> Code:
-    """The format's scales with what it has at the other width: trellis or scalar."""
+    """The format's scales with its code of the other width: trellis or scalar."""
     if VALUE_CODEBOOKS[bits].trellis:
         quantizer = fitted(bits, ScaleRule(16, "delta"), HEAD_SIZE)
         return Code(
@@ -181,7 +181,7 @@ def trellis_codes(bits: int) -> list[Code]:
 
 
 def codes(bits: int) -> list[Code]:
-    """All that are compared, the format first."""
+    """All codes that are compared, the format first."""
     found = [the_format(bits), the_other_code(bits)]
     return found + scalar_codes(bits) + vector_codes(bits) + trellis_codes(bits)
 

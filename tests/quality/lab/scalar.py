@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Scalar quantisers of rotated vectors: a rule for scales and a fitted codebook.
 
-Every rule gets its codebook by the same fit on the same Gaussian vectors, so rules
-are compared, not the care that went into them.
+Every rule gets its codebook by the same fit on the same Gaussian vectors, so that only
+the rules differ.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class ScalarQuantizer:
 
     Attributes:
         bits: Bits a code.
-        rule: Of the scales.
+        rule: The rule of the scales.
         magnitudes: Upper half of the symmetric levels, ascending.
 
     """
@@ -146,7 +146,7 @@ def fitted(bits: int, rule: ScaleRule, head_size: int = 128) -> ScalarQuantizer:
     y = gaussian_vectors(FIT_VECTORS, head_size, seed=1, device=device)
     magnitude = y.unflatten(-1, (-1, rule.group)).abs()
     half = 1 << bits >> 1
-    # The paper's levels; where a scale follows the largest, so that they reach it.
+    # The paper's levels, which reach the largest magnitude if a scale follows it.
     levels = lloyd_max(bits, head_size)[0][half:]
     reach = 1.1 / levels[-1] if not rule.kind.startswith("norm") else head_size**0.5
     initial = tuple((levels * reach).tolist())

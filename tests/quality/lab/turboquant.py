@@ -81,7 +81,7 @@ class TurboQuantMse:
     Args:
         head_size: d.
         bits: Bits a coordinate; zero decodes to the zero vector.
-        seed: Of the rotation.
+        seed: Seed of the rotation.
 
     """
 
@@ -111,7 +111,7 @@ class TurboQuantProd:
     Args:
         head_size: d.
         bits: Bits a coordinate, at least one.
-        seed: Of the rotation and the sketch.
+        seed: Seed of the rotation and the sketch.
 
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own turboquant presets, as what a stored K and V are read back as.
+"""Round trips of K and V through vLLM's own turboquant presets.
 
-The presets and the centroids are vLLM's; the arithmetic is written anew, so that it
-runs on any device and shape, and a test compares it to vLLM's kernels.
+The presets and the centroids are vLLM's. The arithmetic is written again, so that it
+runs on any device and shape, and a test compares it with vLLM's kernels.
 """
 
 import math

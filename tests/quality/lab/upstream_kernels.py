@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What vLLM's own turboquant kernels store and read back.
+"""Stores K and V by vLLM's own turboquant kernels, and reads them back.
 
-Run with a file of K and V, each (tokens, H, D); writes what each preset makes of them.
-On a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter.
+Takes a file of K and V, each (tokens, H, D), and writes each preset's K and V to
+another file. It runs on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter.
 """
 
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The caches that are compared: what K and V are read back as, and their bytes.
+"""The caches that are compared: round trips of K and V, and their bytes.
 
 A variant is a rotation, a quantiser for K and one for V, and whether a mean is taken
 from K and its bias from the scores. Vectors have shape (..., D).
@@ -27,9 +27,9 @@ class Variant:
     """A cache of one kind.
 
     Attributes:
-        name: In tables.
+        name: Its name in tables.
         key, value: Round trips.
-        num_bytes: Of a token and KV head, K and V together.
+        num_bytes: Bytes of a token and KV head, K and V together.
         subtracts_mean: Whether the mean of a layer's K is not stored.
 
     """
@@ -48,9 +48,9 @@ class Variant:
         Args:
             key: (batch, H, T, D).
             value: (batch, H, T, D).
-            mean: (H, 1, D), of K on other text, if the variant subtracts it.
-                Softmax drops q.mean, so that it is added back changes nothing
-                but lets stored and raw keys be mixed.
+            mean: (H, 1, D), the mean of K on other text, if the variant subtracts it.
+                It is added back, so that stored and raw keys may be mixed; softmax
+                drops q.mean.
 
         """
         if not self.subtracts_mean:
@@ -130,9 +130,7 @@ def _gain(quantizer: ScalarQuantizer, head_size: int) -> float:
 def parts(
     name: str, head_size: int, bits: int, rule: ScaleRule, kind: str = "randomised"
 ) -> Variant:
-    """A variant of given parts, K unbiased on average; both sides are scalar codes of
-    the same width.
-    """
+    """A variant of scalar codes, of one width for K and V, K unbiased on average."""
     quantizer = fitted(bits, rule, head_size)
     gain = _gain(quantizer, head_size)
     return Variant(

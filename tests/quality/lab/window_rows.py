@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""In which form a page should hold a request's newest tokens, model by model.
+"""Compares forms in which a page may hold a request's newest tokens, model by model.
 
 Writes window_rows.json and window_rows.md: KL divergence of each model's predictions
-from those on exact K and V, where each token sees so many of the newest, itself first,
-as rows of a page hold them, and the others as turbo4 stores them. There are as many
-rows as a page of 64 tokens has room for.
+from those on exact K and V. Each token sees the newest ones, itself first, as a page's
+rows hold them, and the others as turbo4 stores them. There are as many rows as a page
+of 64 tokens has room for.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return reference.inverse_rotate(plain(reference.rotate(x)))
 
 
-# How a row holds a vector, and of how many bits it makes a page's rows.
+# The round trip of a vector in a row, and the bits that count the rows of a page.
 ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "none": (identity, 0),
     "16 bits": (as_bfloat16, 16),
@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 
 
 def num_rows(head_size: int, bits: int) -> int:
-    """Rows of a page, tags included; one, a token's own, of no bits."""
+    """Rows of a page, with their tags; without bits one row, a token's own."""
     layout = WindowFormat(TurboFormat.from_cache_dtype("turbo4", head_size), BLOCK_SIZE)
     if bits == 8:
         return layout.num_rows

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How much of what a cache loses is lost in the newest tokens, model by model.
+"""The share of a cache's loss that lies in the newest tokens, model by model.
 
-Writes windows.json and windows.md: KL divergence of each model's predictions from
-those on exact K and V, where each token sees so many of the newest, itself first, as
-they are, and the others as they are stored. A window of one is a decode as turbo dtypes
-serve it, none as fp8 is served; what is left with a long one is what is lost at a
-distance.
+Writes windows.json and windows.md: KL divergence of each model's predictions from those
+on exact K and V. Each token sees the newest ones, itself first, as they are, and the
+others as they are stored. Turbo dtypes decode with a window of one token, and fp8 with
+none. The loss that remains with a long window is that of far tokens.
 """
 
 import sys
@@ -40,9 +39,10 @@ FIRST = 1024
 
 
 def variants(head_size: int, has_bias: bool) -> list[Variant]:
-    """What is measured: fp8 with a scale of one, as vLLM serves it without any.
+    """The caches that are measured.
 
-    Codes of three bits would take a CPU an hour.
+    fp8 has a scale of one, as vLLM serves it if it is given none. Codes of three bits
+    would take a CPU an hour.
     """
     turbo4 = preset("turbo4", head_size, subtracts_mean=has_bias)
     fp8 = Variant("fp8", as_fp8, as_fp8, 2 * head_size)
@@ -50,7 +50,7 @@ def variants(head_size: int, has_bias: bool) -> list[Variant]:
 
 
 class Subject(NamedTuple):
-    """A model and what it reads.
+    """A model and its texts.
 
     Attributes:
         lab: The model.
