@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The child of turbo_check, which also writes distributions over all words.
+"""The child of turbo_check, which also writes whole distributions.
 
-They go into `full.npy` (text, position, token). A job with `only_keys` has statistics
-of K as its result, and nothing else.
+They go into `full.npy` (text, position, token). The result of a job with `only_keys` is
+statistics of K, and nothing else.
 """
 
 import json

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the tests import, whatever pytest's import mode.
+# The folders that tests import from, whatever pytest's import mode.
 FOLDERS = ("tests/engine", "scripts", "benchmarks", "ci", "tests/quality")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 from harness import WRITE_MODEL, Jobs  # noqa: E402
 
-# Whoever begins one of these last goes on alone.
+# Files that take minutes. A worker that began one of these last would end alone.
 LONGEST = (
     "test_quality.py",
     "test_engine.py",
@@ -34,7 +34,7 @@ LEFT_OUT = "tests of the matrix left out"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="tests of the matrix, too")
+    parser.addoption("--all", action="store_true", help="also tests of the matrix")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(
         left_out = [item for item in items if item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=left_out)
         config.stash[NUM_LEFT_OUT] = len(left_out)
-        # Each of several processes collects all tests, and another reports.
+        # Each of several workers collects all tests, and another process reports.
         getattr(config, "workeroutput", {})[LEFT_OUT] = len(left_out)
         items[:] = [item for item in items if item not in left_out]
     place = {name: i for i, name in enumerate(LONGEST)}
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the number from one of the processes that share the tests out."""
+    """Takes the number from a worker."""
     output = getattr(node, "workeroutput", {})
     if LEFT_OUT in output:
         node.config.stash[NUM_LEFT_OUT] = output[LEFT_OUT]
@@ -83,7 +83,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The seeded model as a Llama, of which each layer may have a window."""
+    """The seeded model as a Llama, each layer of which may have a window."""
     folder = tmp_path_factory.mktemp("llama") / "seeded-llama"
     subprocess.run([sys.executable, WRITE_MODEL, folder, "--llama"], check=True)
     return str(folder)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Kernels for test_cuda_emulator.py: what is right, and what the emulated GPU
-// has to notice. Each is launched with one warp or more of a block.
+// Kernels for test_cuda_emulator.py: right ones, and mistakes that the emulated
+// GPU has to notice. Each is launched with a block of one warp or more.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
@@ -34,7 +34,7 @@ __global__ void sum(const Params p) {
   if (p.defect == 3) p.y[thread] += blockIdx.x;
 }
 
-// y reversed within warps, whose lanes may run apart.
+// y = x reversed within warps, whose lanes may run apart.
 __global__ void reverse(const Params p) {
   extern __shared__ __align__(16) float row[];
   const int thread = threadIdx.x, lane = thread % 32;
@@ -56,7 +56,7 @@ __global__ void reverse(const Params p) {
   if (p.defect == 7) *reinterpret_cast<float2*>(p.y + 1) = {0.0f, 0.0f};
 }
 
-// Half of the block waits at a barrier of its own, for as many as there are.
+// Each half of the block waits at its own barrier, for all of its threads.
 __global__ void halves(const Params p) {
   __shared__ float row[kThreads];
   const int thread = threadIdx.x;
@@ -68,7 +68,7 @@ __global__ void halves(const Params p) {
   p.y[thread] = row[thread ^ (p.defect == 2 ? 48 : 16)];
 }
 
-// y = x, by copies that are on their way while others are begun.
+// y = x, by copies that are under way while others begin.
 __global__ void copy(const Params p) {
   __shared__ __align__(16) float rows[2][4 * kThreads];
   const int thread = threadIdx.x;
@@ -91,7 +91,7 @@ __global__ void copy(const Params p) {
   }
 }
 
-// y[16, 8] = a[16, 16] b[16, 8], which lie behind each other in x, in fp16.
+// y[16, 8] = a[16, 16] b[16, 8] in fp16. x holds a and then b.
 __global__ void multiply(const Params p) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float *a = p.x, *b = p.x + 256;
@@ -118,7 +118,7 @@ __global__ void multiply(const Params p) {
   for (int i = 0; i < 4; ++i) p.y[8 * (g + i / 2 * 8) + 2 * t + i % 2] = d[i];
 }
 
-// y = x, by a kernel that may begin before the one before it has ended.
+// y = x, by a kernel that may begin before the earlier kernel has ended.
 __global__ void follow(const Params p) {
   const int thread = threadIdx.x;
   if (p.defect == 1) p.y[thread] = 0.0f;

@@ -3,7 +3,7 @@
 """Runs engines described as JSON, one after the other.
 
 Usage: python engine_child.py JOB RESULT. Triton's interpreter and much of vLLM's state
-belong to a process, so each configuration has one.
+belong to a process, so that each configuration has its own.
 """
 
 import gc
@@ -48,18 +48,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from turbo_equality.child import logprobs_of, zeroed_attention  # noqa: E402
 
-# Of a call whose engine loads other weights: prompts are prefilled, and some tokens
-# generated.
+# The step of a call before which an engine loads other weights in mid-request: prompts
+# are prefilled by then, and some tokens generated.
 RELOADING_STEP = 6
 TRANSFER_ATTEMPTS = 5
 
 
 class StepRecorder:
-    """Notes what the scheduler does while it does it.
+    """Notes the scheduler's steps and preemptions.
 
     Attributes:
-        steps: For each step that ran tokens, (new, already computed) a request.
-        num_preemptions: Requests put back into the queue.
+        steps: By step that ran tokens, each request's (new, already computed) tokens.
+        num_preemptions: Requests that were put back into the queue.
 
     """
 
@@ -101,7 +101,7 @@ class StepRecorder:
 
 @contextmanager
 def nan_embedding(token: int) -> Iterator[None]:
-    """Lets one token's embedding be NaN, and with it all that is computed of it."""
+    """Makes one token's embedding NaN, and with it all that is computed from it."""
     forward = VocabParallelEmbedding.forward
 
     def broken_forward(
@@ -130,7 +130,7 @@ def without_key_offset() -> Iterator[None]:
 
 @contextmanager
 def fixed_key_offset() -> Iterator[None]:
-    """Lets layers take off K what they did at the start, whatever weights they have."""
+    """Lets layers keep the offset of K that they start with, whatever their weights."""
     before_step = WeightUpdates.before_step
     WeightUpdates.before_step = lambda updates, step: None
     try:
@@ -141,7 +141,7 @@ def fixed_key_offset() -> Iterator[None]:
 
 @contextmanager
 def short_offset_segments(size: int) -> Iterator[None]:
-    """Lets so many tokens share an offset of K."""
+    """Lets `size` tokens share an offset of K."""
     served = interface.OFFSET_SEGMENT
     interface.OFFSET_SEGMENT = size
     try:
@@ -182,7 +182,7 @@ def misled_drafter() -> Iterator[None]:
 
 @contextmanager
 def causal_images() -> Iterator[None]:
-    """Lets no token see a later one, whatever image they are of."""
+    """Lets no token see a later one, also of the same image."""
     build = TurboMetadataBuilder.build
 
     def causal(
@@ -202,7 +202,7 @@ def causal_images() -> Iterator[None]:
 
 
 def summarise(output: RequestOutput) -> dict[str, Any]:
-    """Returns a request's tokens, and the log-probabilities of all at each."""
+    """Returns a request's tokens, and all tokens' log-probabilities at each."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
@@ -213,7 +213,7 @@ def summarise(output: RequestOutput) -> dict[str, Any]:
 
 
 def remake_key_offsets(worker: Any) -> None:
-    """Has each layer take another offset off K, that of the bias it has now."""
+    """Gives each layer the offset of K that belongs to the bias it has now."""
     model = worker.model_runner.get_model()
     for layer, _ in key_bias.turbo_layers(model):
         delattr(layer, key_offset.BUFFER)
@@ -228,7 +228,7 @@ def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
         llm: The engine, in this process.
         model: A model folder.
         step: The step.
-        remade: Whether what is taken off K follows the weights: a defect.
+        remade: Whether the offset of K follows the weights: a defect.
 
     """
     schedule, steps = Scheduler.schedule, itertools.count()
@@ -248,7 +248,7 @@ def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
 
 
 def copy_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Has a model's parameters be others', as some trainers do: by their places."""
+    """Copies weights into a model's parameters in place, as some trainers do."""
     own = dict(model.named_parameters())
     for name, weight in weights.items():
         own[name].data.copy_(weight)
@@ -264,10 +264,10 @@ def parameters_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[st
 
 
 def load(llm: LLM, folder: str, way: str) -> None:
-    """Has an engine load a model's weights, as it does when it has started."""
+    """Has a running engine load a model's weights, in one of several ways."""
     weights = load_file(Path(folder) / "model.safetensors")
     if way == "load_weights":
-        # Without a value that tells.
+        # The names that load_weights returns stay in the worker.
         llm.apply_model(lambda model: bool(model.load_weights(iter(weights.items()))))
     elif way == "copy":
         parameters = llm.apply_model(lambda model: parameters_of(model, weights))[0]
@@ -289,20 +289,20 @@ def load(llm: LLM, folder: str, way: str) -> None:
 
 
 def wait_for(path: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Waits for the other engine's file; the harness ends what waits for nothing."""
+    """Waits for the other engine's file. The harness ends a process that waits on."""
     while not path.exists():
         meanwhile()
-        # Both engines share the cores, and a step of none is not free.
+        # Both engines share the cores, and even an empty step takes time.
         time.sleep(0.5)
 
 
 def taken(path: str) -> Path:
-    """Returns the file that says that another engine has what it needs."""
+    """Returns the file that tells that another engine has the pages."""
     return Path(path).with_suffix(".taken")
 
 
 def transfers(call: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Returns what a KV connector is told of each prompt of a call."""
+    """Returns the parameters that a KV connector gets with each prompt of a call."""
     if call["handed_over"] is not None:
         return [{"do_remote_decode": True} for _ in call["prompts"]]
     if call["taken_over"] is None:
@@ -320,16 +320,17 @@ def sampling_params(
         max_tokens=call["max_tokens"],
         ignore_eos=True,
         logprobs=-1,
-        # Else the text of every token of the vocabulary at every position is found.
+        # Else each token of the vocabulary would be made text, at every position.
         detokenize=False,
         extra_args=transfer and {"kv_transfer_params": transfer},
     )
 
 
 def hand_over(llm: LLM, outputs: list[RequestOutput], path: str, dies: bool) -> None:
-    """Leaves what another engine needs, and waits until it has all of it, or dies.
+    """Leaves transfer parameters for another engine, and waits until it has the pages.
 
-    The engine goes on as a server's does: what pushes pages needs its steps.
+    The engine goes on stepping as a server's does: pages are pushed in its steps. If
+    `dies` is set, the process is killed instead.
     """
     told = [output.kv_transfer_params for output in outputs]
     part = Path(path).with_suffix(".part")
@@ -364,13 +365,13 @@ def generate(
     requests: list[tuple[dict[str, Any], SamplingParams, LoRARequest | None]],
     lost: bool = False,
 ) -> list[RequestOutput]:
-    """Generates for requests at once; those whose transfer failed are asked again,
-    unless they are `lost`.
+    """Generates for all requests at once.
 
-    NIXL gives a first reply five seconds, which a busy machine may need.
+    Requests whose transfer failed are asked again, unless `lost` is set: NIXL waits
+    five seconds for a first reply, and a busy machine may need longer.
 
     Raises:
-        RuntimeError: If some fail every time.
+        RuntimeError: If some requests fail every time.
 
     """
     outputs: dict[int, RequestOutput] = {}
@@ -456,7 +457,7 @@ def count_drafts(llm: LLM) -> dict[str, int]:
 def pages(worker: Any) -> dict[str, tuple[int, bool]]:
     """Returns each layer's bytes a page, and whether some of them are padding.
 
-    By the worker's account: the scheduler has one layer of a group in place of all.
+    The worker knows them: the scheduler has one layer of a group in place of all.
     """
     found = {}
     for group in worker.model_runner.kv_cache_config.kv_cache_groups:
@@ -472,7 +473,7 @@ def pages(worker: Any) -> dict[str, tuple[int, bool]]:
 
 
 def key_offsets(worker: Any) -> list[list[float]]:
-    """Returns what each layer takes off K of the last tokens that RoPE is for."""
+    """Returns each layer's offset of K for the last segment of RoPE's positions."""
     model = worker.model_runner.get_model()
     tables = [layer.impl.runner.key_offset for layer, _ in key_bias.turbo_layers(model)]
     return [table[-1].flatten().tolist() for table in tables if table is not None]

@@ -3,7 +3,7 @@
 """Small models of other families than Qwen3's, with seeded weights.
 
 transformers writes them, under the names that its own checkpoints have. Their tokens
-say nothing, but attention decides them: see `scripts/turbo_seeded/model.py`.
+mean nothing, but attention decides them: see `scripts/turbo_seeded/model.py`.
 """
 
 import math
@@ -25,10 +25,10 @@ class Family(NamedTuple):
     """A kind of model.
 
     Attributes:
-        model_type: Of transformers.
-        changes: Of its configuration, beyond what all have.
-        added: What is added to parameters whose names contain the key.
-        factors: What they are multiplied by.
+        model_type: The name that transformers has for it.
+        changes: Fields of its configuration beyond `common_config`.
+        added: Numbers that are added to parameters whose names contain the key.
+        factors: Factors of parameters whose names contain the key.
         has_sinks: Whether layers have attention sinks, which the class lacks.
 
     """
@@ -50,9 +50,9 @@ FAMILIES = {
             "query_pre_attn_scalar": HEAD_DIM,
             "attn_logit_softcapping": SOFT_CAP,
         },
-        # Else the embedding, which is the head, too, would decide every token.
+        # Else the embedding, which is also the head, would decide every token.
         {"post_attention_layernorm": 7},
-        # It has no norm of q.
+        # The model has no norm of q.
         {"q_proj": 2},
     ),
     "gemma3": Family(
@@ -77,8 +77,8 @@ FAMILIES = {
             "hidden_size_per_layer_input": 16,
             "laurel_rank": 16,
         },
-        # As in Gemma 4, but half as much: its streams make more of each code that
-        # flips by rounding, and those hardly mix then.
+        # As in Gemma 4, but half as much: its streams amplify each code that flips by
+        # rounding, and hardly mix then.
         {"q_norm": -0.75, "post_attention_layernorm": 3},
         {"prediction_coefs": 0.3, "correction_coefs": 0.3},
     ),
@@ -99,7 +99,7 @@ FAMILIES = {
         "cohere2",
         {"layer_types": SLIDING, "sliding_window": WINDOW, "logit_scale": 1.0},
     ),
-    # As vLLM has it, with attention sinks beside windows.
+    # With attention sinks beside windows, as vLLM has it.
     "granite": Family(
         "granite",
         {
@@ -129,7 +129,7 @@ FAMILIES = {
             "layer_types": ["conv", "full_attention"] * 2,
             "conv_L_cache": 3,
             "block_auto_adjust_ff_dim": False,
-            # Published configurations have these, the class has not.
+            # Published configurations have these fields, and the class lacks them.
             "conv_dim": HEADS * HEAD_DIM,
             "block_dim": HEADS * HEAD_DIM,
             "hidden_size": HEADS * HEAD_DIM,
@@ -165,13 +165,13 @@ FAMILIES = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 64,
-            # All for each token: none is left out by rounding.
+            # Each token has all experts: rounding cannot leave one out.
             "num_experts": 2,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": HIDDEN,
             "shared_expert_intermediate_size": HIDDEN,
         },
-        # States last, which they hardly would.
+        # States hardly last without this.
         {"A_log": -6},
         # Else the delta nets would decide every token.
         {"o_proj": 4},
@@ -199,7 +199,7 @@ FAMILIES = {
 
 
 def common_config(vocab_size: int) -> dict[str, Any]:
-    """Returns what the configurations of all have."""
+    """Returns the fields that all configurations have."""
     return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
@@ -237,12 +237,12 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     common = common_config(write_tokenizer(folder))
     config = AutoConfig.for_model(family.model_type, **common | family.changes)
-    # Of what the class draws itself, and is kept.
+    # The seed of the parameters that the class draws, and that are kept.
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if family.has_sinks:
         for layer in model.model.layers:
-            # Of a key or two.
+            # A sink weighs as much as a key or two.
             layer.self_attn.sinks = nn.Parameter(torch.linspace(0, 5, HEADS))
     seed_weights(model, family, seed)
     model.to(torch.bfloat16).save_pretrained(folder)

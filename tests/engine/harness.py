@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 CHILD = Path(__file__).with_name("engine_child.py")
 WRITE_MODEL = SCRIPTS / "turbo_seeded" / "model.py"
-# Logs are looked at. It is no variable of the children's own: those of the tests and
-# those of the scripts that run in this process share fork servers.
+# Tests read the logs. The variable is this process's, so that children of the tests and
+# of scripts that run in this process share fork servers.
 os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-# Longer than anything takes on a busy machine: only what hangs is to meet it.
+# Longer than any test takes on a busy machine: only a process that hangs reaches it.
 TIMEOUT_S = 1800
 
 
@@ -47,21 +47,21 @@ class Call:
         max_tokens: Tokens to generate for each.
         one_by_one: Whether each prompt is a generate() of its own.
         forgets: Whether the prefix cache is emptied before.
-        forgets_host: Whether what a connector holds in the host's memory is, too, once
-            all of it is written to where it goes from there.
+        forgets_host: Whether a connector's pages in the host's memory are dropped as
+            well, once all of them are written to the next tier.
         reloaded: A model folder whose weights are loaded in mid-request.
-        remade_key_offset: Whether what is taken off K follows them: a defect.
+        remade_key_offset: Whether the offset of K follows them: a defect.
         loaded: A model folder whose weights are loaded before, after `forgets`.
-        way: How: one of `engine_child.WAYS`.
-        handed_over: A file for what another engine needs to go on after the prompts;
-            this one lives on until that engine has done so.
+        way: The way to load them, which `engine_child.load` knows.
+        handed_over: A file for the parameters by which another engine goes on after the
+            prompts; this engine lives on until that one has the pages.
         dies: Whether the process is killed instead, once the file is there.
         taken_over: The file of the engine that this one goes on from.
         lost: Whether requests whose transfer fails are asked once, and are a result.
         adapters: The folder of each prompt's LoRA adapter, or None.
         images: The files of each prompt's images.
-        causal_images: Whether an image's tokens see only what is before them: a defect.
-        pooled: What to make of the prompts' hidden states instead of tokens: a task.
+        causal_images: Whether an image's tokens see only earlier tokens: a defect.
+        pooled: A pooling task, which makes vectors or scores instead of tokens.
 
     """
 
@@ -89,15 +89,15 @@ class Engine:
     """One engine of a job.
 
     Attributes:
-        args: Arguments of `LLM` beyond those every test has.
-        calls: What it generates, by name and in order.
+        args: Arguments of `LLM` beyond those that every test has.
+        calls: Its calls, by name and in order.
         zero_attention: Whether attention returns zeros.
         model: Model folder, if not the job's.
         may_fail: Whether an error at the start is a result.
         nan_token: A token whose embedding is NaN.
         without_key_offset: Whether K is stored with its bias.
-        fixed_key_offset: Whether what is taken off K stays that of the start: a defect.
-        offset_segment: Tokens that share an offset of K, if not as many as are served.
+        fixed_key_offset: Whether the offset of K stays that of the start: a defect.
+        offset_segment: Tokens that share an offset of K, if not the product's number.
         misled_drafter: Whether Gemma 4's drafter reads other layers' caches: a defect.
 
     """
@@ -149,20 +149,20 @@ def run_job(
     """Runs engines one after the other in one new process.
 
     Args:
-        folder: Where job, result and log are left.
+        folder: The folder that job, result and log are left in.
         model: Model folder.
         runner: Model runner.
-        engines: By name.
-        variables: More of the process's.
+        engines: The engines, by name.
+        variables: More variables of the process.
 
     Returns:
-        By engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages` (bytes of
-        a layer's, and whether some are padding), `key_offsets` (what each layer
-        takes off K of the last tokens), `num_kv_cache_groups`, `format` (what
-        the scheduler is told of its pages' bytes) and `calls`, if
-        drafts are counted `drafted` and `accepted`, or `error`. A call has `requests`
-        (`tokens`, `logprobs` and `finish_reason`, or `data` if pooled, and
-        `num_cached_tokens`), `steps` and `num_preemptions`.
+        Results by engine: `runner`, `num_blocks`, `block_size`, `num_tokens`, `pages`
+        (a layer's bytes a page, and whether some are padding), `key_offsets` (each
+        layer's for the last segment of positions), `num_kv_cache_groups`, `format` (the
+        name of the pages' bytes that the scheduler has) and `calls`. If drafts are
+        counted there are `drafted` and `accepted`. An engine that may fail may have
+        `error` alone. A call has `requests` (`tokens`, `logprobs` and `finish_reason`,
+        or `data` if pooled, and `num_cached_tokens`), `steps` and `num_preemptions`.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def run_job(
         for name, engine in engines.items()
     }
     job.write_text(json.dumps(entries))
-    # In one process the scheduler can be watched, and starts are cheaper.
+    # In one process the scheduler can be watched, and engines start sooner.
     everything = child_variables(runner) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     everything |= variables or {}
     command = [sys.executable, CHILD, job, result]
@@ -184,9 +184,7 @@ def run_job(
 
 
 class Jobs:
-    """Runs each job once a session, as many at a time as there are cores for this
-    worker of the tests.
-    """
+    """Runs each job once a session, side by side on this worker's share of cores."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -201,7 +199,7 @@ class Jobs:
     def start(
         self, name: str, runner: Runner, engines: dict[str, Engine]
     ) -> Future[dict[str, Any]]:
-        """Starts a job unless it was, and returns what will be `run_job`'s result."""
+        """Starts a job unless it was started, and returns the future of its result."""
         if name not in self.results:
             self.results[name] = self.pool.submit(
                 run_job, self.folder / name, self.model, runner, engines
@@ -216,7 +214,7 @@ def serving(
     """Runs `vllm serve` as a user would, and yields it once it answers.
 
     Args:
-        folder: Where its log is left.
+        folder: The folder that its log is left in.
         model: Model folder.
         runner: Model runner.
         args: Further arguments of the command line.
@@ -281,7 +279,7 @@ class Server:
 
 
 def group_is_gone(process: subprocess.Popen, timeout_s: float = TIMEOUT_S) -> bool:
-    """Whether nothing of a process's group runs, now or within the timeout."""
+    """Whether all of a process's group has ended, now or within the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -304,10 +302,10 @@ def common_positions(first: dict[str, Any], second: dict[str, Any]) -> int:
 
 
 def tie(kl: float) -> float:
-    """Returns by how much the log-probabilities of two tokens may move against each
-    other at a divergence of `kl` nats, if the two share all probability.
+    """Returns how far two tokens' log-probabilities may move apart at `kl` nats.
 
-    They are then tied: p = 1/2 each, and KL = d^2 / 8 of the distance d they moved.
+    The two share all probability and are tied: p = 1/2 each. They move apart by d at a
+    divergence of KL = d^2 / 8.
     """
     return math.sqrt(8 * kl)
 
@@ -324,8 +322,8 @@ def decided_tokens(request: dict[str, Any], tie: float) -> list[int]:
 def kl_divergences(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
     """Returns KL(first || second) in nats at each position of equal context.
 
-    By the form whose terms are not negative: that a softmax in fp32 sums to one only
-    up to rounding drops out of it.
+    No term of this form is negative. A softmax in fp32 sums to one only up to rounding,
+    which drops out of it.
     """
     return [
         math.fsum(

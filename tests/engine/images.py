@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A small Gemma 3 that sees images, with seeded weights, and its own answers.
+"""A small Gemma 3 that sees images, with seeded weights, and its right answers.
 
-Tokens of an image see each other. vLLM's attention for a CPU has no such spans, so
-that transformers' says what is right.
+Tokens of an image see each other. vLLM's attention for a CPU has no such spans, so that
+the right answers are those of transformers.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers import (
 )
 from turbo_seeded.model import SPECIAL_TOKENS, write_json, write_tokenizer
 
-# Of an image's pixels, a side.
+# Pixels of a side of an image.
 SIZE = 32
 TOKENS_PER_IMAGE = 16
 TOWER = {
@@ -36,14 +36,14 @@ TOWER = {
     "patch_size": 4,
     "vision_use_head": False,
 }
-# Behind the tokenizer's own, in this order. vLLM looks for those of empty lines, too.
+# Tokens behind the tokenizer's own, in this order. vLLM also looks for empty lines.
 BEGIN, IMAGE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 LINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
 
 NUM_BYTES = 256 + len(SPECIAL_TOKENS)
 ADDED = {text: NUM_BYTES + i for i, text in enumerate((BEGIN, IMAGE, END, *LINES))}
-# An image in a prompt, and what it becomes.
+# The token of an image in a prompt, and the tokens that the model gets for it.
 AN_IMAGE = ADDED[BEGIN]
 LINE, TWO_LINES = ADDED["\n\n"], ADDED["\n\n\n\n"]
 SEEN = [ADDED[IMAGE]] * TOKENS_PER_IMAGE
@@ -51,7 +51,7 @@ EXPANDED = [LINE, AN_IMAGE, *SEEN, ADDED[END], LINE]
 
 
 def expand(prompt: list[int]) -> list[int]:
-    """Returns a prompt as the model has it. Lines that meet are one token."""
+    """Returns a prompt as the model gets it. Line tokens that meet become one token."""
     tokens: list[int] = []
     for token in prompt:
         part = EXPANDED if token == AN_IMAGE else [token]
@@ -94,7 +94,7 @@ def write_model(folder: Path, seed: int = 1) -> Path:
     seed_weights(model, family, seed)
     model.to(torch.bfloat16).save_pretrained(folder)
     path = folder / "model.safetensors"
-    # As published checkpoints name what is in the tower.
+    # Published checkpoints have these names of the tower's weights.
     tower, published = "vision_tower.", "vision_tower.vision_model."
     weights = {k.replace(tower, published): v for k, v in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
@@ -130,13 +130,13 @@ class Reference:
         answer: list[int],
         causal: bool = False,
     ) -> list[list[float]]:
-        """Returns the log-probabilities of all tokens at each of an answer's.
+        """Returns the log-probabilities of all tokens at each token of an answer.
 
         Args:
-            prompt: With one token an image.
-            images: Their paths.
+            prompt: The prompt, with one token an image.
+            images: The images' paths.
             answer: The tokens that came after the prompt.
-            causal: Whether an image's tokens see only what is before them.
+            causal: Whether an image's tokens see only earlier tokens.
 
         """
         tokens = torch.tensor([expand(prompt) + answer[:-1]])

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs kernels in Triton's interpreter as it is, and as the stand-ins quicken it.
 
-Usage: TRITON_INTERPRET=1 python interpreter_child.py RESULT. Of each way, the result
-has the bytes of each kernel's output, or its error.
+Usage: TRITON_INTERPRET=1 python interpreter_child.py RESULT. The result has, for each
+way, the bytes of each kernel's output, or its error.
 """
 
 import json
@@ -30,7 +30,7 @@ def normalise(x):
 
 @triton.jit
 def arithmetic(x_ptr, out_ptr, count, factor, SIZE: tl.constexpr):
-    """Types, broadcasts, reductions, masks and device functions within each other."""
+    """Types, broadcasts, reductions, masks and nested device functions."""
     row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
     places = (row[:, None] * SIZE + column) + tl.program_id(0).to(tl.int64) * SIZE**2
     x = tl.load(x_ptr + places, mask=column < count, other=2.0)

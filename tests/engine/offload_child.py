@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs `turbo_offload.py` where pages are the host's.
+"""Runs `turbo_offload.py` on a CPU, where pages are in the host's memory.
 
 Usage: python offload_child.py SCRIPT [ARG]...
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Plans what engines on an H200 were started with, and prints a row for each.
+"""Plans engines that were started on an H200, and prints a row for each.
 
 It reads a JSON list of `test_plan.Run`, as dicts.
 """

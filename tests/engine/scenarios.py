@@ -9,7 +9,7 @@ from harness import BASE_ARGS, Call, Engine, Runner
 
 BLOCK = BASE_ARGS["block_size"]
 MAX_LEN = BASE_ARGS["max_model_len"]
-# Of K and V of 128 coordinates, which take 512 in bf16.
+# Bytes of K and V of 128 coordinates. They take 512 in bf16.
 SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
 GAIN = {dtype: 512 / size for dtype, size in SLOT_BYTES.items()}
 TURBO_DTYPES = tuple(GAIN)
@@ -21,7 +21,7 @@ def text(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(32, 127), k=length)
 
 
-# Around a block, several blocks, and one token alone.
+# One token, lengths around a block, and several blocks.
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 1, 9 * BLOCK + 12)
 PROMPTS = [text(length, seed) for seed, length in enumerate(LENGTHS)]
 
@@ -36,8 +36,8 @@ MIXED = [LONG, *FOLLOWERS]
 NUM_SCARCE_BLOCKS = 15
 SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
 
-# Drafts are what followed the last token where it was before: always found in a prompt
-# of all bytes, and sometimes in the others.
+# A draft repeats the tokens that followed the last token's earlier occurrence. A prompt
+# of all bytes always has one, and the others sometimes do.
 NUM_DRAFTS = 3
 ALL_BYTES = random.Random(400).sample(range(256), k=256)
 DRAFTED = [ALL_BYTES, *PROMPTS[2:5]]
@@ -51,13 +51,13 @@ def engines(
     runner: Runner,
     has_window: bool = False,
 ) -> dict[str, Engine]:
-    """Returns the engines of one dtype, with all they shall answer alike.
+    """Returns the engines of one dtype, which should all answer alike.
 
     Args:
-        kv_cache_dtype: As on vLLM's command line.
+        kv_cache_dtype: The dtype, as on vLLM's command line.
         prefill: `turbo_prefill`, or None where there is no such setting.
-        runner: Of vLLM's own kernels that drafts take, the interpreter runs none, so
-            runner V2 has no engine with drafts.
+        runner: Model runner. V2 has no engine with drafts: the interpreter cannot run
+            the kernels of vLLM that drafts take there.
         has_window: Whether the newest tokens are read in 8 bits.
 
     """
@@ -102,8 +102,8 @@ def engines(
         "zeroed": Engine(common, {"batched": call(PROMPTS)}, zero_attention=True),
     }
     if runner == "v1":
-        # Numba, which finds drafts, ends what vLLM's CPU platform does at an engine's
-        # start: no engine can follow in the process.
+        # Numba, which finds drafts, undoes the setup that vLLM's CPU platform makes at
+        # an engine's start: no engine can follow in the process.
         speculative = {
             "method": "ngram",
             "num_speculative_tokens": NUM_DRAFTS,

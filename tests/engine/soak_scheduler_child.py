@@ -53,7 +53,7 @@ LEAKS: dict[str, Callable[[Soak], None]] = {
 def complaints_of(
     model: str, args: argparse.Namespace, plant: Callable[[Soak], None] | None = None
 ) -> list[str]:
-    """Returns what a run complains of, with a leak or without."""
+    """Returns the complaints about a run, with a leak or without."""
     run = Soak(model, args)
     try:
         if plant:

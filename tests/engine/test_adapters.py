@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A LoRA adapter on every linear layer, Q, K and V among them, beside the base model.
 
-K has a long bias in the base model, below the adapter: an offset is taken off it.
+K has a long bias in the base model, below the adapter, so that it has an offset.
 """
 
 import json
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.matrix
 
 DTYPE, OWN = "turbo4", "float16"
 RANK = 8
-# What an adapter adds to a weight, in deviations of the weight: the model still finds
-# its facts, and answers otherwise than without.
+# The deviation of an adapter's addition to a weight, over the weight's own. The model
+# still finds its facts, and other answers change.
 STRENGTH = 0.2
-# In nats a token.
+# Nats a token.
 KL_BOUND = 0.01
 
 
@@ -89,14 +89,14 @@ def test_answers_as_with_its_own_dtype(result: dict[str, Any], call: str):
 
 
 def test_adapter_matters(result: dict[str, Any]):
-    """Guards the tests above; pages of the base model are none of the adapter's."""
+    """Guards the tests above. The adapter's requests hit no page of the base model."""
     base, adapted = (requests(result, DTYPE, call) for call in ("base", "adapted"))
     assert divergence(base, adapted) > 2 * KL_BOUND
     assert not any(request["num_cached_tokens"] for request in adapted)
 
 
 def test_adapter_beside_the_base_model(result: dict[str, Any]):
-    """In one batch, each from its own pages."""
+    """Both answer in one batch, each from its own pages."""
     packed = requests(result, DTYPE, "mixed")
     assert all(request["num_cached_tokens"] for request in packed)
     for place in range(2):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A model that makes NaN of one request, beside requests of which it does not."""
+"""A model that gives NaN for one request, beside requests that it answers."""
 
 import math
 from typing import Any
@@ -9,17 +9,17 @@ import pytest
 from harness import Call, Engine, Jobs
 from scenarios import BLOCK, text
 
-# Of no text here; in the embedding it is NaN, or a token like others.
+# A token that no text here has. Its embedding is NaN, or like others.
 BROKEN_TOKEN = 1
 NUM_GENERATED = 6
-# So few that what comes next is written where the first requests were.
+# So few that the next requests are written where the first ones were.
 NUM_BLOCKS = 16
 BROKEN = [
     *(*text(BLOCK + 3, 500), BROKEN_TOKEN),
     *(*text(BLOCK + 7, 501), BROKEN_TOKEN),
 ]
 FIRST = [text(2 * BLOCK - 5, 502), BROKEN, text(BLOCK + 1, 503)]
-# Nearly all blocks, the last tokens of each in a block of their own.
+# These take nearly all blocks, and the last tokens of each have a block of their own.
 NEXT = [text(4 * BLOCK + 3, 510 + index) for index in range(3)]
 
 
@@ -60,6 +60,6 @@ def test_others_get_the_same_bits(outcome: dict[str, Any], prefill: str):
     assert not any(map(math.isnan, first["sound"][1]["logprobs"][0]))
     for index in (0, 2):
         assert first["broken"][index] == first["sound"][index]
-    # All of one batch: nothing came one by one.
+    # All were in one batch.
     assert len(calls["broken"]["first"]["steps"][0]) == len(FIRST)
     assert calls["broken"]["next"] == calls["sound"]["next"]

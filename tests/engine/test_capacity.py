@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How many tokens vLLM's block manager fits into the same memory."""
+"""The tokens that vLLM's block manager fits into the same memory."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The check of a user's model: a small run through the engine, and what it needs."""
+"""The check of a user's model: a small run through the engine, and its report."""
 
 import json
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from turbo_quality.metrics import kl_divergence
 
 MODEL = ROOT / "models" / "needle-qwen3"
 CHILD = Path(__file__).with_name("check_full_child.py")
-# The text's distributions are the whole vocabulary's, bytes and three special tokens.
+# Tokens of the model: bytes and three special ones. Distributions have all of them.
 VOCABULARY = 259
 STEPS = 12
 # fp32 log-probabilities, in either way of adding them up.
 ROUNDING = 1e-6
-# As the codes alone have it, in no 8 bits.
+# An arm that reads all tokens as codes, none of them in 8 bits.
 PACKED = "turbo4:no-window"
 OPTIONS = [
     str(MODEL), "--max-context", "640", "--texts", "2", "--decode-steps", str(STEPS),
@@ -72,7 +72,7 @@ def arms(checks: FullChecks) -> dict[str, check_model.Arm]:
 
 @pytest.fixture(scope="module")
 def report(checks: FullChecks, arms: dict[str, check_model.Arm]) -> dict[str, Any]:
-    """What is in check.json."""
+    """The content of check.json."""
     report = check_model.check(checks, list(arms.values()))
     check_model.write_report(report, checks.args.output)
     return json.loads((checks.args.output / "check.json").read_text())
@@ -92,7 +92,7 @@ def test_the_reference_does_not_diverge_from_itself(rows: dict[str, dict[str, An
 
 def test_turbo4_diverges_by_what_four_bits_cost(rows: dict[str, dict[str, Any]]):
     row = rows[PACKED]
-    # A third of the bound's positions and more: their mean is less certain.
+    # These are a third of the bound's positions, so that their mean is less certain.
     assert KL_BOUND["decode"]["turbo4"] / 20 < row["kl_mean"]
     assert row["kl_mean"] < 2 * KL_BOUND["decode"]["turbo4"]
     assert row["capacity"] == pytest.approx(GAIN["turbo4"], rel=1e-5)
@@ -114,7 +114,7 @@ def test_kl_is_that_of_full_distributions(
     report: dict[str, Any],
     rows: dict[str, dict[str, Any]],
 ):
-    """With as many tokens told apart as there are; with fewer it is less."""
+    """This holds if each token is told apart; the KL of fewer tokens is less."""
     assert report["is_exact"]
     full = [
         np.load(checks.folder(arms[name]) / "full.npy") for name in ("auto", PACKED)
@@ -127,7 +127,7 @@ def test_kl_is_that_of_full_distributions(
     assert np.abs(found - expected).max() < 10 * ROUNDING
     agreement = full[0].argmax(-1) == full[1].argmax(-1)
     assert rows[PACKED]["top1"] == pytest.approx(agreement.mean(), rel=1e-5)
-    # The texts' own tokens, of which each context has its own.
+    # The texts' own tokens: each context has texts of its own.
     targets = np.array([t["tokens"][-STEPS:] for t in checks.cases.texts])
     score = np.take_along_axis(full[1], targets[..., None], -1).mean(dtype=np.float64)
     assert rows[PACKED]["perplexity"] == pytest.approx(np.exp(-score), rel=1e-5)
@@ -165,7 +165,7 @@ def test_what_has_ended_is_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """In files that are whole when the run is stopped."""
+    """The files are whole if the run is stopped."""
 
     def run(_arms: list[check_model.Arm]) -> Iterator[dict[str, Any]]:
         yield from report["arms"][:2]
@@ -231,7 +231,10 @@ def biased(
 
 
 def test_a_long_bias_of_k_is_found(biased: dict[str, list[dict[str, Any]]]):
-    """In the last and the first layer, whose slow pairs turn little in so few."""
+    """It is in the first and the last layer.
+
+    Their slow pairs turn little within so few tokens.
+    """
     worst, second, *others = biased["auto"]
     assert {worst["layer"], second["layer"]} == {"0", "4"}
     means = {row["layer"]: row["k_mean"] for row in (worst, second)}
@@ -250,7 +253,7 @@ def test_what_the_offset_leaves_is_told(biased: dict[str, list[dict[str, Any]]])
 def test_what_can_have_no_window_is_measured(
     pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """A hybrid has none by default; the report says so."""
+    """A hybrid has no window by default, and the report says so."""
     model = write_family(tmp_path / "hybrid", "nemotron_h")
     options = ["--max-context", "512", "--texts", "1", "--needles", "1"]
     options += ["--kv-cache-dtype", "turbo4", "--output", str(tmp_path / "output")]

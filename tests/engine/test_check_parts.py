@@ -27,8 +27,9 @@ from turbo_seeded.checkpoints import KINDS, write_checkpoint
 MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = ROOT / "tests" / "quality" / "heldout.txt"
 BIG = 150_000
-# Of the logarithm of an fp32 sum of so many: additions round by 2**-24 at most, and
-# roundings add up as their number's root. AVX2's order comes to a seventh of it.
+# The error of the logarithm of an fp32 sum of BIG numbers. Each addition rounds by
+# 2**-24 at most, and roundings add up as their number's root. In AVX2's order the error
+# is a seventh of this.
 SUM_ERROR = 4 * BIG**0.5 * 2.0**-24
 
 
@@ -73,7 +74,7 @@ def test_without_fp8_figures_stand_alone():
     ],
 )
 def test_dtypes_are_compared_with_fp8(kl: float, fp8: float, words: str):
-    """However large fp8's own figures are, and they are not judged."""
+    """This does not depend on fp8's own figures, which are not judged."""
     said = advise([AUTO, row("turbo4", kl, top1=0.955), row("fp8", fp8, top1=0.923)])
     turbo4, measure = said.split("; ")
     assert turbo4.startswith(f"turbo4: {words}")
@@ -126,7 +127,7 @@ def test_layers_are_worth_their_bytes_beyond_two_equal_parts():
         return row("turbo4", mean, skip_layers=[layer], kl_texts=[*texts])
 
     rows = [skipping("1", 0.79, 0.79), skipping("2", 0.81, 0.81)]
-    # As much on the average, and by chance.
+    # This one gains more on average, but by chance.
     rows += [skipping("3", 0.4, 1.1), {"arm": "x", "skip_layers": ["4"], "error": "no"}]
     assert layers_to_skip(rows, packed) == ["1"]
 
@@ -142,8 +143,9 @@ def test_the_standard_error_of_a_gain_is_of_the_mean_of_texts():
 
 @pytest.mark.parametrize(("spread", "is_worth"), [(0.42, True), (0.44, False)])
 def test_noise_advises_no_layer(spread: float, is_worth: bool):
-    """Four texts, whose gains' mean is 0.5: twice its error is 0.5 at a spread of
-    0.433, for the deviation is a half as large again as the spread by root 4 / 3.
+    """The mean gain of four texts is 0.5. Twice its error is 0.5 at a spread of 0.433.
+
+    The sample's deviation is the spread times the root of 4 / 3.
     """
     packed = row("turbo4", 1.0, layers=10, kl_texts=[1.0] * 4)
     texts = [0.5 + sign * spread for sign in (1, -1, 1, -1)]
@@ -152,7 +154,7 @@ def test_noise_advises_no_layer(spread: float, is_worth: bool):
 
 
 def records(full: np.ndarray, ids: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """What is recorded of distributions (text, position, token)."""
+    """Returns the records of distributions (text, position, token)."""
     kept = np.take_along_axis(full, ids, -1)
     others = full.copy()
     np.put_along_axis(others, ids, -np.inf, -1)
@@ -165,7 +167,7 @@ def records(full: np.ndarray, ids: np.ndarray, targets: np.ndarray) -> dict[str,
 
 @pytest.mark.parametrize(("k", "is_whole"), [(40, True), (39, True), (8, False)])
 def test_kl_of_some_tokens_is_a_lower_bound(k: int, is_whole: bool):
-    """One token is as well told apart as all others together are from it."""
+    """KL is exact if all tokens are told apart, or all but one."""
     noise = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(2, 30, 40, generator=noise, dtype=torch.float64)
     moved = logits + 0.3 * torch.randn(logits.shape, generator=noise).double()
@@ -213,7 +215,7 @@ def test_layers_are_ranked_by_what_their_k_does_to_scores():
 
 
 class FakeTokenizer:
-    """Words, begun by a token of their own as many models have it."""
+    """A token a word, behind a first token as many models have it."""
 
     chat_template = None
 
@@ -236,7 +238,7 @@ def test_cases_fit_their_contexts():
 
 
 def test_cases_without_a_chat_template():
-    """The text begins as the tokenizer would have it, once."""
+    """A text has the tokenizer's first token, and has it once."""
     plan = Plan(max_context=600, texts=1, cases=1, depths=(0.5,))
     text = HELD_OUT.read_text(encoding="utf-8")
     cases = build_cases(text, plan, FakeTokenizer(), 0)
@@ -298,7 +300,7 @@ def test_bad_input_is_named_at_start(
 
 @pytest.mark.parametrize("kind", [None, "cache", "modelopt-fp8"])
 def test_the_reference_is_not_quantised(kind: str | None, tmp_path: Path):
-    """Nor if the checkpoint has a scheme, which decides what auto is."""
+    """It is not, even if the checkpoint has a scheme, which auto would follow."""
     folder = str(MODEL)
     if kind is not None:
         folder = write_checkpoint(MODEL, tmp_path / kind, KINDS[kind])
@@ -326,7 +328,7 @@ def test_status_is_of_engines_and_not_of_advice(
 
 
 def test_gsm8k_is_asked_as_vllm_asks_it(tmp_path: Path):
-    """By an lm_eval that says what it was asked."""
+    """A stand-in for lm_eval notes the arguments that it gets."""
     (tmp_path / "lm_eval.py").write_text(
         "import json, pathlib\n"
         "def simple_evaluate(**asked):\n"
@@ -347,7 +349,7 @@ def test_gsm8k_is_asked_as_vllm_asks_it(tmp_path: Path):
 
 
 def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two requests of which one is in a chunk of its prompt at first."""
+    """There are two requests, one of which is in a chunk of its prompt at first."""
     from turbo_check import probe
 
     monkeypatch.setattr(probe, "get_tensor_model_parallel_rank", lambda: 0)
@@ -369,7 +371,7 @@ def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.Monkey
             )
             assert recorder.add_request(slot, params)
         for step in range(3):
-            # The one request is a step behind the other, and in another row each time.
+            # One request is a step behind the other, and in another row each time.
             order = [0, 1] if step % 2 else [1, 0]
             at = np.array([first + step, first + step - 1])
             context = SimpleNamespace(
@@ -388,8 +390,8 @@ def test_big_vocabularies_are_reduced(tmp_path: Path, monkeypatch: pytest.Monkey
             expected = records(x, ids, np.array([11, 22]))
             assert (found[name]["top"] == expected["top"]).all()
             off = found[name]["logprobs"] - expected["logprobs"]
-            # The sum over all outcomes is fp32's, in an order that the CPU's vectors
-            # decide, and moves all of them alike; what is left is a sum of its own.
+            # The sum over all outcomes is in fp32, in the order of the CPU's vectors.
+            # Its error moves all log-probabilities alike. The rest has its own sum.
             shift = off.mean(-1)
             assert max(np.abs(shift).max(), np.abs(off[..., -1]).max()) <= SUM_ERROR
             assert np.abs(off[..., :-1] - shift[..., None]).max() <= 2e-6

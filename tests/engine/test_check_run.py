@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How the check of a user's model is run: shares, progress, errors and ends."""
+"""The run of a check of a user's model: shares, progress, errors and its end."""
 
 import logging
 import os
@@ -107,7 +107,8 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path):
 @pytest.mark.parametrize(
     ("free", "weights", "wanted", "engines", "asked", "jobs"),
     [
-        # 135 M parameters on an H100, of 8 and of 3 engines; one of 8 B; one of 70 B.
+        # A model of 135 M parameters on an H100, with 8 and with 3 engines; of 8 B; of
+        # 70 B.
         (78, 0.25, 2.8, 8, None, 8),
         (78, 0.25, 2.8, 3, None, 3),
         (78, 15, 16, 8, None, 2),
@@ -136,7 +137,7 @@ def test_too_many_engines_are_refused():
 
 
 def test_a_share_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of a GPU that is said to be there; by the user's own numbers if there are any."""
+    """The GPU is pretended. A user's own numbers go first."""
     monkeypatch.setattr("turbo_check.args.has_gpu", lambda: True)
     monkeypatch.setattr(check_jobs, "free_memory", lambda: 78 * GIB)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
@@ -162,7 +163,7 @@ def test_a_share_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_engine_waits_for_the_reference(tmp_path: Path):
-    """Whose records it needs, and which runs beside it."""
+    """It needs the records of the reference, which runs beside it."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from turbo_check import child\n"
         "check = object.__new__(child.Check)\n"
@@ -250,7 +251,10 @@ class Ended(check_model.Checks):
 def test_engines_beside_each_other_are_reported_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """When they end, once the reference has; the report has them as they were named."""
+    """They are reported as they end, once the reference has ended.
+
+    The report has them in the order in which they were named.
+    """
     kept: list[list[str]] = []
     monkeypatch.setattr(check_model, "check_layers", lambda *_: None)
     monkeypatch.setattr(check_model, "report_of", lambda _checks, rows, *_: rows)
@@ -271,7 +275,7 @@ def test_engines_beside_each_other_are_reported_in_order(
 
 
 def test_a_time_that_is_up_is_named(tmp_path: Path):
-    """And not the errors that a log had before."""
+    """The error of a log's earlier lines is not."""
     child = tmp_path / "child.py"
     child.write_text("import time\nprint('ValueError: no')\ntime.sleep(60)\n")
     error = run_arm(child, {}, tmp_path / "arm", {}, 1, is_forked=False)
@@ -280,7 +284,7 @@ def test_a_time_that_is_up_is_named(tmp_path: Path):
 
 
 def test_long_texts_are_encoded_without_alarm(tmp_path: Path):
-    """A tokenizer warns that what is longer than the context will fail; it is cut."""
+    """No warning says that a text is too long for the model: it will be cut."""
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append  # type: ignore[method-assign]

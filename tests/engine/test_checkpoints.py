@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checkpoints as people have them: with quantised weights, scales for a cache, or both.
+"""Checkpoints of users: with quantised weights, with scales for a cache, or with both.
 
 Each kind is asked for facts in texts, with a turbo dtype and with the model's own.
 """
@@ -19,9 +19,9 @@ from trained import MAX_TOKENS, TRAINED
 from turbo_seeded.checkpoints import KINDS, write_checkpoint
 
 DTYPE = "turbo4"
-# Else a checkpoint's scheme decides.
+# With auto a checkpoint's scheme would decide.
 OWN = "float16"
-# Weights that are unpacked by a stand-in, and scales that a tool writes elsewhere.
+# Weights that a stand-in unpacks, and scales that a tool writes to another place.
 ALWAYS = ("awq", "modelopt-fp8")
 WITH_SCALES_ALONE = ("cache", "cache-per-head")
 ASKED = [
@@ -37,7 +37,7 @@ def asked(
     jobs: Jobs,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """What the kinds that are tested have answered."""
+    """The answers of the kinds that are tested."""
     kinds: dict[str, None] = {}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
@@ -110,7 +110,7 @@ def figures(
             "more than 2.0 times as far off as plain and rounding",
         ),
         (figures("awq", lost=1), "facts lost"),
-        # As if the cache that it is compared with were FP8.
+        # The capacity if it were compared with an FP8 cache.
         (figures("awq", capacity=1.88), "another capacity"),
         ({"kind": "awq", "error": "no kernel"}, "awq did not run"),
     ],
@@ -126,7 +126,7 @@ def test_nothing_is_judged_by_what_did_not_run():
 
 
 def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By what tells the models apart; routers to experts are not quantised."""
+    """Both models are checked. Routers to experts are not quantised."""
 
     def check(
         kind: str, folder: Path, _output: Path, engine_args: str
@@ -156,7 +156,7 @@ def test_every_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_scales_that_a_cache_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A finer cache has the same weights without them."""
+    """The finer cache gets the same weights without the scales."""
     asked = []
 
     def run_check(

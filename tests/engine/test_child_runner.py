@@ -19,17 +19,17 @@ from turbo_process.log import last_error, rows_of, what_happened
 from turbo_process.runner import run_child, run_for_row, running
 from vllm_turbo_cpu_standins.settings import engine_environment
 
-# A child with a child of its own, which both outlive SIGTERM.
+# A child with a child of its own. Both outlive SIGTERM.
 STUBBORN = """
 import faulthandler, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if not os.fork():
-    # One of them says where it is: lines of two would be mixed.
+    # Only one prints its stack: the lines of two would be mixed.
     faulthandler.disable()
 open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
 time.sleep(10_000)
 """
-# Runs that twice at a time, of three.
+# Runs three of these, two at a time.
 PARENT = """
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def alive(folder: Path) -> list[int]:
 
 
 def wait_for(folder: Path, count: int) -> None:
-    """Waits until so many processes have left their numbers, and run."""
+    """Waits until `count` processes have left their numbers, and run."""
     deadline = time.monotonic() + TIMEOUT_S
     while len(alive(folder)) != count:
         assert time.monotonic() < deadline
@@ -71,7 +71,7 @@ def wait_for(folder: Path, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch):
-    """Little for what is deaf, and enough for what ends on a busy machine."""
+    """Little for children that ignore signals, and enough for others to end."""
     monkeypatch.setattr(runner, "STOP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(runner, "STACKS_S", TIMEOUT_S)
 
@@ -82,7 +82,7 @@ def test_what_a_child_ended_of(tmp_path: Path):
     assert run_child(python(program, "0"), log, {"OWN": "mine"}, TIMEOUT_S) is None
     assert log.read_text() == "mine\n"
     assert run_child(python(program, "3"), log, {"OWN": "x"}, TIMEOUT_S) == "status 3"
-    # Of this process's environment the child has the rest.
+    # The child has the rest of this process's environment.
     assert "OWN" not in os.environ
 
 
@@ -108,7 +108,7 @@ def test_rows_are_read_from_among_the_log(tmp_path: Path):
     ],
 )
 def test_the_error_is_the_cause(tmp_path: Path, lines: list, found: str | None):
-    """Of an engine's processes those that wait for the one that failed say so last."""
+    """Processes that wait for the one that failed print their errors after its own."""
     waiting = {
         2: "Exception: A worker failed. See stack trace for root cause.",
         3: "RuntimeError: Engine core failed. See root cause above.",
@@ -143,7 +143,7 @@ def test_a_child_that_hangs_says_where_and_ends_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     class Impatient(subprocess.Popen):
-        """Whose time is over when both processes run."""
+        """A process whose time is over once both processes run."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout == TIMEOUT_S:
@@ -167,7 +167,7 @@ def test_nothing_outlives_the_block(tmp_path: Path):
     ):
         wait_for(tmp_path, 2)
         raise ZeroDivisionError
-    # What is killed takes a moment to end.
+    # A killed process takes a moment to end.
     wait_for(tmp_path, 0)
 
 
@@ -185,14 +185,15 @@ def test_a_parent_that_is_told_to_end_takes_its_children_along(tmp_path: Path):
         parent.kill()
         for number in alive(tmp_path):
             os.kill(number, signal.SIGKILL)
-    # Nor has the third one begun.
+    # The third one has not begun either.
     assert not (tmp_path / "log-2").exists()
 
 
 def test_a_forked_child_is_as_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With vLLM imported before, arguments, variables and a log of its own; one that
-    hangs is ended with all it started, and the next is none the worse. One server does
-    for all, whichever thread asks.
+    """It has arguments, variables and a log of its own, and vLLM is imported before.
+
+    A child that hangs is ended with all that it started, and the next one runs. One
+    server forks all children, whichever thread asks.
     """
     monkeypatch.setattr(runner, "idle_servers", defaultdict(list))
     name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -231,7 +232,7 @@ def test_a_forked_child_is_as_another(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_log_is_shown_from_its_first_error(tmp_path: Path):
-    """Which rank's it is, whatever follows."""
+    """The first error counts, whichever rank's it is."""
     (tmp_path / "log").write_text(
         "\n".join(
             [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KV connectors that run in one engine: what they bring back is what was stored.
+"""KV connectors that run in one engine bring back the pages that were stored.
 
-NIXL's are between two: see test_disaggregated.py.
+NIXL's run between two engines: see test_disaggregated.py.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from turbo_quality.cases import HELD_OUT, MODEL
 
 BLOCK = 64
 MAX_TOKENS = 7
-# Of texts, that end at a block's border, beside one, and within a block.
+# Tokens of texts: they end at a block's border, beside one, and within a block.
 LENGTHS = (128, 65, 148, 100)
 
 
@@ -27,7 +27,7 @@ def engine(transfer: dict[str, Any], *names: str) -> Engine:
     args = {
         "kv_cache_dtype": "turbo4",
         "block_size": BLOCK,
-        # On CPUs with AMX, products of bf16 are rounded by how many rows there are.
+        # On CPUs with AMX the number of rows decides how products of bf16 round.
         "dtype": "float16",
         "max_model_len": 256,
         "attention_config": {"turbo_prefill": "stored"},
@@ -66,12 +66,12 @@ def result(
 
 
 def computed(call: dict[str, Any]) -> list[int]:
-    """What of each prompt was there before its first step."""
+    """Tokens of each prompt that were in the cache before its first step."""
     return [cached for _, cached in call["steps"][0]]
 
 
 def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """In nats a token."""
+    """The second call's divergence from the first, in nats a token."""
     pairs = zip(first["requests"], second["requests"], strict=True)
     return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
 
@@ -91,7 +91,7 @@ def test_blocks_come_back(result, name):
 
 
 def test_what_comes_back_is_read(result):
-    """The constant that is filled in gives other answers."""
+    """Pages that are filled with a constant give other answers."""
     filled = result["bench"]["loaded"]
     assert computed(filled) == [n - 1 for n in LENGTHS]
     assert divergence(result["example"]["stored"], filled) > 0.1

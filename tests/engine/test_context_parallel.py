@@ -11,10 +11,11 @@ from harness import Call, Engine, decided_tokens, kl_divergences, run_job
 from tasks import IM_END
 from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
-# Tokens of a prompt that asks for a fact: the answer is certain. A rounding may move a
-# stored code, which changes how other texts go on.
+# Tokens of a prompt that asks for a fact: its answer is certain. Other texts may go on
+# otherwise when a rounding moves a stored code.
 LENGTH = 480
-# Of as many tokens that blocks of one rank and of two, which are longer, hold the same.
+# Prompts whose hits have as many tokens in blocks of one rank as in the longer ones of
+# two.
 NUM_PROMPTS = 3
 MAX_TOKENS = 12
 # The second time all prompts hit what the first has cached.
@@ -44,9 +45,9 @@ def engine(**args: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By way: what ranks make of it that have all tokens each, and that share them."""
+    """Results by way: of ranks with all tokens each, and of ranks that share them."""
     folder = tmp_path_factory.mktemp("ranks")
-    # Ranks share the cores. A process has one group of them.
+    # Ranks share the cores. A process can have one group of ranks.
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     found: dict[str, dict[str, Any]] = {}
     for way, args in WAYS.items():
@@ -60,7 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_and_capacity(results: dict[str, dict[str, Any]], way: str):
-    """Answers are the same, and twice the tokens have room."""
+    """Ranks that share tokens answer alike, and have room for twice the tokens."""
     whole, shared = results[way]["whole"], results[way]["shared"]
     assert shared["num_tokens"] == pytest.approx(2 * whole["num_tokens"], rel=0.01)
     for call in ("first", "again"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The emulated GPU: small kernels do what they say, and mistakes do not go unseen."""
+"""The emulated GPU runs small kernels right, and sees mistakes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_copies(emulated):
 
 @needs_compiler
 def test_a_matrix_product(emulated):
-    """Of integers, which are exact."""
+    """The elements are integers, whose product is exact."""
     a = torch.randint(-9, 10, (16, 16)).float()
     b = torch.randint(-9, 10, (16, 8)).float()
     y = torch.zeros(16, 8)
@@ -96,13 +96,13 @@ def test_mistakes_are_seen(emulated, kernel, defect, message):
         y = torch.zeros(8 * THREADS)
     with pytest.raises(RuntimeError, match=message):
         emulated(kernel, x, y, defect, 1)
-    # The next launch is as if that had not been.
+    # The next launch is not affected.
     emulated(SUM, x, torch.zeros(THREADS), 0, 1)
 
 
 @needs_compiler
 def test_blocks_that_write_the_same_place_are_seen(emulated):
-    """Unless they write the same there."""
+    """Blocks may write the same value there."""
     x, y = torch.ones(THREADS), torch.zeros(THREADS)
     emulated(SUM, x, y, 0, 2)
     with pytest.raises(RuntimeError, match="that another block writes"):

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """An engine that goes on from the pages that another one's prefill has filled.
 
-NIXL moves them, through the host's memory: a producer and a consumer, each a process.
+NIXL moves the pages through the host's memory, from a producer's process to another,
+the consumer's.
 """
 
 import statistics
@@ -20,9 +21,9 @@ from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
 
 BLOCK = 64
-# So few that most rows of a recent window are found only in what was handed over.
+# So few that most rows of a recent window come from the pages that were handed over.
 MAX_TOKENS = 7
-# Of texts, that end at a block's border, beside one, and within a block.
+# Tokens of texts: they end at a block's border, beside one, and within a block.
 LENGTHS = (128, 65, 148, 100, 193, 90, 170, 128)
 SETTINGS: dict[str, dict[str, Any]] = {
     "stored": {"turbo_prefill": "stored"},
@@ -36,7 +37,7 @@ class Pair:
 
     Attributes:
         settings: A name of SETTINGS.
-        connector: NIXL's that fetches pages, or the one that sends them.
+        connector: NIXL's connector that pulls pages, or the one that pushes them.
         produced: Tokens of the producer's blocks.
 
     """
@@ -70,7 +71,7 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def prompts() -> list[list[int]]:
-    """Those of tasks, then text to go on with, a token a byte."""
+    """The prompts of tasks, then texts to go on with, a token a byte."""
     text = HELD_OUT.read_bytes()
     texts = [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(LENGTHS)]
     return [*(task["prompt"] for task in tasks()), *texts]
@@ -103,11 +104,11 @@ def half(role: str, call: Call, pair: Pair) -> Engine:
 
 
 def run_halves(pool: ThreadPoolExecutor, folder: Path, pair: Pair) -> dict[str, Any]:
-    """Returns what the consumer's job does.
+    """Returns the results of the consumer's job.
 
     Args:
-        pool: Of two threads at least: one half waits for the other.
-        folder: For both jobs.
+        pool: Two threads at least, because one half waits for the other.
+        folder: The folder of both jobs.
         pair: The engines.
 
     Raises:
@@ -133,7 +134,7 @@ def run_halves(pool: ThreadPoolExecutor, folder: Path, pair: Pair) -> dict[str, 
         for role, each in halves.items()
     ]
     done, _ = wait(runs, return_when=FIRST_EXCEPTION)
-    # What a half waits for that has lost the other one.
+    # A half that has lost the other one waits for these files.
     if any(run.exception() for run in done):
         path.write_text("[]")
         path.with_suffix(".taken").touch()
@@ -143,7 +144,7 @@ def run_halves(pool: ThreadPoolExecutor, folder: Path, pair: Pair) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def alone(jobs: Jobs) -> dict[str, Any]:
-    """Engines that do all themselves."""
+    """Results of engines that prefill and decode."""
     call = Call(prompts(), MAX_TOKENS)
     engines = {"exact": engine(call, "auto")}
     engines |= {name: engine(call, **options) for name, options in SETTINGS.items()}
@@ -166,7 +167,7 @@ def pair(
     pool: ThreadPoolExecutor,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, dict[str, Any]]:
-    """A name of SETTINGS, and what the consumer did."""
+    """A name of SETTINGS, and the consumer's results."""
     folder = tmp_path_factory.mktemp("halves")
     return request.param.settings, run_halves(pool, folder, request.param)
 
@@ -175,7 +176,7 @@ def pair(
 def orphan(
     pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What the consumer did whose producer was killed before it was asked for pages."""
+    """Results of a consumer whose producer was killed before it sent pages."""
     folder = tmp_path_factory.mktemp("orphan")
     path = str(folder / "handed_over.json")
     asked = prompts()[:1]
@@ -200,7 +201,7 @@ def requests(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """Of decoded tokens, in nats; the first is the prefill's."""
+    """The mean divergence of decoded tokens, in nats; the first is the prefill's."""
     pairs = zip(requests(first), requests(second), strict=True)
     return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair)[1:])
 
@@ -213,14 +214,14 @@ def test_answers_are_those_of_one_engine(pair, alone):
 
 
 def test_no_prompt_is_prefilled_again(pair):
-    """But for its last token, whose distribution nobody hands over."""
+    """Only its last token is computed, because no distribution is handed over."""
     _, consumer = pair
     new = [new for step in consumer["calls"]["all"]["steps"] for new, _ in step]
     assert set(new) == {1}
 
 
 def test_pages_and_windows_come_along(pair, alone):
-    """As near to the exact cache as one engine is, with a window at once."""
+    """The consumer is as near to the exact cache as one engine, window included."""
     name, consumer = pair
     own = divergence(alone["exact"], consumer)
     assert own < 2 * divergence(alone["exact"], alone[name])
@@ -230,7 +231,7 @@ def test_pages_and_windows_come_along(pair, alone):
 
 
 def test_lost_pages_are_an_error(orphan):
-    """And no answer: none is given without the prompt."""
+    """No answer is given without the prompt."""
     (lost,) = requests(orphan)
     assert lost["finish_reason"] == "error"
     assert lost["tokens"] == []

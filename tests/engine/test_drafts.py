@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Models that draft, with a cache of their own in the same dtype.
 
-What is drafted must not change an answer. That a drafter's own attention is right shows
-in what is accepted: a model that drafts for itself is always right.
-
-A hybrid's states of drafts that are rejected are gone back from, in the cache.
+Drafts must not change an answer. Accepted drafts show that a drafter's own attention is
+right: a model that drafts for itself is always right. A hybrid goes back to an earlier
+state in the cache when drafts are rejected.
 """
 
 import heapq
@@ -23,7 +22,8 @@ from scenarios import BLOCK, NUM_DRAFTS, SLOT_BYTES, text
 from turbo_seeded.drafts import target_overrides, write_draft
 
 NUM_GENERATED = 9
-# Of what may move when drafts are verified several at a time: codes flip.
+# Log-probabilities may move so far when several drafts are verified at a time: codes
+# flip.
 TIE = tie(1e-3)
 # The longer ones are prefilled beside others' drafts, which are then verified.
 PROMPTS = [text(length, length) for length in (3, BLOCK - 1, 2 * BLOCK + 5, BLOCK)]
@@ -38,8 +38,8 @@ ARGS: dict[str, Any] = {
 }
 
 
-# A hybrid's, whose states are blocks: hits end within the second and the third prompt's
-# blocks, too.
+# A hybrid's blocks, each as large as a state. Hits end within blocks of the second and
+# the third prompt.
 STATE_BLOCK, UNIT = 80, 16
 HYBRID_PROMPTS = [
     text(length, length)
@@ -65,7 +65,7 @@ def answers(
     model: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What an engine gives for the prompts, and what it gives then."""
+    """Returns an engine's results for the prompts, with a cache for them twice."""
     calls = {"batched": Call(prompts, NUM_GENERATED)}
     if "enable_prefix_caching" in args:
         calls["warm"] = Call(prompts, NUM_GENERATED)
@@ -116,7 +116,7 @@ def test_own_drafts_are_accepted(jobs: Jobs, model: Path, runner: Runner):
     args = drafter("draft_model", model)
     result = answers(jobs, f"own-drafts-{runner}", runner, args)
     rejected = result["drafted"] - result["accepted"]
-    # A near tie that another sum decides ends a request's drafts of that step.
+    # A near tie that another order of sums decides ends a request's drafts of a step.
     assert rejected <= NUM_DRAFTS * num_tied(result)
     assert result["accepted"] > NUM_GENERATED
     steps = result["calls"]["batched"]["steps"]
@@ -144,8 +144,9 @@ def test_drafters(
     runner: Runner,
     dtype: str | None,
 ):
-    """Of another number and size of heads, and mostly wrong; with the target's cache
-    dtype, or the model's own beside it.
+    """A drafter has another number and size of heads, and is mostly wrong.
+
+    Its cache has the target's dtype, or the model's own beside it.
     """
     write_draft(tmp_path, method, model)
     args = drafter(method, tmp_path)
@@ -165,7 +166,7 @@ def test_drafters(
 
 
 def test_a_drafter_of_latents(tmp_path: Path):
-    """It is one layer more of its target, and dense."""
+    """It is a further layer of its target, and dense."""
     target = Path(__file__).resolve().parents[2] / "models" / "needle-deepseek-v3"
     write_draft(tmp_path, "mtp", target)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -187,7 +188,7 @@ def test_a_drafter_of_latents(tmp_path: Path):
 
 
 def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
-    """By vLLM's kernels, which model runner V2 alone has without a GPU."""
+    """They are found by vLLM's kernels, which V2 alone can run without a GPU."""
     args = {
         "speculative_config": {
             "method": "ngram_gpu",
@@ -205,12 +206,12 @@ def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid whose checkpoint has a layer that predicts a further token.
 
-    It has two tokens, so that half of what it predicts is right by chance.
+    It generates two tokens alone, so that half of its drafts are right by chance.
     """
     folder = write_family(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
     weights = load_file(folder / "model.safetensors")
     head, first = weights["lm_head.weight"], ord("a")
-    # Of a row and its negative one wins against the others, which are zero.
+    # All other rows are zero, so that this row wins or its negative.
     row = head[first].clone()
     head.zero_()
     head[first], head[first + 1] = row, -row
@@ -241,14 +242,14 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_own_layer_of_a_hybrid(
     jobs: Jobs, hybrid: Path, runner: Runner, is_cached: bool
 ):
-    """States after each draft are kept until it is known which of them counts."""
+    """The states after all drafts are kept until it is known which one counts."""
     rest = (HYBRID_PROMPTS, hybrid)
     plain = answers(jobs, f"undrafted-hybrid-{runner}", runner, HYBRID_ARGS, *rest)
     args = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     args = HYBRID_ARGS | {"speculative_config": args} | (CACHED if is_cached else {})
     name = f"hybrid-mtp-{runner}-{is_cached}"
     result = answers(jobs, name, runner, args, *rest)
-    # Some, and not all, of a step's.
+    # Some drafts of a step are accepted, and not all.
     assert result["drafted"] > result["accepted"] > NUM_GENERATED
     assert_tokens(plain, result, runner)
     assert len(result["pages"]) == len(plain["pages"]) + 1
@@ -267,10 +268,10 @@ class Shared(NamedTuple):
 
 
 def write_drafting_target(folder: Path) -> None:
-    """Writes a Gemma 4 whose last two layers, which read others' caches, say all.
+    """Writes a Gemma 4 that its last two layers decide, which read others' caches.
 
     A drafter with the same layers lacks the K and V of the newest tokens, and is at the
-    position of the one before them. So that it is right all the same, most of the time,
+    position of the one before them. It is right all the same, most of the time, because
     positions are close to each other, and no token attends to itself.
     """
     write_family(folder, "gemma4")
@@ -286,14 +287,14 @@ def write_drafting_target(folder: Path) -> None:
         layer = int(name.split(".")[2]) if ".layers." in name else num_own
         if layer < num_own and "post_" in name:
             tensor.zero_()
-        # Else a token would be followed by itself, and others before it hardly count.
+        # Else each token would repeat itself, and earlier tokens hardly count.
         if layer >= num_own:
             factors = {"post_attention": 4, "q_norm": 3}
             tensor *= math.prod(x for part, x in factors.items() if part in name)
     for layer in range(num_own, config["num_hidden_layers"]):
         query = weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
         heads = query.float().unflatten(0, (config["num_key_value_heads"], -1, size))
-        # The layer before it of its kind, whose cache it reads.
+        # The earlier layer of the same kind, whose cache this one reads.
         key = f"model.layers.{layer - 2}.self_attn.k_proj.weight"
         weights[key] = -heads.sum(1).flatten(0, 1).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -302,7 +303,7 @@ def write_drafting_target(folder: Path) -> None:
 def write_assistant(folder: Path, target: Path) -> None:
     """Writes Gemma 4's drafter, with the layers of a target that read others' caches.
 
-    Of each of the target's query heads it has two, which count half.
+    It has two of each query head of the target, which count half.
     """
     own = json.loads((target / "config.json").read_text())
     num_layers, hidden = own["num_kv_shared_layers"], own["hidden_size"]
@@ -323,7 +324,7 @@ def write_assistant(folder: Path, target: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     heads = (-1, own["head_dim"])
-    # Of the embedding and the target's hidden state it takes the first.
+    # It takes the embedding, and ignores the target's hidden state.
     identity = torch.eye(hidden)
     weights = {
         "pre_projection.weight": torch.cat((identity, 0 * identity), dim=1),
@@ -369,7 +370,7 @@ def shared_answers(
 
 SHARED_CASES = {
     "stored": {},
-    # Its prompts are planned beside those of the layers that store.
+    # Prompts of layers that only read are planned beside those of layers that store.
     "raw": {"attention_config": {"turbo_prefill": "raw"}},
     "cached": {"enable_prefix_caching": True},
 }
@@ -381,7 +382,7 @@ SHARED_CASES = {
 def test_a_drafter_that_reads_the_targets_caches(
     jobs: Jobs, shared: Shared, runner: Runner, case: str
 ):
-    """Gemma 4's, whose layers have queries alone."""
+    """Gemma 4's drafter has layers with queries alone."""
     args = SHARED_CASES[case]
     plain = f"undrafted-shared-{runner}-{case == 'raw'}"
     settings = {} if case == "cached" else args
@@ -389,7 +390,7 @@ def test_a_drafter_that_reads_the_targets_caches(
     result = shared_answers(jobs, shared, case, runner, args)
     assert result["drafted"] > result["accepted"] > 2 / 3 * result["drafted"]
     assert_tokens(plain, result, runner)
-    # Of the caches that it reads, and no others.
+    # It takes no blocks of its own.
     assert result["num_blocks"] == plain["num_blocks"]
     assert len(result["pages"]) == len(plain["pages"]) + 2
     page = BLOCK * SLOT_BYTES["turbo4"]
@@ -405,7 +406,7 @@ def test_a_drafter_that_reads_the_targets_caches(
 @pytest.mark.matrix
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_drafter_that_reads_other_caches(jobs: Jobs, shared: Shared, runner: Runner):
-    """Guards the test above: it would notice."""
+    """Guards the test above, which would notice it."""
     options = {"misled_drafter": True}
     result = shared_answers(jobs, shared, "misled", runner, {}, **options)
     assert result["accepted"] < result["drafted"] / 10
@@ -415,7 +416,7 @@ def test_a_drafter_that_reads_other_caches(jobs: Jobs, shared: Shared, runner: R
 def test_a_drafter_of_another_dtype_than_the_caches_it_reads(
     jobs: Jobs, shared: Shared
 ):
-    """Runner V2 has no dtype of this drafter's own."""
+    """Runner V2 takes no dtype for this drafter."""
     args = drafter("mtp", shared.drafter)
     args["speculative_config"]["kv_cache_dtype"] = "auto"
     engine = Engine(ARGS | args, model=str(shared.target), may_fail=True)

@@ -3,8 +3,8 @@
 """Answers must not depend on how vLLM batches, chunks, caches or preempts.
 
 Each case is one cache dtype on one model runner. With `turbo_prefill` "stored" the
-turbo dtypes are held to equality like vLLM's own cache; with "raw", the default, a
-token's neighbours are seen quantised or not, and the difference is bounded.
+turbo dtypes are held to equality like vLLM's own cache. With "raw", the default, a
+token may see its neighbours quantised or not, and the difference is bounded.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ from scenarios import (
     engines,
 )
 
-# What rounding may change, in nats at any position: sums in another order, and under a
-# turbo dtype a code that flips in consequence, one of a token's many: a small part of
-# what quantisation makes. Models are fp32, so that sums alone make about 1e-10.
+# The divergence that rounding may cause, in nats at any position. The order of sums
+# causes about 1e-10 in fp32. Under a turbo dtype it may flip one of a token's many
+# codes, a small part of quantisation's error.
 KL_TOLERANCE = {"auto": 1e-6, "turbo": 1e-3}
-# Mean KL in nats between runs that see the same tokens quantised or raw; the
-# model's attention is sharp, and so its noise large.
+# Mean KL in nats between runs that see the same tokens quantised or raw. The noise is
+# large, because the model's attention is sharp.
 KL_BOUND = {"turbo4": 0.06, "turbo3": 0.3}
 
 
@@ -65,8 +65,8 @@ class Case:
         return engines(self.dtype, self.prefill, self.runner, self.has_window)
 
 
-# A case takes a minute and more. The runners do not know the dtypes apart, whose bytes
-# the kernels' tests compare: on V2 one is asked.
+# A case takes a minute and more. The runners treat all dtypes alike, and the kernels'
+# tests compare their bytes, so that one dtype runs on V2.
 EQUAL = [
     Case("auto", "v1"),
     Case("auto", "v2"),
@@ -108,9 +108,10 @@ class Outcome:
     ) -> None:
         """Asserts each prompt's answer, or its noise, against its run alone.
 
-        Distributions agree wherever the contexts do, and tokens up to a tie that
-        rounding may decide, which most prompts never meet. With raw prefills they do
-        where the same tokens are seen as computed and as stored (`seen_alike`).
+        Distributions agree wherever the contexts do. Tokens agree up to a tie that
+        rounding may decide, which most prompts never meet. With raw prefills both hold
+        if each run sees the same tokens as computed, and the rest as stored
+        (`seen_alike`).
         """
         requests = self.call(engine, call)["requests"]
         pairs = [
@@ -127,19 +128,19 @@ class Outcome:
         for alone, request in pairs:
             decided = decided_tokens(alone, tie(tolerance))
             assert request["tokens"][: len(decided)] == decided
-        # What follows a tie may be of another context, and is not compared then.
+        # Tokens behind a tie may have another context, and are not compared then.
         assert 2 * len(divergences) > NUM_GENERATED * len(pairs)
 
 
 def parameter(case: Case) -> Any:
-    """Of two cases that differ in the runner or the dtype alone one is the matrix's."""
+    """Marks a case as the matrix's if one in CI differs in runner or dtype alone."""
     marks = [] if case.name in IN_CI else [pytest.mark.matrix]
     return pytest.param(case, marks=marks, id=case.name)
 
 
 @pytest.fixture(params=[parameter(case) for case in EQUAL + BOUNDED], scope="module")
 def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
-    # Start the other cases that are to come, too: they run side by side.
+    # The other cases that are to come start as well: they run side by side.
     cases = {request.param: None}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
@@ -170,7 +171,7 @@ def test_prefix_cache(outcome: Outcome):
 
 
 def test_long_first_chunk_beside_short_prefix_hits(outcome: Outcome):
-    """The batch's longest query is its longest context, and yet some have context."""
+    """The longest query has no context and others have, which are shorter in all."""
     first_step = outcome.call("prefix", "mixed")["steps"][0]
     hits = [[len(prompt) - len(PREFIX), len(PREFIX)] for prompt in FOLLOWERS]
     assert first_step == [[len(LONG), 0], *hits]
@@ -194,7 +195,7 @@ def test_preemption(outcome: Outcome):
 
 
 def test_drafts(outcome: Outcome):
-    """What is verified in one step is what steps of one token give."""
+    """A step that verifies drafts gives what steps of one token give."""
     if outcome.case.runner == "v2":
         pytest.skip("vLLM's kernels for drafts do not run in the interpreter")
     verified = [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How `equality.py` compares two runs, and what it lets pass."""
+"""`equality.py`: the comparison of two runs, and the conditions on a mode."""
 
 import json
 import re
@@ -46,7 +46,7 @@ REQUESTS, POSITIONS, VOCABULARY = 3, 5, 7
 
 @pytest.fixture
 def quiet() -> dict[str, np.ndarray]:
-    """A run whose likeliest tokens are never tied, but in request 1 at position 2."""
+    """A run whose likeliest tokens are tied in request 1 at position 2 alone."""
     generator = np.random.default_rng(0)
     logits = generator.random((REQUESTS, POSITIONS, VOCABULARY))
     tokens = generator.integers(VOCABULARY, size=(REQUESTS, POSITIONS))
@@ -57,7 +57,7 @@ def quiet() -> dict[str, np.ndarray]:
 
 
 def changed(run: dict[str, np.ndarray], request: int, position: int) -> dict:
-    """The run with one token another, and all that follows."""
+    """The run with other tokens in a request from a position on."""
     tokens = run["tokens"].copy()
     tokens[request, position:] = (tokens[request, position:] + 1) % VOCABULARY
     return run | {"tokens": tokens}
@@ -69,7 +69,7 @@ def test_what_is_decided(quiet):
 
 @pytest.mark.parametrize("gap, is_decided", [(0.04, False), (0.06, True)])
 def test_a_tie_is_as_wide_as_what_rounding_moves(gap, is_decided):
-    """Logits in bf16 of about 16 are 1/16 apart, of which a rounding makes half."""
+    """Logits of about 16 are 1/16 apart in bf16, and a rounding moves them by half."""
     logprobs = np.log([[[0.4, 0.4 * np.exp(-gap), 0.1]]])
     assert decided(logprobs).tolist() == [int(is_decided)]
 
@@ -84,7 +84,7 @@ def test_a_run_equals_itself(quiet):
     "request_, position, unequal", [(0, 4, 1), (1, 1, 1), (1, 2, 0), (1, 4, 0)]
 )
 def test_other_tokens(quiet, request_, position, unequal):
-    """From a tie on, a request may go on as it likes."""
+    """From a tie on, a request's tokens are not compared."""
     row = compare(quiet, changed(quiet, request_, position))
     assert row["unequal_requests"] == unequal
 
@@ -124,7 +124,7 @@ BUILT = {
 
 
 def judged(mode: str, **fields: Any) -> str | None:
-    """What is said of a mode whose run did all that it should, but for the fields."""
+    """The fault of a mode whose run is right, except for the given fields."""
     row = {
         "kv_cache_dtype": "turbo4",
         "unequal_requests": 1 if MODES[mode].defect else 0,
@@ -232,7 +232,7 @@ def test_what_is_nearly_all_suffices():
 
 
 def arguments(mode: str, on_cpu: bool, *options: str) -> dict[str, Any]:
-    """What `LLM` is told of a mode."""
+    """The arguments of `LLM` in a mode."""
     args = build_parser().parse_args(options)
     args.on_cpu = on_cpu
     return engine_args(MODES[mode], 512, "stored", args)
@@ -260,8 +260,9 @@ def test_a_mode_has_graphs_where_it_says_so(mode):
 
 @pytest.mark.parametrize("dtype", TURBO_DTYPES)
 def test_some_layers_are_not_packed(dtype):
-    """Eagerly and in graphs, on a GPU, as the run that both are held to; the memory is
-    that of packed and of bf16 layers.
+    """So are those of the run that both modes are held to, eager and with graphs.
+
+    The memory is that of the packed layers and of the bf16 ones.
     """
     modes = ("quiet_skipped", "skipped", "skipped_graphs")
     for mode in modes:
@@ -385,7 +386,7 @@ def test_windows_are_asked_for_and_told(tmp_path):
     options = engine_args(MODES["preempted"], 512, "raw", args)
     assert options["attention_config"]["turbo_window"] == "auto"
     assert options["block_size"] == 64
-    # Four requests have room for their prompts, of eight blocks, and for windows.
+    # Four requests have room for their prompts of eight blocks, and for their windows.
     assert options["num_gpu_blocks_override"] == 4 * (8 + 1) + 1
     log = tmp_path / "log"
     start = "raw K and V; recent window: {} tokens in 8 bits\n"
@@ -426,7 +427,7 @@ def test_a_defect_has_to_show(mode):
 
 
 def ran(name: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """What a mode leaves that ran as it should."""
+    """The results of a mode that ran as it should."""
     alone = MODES[name].batch == 1
     return {
         "tokens": tokens,
@@ -460,7 +461,7 @@ def test_the_exit_status_says_whether_all_is_well(
     quiet, modes, broken, failing, status, monkeypatch, capsys
 ):
     """All but the engines is the script's own."""
-    # Certain everywhere.
+    # Each token is certain.
     logprobs = np.full((REQUESTS, POSITIONS, VOCABULARY), -20.0)
     np.put_along_axis(logprobs, quiet["tokens"][..., None], 0.0, axis=-1)
 
@@ -481,8 +482,9 @@ def test_the_exit_status_says_whether_all_is_well(
 
 @pytest.mark.parametrize("unlike, status", [({}, 0), ({"block_size": 32}, 1)])
 def test_texts_are_counted_and_not_judged(quiet, unlike, status, monkeypatch, capsys):
-    """But for what the mode is for. Other tokens, and another distribution where they
-    part, are nobody's fault.
+    """Other tokens, and another distribution where they part, are no fault.
+
+    A mode is still judged by the condition that it is for.
     """
     asked: list[dict[str, Any]] = []
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_swapped_pages_are_planned(builder, monkeypatch):
-    """The builder takes them, and whatever it plans from them."""
+    """The builder gets the swapped table, and plans from it."""
     lens = torch.tensor([9, 9], dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=torch.arange(3, dtype=torch.int32),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a user's mistake says."""
+"""The messages that a user's mistake gets."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from harness import TIMEOUT_S, Engine, Jobs, child_variables
 from scenarios import TURBO_DTYPES
 
 NO_SUCH_MODEL = "/no/such/model"
-# Some blocks, but not a whole sequence's in any format.
+# Memory for some blocks, and not for a whole sequence in any format.
 TOO_LITTLE = {
     "kv_cache_memory_bytes": 512 << 10,
     "max_model_len": 8192,
@@ -43,7 +43,7 @@ def test_unknown_dtype_lists_the_known(outcome: dict[str, Any]):
 
 
 def test_an_error_that_no_job_expects_is_raised(jobs: Jobs):
-    """With the log's last lines; the next job is none the worse."""
+    """The error has the log's last lines, and the next job runs."""
     job = jobs.start("unexpected", "v1", {"model": Engine(model=NO_SUCH_MODEL)})
     with pytest.raises(RuntimeError, match=f"(?s)status 1\n.*{NO_SUCH_MODEL}"):
         job.result()

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Models with windowed layers and hybrids, in all ways of running.
 
-All are asked in one engine. With --all each way has its own.
+One engine runs all ways. With --all each way also has an engine of its own.
 """
 
 from collections.abc import Iterable
@@ -16,20 +16,20 @@ from harness import Call, Engine, Jobs, kl_divergences, run_job
 from safetensors.torch import load_file, save_file
 from ways import CHUNK, KL_TOLERANCE, NUM_GENERATED, Answers, Ways
 
-# Tokens that a hit within a hybrid's block comes in steps of.
+# Hits within a hybrid's block are multiples of so many tokens.
 UNIT = 16
 ALIGNED = {"mamba_cache_mode": "align"}
 WINDOWED = Ways(
     32, scarce_blocks=45, more={"one kind": {"disable_hybrid_kv_cache_manager": True}}
 )
-# In two groups, which take half the blocks.
+# Their layers have two groups, which take half the blocks.
 SHARING = Ways(32, scarce_blocks=25, more=WINDOWED.more)
 # The blocks of chunks that have ended are free, so that no request grows.
 CHUNKED = Ways(32, more=WINDOWED.more)
 
 
 def hybrid(block: int) -> Ways:
-    """A state is a block, which vLLM makes as large as it."""
+    """The ways of a hybrid: vLLM makes a block as large as a state."""
     cached = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
     return Ways(
         block,
@@ -74,8 +74,9 @@ HYBRIDS = [name for name, ways in WAYS.items() if ways.has_control]
 
 
 def some_marked(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Of windows and of shared caches others are without the mark of the matrix, and
-    MLA has tests of its own.
+    """Gives some models the mark of the matrix.
+
+    Others with windows and with shared caches have no mark, and MLA has its own tests.
     """
     left_out = "cohere2", "deepseek_v2", "gemma3n", "olmo3"
     marks = dict.fromkeys(left_out, pytest.mark.matrix)
@@ -93,7 +94,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Families:
-    """Runs a family's engines once, the few or all of them."""
+    """Runs a family's one engine, or all of them, once."""
 
     def __init__(self, jobs: Jobs, folder: Path, models: dict[str, Path]) -> None:
         self.jobs, self.folder, self.models = jobs, folder, models
@@ -121,7 +122,7 @@ def families(
 
 @all_models
 def test_one_engine(families: Families, name: str):
-    """In chunks and one by one, batched behind prefix hits, and batched in chunks."""
+    """Prompts run in chunks one by one, batched behind hits, and batched in chunks."""
     answers = families.answers(name)
     steps = answers.call("few", "cold")["steps"]
     assert any(len(step) > 1 for step in steps)
@@ -158,7 +159,7 @@ def test_windows_are_packed(families: Families, name: str):
 
 @pytest.mark.matrix
 def test_sinks_count(families: Families, tmp_path: Path):
-    """Without them answers are others."""
+    """Answers change without them."""
     folder = write_family(tmp_path / "granite", "granite")
     weights = load_file(folder / "model.safetensors")
     weights |= {k: torch.full_like(v, -99) for k, v in weights.items() if "sinks" in k}
@@ -175,8 +176,9 @@ def test_sinks_count(families: Families, tmp_path: Path):
 
 @pytest.mark.matrix
 def test_soft_cap_counts(folders: dict[str, Path], tmp_path: Path):
-    """With it answers are near those of vLLM's own attention with it, and without it
-    they are far from them.
+    """Answers with the cap are near those of vLLM's own attention, which has it.
+
+    Answers without it are far.
     """
     ways = WAYS["gemma2"]
     common = {"dtype": "float32", "block_size": ways.block}
@@ -210,7 +212,7 @@ def test_batched_as_alone(families: Families, name: str):
 @pytest.mark.matrix
 @all_models
 def test_prefix_hits(families: Families, name: str):
-    """Of whole blocks; a hybrid's of parts of them, too."""
+    """Hits are of whole blocks, and a hybrid's also of parts of blocks."""
     answers = families.answers(name, every=True)
     warm = answers.cached("prefix", "warm")
     if name not in HYBRIDS:
@@ -224,7 +226,7 @@ def test_prefix_hits(families: Families, name: str):
 @pytest.mark.matrix
 @all_models
 def test_other_ways_to_cache(families: Families, name: str):
-    """A hybrid's hits of whole blocks; windows and full attention in one group."""
+    """A hybrid hits whole blocks alone; windows and full attention share a group."""
     answers = families.answers(name, every=True)
     for engine in answers.ways.more:
         cached = answers.cached(engine, "warm")
@@ -238,7 +240,7 @@ def test_other_ways_to_cache(families: Families, name: str):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_control(families: Families, name: str):
-    """The same of a cache in the model's dtype, from its own run alone."""
+    """A cache in the model's dtype answers in all ways as in its own run alone."""
     answers = families.answers(name, every=True)
     alone = answers.call("control", "alone")["requests"]
     assert sum(answers.cached("control", "warm")) > 0

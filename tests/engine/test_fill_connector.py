@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which prompts the connector of benchmarks says are cached."""
+"""The prompts that the connector of benchmarks reports as cached."""
 
 from types import SimpleNamespace
 

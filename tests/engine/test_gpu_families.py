@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What ci/families.py, which needs a GPU, makes of its engines' reports."""
+"""The verdicts of ci/families.py, which needs a GPU, on its engines' reports."""
 
 import importlib.util
 import math

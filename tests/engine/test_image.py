@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The image: what its Dockerfile runs, in a copy of vLLM as a wheel installs it."""
+"""The image: its Dockerfile's commands, run in a copy of vLLM as wheels install it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import yaml
 from harness import ROOT
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-# nvcc, as far as the folder of libraries goes: what is in them is tested elsewhere.
+# A stand-in for nvcc, which writes a file a library: their content is tested elsewhere.
 COMPILER = """#!/bin/sh
 [ "$1" != --version ] || { echo "Cuda compilation tools, release 13.0, V1"; exit; }
 for argument; do
@@ -27,7 +27,8 @@ for argument; do
   esac
 done
 """
-# What a layer asks for, and which of it is found. FlashInfer's cache has nothing.
+# Prints the modules that layers ask for, and where each is found. FlashInfer's cache is
+# empty.
 FIND = """
 import sys, torch
 from vllm.v1.attention.ops.turbo.cuda.build import module_name
@@ -43,7 +44,8 @@ for capability in (80, 90):
         name = module_name(module.make(ARCHITECTURES[capability]), str(capability))
         print(module.name, find_built(name))
 """
-# What vLLM makes of the words after `vllm serve`. Defaults of some ask for the device.
+# Prints settings that vLLM reads from the words after `vllm serve`. Some options'
+# defaults ask for the device.
 PARSE = """
 import json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -61,7 +63,7 @@ def run_lines() -> list[str]:
 
 
 def context(folder: Path) -> Path:
-    """What a build is given of the project."""
+    """Copies the part of the project that a build gets, and returns its folder."""
     ignored = DOCKERFILE.with_suffix(".dockerignore").read_text().splitlines()
     assert ignored[1] == "*"
     for name in ignored[2:]:
@@ -91,7 +93,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path):
-    """Its steps, but for git, leave the kernels of all layers where engines look."""
+    """Its steps, without git's, leave the kernels of all layers where engines look."""
     apply, build = run_lines()
     apply = next(part for part in apply.split("&&") if "apply.sh" in part)
     apply = apply.replace("/turbo/", f"{context(tmp_path / 'turbo')}/")
@@ -116,12 +118,12 @@ def test_the_image_finds_what_it_was_built_with(installed: Path, tmp_path: Path)
     bare = env | {"PATH": "", "CUDA_HOME": "/nowhere"}
     found = subprocess.check_output(command, env=bare, cwd=tmp_path, text=True)
     lines = found.splitlines()
-    assert len(lines) == 9 + 8  # Of 8.0, and of 9.0, whose extends are others.
+    assert len(lines) == 9 + 8  # 8.0's modules, and 9.0's, which has other extends.
     assert all(str(folder) in line for line in lines)
 
 
 def test_a_copy_has_an_archives_kernels(tmp_path: Path):
-    """What `ci/gpu.py image` starts an engine from."""
+    """The engine of `ci/gpu.py image` starts from such a copy."""
     nvcc, archive, site = (tmp_path / name for name in ("nvcc", "k.tar.xz", "site"))
     nvcc.write_text(COMPILER)
     nvcc.chmod(0o755)
@@ -148,7 +150,7 @@ def test_the_image_is_of_the_vllm_that_the_series_is_for():
 
 
 def test_what_compose_builds_and_runs():
-    """Arguments that the Dockerfile has, and that vLLM knows."""
+    """The Dockerfile has the build's arguments, and vLLM knows the command's."""
     path = DOCKERFILE.with_name("compose.yaml")
     service = yaml.safe_load(path.read_text())["services"]["vllm"]
     build = service["build"]

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prompts with images, whose tokens see each other, in all ways of running.
 
-All are asked in one engine. With --all each way has its own.
+One engine runs all ways. With --all each way also has an engine of its own.
 """
 
 import statistics
@@ -19,7 +19,8 @@ from ways import CHUNK, KL_TOLERANCE, NUM_GENERATED, NUM_SCARCE, Answers, Ways
 # Nats between distributions that are the same up to rounding in fp32.
 ROUNDING = 1e-9
 NUM_IMAGES = 3
-# An image in text, two of them, two without text between, the same one twice, and none.
+# Prompts with an image in text, with two, with two side by side, with the same image
+# twice, and with none.
 PROMPTS = [
     text(20, 0) + [AN_IMAGE] + text(10, 1),
     text(70, 2) + [AN_IMAGE] + text(30, 3) + [AN_IMAGE] + text(1, 4),
@@ -27,16 +28,16 @@ PROMPTS = [
     text(5, 6) + [AN_IMAGE] + text(12, 7) + [AN_IMAGE] + text(3, 8),
     text(40, 9),
 ]
-# Which they have, by number, and others.
+# The numbers of the prompts' images, and of other images.
 IMAGES = [[0], [0, 1], [1, 2], [0, 0], []]
 OTHERS = [[1], [0, 2], [2, 2], [0, 1], []]
-# For means: prompts with an image, and as many without.
+# Prompts with an image for means, and as many without.
 MANY = [text(9 + 2 * i, 100 + i) + [AN_IMAGE] + text(30 - i, 120 + i) for i in range(8)]
 TEXTS = [text(len(expand(prompt)), 140 + i) for i, prompt in enumerate(MANY)]
 RAW = {"attention_config": {"turbo_prefill": "raw"}}
 COMMON: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": 2},
-    # A step has all of an image, which vLLM takes care of where there is a GPU.
+    # A step has the whole of an image. On a GPU vLLM sees to it by itself.
     "disable_chunked_mm_input": True,
 }
 
@@ -51,7 +52,7 @@ class WaysOfImages(Ways):
 
     @property
     def scarce(self) -> list[list[int]]:
-        """Of several blocks, which they outgrow while they generate."""
+        """Prompts of several blocks, which they outgrow while they generate."""
         length = 3 * self.block - 4 - len(EXPANDED)
         return [text(length, 300 + index) + [AN_IMAGE] for index in range(NUM_SCARCE)]
 
@@ -62,7 +63,7 @@ WAYS = WaysOfImages(
 
 
 class Gemma3:
-    """The model, its images and what its engines answer."""
+    """The model, its images, and the comparison of its answers with transformers'."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +80,7 @@ class Gemma3:
         return Call(prompts, NUM_GENERATED, images=self.files(numbers), **options)
 
     def with_images(self, engine: Engine) -> Engine:
-        """Gives the prompts of all ways their images, in place."""
+        """Gives the prompts of all calls their images, in place."""
         engine.args |= COMMON
         for call in engine.calls.values():
             pairs = zip(PROMPTS, IMAGES)
@@ -114,7 +115,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Gemma3:
 
 @pytest.fixture(scope="module")
 def one(gemma3: Gemma3) -> Answers:
-    """All ways in one engine, beside one that attends to tokens as computed."""
+    """All ways in one engine, and an engine that attends to tokens as computed."""
     engines = {name: gemma3.with_images(x) for name, x in WAYS.engines().items()}
     few, plain = engines["few"], engines["plain"]
     few.calls["others"] = gemma3.call(PROMPTS, OTHERS, forgets=True)
@@ -126,7 +127,7 @@ def one(gemma3: Gemma3) -> Answers:
 
 @pytest.fixture(scope="module")
 def each(gemma3: Gemma3) -> Answers:
-    """Each way in an engine of its own, and what packing costs."""
+    """Each way in an engine of its own, and engines that measure packing's cost."""
     engines = {name: gemma3.with_images(x) for name, x in WAYS.engines().items()}
     del engines["few"]
     plain = engines["plain"].args
@@ -148,9 +149,9 @@ def whole_blocks() -> list[int]:
 
 
 def test_one_engine(one: Answers):
-    """In chunks and one by one, batched behind prefix hits, and batched in chunks."""
+    """Prompts run in chunks one by one, batched behind hits, and batched in chunks."""
     place = expand(PROMPTS[1]).index(EXPANDED[0])
-    # It would begin in one chunk, and end in the next.
+    # The image would begin in one chunk, and end in the next.
     assert place < CHUNK + WAYS.block < place + len(EXPANDED)
     length = len(expand(PROMPTS[1]))
     steps = one.call("few", "alone")["steps"]
@@ -165,24 +166,23 @@ def test_one_engine(one: Answers):
 
 
 def test_images_decide_answers(one: Answers):
-    """Guards the test above: with other images answers are others."""
+    """Guards the test above: answers change with other images."""
     *others, same = one.divergence("few", "others")
     assert min(others) > 100 * KL_TOLERANCE
     assert same < KL_TOLERANCE
 
 
 def test_tokens_of_an_image_see_each_other(one: Answers):
-    """Guards the test above: were they to see only what is before them, answers would
-    be others.
-    """
+    """Guards the tests above: answers change if tokens see earlier tokens alone."""
     *causal, same = one.divergence("few", "causal")
     assert min(causal) > 100 * KL_TOLERANCE
     assert same < KL_TOLERANCE
 
 
 def test_answers_are_those_of_transformers(gemma3: Gemma3, one: Answers):
-    """What a prefill gives is, where tokens are attended to as computed; causal
-    attention to images is far from it.
+    """A prefill gives theirs where tokens are attended to as computed.
+
+    Causal attention to images gives others.
     """
     requests = one.call("raw", "batched")["requests"]
     first_step = one.call("raw", "batched")["steps"][0]
@@ -198,8 +198,9 @@ def test_answers_are_those_of_transformers(gemma3: Gemma3, one: Answers):
 def test_packing_costs_no_more_than_of_text(
     gemma3: Gemma3, each: Answers, prefill: str
 ):
-    """Means over later tokens, which read the cache: of prompts with images they are
-    as small as of text, and far smaller than from causal attention to images.
+    """The divergence of later tokens, which read the cache, is as small as with text.
+
+    The divergence from causal attention to images is far larger.
     """
     numbers = [[i % NUM_IMAGES] for i in range(len(MANY))]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A Qwen2 whose biases of K are longer than the turbo dtypes bear without an offset."""
+"""A Qwen2 whose biases of K are too long for the turbo dtypes without an offset."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from harness import Call, Engine, Jobs
 from safetensors.torch import load_file, save_file
 from trained import MAX_TOKENS, TRAINED
 
-# Of its five layers, those that are warned of if nothing is taken off.
+# The layers, of five, that a warning names if they have no offset.
 LONG = "0, 4"
 
 
@@ -51,7 +51,7 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         args |= {"enable_chunked_prefill": True, "model_impl": impl}
         return Engine(args, calls, model=str(TRAINED), offset_segment=64, **options)
 
-    # What is said once a process would be said in the first engine.
+    # A line that is logged once a process would be in the first engine's log.
     engines = {
         "auto": engine("auto"),
         "offset": engine("turbo4"),
@@ -64,7 +64,7 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 @pytest.fixture
 def logs(result: dict[str, Any], jobs: Jobs) -> tuple[str, str]:
-    """Of the engine with offsets and of that without."""
+    """The logs of the engine with offsets, and of the one without."""
     log = (jobs.folder / "key-bias" / "log").read_text()
     _, _, after = log.partition("engine offset\n")
     first, _, rest = after.partition("engine none\n")
@@ -72,7 +72,7 @@ def logs(result: dict[str, Any], jobs: Jobs) -> tuple[str, str]:
 
 
 def test_layers_with_an_offset_are_counted(logs: tuple[str, str]):
-    """And are warned of when requests run that an offset of the new bias is not for."""
+    """A warning comes when requests run that have the offset of the old bias."""
     (line,) = (line for line in logs[0].splitlines() if "bias of K" in line)
     assert "up to 115 apart" in line and "requests are running" in line
     assert re.search(r"K offset: (\d+) of \1 layers", logs[0])
@@ -85,7 +85,7 @@ def test_long_biases_without_an_offset_are_named(logs: tuple[str, str]):
 
 
 def right(result: dict[str, Any], name: str) -> list[bool]:
-    """Which facts an engine has found."""
+    """Returns by prompt whether an engine has found its fact."""
     return trained.right(result[name]["calls"]["batched"]["requests"])
 
 
@@ -98,7 +98,7 @@ def test_the_offset_brings_answers_back(result: dict[str, Any]):
 def divergence(
     result: dict[str, Any], reference: str, name: str, call: str = "batched"
 ) -> float:
-    """Of an engine from another, in nats a token."""
+    """Returns an engine's divergence from another, in nats a token."""
     return trained.divergence(
         result[reference]["calls"][call]["requests"],
         result[name]["calls"][call]["requests"],
@@ -112,8 +112,9 @@ def test_the_offset_brings_distributions_back(result: dict[str, Any]):
 
 
 def test_another_bias_in_mid_request(result: dict[str, Any]):
-    """Pages keep the offset that they were stored with, which stays the layer's: with
-    another, all that was stored would be as many nats off as the biases are apart.
+    """The layer keeps the offset that its pages were stored with.
+
+    With another offset all stored scores would be off by the biases' difference.
     """
     for name in ("auto", "offset"):
         calls = result[name]["calls"]
@@ -123,7 +124,7 @@ def test_another_bias_in_mid_request(result: dict[str, Any]):
 
 
 def test_modeling_code_of_transformers(result: dict[str, Any]):
-    """Where RoPE is the model's, not the layer's."""
+    """There RoPE is the model's, and not the layer's."""
     assert all(right(result, "transformers"))
     own, other = (result[name]["key_offsets"] for name in ("offset", "transformers"))
     assert len(own) == len(other) == 5

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `memory.py` complains of, and a small run of it."""
+"""The complaints of `memory.py`, and a small run of it."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def row(baseline: dict[str, Any]) -> dict[str, Any]:
     blocks = FOR_CACHE // BLOCK_BYTES
     for seen in result["memory"].values():
         seen["for_cache"] = FOR_CACHE
-        # Blocks are whole: here all of bf16's memory was taken, and not all of this.
+        # Blocks are whole: bf16's take all of the memory, and these leave some.
         seen["taken"] -= FOR_CACHE - blocks * BLOCK_BYTES
     return result | {
         "blocks": blocks,
@@ -72,7 +72,7 @@ def test_nothing_is_wrong(row, baseline):
 
 
 def test_recent_windows_take_blocks(row, baseline):
-    """One of each longest request."""
+    """Each of the longest requests has one more block."""
     row["window_blocks"] = 1
     assert any("the blocks hold" in text for text in complaints(row, baseline))
     row["tokens"] = int(row["blocks"] / (131072 / 16 + 1) * 131072)
@@ -80,7 +80,7 @@ def test_recent_windows_take_blocks(row, baseline):
 
 
 def test_what_no_block_fits_in_counts_as_taken(row, baseline):
-    """The larger bf16's blocks are, the more it may have left over."""
+    """Larger blocks of bf16 may leave more memory over."""
     baseline["blocks"] -= 1
     for seen in baseline["memory"].values():
         seen["taken"] -= BF16_BLOCK_BYTES
@@ -91,7 +91,7 @@ def test_what_no_block_fits_in_counts_as_taken(row, baseline):
 
 
 def test_each_allocator_has_a_granule_more(row, baseline):
-    """PyTorch what is left of a segment at the start, the driver where it loads."""
+    """PyTorch has the rest of a segment at the start, the driver one where it loads."""
     for seen in row["memory"].values():
         seen["taken"] += MIB
     row["memory"]["end"]["taken"] += 2 * MIB
@@ -102,7 +102,7 @@ def test_each_allocator_has_a_granule_more(row, baseline):
 
 
 def test_mla_grows_late_as_bf16_does(row, baseline):
-    """By as much after the first full step, and not a byte more; others do not."""
+    """MLA may grow by as much as bf16 after the first full step; others may not."""
     for seen in (row, baseline):
         seen["memory"]["end"] = deepcopy(seen["memory"]["end"])
         for what in ("reserved", "taken"):
@@ -176,7 +176,7 @@ def test_the_start_up_line_is_read():
 def test_the_exit_status_says_whether_all_is_well(
     row, baseline, ended, changes, status, tmp_path, monkeypatch, capsys
 ):
-    """All but the engines is the script's own; turbo4's may end otherwise."""
+    """All but the engines is the script's own; turbo4's may fail."""
 
     def run_child(command: list[Any], log: Path, *_: Any) -> str | None:
         if command[-2] == "auto":
@@ -197,13 +197,13 @@ def test_the_exit_status_says_whether_all_is_well(
 
 @pytest.mark.matrix
 def test_a_small_run(model, tmp_path):
-    """On a CPU the device's memory is not looked at; all else is."""
+    """On a CPU all but the device's memory is checked."""
     output = tmp_path / "memory.jsonl"
     options = {
         "--model": model,
         "--max-model-lens": 1024,
         "--longest": 700,
-        # More than a block of a CPU, so that it hits when asked for again.
+        # More than a block on a CPU, so that the prompt hits when it comes again.
         "--suffixes": 200,
         "--tokens": 4,
         "--max-num-seqs": 5,
@@ -222,7 +222,7 @@ def test_a_small_run(model, tmp_path):
 
 
 def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch):
-    """Those of the GPU alone, once each."""
+    """Kernels of the GPU are named, once each, and no others."""
     import torch
     from torch.autograd import DeviceType
 
@@ -249,7 +249,7 @@ def test_a_context_without_room_in_bf16(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its row has vLLM's refusal alone, and the turbo dtype is held to no bf16."""
+    """Bf16's row has vLLM's refusal alone, and the turbo dtype has no baseline."""
     refusal = (
         "To serve at least one request with the model's max seq len (1048576), (128.0 "
         "GiB KV cache is needed, which is larger than the available KV cache memory "

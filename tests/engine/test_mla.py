@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Multi-head latent attention in the engine, of a dense DeepSeek V2.
+"""Multi-head latent attention in the engine, with a dense DeepSeek V2.
 
 One engine answers in all ways that MLA has paths for. With --all there are more: both
-dtypes and model runners, raw prefills, drafts, and vLLM's own cache. How it is
-preempted, and answers in small chunks, is in test_families.py.
+dtypes and model runners, raw prefills, drafts, and vLLM's own cache. Preemption and
+small chunks are in test_families.py.
 """
 
 import json
@@ -26,17 +26,18 @@ BLOCK = 64
 BYTES = {"turbo4": 340, "turbo3": 276}
 MEMORY = 32 << 20
 LAYERS = 4
-# Of one token, around a block, and so many that they are projected up.
+# Prompts of one token, of lengths around a block, and so many tokens that latents are
+# projected up.
 PROMPTS = [
     text(n, 500 + n) for n in (1, BLOCK - 1, BLOCK + 1, MAX_ABSORBED_LEN + 2, 300)
 ]
 PREFIX = text(2 * BLOCK, 700)
-# What comes behind a hit is absorbed, or attends to contexts that are gathered.
+# New tokens behind a hit: they are absorbed, or attend to contexts that are gathered.
 NEW = (3, 40, MAX_ABSORBED_LEN + 22)
 FOLLOWERS = [PREFIX + text(n, 710 + n) for n in NEW]
 # Tokens of a step: fewer than those of all prompts.
 STEP = 400
-# Nats, mean, between tokens that are seen raw and as they are stored.
+# Mean nats between runs that see tokens raw and as they are stored.
 KL_BOUND = {"turbo4": 0.1, "turbo3": 0.3}
 
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(dtype: str, prefill: str = "stored", **more: Any) -> Engine:
-    """An engine that is asked for everything alone, in a batch, and behind hits."""
+    """An engine that gets all prompts alone, in a batch, and behind hits."""
     args: dict[str, Any] = {
         "kv_cache_dtype": dtype,
         "dtype": "float32",
@@ -86,12 +87,12 @@ class Outcome:
         return list(self.result["calls"][call]["requests"])
 
     def divergences(self, call: str, prompts: list[list[int]]) -> list[list[float]]:
-        """Of each prompt, at each position, from its run alone, in nats."""
+        """Each prompt's divergences from its run alone, by position, in nats."""
         pairs = zip(prompts, self.requests(call), strict=True)
         return [kl_divergences(self.alone[tuple(p)], found) for p, found in pairs]
 
     def check_ways(self) -> None:
-        """Check that what is tested happened: chunks, and hits of both kinds."""
+        """Check that there were chunks, and hits of both kinds."""
         steps = self.result["calls"]["batched"]["steps"]
         chunks = [new for step in steps for new, computed in step if computed]
         assert any(1 < new <= MAX_ABSORBED_LEN for new in chunks)
@@ -133,7 +134,7 @@ def test_all_ways_are_equal(outcome: Any):
 
 
 def test_capacity(outcome: Any):
-    """Tokens are memory by 340 bytes a layer, and the line at the start says so."""
+    """A token takes 340 bytes a layer, and the line at the start says so."""
     found, log = outcome
     result = found.result
     assert result["num_tokens"] == MEMORY // (LAYERS * BYTES["turbo4"] * BLOCK) * BLOCK
@@ -178,7 +179,7 @@ def test_attention_decides_every_answer(outcome: Any, folder: Path, tmp_path: Pa
 
 @pytest.mark.matrix
 def test_drafts(folder: Path, tmp_path: Path):
-    """What is verified in one step is what steps of one token give."""
+    """A step that verifies drafts gives what steps of one token give."""
     drafting = {
         "method": "ngram",
         "num_speculative_tokens": NUM_DRAFTS,
@@ -191,7 +192,7 @@ def test_drafts(folder: Path, tmp_path: Path):
     common = engine("turbo4").args
     engines = {
         "plain": Engine(common, alone),
-        # Numba ends what vLLM's CPU platform does at an engine's start.
+        # Last, because Numba undoes the setup of vLLM's CPU platform: see scenarios.py.
         "drafts": Engine(common | {"speculative_config": drafting}, calls),
     }
     found = run_job(tmp_path, folder, "v1", engines)
@@ -211,7 +212,7 @@ def write_mtp(folder: Path) -> Path:
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
-        # Dense, the one that drafts, too.
+        # All layers are dense, the one that drafts as well.
         "first_k_dense_replace": LAYERS + 1,
         "n_group": 1,
         "topk_group": 1,
@@ -262,14 +263,14 @@ def test_own_drafts(tmp_path: Path, runner: Runner):
 
 @pytest.mark.matrix
 def test_blocks_come_back(folder: Path, tmp_path: Path):
-    """By a connector, from files."""
+    """A connector brings them back from files."""
     extra = {"shared_storage_path": str(tmp_path / "stored")}
     transfer = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    # It keeps whole prompts, which are to come in one step.
+    # The connector keeps whole prompts, which have to come in one step.
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
     without = {"enable_prefix_caching": False, "kv_transfer_config": transfer}
     loading = engine("turbo4", **whole_prompts, **without)

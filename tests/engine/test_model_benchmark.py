@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""benchmarks/turbo_models.py: chats in a hybrid's prefix cache, an arm that does not
-start, and weights that are quantised.
-"""
+"""benchmarks/turbo_models.py: a hybrid's prefix hits, a refused arm, AWQ weights."""
 
 import json
 import os
@@ -17,7 +15,7 @@ from transformers import AutoConfig
 
 UNIT = 16
 CHATS, FIRST, TURNS, ANSWER = 2, 300, (20, 50), 4
-# The CPU's attention has none of it.
+# A dtype that the CPU's attention lacks.
 REFUSED = "int4_per_token_head"
 
 
@@ -64,7 +62,7 @@ def test_rows_of_chats(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_are_marlins(tmp_path: Path) -> None:
-    """Attention, delta nets and experts; routers and small projections are not."""
+    """Attention, delta nets and experts have them; routers and small layers do not."""
     path = ROOT / "benchmarks" / "configs/qwen3.6-35b-a3b/config.json"
     config = with_awq(cut_layers(json.loads(path.read_text()), 4))
     (tmp_path / "config.json").write_text(json.dumps(config))

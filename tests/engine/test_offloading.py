@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pages that are copied to the host's memory, a disk or a folder, and come back.
 
-Others have their blocks by then, or another process has them. The copies themselves are
-stand-ins for the driver's: see cpu_standins.
+Other texts have taken their blocks by then, or another process reads them. The copies
+are stand-ins for the driver's: see cpu_standins.
 """
 
 import statistics
@@ -19,9 +19,9 @@ from turbo_quality.cases import HELD_OUT, MODEL
 BLOCK = 64
 NUM_BLOCKS = 16
 MAX_TOKENS = 5
-# Of texts, that end at a block's border, beside one, and within a block.
+# Tokens of texts: they end at a block's border, beside one, and within a block.
 LENGTHS = (128, 65, 148, 193)
-# Of what takes their blocks.
+# Tokens of the texts that take their blocks.
 OTHERS = (193,) * 6
 HOST_BYTES = 8 << 20
 
@@ -37,8 +37,8 @@ TEXTS = prompts(LENGTHS)
 
 
 def call(**options: bool) -> Call:
-    # One by one: how many of them decode together follows from how soon the pages of
-    # each are back, and a code between two levels from how many do.
+    # One by one: else the pages' arrival would decide how many decode together, and
+    # that number may decide a code between two levels.
     return Call(TEXTS, MAX_TOKENS, one_by_one=True, **options)
 
 
@@ -52,7 +52,7 @@ def engine(
         "kv_cache_dtype": dtype,
         "block_size": BLOCK,
         "num_gpu_blocks_override": NUM_BLOCKS,
-        # In which it is nearly the same how many tokens are computed at once.
+        # In this dtype the number of tokens at once hardly changes results.
         "dtype": "float32",
         "max_model_len": 256,
         "enable_prefix_caching": True,
@@ -83,7 +83,7 @@ def tiered(folder: Path, calls: dict[str, Call], dtype: str = "turbo4") -> Engin
 def evicted(
     jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The calls of engines in which other texts take the blocks of some."""
+    """The calls of engines in which other texts take the texts' blocks."""
     calls = {"first": call(), "other": Call(prompts(OTHERS, 10_000), 2)}
     calls["again"] = call()
     disk = {
@@ -106,7 +106,7 @@ def evicted(
 def tier(
     jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The calls of three processes with one folder, of which the first fills it."""
+    """The calls of three processes with one folder, which the first one fills."""
     folder = tmp_path_factory.mktemp("tier")
     calls = {"first": call(), "again": call(), "emptied": call(forgets_host=True)}
     writer = jobs.start("tier-writer", "v2", {"writer": tiered(folder, calls)})
@@ -120,7 +120,7 @@ def tier(
 
 
 def cached(call: dict[str, Any]) -> list[int]:
-    """What of each prompt was not computed."""
+    """Tokens of each prompt that were in the cache."""
     return [request["num_cached_tokens"] for request in call["requests"]]
 
 
@@ -129,17 +129,18 @@ def tokens(call: dict[str, Any]) -> list[list[int]]:
 
 
 def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """In nats a token."""
+    """The second call's divergence from the first, in nats a token."""
     pairs = zip(first["requests"], second["requests"], strict=True)
     return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
 
 
 def whole(lengths: Iterable[int]) -> list[int]:
-    """The tokens of whole blocks."""
+    """Tokens of whole blocks."""
     return [n // BLOCK * BLOCK for n in lengths]
 
 
-# SimpleCPUOffloadConnector leaves the last token out; the other has it computed again.
+# SimpleCPUOffloadConnector leaves the last token out. OffloadingConnector brings it
+# back, and it is computed again.
 WHOLE = whole(LENGTHS)
 SIMPLE = whole(n - 1 for n in LENGTHS)
 
@@ -160,7 +161,7 @@ def test_evicted_blocks_come_back(evicted, name, blocks):
 
 
 def test_files_come_back_in_one_process(tier):
-    """Once the host's memory is empty."""
+    """They come from the files, because the host's memory is empty."""
     calls = tier["writer"]
     assert cached(calls["emptied"]) == WHOLE
     assert tokens(calls["emptied"]) == tokens(calls["first"])

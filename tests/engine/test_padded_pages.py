@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Packed pages that share a pool with larger ones, and so end in padding.
+"""Packed pages that share a pool with larger ones, and therefore end in padding.
 
-A layer with a window, left in the model's dtype, makes a group of its own; vLLM gives
-both groups' pages one size. The window is longer than any prompt here, so that answers
-are those of the same layers in one group, whose pages are as large as they are.
+A layer with a window, left in the model's dtype, makes a group of its own, and vLLM
+gives both groups' pages one size. The window is longer than any prompt here. Answers
+are those of the same layers in one group, whose pages have no padding.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from harness import Call, Engine, Jobs, decided_tokens, kl_divergences, tie
 from scenarios import BLOCK, MAX_LEN, NUM_GENERATED, PROMPTS, SLOT_BYTES
 
-# Of a code that flips.
+# Nats: one code of many flips by rounding. See test_engine.py.
 KL_TOLERANCE = 1e-3
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = {"sliding_window": MAX_LEN - 1, "layer_types": KINDS}

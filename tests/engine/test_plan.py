@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""scripts/plan.py, held to what engines on an H200 had and took."""
+"""scripts/plan.py, held to the memory and the times of engines on an H200."""
 
 import argparse
 import json
@@ -29,29 +29,28 @@ from turbo_plan.gpus import (
 from turbo_plan.report import refusals, table, user_counts
 
 RESULTS = ROOT / "benchmarks/results/h200"
-# The longest contexts of the shapes that a file's engines were made for, unless their
-# commands say.
+# The longest context of a file's engines, unless their commands say another one.
 LONGEST = {"engine": 65536, "engine_window": 65536, "models": 32768}
 STEPS = 64
-# Of the capacity; of time, where weights and attention are most of it.
+# Relative errors of the capacity, and of times that are mostly weights and attention.
 TOKENS, TPOT = 0.001, 0.12
 H200 = GPUS["H200"]
 
 
 @dataclass
 class Run:
-    """How an engine was started, and what was measured.
+    """The settings of an engine, and its measurements.
 
     Attributes:
         model: The configuration's name.
-        arm: The benchmark's.
-        layers: The first so many, if not all.
+        arm: The benchmark's arm.
+        layers: The number of first layers, if not all.
         context: `max_model_len`.
         prefix_caching: Whether there was a prefix cache.
         utilization: `gpu_memory_utilization`.
-        cache_bytes: Of the cache, if it was not what was left.
-        tokens: That the cache held.
-        tpots: Milliseconds, by shape.
+        cache_bytes: Bytes of the cache, if they were given.
+        tokens: Tokens that the cache held.
+        tpots: Milliseconds per output token, by shape.
 
     """
 
@@ -120,9 +119,7 @@ def test_the_rows_are_of_every_kind():
 
 
 def test_as_many_tokens_fit(planned: list[dict[str, Any]]):
-    """Of hybrids and windows, too; where the cache's bytes are estimated, and where
-    they are given.
-    """
+    """Models have states and windows, and the cache's bytes are estimated or given."""
     wrong = {
         (run.model, run.layers, run.arm): (row, run.tokens)
         for run, row in zip(RUNS, planned, strict=True)
@@ -132,7 +129,7 @@ def test_as_many_tokens_fit(planned: list[dict[str, Any]]):
 
 
 def test_steps_take_as_long(planned: list[dict[str, Any]]):
-    """Of the model whose weights and layers were all there, alone on its GPU."""
+    """The model had all its weights and layers, and was alone on its GPU."""
     wrong, compared = {}, 0
     for run, row in zip(RUNS, planned, strict=True):
         if run.model == "llama-8b":
@@ -144,7 +141,7 @@ def test_steps_take_as_long(planned: list[dict[str, Any]]):
 
 
 def test_dtypes_rank_as_measured_with_latents(planned: list[dict[str, Any]]):
-    """Of 24 layers of a model with MLA, where attention is most of a step."""
+    """The rows are of 24 layers with MLA, where attention was most of a step."""
     for shape in ("16x32768", "64x4096"):
         found = {
             run.arm: (row["tpots"][shape], run.tpots[shape])
@@ -159,7 +156,7 @@ def test_dtypes_rank_as_measured_with_latents(planned: list[dict[str, Any]]):
 
 
 def test_weights_that_are_read(planned: list[dict[str, Any]]):
-    """All of a Llama's but the rows of its embedding; experts apart."""
+    """A Llama reads all weights but the rows of its embedding. Experts are apart."""
     rows = {run.model: row for run, row in zip(RUNS, planned, strict=True)}
     hidden, inner, kv_size, vocab = 4096, 14336, 1024, 128256
     layer = 2 * hidden * (hidden + kv_size) + 3 * hidden * inner + 2 * hidden
@@ -170,7 +167,7 @@ def test_weights_that_are_read(planned: list[dict[str, Any]]):
 
 
 def test_efficiencies_are_the_measured_ones():
-    """By decode attention alone, without an engine."""
+    """They are measured by decode attention alone, without an engine."""
     names = {"bf16" if name == "auto" else name: name for name in ATTENTION}
     shapes = {"32x65536x32x8x128": 0, "32x32768x16x2x256": 1}
     measured = {}
@@ -211,7 +208,7 @@ def test_what_a_step_reads():
     assert tpot(twice, "turbo4", 10**6) - fixed == pytest.approx(2 * read)
     own = LayerCache(token=4, head_size=128, dtype="auto")
     assert tpot(own, "turbo4", 10**6) == tpot(full, "auto", 10**6)
-    # It is read and written, whatever the context.
+    # A state is read and written, whatever the context.
     of_state = 2 * 1000 / WEIGHTS / H200.bandwidth
     assert tpot(state, "turbo4", 10**6) == pytest.approx(fixed + of_state, rel=1e-9)
     weights = Model(Weights(size=1, dense=900, layers=2, experts=[experts]), [])
@@ -221,7 +218,7 @@ def test_what_a_step_reads():
 
 
 def test_times_of_latents_are_the_measured_ones():
-    """By attention to MLA's latents alone, without an engine."""
+    """They are measured by attention to MLA's latents alone, without an engine."""
     arms = {"bf16": "auto", "fp8": "fp8", "turbo4": "turbo4"}
     measured: dict[str, dict[int, float]] = {name: {} for name in arms.values()}
     for line in (RESULTS / "mla.jsonl").read_text().splitlines():
@@ -235,7 +232,7 @@ def test_times_of_latents_are_the_measured_ones():
         assert times == pytest.approx(measured[dtype], abs=0.06), dtype
 
 
-# Microseconds of an H100 80GB, by the benchmark of `ci/gpu.py mla`: 32 x 32768 tokens.
+# Microseconds of `ci/gpu.py mla`'s benchmark on an H100 80GB: 32 x 32768 tokens.
 H100_LATENTS = {
     ("auto", 16): 418, ("fp8", 16): 230, ("turbo4", 16): 201,
     ("auto", 64): 432, ("fp8", 64): 240, ("turbo4", 64): 382,
@@ -284,14 +281,14 @@ def test_gpus_by_number():
      ("NVIDIA RTX PRO 6000 Blackwell", "RTX-PRO-6000")],
 )  # fmt: skip
 def test_gpus_by_name(text: str, name: str):
-    """In any case, with spaces or hyphens, and as the plan's first line has them."""
+    """In any case, with spaces or hyphens, and as a plan's first line has them."""
     assert parse_gpu(text) is GPUS[name]
 
 
 def test_the_fewest_gpus_that_fit():
     assert smallest_parallel(100, 60, heads=32, at_least=1) == 2
     assert smallest_parallel(100, 30, heads=32, at_least=1) == 4
-    # As many as divide the heads.
+    # The number of GPUs has to divide the heads.
     assert smallest_parallel(100, 30, heads=6, at_least=1) == 0
     assert smallest_parallel(100, 0.1, heads=64, at_least=1) == 0
 
@@ -360,7 +357,7 @@ def run_plan(*args: str | Path, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_a_plan_for_two_gpus(tmp_path: Path):
-    """Of a checkpoint: five layers of two KV heads of 64, of which each GPU has one."""
+    """The checkpoint has five layers of two KV heads of 64. Each GPU has one head."""
     model, picture = ROOT / "models/needle-llama", tmp_path / "plan.png"
     args = ["--gpu", "L4", "--tp", "2", "--context", "1024", "--json"]
     done = run_plan(model, *args, "--plot", picture)
@@ -393,8 +390,9 @@ def test_a_model_that_is_too_large_says_what_is_not():
 
 
 def test_a_server_has_as_many_tokens():
-    """A Llama of 8B's shape on an H100 80GB, with vLLM's default of requests at once:
-    what an engine had with `--gpu-memory-utilization 0.85`.
+    """An engine of Llama 8B's shape on an H100 80GB had these tokens.
+
+    It had `--gpu-memory-utilization 0.85`, and vLLM's default of requests at once.
     """
     args = "--gpu", "H100", "--gpu-memory-utilization", "0.85", "--json"
     dtypes = "--kv-cache-dtype", "auto", "fp8", "turbo4"
@@ -414,7 +412,7 @@ def test_what_does_not_go_says_why(tmp_path: Path):
 
 
 def test_a_context_is_the_models_at_most():
-    """It is 32768 tokens for a model that has more, and is not told."""
+    """Without --context it is 32768 tokens, or the model's own if that is less."""
     args = "--gpu", "4090", "--kv-cache-dtype", "turbo4", "--json"
     done = run_plan(ROOT / "models/needle-qwen3", *args)
     content = json.loads(done.stdout)
@@ -436,7 +434,7 @@ def test_a_context_is_the_models_at_most():
 def test_arguments_that_a_plan_would_ignore(
     text: str, said: str, capsys: pytest.CaptureFixture[str]
 ):
-    """Each is refused, for the plan would be of another server."""
+    """Each is refused: the plan would be of another server."""
     with pytest.raises(SystemExit, match="2"):
         plan_parser().parse_args(["model", "--engine-args", text])
     assert said in capsys.readouterr().err
@@ -482,11 +480,11 @@ def test_arguments_are_not_abbreviated():
 def test_a_python_without_the_series(
     packages: tuple[str, ...], script: str, tmp_path: Path
 ):
-    """One without packages, and one with a vLLM that nothing was applied to."""
+    """One Python has no packages, and one a vLLM without the series."""
     for package in packages:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
-    # Without site-packages, so that those above are all that there are.
+    # Without site-packages, so that the packages above are the only ones.
     command = [sys.executable, "-S", SCRIPTS / script, "--help"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Models that give vectors and scores instead of tokens, with causal attention.
 
-Prompts come in chunks: without, none of them would read the cache.
+Prompts come in chunks: whole prompts would not read the cache.
 """
 
 import json
@@ -27,10 +27,10 @@ UNCACHED = {
     "enable_prefix_caching": False,
     "max_num_batched_tokens": 4096,
 }
-# One less the cosine of what two dtypes give: a third of it is seen. Without attention
-# it is 0.8 and more.
+# The bound of one less the cosine of two dtypes' vectors. A third of it was measured,
+# and 0.8 or more without attention.
 DISTANCE = 0.01
-# Of each kind of model, what it makes of a prompt.
+# The pooling task of each kind of model.
 TASKS = {"embedding": "embed", "reward": "token_classify"}
 
 
@@ -80,7 +80,7 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 def distances(result: dict[str, Any], name: str, other: str, call: str) -> list[float]:
-    """Of each prompt, from what the model gives with its own dtype."""
+    """Returns each prompt's distance from its vector with the model's own dtype."""
     pairs = zip(
         *(result[f"{name}-{each}"]["calls"][call]["requests"] for each in (OWN, other)),
         strict=True,
@@ -99,19 +99,22 @@ def test_gives_as_with_its_own_dtype(result: dict[str, Any], name: str, call: st
 
 @pytest.mark.parametrize("name", TASKS)
 def test_attention_decides_what_is_given(result: dict[str, Any], name: str):
-    """Guards the test above."""
+    """Guards the test above: vectors without attention are far off."""
     assert min(distances(result, name, "zeroed", "cold")) > 10 * DISTANCE
 
 
 def test_vectors_from_prefix_hits(result: dict[str, Any]):
-    """All tokens' scores need all tokens: these have no hits."""
+    """Scores of all tokens have no hits, because they need all tokens."""
     for name, hits in (("embedding", True), ("reward", False)):
         warm = result[f"{name}-{DTYPE}"]["calls"]["warm"]["requests"]
         assert all(bool(each["num_cached_tokens"]) == hits for each in warm)
 
 
 def test_one_prompt_has_one_vector_where_asked_for(result: dict[str, Any]):
-    """With "stored", but for roundings; with nothing cached, that of the own dtype."""
+    """It is the same up to rounding with "stored", and if nothing is cached.
+
+    In the second case it is the vector of the model's own dtype.
+    """
 
     def apart(one: str, other: str) -> float:
         pairs = zip(
@@ -128,7 +131,7 @@ def test_one_prompt_has_one_vector_where_asked_for(result: dict[str, Any]):
     assert 10 * apart("stored cold", "stored warm") < raw
     assert 100 * apart("uncached cold", "uncached warm") < raw
     assert 100 * apart("uncached cold", f"{OWN} cold") < raw
-    # Why it is not the default.
+    # Therefore "stored" is not the default.
     from_own = apart(f"{DTYPE} warm", f"{OWN} cold")
     assert apart("stored cold", f"{OWN} cold") > 2 * from_own
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a hybrid's prefix cache holds of chats: scripts/prefix_hits.py."""
+"""benchmarks/prefix_hits.py: the part of chats that a hybrid's prefix cache holds."""
 
 import csv
 import subprocess
@@ -32,8 +32,9 @@ def test_rows_are_the_committed_ones():
 
 
 def test_a_unit_makes_up_for_long_blocks():
-    """At equal flags as many tokens are reused as in the model's dtype, and more than
-    that does by whole blocks.
+    """With equal flags as many tokens are reused as with the model's dtype.
+
+    They are more than that dtype reuses by whole blocks.
     """
     rows = {key: int(row["reused"]) for key, row in read(COMMITTED.read_text()).items()}
     assert rows["turbo4", ""] < rows["fp8", ""] < rows["auto", ""]

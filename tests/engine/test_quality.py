@@ -30,22 +30,23 @@ from turbo_quality.metrics import common_prefix, compare, kl_divergence, score_t
 from turbo_quality.report import bars, ratio_error
 
 MAX_PICTURE_BYTES = 100 << 10
-# Mean KL from `auto` in nats, at most. A dtype is to be better than the next coarser
-# one, and turbo3 than vLLM's preset of as many bytes, which diverges twice as much
-# (README): each bound lies between what --quick measured of the two. They are
-# absolute, for a fault of all dtypes alike changes no ratio. CPUs that round otherwise
-# measure 0.8 to 1.2 times as much.
+# Bounds of the mean KL from `auto`, in nats. A dtype has to be better than the next
+# coarser one, and turbo3 better than vLLM's preset of as many bytes, which diverges
+# twice as much (README). Each bound lies between the two that --quick measured. They
+# are absolute, because a fault that all dtypes have changes no ratio. CPUs that round
+# otherwise measure 0.8 to 1.2 times as much.
 KL_BOUND = {
     "decode": {"turbo4": 0.0131, "k4v3": 0.0272, "turbo3": 0.0455},
     "prefill": {"turbo4": 0.0021, "k4v3": 0.0033, "turbo3": 0.0075},
 }
-# The same over turbo4's, at most. A bit less makes the squared error, with which KL
-# goes, four times as large, and the trellis takes some of that off: 4 where K and V
-# have a bit less, 2.5 where V has, whose part is half. A quarter is for so few
-# positions.
+# Bounds of a dtype's KL over turbo4's. KL is in proportion to the squared error, which
+# is four times as large with a bit less. The trellis takes some of that off. The factor
+# is 4 where K and V have a bit less, and 2.5 where V alone has, which is half of the
+# error. So few positions get a quarter more.
 MAX_RATIO = {"k4v3": 1.25 * 2.5, "turbo3": 1.25 * 4}
-# An unquantised cache differs from itself by the order of sums alone: fp16 rounds to
-# 1/2048, four bits to 1/16, and KL goes with the square. How a CPU sums may treble it.
+# An unquantised cache differs from itself by the order of sums alone. fp16 rounds to
+# 1/2048 and four bits to 1/16, and KL is in proportion to the square. A CPU's order of
+# sums may treble it.
 NOISE_SHARE = 0.01
 
 
@@ -98,7 +99,8 @@ def test_tail_and_spread(distributions: np.ndarray):
     result = compare(distributions, other, distributions.argmax(axis=-1))
     worst = kl_divergence(distributions[0, 0], other[0, 0])
     assert result["kl_mean"] == pytest.approx(worst / 100)
-    # One text has it all: mean m/50 and 0, so the standard error is the mean itself.
+    # One text has all of it. The texts' means are m/50 and 0, so that the standard
+    # error is the mean itself.
     assert result["kl_stderr"] == pytest.approx(worst / 100)
     assert result["top1"] == 0.99
 
@@ -123,7 +125,7 @@ def test_an_answer_needs_its_end():
 
 
 class ArmsInTurn:
-    """A lab whose arms end in an order, some of them with an error."""
+    """A lab whose arms end in a given order, some of them with an error."""
 
     def __init__(self, ended: dict[str, str | None]) -> None:
         self.ended = ended
@@ -137,7 +139,7 @@ class ArmsInTurn:
 
 
 def arms_in_turn(**ended: str | None) -> Iterator[dict[str, str]]:
-    """Yields what is known of each arm after each: its error, or its measure."""
+    """Yields after each arm, for all that have ended, the error or the measure."""
     arms = [quality.Arm.parse(name, 64) for name in ("auto", "fp8", "turbo4")]
     for rows in quality.run_lab(ArmsInTurn(ended), arms):
         yield {row["arm"]: row.get("error") or row["decode"] for row in rows}
@@ -165,7 +167,7 @@ def test_texts_share_no_token():
 
 
 def test_a_model_with_other_tokens_is_refused(tmp_path: Path):
-    """Whose ids 256 to 258 are words: prompts would be made of these."""
+    """Its ids 256 to 258 are words, which prompts would contain."""
     content = json.loads((MODEL / "tokenizer.json").read_text())
     content["added_tokens"][0]["content"] = "<|im_start|>"
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -204,7 +206,7 @@ def test_engines_have_room_for_all_cases(name: str):
     cases = build_cases(HELD_OUT, replace(quality.QUICK, cases=0), 0, model)
     assert len(cases.rivals) == quality.QUICK.rivals
     assert cases.longest() >= max(map(len, cases.rivals))
-    # The digit is of the first of the codes.
+    # The last token of a case is the first digit of the first code.
     assert all(Vocabulary(model).decode(x[-1:]).isdigit() for x in cases.rivals)
 
 
@@ -237,7 +239,7 @@ def test_ratio_of_texts_that_vary_alike_is_exact():
     texts = [1.0, 2.0, 4.0]
     assert ratio_error(texts, [2 * kl for kl in texts]) == pytest.approx(0)
     assert ratio_error([1.0], [2.0]) is None
-    # Rests of -1 and 1 about the ratio 1, whose deviation is sqrt(2).
+    # The residuals about the ratio 1 are -1 and 1, with a deviation of sqrt(2).
     assert ratio_error([1.0, 3.0], [2.0, 2.0]) == pytest.approx(0.5)
 
 
@@ -285,10 +287,10 @@ def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run's output; `fp8` is there because a CPU refuses it.
+    """A small run's output, with `fp8` because a CPU refuses it.
 
-    Of what an engine generates, needles are found: the rest would take a third of the
-    time.
+    Engines generate answers to needles alone: other tasks would take a third of the
+    whole time.
     """
     folder = tmp_path_factory.mktemp("quality")
     options = ["--only-needles", "--continuation-steps", 1]
@@ -313,9 +315,7 @@ def test_bytes_a_token(rows: dict[str, dict[str, Any]]):
 
 @pytest.mark.parametrize("part", ["decode", "prefill"])
 def test_divergence(rows: dict[str, dict[str, Any]], part: str):
-    """Fewer bits cost more, by no more than they are worth, each dtype is within its
-    bound, and no quantisation is free.
-    """
+    """Fewer bits cost more, within their bounds, and no quantisation is free."""
     divergences = [rows[dtype][part]["kl_mean"] for dtype in TURBO_DTYPES]
     assert rows["auto:48"][part]["kl_mean"] < NOISE_SHARE * divergences[0]
     assert divergences == sorted(divergences)
@@ -326,7 +326,7 @@ def test_divergence(rows: dict[str, dict[str, Any]], part: str):
 
 
 def test_answers_that_weigh_many_codes_at_once(rows: dict[str, dict[str, Any]]):
-    """They move by more than text does, and not because the two runs differ."""
+    """They diverge more than text does, and not because two runs differ."""
     rivals = {arm: rows[arm]["rivals"] for arm in ("auto", "auto:48", *TURBO_DTYPES)}
     assert all(found["positions"] == 4 for found in rivals.values())
     for dtype in TURBO_DTYPES:
@@ -356,7 +356,7 @@ def test_pictures(folder: Path, name: str):
 
 @pytest.mark.matrix
 def test_latents_of_mla(tmp_path: Path):
-    """They are measured as K and V are, by the backends that serve them."""
+    """Latents are measured as K and V are, by the backends that serve them."""
     model = MODEL.with_name("needle-deepseek-v3")
     options = ["--no-pictures", "--texts", 2, "--rivals", 1, "--arms"]
     options += ["auto", "turbo4:TURBO_MLA", "turbo4:TRITON_MLA"]

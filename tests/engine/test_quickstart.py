@@ -20,7 +20,7 @@ from tasks import is_held_out
 
 QUICKSTART = ROOT / "scripts" / "quickstart.sh"
 
-# Gives one answer to everything.
+# A server that gives one answer to all questions.
 SERVER = """#!{python}
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -43,7 +43,7 @@ HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def heed_interrupts() -> None:
-    """Undoes what a shell does to a background job, and so to these tests in one."""
+    """Lets SIGINT end the process: a shell ignores it for background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -76,7 +76,7 @@ class Run:
         count = 0
         for environment in Path("/proc").glob("[0-9]*/environ"):
             try:
-                # A zombie's is empty.
+                # A zombie's environment is empty.
                 count += self.mark.encode() in environment.read_bytes()
             except OSError:
                 continue
@@ -106,7 +106,7 @@ def test_serves_answers_and_compares(tmp_path: Path):
     # The environment is there already.
     assert "up to date" in output and " ..." not in output
     assert re.search(r"KV cache size: [\d,]+ tokens", output)
-    # The question's step, then the answer in quotes.
+    # The line of the question's step comes before the answer in quotes.
     assert re.search(r"\[5/5\] .*\n +(['\"]).+\1 \(right\)\n", output)
     gains = dict(re.findall(r"^(\w+) +[\d,]+ +([\d.]+)x$", output, re.MULTILINE))
     assert float(gains.pop("bfloat16")) == 1
@@ -118,7 +118,7 @@ def test_serves_answers_and_compares(tmp_path: Path):
 
 @pytest.mark.matrix
 def test_serves_a_real_model(tmp_path: Path):
-    """It is fetched, and answers; whether it is right is no promise of ours."""
+    """It is fetched, and answers. A right answer is not promised."""
     run = Run(tmp_path / "log", "--model", "smollm2")
     assert run.end() == 0, run.log.read_text()
     assert re.search(r"\[5/5\] .*\n +(['\"]).+\1 \(", run.log.read_text())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A trained model whose newest tokens are read in 8 bits, not as they are packed."""
+"""A trained model whose newest tokens are read in 8 bits, and not as codes."""
 
 import statistics
 from typing import Any
@@ -9,26 +9,26 @@ import pytest
 from harness import Call, Engine, Jobs, kl_divergences
 from turbo_quality.cases import HELD_OUT, MODEL
 
-# Of which each layer may have a sliding window.
+# A model each layer of which may have a sliding window.
 LLAMA = MODEL.with_name("needle-llama")
 BLOCK = 64
-# Rows of a block of turbo4 with vectors of 128, but for the one that is written.
+# Rows of a block of turbo4 with vectors of 128, without the one that is written.
 NUM_TOKENS = 23
 # Prompts end at a block's border, beside one, and within a block.
 LENGTHS = (2 * BLOCK, 3 * BLOCK + 1, 2 * BLOCK + 20, 3 * BLOCK + 40)
-# Of prompts that hit all but the last token: nothing else is written to their windows.
+# Tokens of prompts that hit all but their last: only that is written to their windows.
 ALIKE = (3 * BLOCK + 1,) * 4
 MAX_TOKENS = 24
-# Of all layers but the last; requests outgrow it, and lose blocks.
+# The window of all layers but the last. Requests outgrow it, and lose blocks.
 SLIDING_WINDOW = BLOCK // 2 + 4
-# So few that some requests are preempted, with a block more for each.
+# So few that some requests are preempted. Each request has one more block.
 NUM_SCARCE_BLOCKS = 18
-# Those that hits leave, and few more: windows get blocks that others had.
+# The blocks that hits leave, and few more: windows get blocks that others had.
 NUM_HIT_BLOCKS = 24
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Text, a token a byte."""
+    """Returns texts, a token a byte."""
     text = HELD_OUT.read_bytes()
     return [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(lengths)]
 
@@ -88,7 +88,7 @@ def log(result: dict[str, Any], jobs: Jobs) -> str:
 def divergence(
     result: dict[str, Any], name: str, call: str = "batched", exact: str = "batched"
 ) -> float:
-    """Of decoded tokens from the exact cache's, in nats."""
+    """Returns decoded tokens' mean divergence from the exact cache's, in nats."""
     requests = result["exact"]["calls"][exact]["requests"]
     found = result[name]["calls"][call]["requests"]
     if call == "warm":
@@ -109,7 +109,7 @@ def test_its_length_is_told(log: str):
 
 
 def test_hits(result: dict[str, Any]):
-    """What a hit brings is packed; the window has what is decoded from there on."""
+    """Tokens of a hit are packed; the window has the tokens from there on."""
     warm = result["hits"]["calls"]["warm"]["requests"]
     assert all(request["num_cached_tokens"] == 3 * BLOCK for request in warm)
     none = divergence(result, "none", "alike", "alike")
@@ -118,12 +118,12 @@ def test_hits(result: dict[str, Any]):
 
 
 def test_beside_layers_that_are_not_packed(result: dict[str, Any]):
-    """Whose pages have other sizes."""
+    """The pages of these layers have another size."""
     assert divergence(result, "skipped") < divergence(result, "none") / 2
 
 
 def test_layers_with_a_sliding_window(sliding: dict[str, Any]):
-    """Have one, too, in groups with those of other layers."""
+    """They have a recent window as well, in groups with those of other layers."""
     assert divergence(sliding, "window") < divergence(sliding, "none") / 2
     counts = {name: sliding[name]["num_kv_cache_groups"] for name in sliding}
     assert counts == {"exact": 5, "none": 5, "window": 10}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which models of vLLM's recipes are served: the tables, held to the code.
+"""The tables of served models of vLLM's recipes, held to the code.
 
 One model of each class is built here, in one process. ``scripts/recipes.py --check``
-builds all, and tries the ways out of what is refused.
+builds all models, and tries the flags and dtypes that refusals name.
 """
 
 import copy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The seeded model's files."""
+"""The files of the seeded model."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""`vllm serve` as a process, asked over HTTP."""
+"""`vllm serve` as a process that answers over HTTP."""
 
 import heapq
 import signal
@@ -103,7 +103,7 @@ def test_too_long_a_prompt_is_refused(server: Server):
 
 
 def test_ends_cleanly_when_asked(server: Server):
-    """Runs last: the others need the server."""
+    """This test is the last, because the others need the server."""
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(TIMEOUT_S) == 0
     assert group_is_gone(server.process)

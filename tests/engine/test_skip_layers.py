@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""--kv-cache-dtype-skip-layers: some layers at the model's dtype, the others packed."""
+"""--kv-cache-dtype-skip-layers: some layers in the model's dtype, the others packed."""
 
 import json
 from pathlib import Path

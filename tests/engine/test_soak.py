@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `soak.py` compares and complains of, and a small run of it."""
+"""The comparisons and complaints of `soak.py`, and a small run of it."""
 
 import argparse
 import json
@@ -95,7 +95,7 @@ def test_what_is_not_asked_for_need_not_be(row, field):
     "tokens, answered, unequal",
     [
         ([5, 6, 7, 8], 1, 0),
-        # What rounding decides, and what comes behind it.
+        # A token that rounding decides, and other tokens behind it.
         ([5, 6, 9, 1], 1, 0),
         ([5, 9, 7, 8], 1, 1),
         ([9, 6, 7, 8], 1, 1),
@@ -187,17 +187,17 @@ def test_the_exit_status_says_whether_all_is_well(
     [
         ["--kv-cache-dtype", "turbo4"],
         ["--kv-cache-dtype", "k4v3", "--window", "--drafts", "ngram"]
-        # With drafts answers are soon whole: more of them have to be cut off.
+        # With drafts answers are soon whole, so that more of them have to be cut off.
         + ["--tokens", "12", "--aborted", "0.2"],
         ["--kv-cache-dtype", "turbo3", "--window", "--transfers", "0.3"],
     ],
     ids=lambda more: more[1],
 )
 def test_a_small_run(model: Path, tmp_path: Path, more: list[str]):
-    """All but how full the cache is, which so few blocks cannot show.
+    """All is checked but the share of used blocks, which is low in so small a run.
 
-    What a request sees as it is stored depends on the load if it has a recent window:
-    only a model that has learnt something is certain of its answers then.
+    With a recent window the load decides which tokens a request sees as codes. Only a
+    trained model is certain of its answers then.
     """
     output = tmp_path / "soak.jsonl"
     options = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `soak_scheduler.py` complains of, short runs of it, and leaks that it finds."""
+"""The complaints of `soak_scheduler.py`, short runs of it, and leaks that it finds."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def test_each_fault_is_named(row, field, value, said):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What was complained of, by run."""
+    """The complaints, by run."""
     folder = tmp_path_factory.mktemp("soak")
     result, log = folder / "result.json", folder / "log"
     command = [sys.executable, CHILD, result, str(REQUESTS)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `soak_server.py` takes for an answer and complains of, and a small run of it."""
+"""The answers and complaints of `soak_server.py`, and a small run of it."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def chunk(tokens: list[int], reason: str | None = None) -> str:
 
 DONE = "data: [DONE]\n\n"
 ERROR = 'data: {"error": {"message": "EngineCore died"}}\n\n'
-# What comes of a request, and the tokens of a whole answer or of a broken one.
+# A response, its tokens, and whether the answer is whole.
 STREAMS: dict[str, tuple[str, list[int], bool]] = {
     "whole": (chunk([1, 2]) + chunk([3], "length") + DONE, [1, 2, 3], True),
     "cut": (chunk([1, 2]), [1, 2], False),
@@ -36,7 +36,7 @@ STREAMS: dict[str, tuple[str, list[int], bool]] = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with a body that the path names, and a status."""
+    """Answers all requests with one body and status."""
 
     answer, status = "", 200
 
@@ -95,7 +95,7 @@ def test_nobody_listens(port):
     "tokens, is_whole, unequal",
     [
         ([5, 6, 7], True, 0),
-        # What rounding decides.
+        # The last token is decided by rounding.
         ([5, 6, 9], True, 0),
         ([5, 9, 7], True, 1),
         ([5], True, 1),
@@ -123,7 +123,7 @@ def test_tokens_are_decided_up_to_a_tie():
     ]
     choice = {"token_ids": [1, 2, 3], "logprobs": {"top_logprobs": likeliest}}
     assert decided_tokens(choice) == [1]
-    # Two tokens of one text.
+    # Two tokens have the same text.
     likeliest[0] = {"a": -0.1}
     assert decided_tokens(choice) == []
 
@@ -176,7 +176,7 @@ def test_each_fault_of_a_kill_is_named(row, index, field, value, said):
 
 @pytest.mark.matrix
 def test_a_small_run(tmp_path: Path):
-    """All but that a stream breaks off, which so few clients cannot promise."""
+    """All is checked but that a stream breaks off, which few clients cannot promise."""
     output = tmp_path / "soak.jsonl"
     options = argparse.Namespace(
         kv_cache_dtype="k4v3", kills=3, answers=3, clients=3, lengths=512, cases=1,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The stand-ins for gated delta nets' ops against sums over all tokens."""
+"""The stand-ins for gated delta nets' ops, held to sums over all tokens."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ EPS = 1e-5
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    """As vLLM calls them: by name, and with a schema."""
+    """The ops as vLLM calls them: by name, and with a schema."""
     registry.register_missing(NAMESPACE)
     return getattr(torch.ops, NAMESPACE)
 
 
 class DeltaNet:
-    """What a gated delta net makes of tokens, and its weights."""
+    """A gated delta net's inputs from tokens, and its weights."""
 
     def __init__(self, num_tokens: int) -> None:
         torch.manual_seed(0)
@@ -33,15 +33,17 @@ class DeltaNet:
         self.decay, self.bias = torch.rand(2, HEADS).unbind()
 
     def gates(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is kept of a state and what of a token's error comes to it."""
+        """Returns a state's factor, and the factor of the error that a token adds."""
         steps = torch.log1p(torch.exp(self.a[tokens] + self.bias))
         return torch.exp(-self.decay * steps), 1 / (1 + torch.exp(-self.b[tokens]))
 
     def expected(
         self, tokens: slice, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs, and the state after each token, as sums over all tokens before it:
-        what each adds, times what those after it leave of that. In fp64.
+        """Returns the outputs, and the state after each token, computed in fp64.
+
+        A state is a sum over all tokens so far: the addition of each, times the factors
+        of all later tokens.
         """
         repeats = HEADS // KEY_HEADS
         q, k = (
@@ -55,7 +57,7 @@ class DeltaNet:
         left = kept[..., None, None] * (torch.eye(KEY_DIM) - erased)
         states = []
         for t in range(len(v)):
-            # Of the newest first; the state before all tokens comes last.
+            # The newest token's part is first; the state before all tokens is last.
             parts, product = [], torch.eye(KEY_DIM).double().expand(HEADS, -1, -1)
             for i in reversed(range(t + 1)):
                 parts.append(product @ added[i])
@@ -119,7 +121,7 @@ def test_states_take_a_token(ops):
 
 
 def test_states_of_drafts(ops):
-    """From the state after the last one that was accepted, and kept after each."""
+    """They begin at the last accepted draft's state; the state after each is kept."""
     net, starts, states = DeltaNet(5), [0, 3, 5], random_states(8)
     slots, accepted = torch.tensor([[1, 2, 3], [4, 5, 6]]), [3, 1]
     before = states.clone()
@@ -139,7 +141,7 @@ def test_states_of_drafts(ops):
 def convolved(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """[num_tokens, dim] of [width - 1 + num_tokens, dim], token by token."""
+    """Returns [num_tokens, dim] for inputs [width - 1 + num_tokens, dim]."""
     sums = [
         (inputs[t : t + WIDTH] * weight.T).sum(0) + bias
         for t in range(len(inputs) - WIDTH + 1)
@@ -159,7 +161,7 @@ def convolution(num_tokens: int, num_slots: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_convolutions_of_prompts(ops):
-    """The second goes on from its state, the first has none yet."""
+    """The second prompt goes on from its state, and the first has none yet."""
     x, weight, bias, states = convolution(7, 4)
     before, slots = states.clone(), torch.tensor([3, 1], dtype=torch.int32)
     output = ops.causal_conv1d_fwd_cpu(
@@ -192,7 +194,7 @@ def test_convolutions_of_a_token(ops):
 
 
 def test_convolutions_of_drafts(ops):
-    """After those that were accepted; all inputs are kept for the next step."""
+    """They come behind the accepted drafts; all inputs are kept for the next step."""
     x, weight, bias, states = convolution(2 * (1 + NUM_DRAFTS), 4)
     x = x.view(2, 1 + NUM_DRAFTS, DIM)
     before, slots, accepted = states.clone(), [2, 0], [3, 1]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The stand-ins for Mamba2's ops against sums over all tokens."""
+"""The stand-ins for Mamba2's ops, held to sums over all tokens."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ HEADS, GROUPS, HEAD_DIM, STATE_SIZE = 4, 2, 6, 8
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    """As vLLM calls them: by name, and with a schema."""
+    """The ops as vLLM calls them: by name, and with a schema."""
     registry.register_missing(NAMESPACE)
     return getattr(torch.ops, NAMESPACE)
 
@@ -27,8 +27,10 @@ def summed_up(
     b: torch.Tensor,
     c: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A state space model of one sequence and a group a head, as sums over all tokens
-    before each: its outputs, and the state after the last. In fp64.
+    """Returns a state space model's outputs, and the state after the last token.
+
+    There is one sequence, and each head has its own group. Each state is a sum over all
+    tokens so far, in fp64.
     """
     state, x, dt, decay, b, c = (y.double() for y in (state, x, dt, decay, b, c))
     age = dt.cumsum(0)
@@ -44,7 +46,7 @@ def summed_up(
 
 
 class StateSpace:
-    """What a layer of Mamba2 makes of tokens, and its weights."""
+    """The inputs of a layer of Mamba2 from tokens, and its weights."""
 
     def __init__(self, num_tokens: int) -> None:
         torch.manual_seed(0)
@@ -94,7 +96,7 @@ def test_scans_go_on_from_their_states(ops, gated):
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_states_take_a_token(ops, moves):
-    """In place or to another slot; padding has no output and no state."""
+    """A state stays or moves to another slot; padding has no output and no state."""
     layer, padding = StateSpace(3), 0
     states = torch.randn(6, HEADS, HEAD_DIM, STATE_SIZE)
     before, out = states.clone(), torch.full_like(layer.x, 7.0)
@@ -139,7 +141,7 @@ def test_states_of_drafts_are_refused(ops):
 
 
 def test_states_after_each_chunk():
-    """Of two sequences, the first of which has two and a half chunks."""
+    """There are two sequences, the first of which has two and a half chunks."""
     layer, starts, rows = StateSpace(9), [0, 2, 4, 5, 9], [0, 0, 0, 1]
     initial = torch.randn(2, HEADS, HEAD_DIM, STATE_SIZE)
     out = torch.full_like(layer.x, float("nan"))

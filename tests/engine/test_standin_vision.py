@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""torchvision where its library does not load."""
+"""The stand-ins for torchvision's ops, where its library does not load."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm_turbo_cpu_standins.vision import SCHEMAS, define_missing
 
-# What a process that has imported nothing of ours does.
+# A process that imports nothing of ours runs this.
 USE = """
 import torch, torchvision
 from torchvision.transforms.v2 import functional
@@ -30,7 +30,7 @@ except RuntimeError as error:
 def make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, Path | None], str]:
-    """Makes a package with a library, or without."""
+    """Makes a package with a library or without, and returns its name."""
 
     def make_package(name: str, library: Path | None) -> str:
         (tmp_path / name).mkdir()
@@ -44,7 +44,7 @@ def make(
 
 
 def test_import():
-    """Every process has the ops, whose call torchvision refuses."""
+    """Every process has the ops, and torchvision refuses to call them."""
     done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     size, has_ops, *error = done.stdout.splitlines()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The stand-ins against plain definitions of what the native ops do."""
+"""The stand-ins, held to plain definitions of the native ops."""
 
 import os
 from typing import Any
@@ -31,7 +31,7 @@ def test_registers_only_what_is_missing():
     registered = registry.register_missing(NAMESPACE)
     assert set(registered) == set(registry.STANDINS) - {"greedy_argmax"}
     ops = getattr(torch.ops, NAMESPACE)
-    # The one that was there has stayed as it was.
+    # The op that was there is unchanged.
     assert ops.greedy_argmax(torch.tensor([[0.0, 1.0]])).tolist() == [0.0]
     assert registry.register_missing(NAMESPACE) == []
     ops.init_cpu_memory_env([0])
@@ -39,8 +39,9 @@ def test_registers_only_what_is_missing():
 
 @pytest.mark.parametrize("has_avx512", [True, False])
 def test_attention_begins_on_any_cpu(monkeypatch, has_avx512: bool):
-    """Whatever its instructions: dtypes that vLLM takes for FP8, and heads that FP8
-    does not take.
+    """It does not need the CPU's instructions.
+
+    It takes dtypes that vLLM takes for FP8, and refuses heads that FP8 cannot have.
     """
     cpu = torch.cpu
     monkeypatch.setattr(cpu, "_is_avx512_supported", lambda: has_avx512)
@@ -93,7 +94,7 @@ def test_gumbel_follows_the_distribution_and_the_seed(ops):
 
 
 def test_rejection_stops_at_the_first_mismatch(ops):
-    # Drafts of 2 (all right), 3 (second wrong), 0 and 1 (not greedy) tokens.
+    # Requests with 2 drafts (all right), 3 (the second wrong), 0, and 1 (not greedy).
     output = torch.full((4, 4), -1)
     ops.rejection_greedy_sample_kernel_impl(
         output,
@@ -118,7 +119,7 @@ def test_rejection_stops_at_the_first_mismatch(ops):
 def test_attention_over_scattered_pages(
     ops, window: int, softcap: float, with_sinks: bool
 ):
-    """Two sequences, one of them with cached context, against a loop over tokens."""
+    """Two sequences, one with cached context, are held to a loop over tokens."""
     generator = torch.Generator().manual_seed(1)
     num_heads, num_kv_heads, head_size, block_size = 4, 2, 8, 4
     seq_lens, query_lens = [9, 5], [3, 5]
@@ -138,7 +139,7 @@ def test_attention_over_scattered_pages(
             keys[row], values[row], key_cache, value_cache, slots, "vec"
         )
         if row:
-            # Slot -1 wrote nothing; put the token there by hand.
+            # Slot -1 wrote nothing: the token is put there by hand.
             assert key_cache[2, :, 0].isnan().all()
             key_cache[2, :, 0], value_cache[2, :, 0] = keys[row][0], values[row][0]
     query = torch.randn(sum(query_lens), num_heads, head_size, generator=generator)
@@ -168,7 +169,7 @@ def test_attention_over_scattered_pages(
 
 
 def test_latents_are_attended_to(ops):
-    """Each request's query, to a cache whose first coordinates are K and V."""
+    """Each request has one query, and the cache's first coordinates are K and V."""
     generator = torch.Generator().manual_seed(3)
     cache = torch.randn(5, 4, 6, generator=generator)
     query = torch.randn(2, 3, 6, generator=generator)
@@ -230,7 +231,7 @@ def test_next_draft_lies_one_further_and_not_past_the_longest(ops):
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_room_for_more_drafts(ops, shift: bool):
-    """Two requests of three tokens; of the second, one was rejected."""
+    """Two requests have three tokens each. One token of the second was rejected."""
     added, num_new = 2, 6 + 2 * (1 if shift else 2)
     ids, positions = torch.empty(num_new).long(), torch.empty(num_new).long()
     rejected, masked = torch.empty(num_new).bool(), torch.empty(num_new).bool()
@@ -259,7 +260,7 @@ def test_room_for_more_drafts(ops, shift: bool):
     assert masked.tolist() == [token == 99 for token in ids.tolist()]
     assert rejected.tolist() == [token == 0 for token in ids.tolist()]
     assert ids[new.long()].tolist() == [13, 99, 23, 99]
-    # In order, but that a rejected one is at none.
+    # Positions go on in order, and a rejected token has position 0.
     length = num_new // 2
     assert positions.tolist() == [*range(5, 5 + length), *range(length - 1), 0]
     assert places.tolist() == ([0, 1, 2, 4, 5, 6] if shift else [0] * 6)
@@ -268,7 +269,7 @@ def test_room_for_more_drafts(ops, shift: bool):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("query_lens", [None, [1, 3, 0, 2]])
 def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
-    """As over all of each sequence at once; padding has no output and no state."""
+    """They give as much as whole sequences; padding has no output and no state."""
     torch.manual_seed(0)
     dim, width, before = 6, 3, 5
     lens = query_lens or [1] * 4
@@ -307,7 +308,7 @@ def test_convolutions_go_on_from_their_states(ops, activation, query_lens):
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_experts_are_summed_up_by_their_weights(ops, is_weighted: bool):
-    """Of three, two a token."""
+    """There are three experts, and each token has two."""
     torch.manual_seed(0)
     hidden, inner = 6, 4
     weights = torch.randn(3, 2 * inner, hidden), torch.randn(3, hidden, inner)
@@ -336,7 +337,7 @@ def test_experts_are_summed_up_by_their_weights(ops, is_weighted: bool):
 
 @pytest.mark.parametrize("with_zeros", [False, True])
 def test_product_with_codes_of_four_bits(ops, with_zeros: bool):
-    """Columns in blocks of 16; a scale, and perhaps a zero, for 8 consecutive rows."""
+    """Columns are in blocks of 16. Each 8 rows have a scale, and may have a zero."""
     torch.manual_seed(0)
     k, n, group = 32, 48, 8
     codes = torch.randint(16, (k, n))
@@ -376,7 +377,7 @@ def test_scales_of_groups_are_refused(ops):
 
 
 def test_fp8_products_are_not_onednns(monkeypatch):
-    """Its reference takes minutes where another CPU takes a second."""
+    """The reference of oneDNN takes minutes where another CPU takes a second."""
     seen = []
 
     def scaled_mm(*args: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What an engine says of its cache when it starts: one line, with its numbers."""
+"""The line that an engine logs about its cache at the start, with its numbers."""
 
 import json
 import re
@@ -11,12 +11,12 @@ import pytest
 from harness import BASE_ARGS, Engine, Jobs
 from scenarios import TURBO_DTYPES
 
-# Of K and V of 128 coordinates.
+# Bytes of K and V of 128 coordinates.
 SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
 
 
 class Started(NamedTuple):
-    """Engines' results by name, and what their process logged."""
+    """Engines' results by name, and the lines that their process logged."""
 
     engines: dict[str, Any]
     lines: list[str]
@@ -79,7 +79,7 @@ def test_capacity_is_what_vllm_says(started: Started):
     ]
     results = started.engines.items()
     assert sizes == [f"{engine['num_tokens']:,}" for _, engine in results]
-    # Of what a request takes a recent window has a block.
+    # A recent window takes one block of each request.
     whole = [e for dtype, e in results if dtype not in started.windowed()]
     assert all(e["num_tokens"] % BASE_ARGS["block_size"] == 0 for e in whole)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Engines that start with dummy weights and load others later, as those of
-reinforcement learning, answer as if they had started with these.
+"""Engines that start with dummy weights and load others later.
 
-The model has long biases of K, which an offset is made of.
+Reinforcement learning uses such engines. They answer as if they had started with the
+later weights. The model has long biases of K, from which its offset is computed.
 """
 
 import re
@@ -15,10 +15,10 @@ from harness import Call, Engine, Jobs
 from test_key_bias import with_other_biases
 from trained import TRAINED
 
-# Tokens that hold the answers of these.
+# The tasks with short answers are asked.
 MAX_TOKENS = 8
 TASKS = [task for task in trained.tasks() if len(task["answer"]) <= MAX_TOKENS]
-# Each call's weights: the model's, or such with other biases.
+# Each way's weights: the model's, or those with other biases.
 BASE, OTHER = "base", "other"
 WAYS = {
     "load_weights": BASE,
@@ -83,7 +83,7 @@ def all_right(requests: list[dict[str, Any]]) -> bool:
 
 @pytest.fixture
 def lines(result: dict[str, Any], jobs: Jobs) -> list[str]:
-    """What the engine with all updates has said of its offset."""
+    """The lines that the engine with all updates has logged about its offset."""
     log = (jobs.folder / "weight-updates" / "log").read_text()
     _, _, after = log.partition("engine updates\n")
     said = after.partition("engine turbo3")[0].splitlines()
@@ -105,7 +105,7 @@ def test_answers_of_three_bits(result: dict[str, Any], way: str):
 
 
 def test_an_offset_of_dummy_weights_loses_answers(result: dict[str, Any]):
-    """Guards the tests above."""
+    """Guards the tests above: the offset has to follow the weights."""
     assert not all_right(requests(result, "fixed"))
 
 
@@ -114,7 +114,7 @@ def digests(lines: list[str]) -> list[str]:
 
 
 def test_offsets_are_said(lines: list[str]):
-    """That of the start, and one after each update but that with requests running."""
+    """There is one at the start, and one after each update without running requests."""
     dummy, *others = digests(lines)
     base, other = others[:2]
     assert others == [base, other, base, other, base, other, base]
@@ -127,7 +127,7 @@ def test_blocks_of_the_weights_before_are_warned_of(lines: list[str]):
 
 
 def test_requests_in_flight_keep_their_offset(result: dict[str, Any], lines: list[str]):
-    """It is said, and the next requests have the other."""
+    """A warning tells it, and the next requests have the new offset."""
     (line,) = (line for line in lines if "requests are running" in line)
     assert "WARNING" in line and "pause with clear_cache" in line
     assert requests(result, "updates", "after") == requests(result, "turbo4 base")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The small model with sliding windows and attention sinks, in vLLM as in training."""
+"""The small model with windows and attention sinks, the same in vLLM as in training."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ PROMPTS = [
     torch.randint(0, 256, (size,), generator=torch.manual_seed(size)).tolist()
     for size in (20, 70, 95)
 ]
-# Of float32's sums, in another order.
+# The error of float32's sums in another order.
 TOLERANCE = 1e-4
 
 
@@ -56,7 +56,7 @@ def requests(jobs: Jobs, folder: Path) -> list[dict[str, Any]]:
 def furthest(
     model: PreTrainedModel, prompt: list[int], request: dict[str, Any]
 ) -> float:
-    """Returns how far log-probabilities are from the engine's, at most."""
+    """Returns the largest distance of log-probabilities from the engine's."""
     tokens = torch.tensor([prompt + request["tokens"]])
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -65,7 +65,7 @@ def furthest(
 
 
 def test_trained_as_served(folder: Path, requests: list[dict[str, Any]]):
-    """Beyond windows, and with sinks that take much of the probability."""
+    """Prompts are longer than windows, and sinks take much of the probability."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="causal_attention"
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sliding windows: ones that never bind, ones that are left in the model's dtype, and
-drafts beside them. See test_families.py for the ways of running.
+"""Sliding windows that never bind, that are not packed, and that are beside drafts.
+
+See test_families.py for the ways of running.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ ALL, SOME = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
 SKIP = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
 # Shorter than the prompts with drafts.
 WINDOW = 64
-# Nats: a code that flips by rounding. See test_engine.py.
+# Nats: one code of many flips by rounding. See test_engine.py.
 KL_TOLERANCE = 1e-3
 
 
@@ -33,7 +34,7 @@ def engine(
 
 @pytest.fixture(scope="module", params=["v1", "v2"])
 def long(request: pytest.FixtureRequest, jobs: Jobs, llama: str) -> dict[str, Any]:
-    # Recent windows have groups, too.
+    # Recent windows would have groups as well.
     plain = {"attention_config": {"turbo_window": 0}}
     engines = {
         "none": engine(llama, 0, ALL, **plain),
@@ -86,7 +87,7 @@ def test_windows_are_skipped(short: dict[str, Any]):
 
 
 def test_drafts(short: dict[str, Any]):
-    """They are verified with the windows that they would have without."""
+    """Drafts are verified with the same windows as tokens without drafts."""
     steps = short["drafted"]["calls"]["batched"]["steps"]
     assert any(1 < new <= NUM_DRAFTS + 1 for step in steps for new, _ in step)
     requests = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A trained model that is asked for facts, and how far its answers are apart."""
+"""A trained model that is asked for facts, and the divergence of its answers."""
 
 import statistics
 from functools import cache
@@ -9,8 +9,8 @@ from typing import Any
 from harness import kl_divergences
 from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
-# Its biases of K are as long as those of Qwen2.5-7B: without an offset most facts are
-# lost, and answers are half a nat off and more.
+# The model's biases of K are as long as those of Qwen2.5-7B: without an offset most
+# facts are lost, and answers diverge by half a nat and more.
 TRAINED = MODEL.with_name("needle-qwen2")
 # Tokens that hold every answer.
 MAX_TOKENS = 24
@@ -18,9 +18,7 @@ MAX_TOKENS = 24
 
 @cache
 def tasks() -> list[dict[str, Any]]:
-    """Returns texts of 400 tokens and more, each with a fact to find: `prompt` and
-    `answer`.
-    """
+    """Returns texts of over 400 tokens, with a fact to find: `prompt` and `answer`."""
     plan = Plan(0, 0, 0, 0, (480,), (0.2, 0.8), 1)
     text = HELD_OUT.read_text(encoding="utf-8")
     return build_tasks(text, plan, 7, Vocabulary(TRAINED))
@@ -31,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 
 def right(requests: list[dict[str, Any]]) -> list[bool]:
-    """Which facts were found, by what was generated for each prompt."""
+    """Returns by prompt whether its fact was found."""
     return [
         request["tokens"][: len(task["answer"])] == task["answer"]
         for request, task in zip(requests, tasks(), strict=True)
@@ -39,6 +37,6 @@ def right(requests: list[dict[str, Any]]) -> list[bool]:
 
 
 def divergence(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> float:
-    """Of the second from the first, in nats a token."""
+    """Returns the second run's divergence from the first, in nats a token."""
     pairs = zip(first, second, strict=True)
     return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """All ways in which vLLM may serve a prompt, for models of any family.
 
-Query tokens, too, are read from the cache (`turbo_prefill` "stored"), so that answers
-are the same in all of them.
+Query tokens are read from the cache as well (`turbo_prefill` "stored"), so that answers
+are the same in all ways.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from scenarios import MAX_LEN, text
 NUM_GENERATED = 6
 # Query tokens of a step where prompts come in chunks.
 CHUNK = 48
-# Nats at any position: a code that flips by rounding, of many. See test_engine.py.
+# Nats at any position: one code of many flips by rounding. See test_engine.py.
 KL_TOLERANCE = 1e-3
 NUM_SCARCE = 4
 
@@ -27,10 +27,10 @@ class Ways:
     Attributes:
         block: Tokens of a block.
         cached: Engine arguments of prefix caching.
-        scarce_blocks: So few that requests which outgrow theirs are preempted; zero if
-            none does.
-        more: Further engines, by name.
-        has_control: Whether an engine runs all of it with a cache in the model's dtype.
+        scarce_blocks: Blocks so few that requests which outgrow theirs are preempted; 0
+            if none does.
+        more: Arguments of further engines, by name.
+        has_control: Whether an engine does the same with a cache in the model's dtype.
 
     """
 
@@ -42,19 +42,19 @@ class Ways:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Around a block, several blocks, and one token alone."""
+        """Prompts of one token, of lengths around a block, and of several blocks."""
         n = self.block
         lengths = (1, n - 1, n, n + 1, 3 * n + 5)
         return [text(length, seed) for seed, length in enumerate(lengths)]
 
     @property
     def scarce(self) -> list[list[int]]:
-        """Of several blocks, which they outgrow while they generate."""
+        """Prompts of several blocks, which they outgrow while they generate."""
         length = 3 * self.block - 4
         return [text(length, 300 + index) for index in range(NUM_SCARCE)]
 
     def engines(self) -> dict[str, Engine]:
-        """One engine for what all families are asked, and one a way."""
+        """Returns an engine that runs all ways, and one engine a way."""
         common: dict[str, Any] = {
             "kv_cache_dtype": "turbo4",
             "dtype": "float32",
@@ -100,10 +100,10 @@ class Ways:
 
 
 class Answers:
-    """What a model's engines have answered.
+    """The answers of a model's engines.
 
     Attributes:
-        ways: The model's.
+        ways: The model's ways.
 
     """
 
@@ -121,7 +121,7 @@ class Answers:
     def divergence(
         self, engine: str, call: str, prompts: list[list[int]] | None = None
     ) -> list[float]:
-        """Each prompt's largest, from its run alone, in nats."""
+        """Returns each prompt's largest divergence from its run alone, in nats."""
         requests = self.call(engine, call)["requests"]
         prompts = self.ways.prompts if prompts is None else prompts
         return [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Builds a model as on an H200, and prints by which method its modules hold weights.
+"""Builds a model as on an H200, and prints the methods by which modules hold weights.
 
 Usage: weights_child.py FOLDER, which has a config.json.
 """
