@@ -4,7 +4,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,23 +15,16 @@ from turbo_series.model import Series
 from turbo_series.operate import apply
 from turbo_series.target import open_target
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
 
 @pytest.fixture
 def scripts(project: Path) -> Path:
     """The scripts, in a project of their own."""
-    return Path(shutil.copytree(SCRIPTS, project / "scripts"))
+    return Path(shutil.copytree(trees.ROOT / "scripts", project / "scripts"))
 
 
-def _run(script: Path, *args: object, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(script), *map(str, args)],
-        env={**os.environ, "PYTHON": sys.executable, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _run(script: Path, *args: object, **env: str) -> trees.Done:
+    env = {**os.environ, "PYTHON": sys.executable, **env}
+    return trees.run(script, *args, env=env)
 
 
 @pytest.mark.parametrize("script", ["apply.sh", "revert.sh", "verify.sh"])
@@ -74,14 +66,8 @@ def test_shell_scripts(scripts: Path, tmp_path: Path) -> None:
 def test_scripts_from_elsewhere(scripts: Path, tmp_path: Path) -> None:
     """A script may be run by a relative path, with CDPATH set, and options alone."""
     os.symlink(scripts, tmp_path / "link")
-    done = subprocess.run(
-        ["link/verify.sh", "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "CDPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {**os.environ, "CDPATH": str(tmp_path)}
+    done = trees.run("link/verify.sh", "--help", cwd=tmp_path, env=env, check=True)
     assert "TARGET" in done.stdout
 
 
@@ -105,17 +91,10 @@ def test_older_python_names_a_tree(scripts: Path, tmp_path: Path) -> None:
 
 def test_git_missing_is_one_line(scripts: Path, tmp_path: Path) -> None:
     target = trees.make_installed(tmp_path / "site")
-    done = _run(scripts / "series.py", "apply", target)
-    assert done.returncode == 0
-    revert = _run(scripts / "series.py", "revert", target)
-    assert revert.returncode == 0
-    done = subprocess.run(
-        [sys.executable, scripts / "series.py", "apply", target],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    for command in ("apply", "revert"):
+        assert _run(scripts / "series.py", command, target).returncode == 0
+    command = (sys.executable, scripts / "series.py", "apply", target)
+    done = trees.run(*command, env={**os.environ, "PATH": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr == "error: git is not installed or not on PATH\n"
 

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The defects that ci/ plants in the CUDA kernels still fit the sources."""
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_defects
 import pytest
+import trees
 from cuda_defects import (
     DEFECTS,
     FAILED,
@@ -19,9 +19,7 @@ from cuda_defects import (
     Defect,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-
-SOURCES = ROOT / "vllm_overlay/vllm/v1/attention/ops/turbo/cuda/csrc"
+SOURCES = trees.ROOT / "vllm_overlay/vllm/v1/attention/ops/turbo/cuda/csrc"
 # Without the sanitizer's defects that are in the inputs: these change no source.
 PLANTED = {
     name: defect
@@ -85,8 +83,8 @@ def test_what_is_not_built_is_not_caught(
         "c.TESTS = pathlib.Path(sys.argv[1])\n"
         "sys.exit(c.run_test(c.Defect('', '', '', 'test_it.py')))\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    found = subprocess.run(command, cwd=ROOT / "ci", capture_output=True, text=True)
+    command = (sys.executable, "-c", script, tmp_path)
+    found = trees.run(*command, cwd=trees.ROOT / "ci")
     assert found.returncode == status, found.stdout + found.stderr
 
 

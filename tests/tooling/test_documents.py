@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Links, paths and commands of the documents."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import documents
 import pytest
 import trees
 from references import Project, check_commands, check_links
-
-ROOT = Path(__file__).resolve().parents[2]
+from trees import ROOT
 
 FILES = {
     "README.md": "# The title\n\n## A `code` & a dash\n\n## Twice\n\n## Twice\n",
@@ -224,8 +222,7 @@ def test_scripts_of_the_project_are_read(project_files: Project):
     assert "turbo_window" in project_files.turbo_options
 
 
-def test_command(tmp_path: Path):
-    command = [sys.executable, str(ROOT / "ci" / "references.py")]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True)
+def test_command():
+    done = trees.run(sys.executable, ROOT / "ci/references.py", "--help")
     assert done.returncode == 0
     assert "FILE" in done.stdout

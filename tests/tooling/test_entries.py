@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trees
 
-SCRIPT = Path(__file__).resolve().parents[2] / "ci/entries.py"
+SCRIPT = trees.ROOT / "ci/entries.py"
 PATH = "tests/turbo/test_format.py"
 TEST = (
     "from vllm.turbo import format\n\n\ndef test_bits():\n    assert format.BITS == 4\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 import env
 import pytest
 import trees
+from trees import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STUB = """#!/bin/sh
 # A Python that notes how it is called, and what requirements files hold.
 echo "$*" >>"{log}"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import documents
 import pytest
+from trees import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 
 # The commit of today's kernels of extends.

@@ -5,12 +5,8 @@
 import sys
 from pathlib import Path
 
+import house
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import house  # noqa: E402
 
 KERNEL = """
 @triton.jit

@@ -6,7 +6,7 @@ import base64
 import csv
 import hashlib
 import os
-import subprocess
+import shutil
 import sys
 import venv
 from pathlib import Path
@@ -25,9 +25,9 @@ INFO = "vllm-0.33.0.dist-info"
 
 def _pip(python: Path, *args: str) -> None:
     """Run this Python's pip on another environment."""
-    command = [sys.executable, "-m", "pip", "--python", str(python), "-q", *args]
+    command = (sys.executable, "-m", "pip", "--python", python, "-q", *args)
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run(command, check=True, env=env, capture_output=True)
+    trees.run(*command, check=True, env=env)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_uninstall_leaves_nothing(
     site: Target, python: Path, series: Series, tmp_path: Path
 ) -> None:
     apply(series, site)
-    subprocess.run([python, "-c", "import vllm.turbo.format"], check=True)
+    trees.run(python, "-c", "import vllm.turbo.format", check=True)
     _pip(python, "uninstall", "-y", "vllm")
     assert _left(site) == []
 
@@ -199,11 +199,7 @@ def test_other_version_over_leftovers(
 ) -> None:
     """Revert removes our files and leaves the newer vLLM alone."""
     apply(series, site)
-    for name in ("METADATA", "WHEEL", "RECORD", "INSTALLER", "REQUESTED"):
-        (site.root / INFO / name).unlink(missing_ok=True)
-    for path in (site.root / INFO).iterdir():
-        path.unlink()
-    (site.root / INFO).rmdir()
+    shutil.rmtree(site.root / INFO)
     trees.make_installed(site.root, "0.34.0")
     newer = site.root / "vllm/config/cache.py"
     newer.write_text("newer\n")
@@ -217,10 +213,7 @@ def test_other_version_over_leftovers(
 
 def _value(python: Path) -> str:
     code = "from vllm.config import cache; print(cache.SIZE)"
-    done = subprocess.run(
-        [python, "-c", code], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    return trees.run(python, "-c", code, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize("mode", ["timestamp", "unchecked-hash"])
@@ -236,8 +229,8 @@ def test_stale_bytecode(
     assert same_size.path == "vllm/config/cache.py"
 
     def compiled() -> None:
-        flags = ["--invalidation-mode", mode, "-q", str(path)]
-        subprocess.run([python, "-m", "compileall", "-f", *flags], check=True)
+        flags = ("--invalidation-mode", mode, "-q", path)
+        trees.run(python, "-m", "compileall", "-f", *flags, check=True)
 
     def pin_time() -> None:
         os.utime(path, (1_700_000_000, 1_700_000_000))

@@ -29,7 +29,7 @@ def _unpack(text: str) -> dict[str, str]:
 
 def _project(root: Path, files: dict[str, str]) -> Path:
     trees.write_tree(root, {"tests/test_guard.py": GUARD, **files})
-    shutil.copy(Path(__file__).parents[2] / "UPSTREAM.toml", root)
+    shutil.copy(trees.ROOT / "UPSTREAM.toml", root)
     return root
 
 

@@ -2,17 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The record of the kernels whose tests have passed on a GPU."""
 
-import importlib.util
-from pathlib import Path
-
+import native_kernels as native
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location(
-    "native_kernels", ROOT / "ci/native_kernels.py"
-)
-native = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(native)
 
 FOUND = {"cuda/store": "a", "cuda/merge": "b", "triton/merge": "c"}
 RUN = {"gpu": "H100", "commit": "1234", "date": "2026-11-27"}
@@ -24,6 +15,7 @@ RUN = {"gpu": "H100", "commit": "1234", "date": "2026-11-27"}
         ("int  x = 1;  // two\n", True),
         ("/* a\n b */ int x = 1;", True),
         ('#include "there/else.cuh"\nint x = 1;', True),
+        ("// Why.\nint\n  x = 1;", True),
         ("int x = 2;", False),
         ("#include <cuda.h>\nint x = 1;", False),
     ],

@@ -3,22 +3,19 @@
 """The pictures of the benchmarks' results."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trees
 
 pytest.importorskip("matplotlib")
 
 import pictures
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def draw(folder: Path) -> subprocess.CompletedProcess:
-    script = ROOT / "benchmarks" / "pictures.py"
-    return subprocess.run([sys.executable, script, folder], capture_output=True)
+def draw(folder: Path) -> trees.Done:
+    return trees.run(sys.executable, trees.ROOT / "benchmarks/pictures.py", folder)
 
 
 def write(path: Path, *rows: dict) -> None:
@@ -71,4 +68,4 @@ def test_bytes_are_held_to_the_bandwidth(tmp_path: Path) -> None:
 def test_nothing_to_draw(tmp_path: Path) -> None:
     write(tmp_path / "decode.jsonl", kernel_row("fp8", 1024, error="none such"))
     result = draw(tmp_path)
-    assert result.returncode == 1 and b"nothing to draw" in result.stderr
+    assert result.returncode == 1 and "nothing to draw" in result.stderr

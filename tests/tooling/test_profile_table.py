@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The metrics that are kept of Nsight Compute's table."""
 
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import trees
+
 NAMES = (
     "ID", "Kernel Name", "Grid Size", "device__attribute_chip",
     "gpu__time_duration.avg", "gpu__time_duration.sum",
@@ -21,15 +21,11 @@ ROW = ("0", "decode<1, 12>", "(132, 1, 1)", "384", "9", "1,234", "168", "12") + 
 )  # fmt: skip
 
 
-def run(tmp_path: Path, *rows: tuple[str, ...]) -> subprocess.CompletedProcess:
+def run(tmp_path: Path, *rows: tuple[str, ...]) -> trees.Done:
     lines = [",".join(f'"{cell}"' for cell in row) for row in rows]
     (tmp_path / "raw.csv").write_text("\n".join(["==PROF== Connected", *lines]) + "\n")
-    return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "profile_table.py", "raw.csv", "t.csv"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    script = trees.ROOT / "benchmarks/profile_table.py"
+    return trees.run(sys.executable, script, "raw.csv", "t.csv", cwd=tmp_path)
 
 
 def test_metrics_stay(tmp_path: Path) -> None:

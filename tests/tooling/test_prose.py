@@ -5,12 +5,8 @@
 import sys
 from pathlib import Path
 
+import prose
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import prose  # noqa: E402
 
 LONG = " ".join(["word"] * 31)
 FILES = {

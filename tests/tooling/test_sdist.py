@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import trees
+from trees import ROOT
 from turbo_series import sdist
 from turbo_series.errors import SeriesError
 from turbo_series.model import Series
 from turbo_series.operate import apply
 from turbo_series.target import open_target
 from turbo_series.upstream import Pin, Upstream, load_upstream, to_toml
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

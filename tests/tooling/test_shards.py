@@ -3,13 +3,12 @@
 """ci/shards.py: parts of a suite, and the GPU that each worker has."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trees
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import os
 
@@ -22,17 +21,12 @@ def test_number(number):
 """
 
 
-def run(folder: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *args: str, **variables: str) -> trees.Done:
     (folder / "test_numbers.py").write_text(TESTS)
     environment = {k: v for k, v in os.environ.items() if "PYTEST" not in k}
-    environment |= {"PYTHONPATH": str(ROOT / "ci"), **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "shards", "-q", *args, "."],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    environment |= {"PYTHONPATH": str(trees.ROOT / "ci"), **variables}
+    command = (sys.executable, "-m", "pytest", "-p", "shards", "-q", *args, ".")
+    return trees.run(*command, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])

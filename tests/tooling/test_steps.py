@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trees import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # A stub notes some variables that it sees, its name and its arguments. It fails with
 # status 7 if $FAIL is among these.
 STUB = """#!/bin/sh

@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The imports that turbo modules may have of each other."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trees
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "ci" / "structure.py"
+SCRIPT = trees.ROOT / "ci" / "structure.py"
 TURBO = "vllm.v1.attention.ops.turbo"
 TREE = {
     "ops/turbo/__init__": "",
@@ -24,19 +23,18 @@ TREE = {
 }
 
 
-def check(folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+def check(folder: Path, **changes: str) -> trees.Done:
     """Run the check on the tree, with some modules changed or added."""
     tree = TREE | {name.replace("__", "/"): text for name, text in changes.items()}
     for name, text in tree.items():
         path = folder / "vllm/v1/attention" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    command = [sys.executable, SCRIPT, folder]
-    return subprocess.run(command, capture_output=True, text=True)
+    return trees.run(sys.executable, SCRIPT, folder)
 
 
 def test_tree_of_the_project():
-    result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    result = trees.run(sys.executable, SCRIPT)
     assert result.returncode == 0, result.stdout
 
 
@@ -78,5 +76,4 @@ def test_wrong_way(tmp_path: Path, module: str, line: str, words: str):
 
 
 def test_nothing_to_check(tmp_path: Path):
-    result = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True)
-    assert result.returncode == 1
+    assert trees.run(sys.executable, SCRIPT, tmp_path).returncode == 1

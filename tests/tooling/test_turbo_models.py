@@ -12,13 +12,13 @@ from pathlib import Path
 
 import follow_ups
 import pytest
+import trees
 import turbo_models
 from model_config import cut_layers, with_awq
 from turbo_engine import started, turn
 from turbo_models import attention_row, covered, is_attention, kernels_of, parse_args
 
-ROOT = Path(__file__).resolve().parents[2]
-
+CONFIGS = trees.ROOT / "benchmarks" / "configs"
 PER_LAYER = {
     "gemma-3-27b": {"layer_types"},
     "gpt-oss-20b": {"layer_types"},
@@ -31,8 +31,7 @@ PER_LAYER = {
 
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_first_layers(name: str) -> None:
-    path = ROOT / "benchmarks" / "configs" / name / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads((CONFIGS / name / "config.json").read_text())
     cut = cut_layers(config, 8)
     assert cut["num_hidden_layers"] == 8
     for key in PER_LAYER[name]:
@@ -50,8 +49,7 @@ def test_first_layers(name: str) -> None:
 )
 def test_awq_has_groups_that_fit(name: str, group: int) -> None:
     """An expert of Nemotron has 1856 channels, 14.5 groups of 128."""
-    path = ROOT / "benchmarks" / "configs" / name / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads((CONFIGS / name / "config.json").read_text())
     quantised = with_awq(config)
     written = quantised.pop("quantization_config")
     assert quantised == config

@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """ci/vllm_hooks.py on a small checkout with hooks of its own."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import trees
 
-SCRIPT = Path(__file__).resolve().parents[2] / "ci/vllm_hooks.py"
+SCRIPT = trees.ROOT / "ci/vllm_hooks.py"
 CONFIG = """
 exclude: 'third_party/.*'
 repos:
@@ -81,8 +80,7 @@ def test_hooks(checkout: Path, path: str, text: str, reason: str) -> None:
     trees.write_tree(checkout, {path: text, "docs/ours.md": "# Ours\n"})
     trees.git(checkout, "add", "-A")
     trees.git(checkout, "commit", "-q", "-m", "ours")
-    command = [sys.executable, str(SCRIPT), str(checkout)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = trees.run(sys.executable, SCRIPT, checkout)
     assert done.returncode == bool(reason), done.stdout + done.stderr
     assert reason in done.stdout
     assert "theirs" not in done.stdout

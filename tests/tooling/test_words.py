@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The counts of words, and the bounds of documents."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import documents
 import pytest
+import trees
 import words
-
-ROOT = Path(__file__).resolve().parents[2]
+from trees import ROOT
 
 DOCUMENT = """\
 # A heading with 1 number
@@ -159,9 +158,8 @@ def test_bounds(name: str, text: str, fault: str | None):
         assert any(fault in line for line in faults), faults
 
 
-def _run(*args: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "ci" / "words.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(*args: object) -> trees.Done:
+    return trees.run(sys.executable, ROOT / "ci" / "words.py", *args)
 
 
 def test_command(tmp_path: Path):

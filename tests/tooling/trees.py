@@ -9,10 +9,17 @@ import shutil
 import stat
 import subprocess
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
+from turbo_series.errors import SeriesError
 from turbo_series.model import Series, load_series
 
+ROOT = Path(__file__).resolve().parents[2]
+Done = subprocess.CompletedProcess[str]
 SPDX = (
     "# SPDX-License-Identifier: Apache-2.0\n"
     "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project\n"
@@ -81,16 +88,16 @@ FORMAT = (
 )
 
 
+def run(*command: object, **options: Any) -> Done:
+    """Run a command, whose output is captured as text."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, **options)
+
+
 def git(folder: Path, *args: str) -> str:
     """Run git plainly, apart from the code under test."""
-    done = subprocess.run(
-        ["git", *args],
-        cwd=folder,
-        env={**os.environ, **AUTHOR},
-        check=True,
-        capture_output=True,
-    )
-    return done.stdout.decode()
+    env = {**os.environ, **AUTHOR}
+    return run("git", *args, cwd=folder, env=env, check=True).stdout
 
 
 def write_tree(root: Path, files: dict[str, str]) -> None:
@@ -168,8 +175,7 @@ def message(subject: str, globs: list[str], guard: str) -> str:
 def make_project(root: Path, work: Path) -> Path:
     """A project folder with the series, its patches written by plain git."""
     write_tree(root, {f"vllm_overlay/{path}": text for path, text in OVERLAY.items()})
-    source = Path(__file__).resolve().parents[2] / "UPSTREAM.toml"
-    shutil.copy(source, root / "UPSTREAM.toml")
+    shutil.copy(ROOT / "UPSTREAM.toml", root / "UPSTREAM.toml")
     order = ["# The order.", ""]
     (root / "patches").mkdir()
     make_checkout(work)
@@ -211,6 +217,15 @@ def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
         mode = stat.S_IMODE(path.lstat().st_mode)
         found[relative.as_posix()] = (mode, b"" if path.is_dir() else path.read_bytes())
     return found
+
+
+@contextmanager
+def refusing(root: Path, words: str) -> Iterator[pytest.ExceptionInfo[SeriesError]]:
+    """Expect a SeriesError with some words, and a tree that stays as it was."""
+    before = snapshot(root)
+    with pytest.raises(SeriesError, match=words) as error:
+        yield error
+    assert snapshot(root) == before
 
 
 def contents(root: Path, paths: dict[str, bytes]) -> dict[str, bytes]:
