@@ -5,7 +5,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +66,14 @@ def _copy(tree: Path, name: str) -> Target:
     return open_target(str(shutil.copytree(tree, folder)))
 
 
+def _killed(start: Target, run: Run) -> Iterator[tuple[int, Target]]:
+    """Yield each step that a run is killed before, and the copy that it leaves."""
+    step = 0
+    while _killed_at(step, run, target := _copy(start.root, "killed")):
+        yield step, target
+        step += 1
+
+
 def _unlisted(target: Target) -> set[str]:
     """Modules that an uninstall would leave behind."""
     if target.record is None:
@@ -79,11 +87,8 @@ def _kill_everywhere(
     start: Target, run: Run, series: Series, base: dict, applied: dict
 ) -> int:
     """Check both ways out of every interruption; return how many there were."""
-    step = 0
-    while True:
-        target = _copy(start.root, "killed")
-        if not _killed_at(step, run, target):
-            return step
+    step = -1
+    for step, target in _killed(start, run):
         assert _unlisted(target) == set(), f"after step {step}"
         again = _copy(target.root, "again")
         apply(series, again, say=_quiet)
@@ -92,11 +97,11 @@ def _kill_everywhere(
         if target.state.exists():
             revert(target, say=_quiet)
         assert trees.snapshot(target.root) == base, f"revert after step {step}"
-        step += 1
+    return step + 1
 
 
-def _without_bytecode(target: Target) -> None:
-    """One stale module cache, so that its removal is among the steps."""
+def _add_stale_bytecode(target: Target) -> None:
+    """Leave a stale module cache, so that its removal is among the steps."""
     cache = target.root / "vllm/config/__pycache__"
     cache.mkdir()
     (cache / "cache.cpython-399.pyc").write_bytes(b"stale")
@@ -133,17 +138,12 @@ def test_synced_before_the_next_step(
 @pytest.mark.parametrize("kind", ["checkout", "installed"])
 def test_killed_apply(make: Callable[[str], Target], series: Series, kind: str) -> None:
     start = make(kind)
-    _without_bytecode(start)
+    _add_stale_bytecode(start)
     base = trees.snapshot(start.root)
     whole = _copy(start.root, "whole")
     apply(series, whole, say=_quiet)
-    steps = _kill_everywhere(
-        start,
-        _applying(series),
-        series,
-        base,
-        trees.snapshot(whole.root),
-    )
+    applied = trees.snapshot(whole.root)
+    steps = _kill_everywhere(start, _applying(series), series, base, applied)
     assert steps > 3 * len(trees.expected(kind).keys() - trees.BASE.keys())
 
 
@@ -154,14 +154,9 @@ def test_killed_revert(
     start = make(kind)
     base = trees.snapshot(start.root)
     apply(series, start, say=_quiet)
-    _without_bytecode(start)
-    steps = _kill_everywhere(
-        start,
-        _revert,
-        series,
-        base,
-        trees.snapshot(start.root),
-    )
+    _add_stale_bytecode(start)
+    applied = trees.snapshot(start.root)
+    steps = _kill_everywhere(start, _revert, series, base, applied)
     assert steps > len(trees.expected(kind).keys() - trees.BASE.keys())
 
 
@@ -171,14 +166,11 @@ def test_every_interruption_is_noticed(
     """Verify passes only once apply has made its last step."""
     start = make("installed")
     run = _applying(series)
-    step = 0
-    while True:
-        target = _copy(start.root, "killed")
-        if not _killed_at(step, run, target):
-            break
+    step = -1
+    for step, target in _killed(start, run):
         assert verify(series, target), f"after step {step}"
-        step += 1
-    assert verify(series, target) == []
+    assert not _killed_at(step + 1, run, start)
+    assert verify(series, start) == []
 
 
 def test_interrupted_recovery(make: Callable[[str], Target], series: Series) -> None:
@@ -186,16 +178,12 @@ def test_interrupted_recovery(make: Callable[[str], Target], series: Series) -> 
     start = make("installed")
     base = trees.snapshot(start.root)
     assert _killed_at(25, _applying(series), start)
-    step = 0
-    while True:
-        target = _copy(start.root, "killed")
-        if not _killed_at(step, _revert, target):
-            break
+    step = -1
+    for step, target in _killed(start, _revert):
         if target.state.exists():
             revert(target, say=_quiet)
         assert trees.snapshot(target.root) == base, f"after step {step}"
-        step += 1
-    assert step > 10
+    assert step >= 10
 
 
 class _FullDisk(Disk):
