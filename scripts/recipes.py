@@ -24,7 +24,7 @@ JSON, PAGE = ROOT / "docs/recipes.json", ROOT / "docs/recipes.md"
 
 
 def one_of_each_kind(shapes: Iterable[Shape]) -> list[Shape]:
-    """The shape of the fewest layers of each model class and family."""
+    """Returns the shape with the fewest layers of each model class and family."""
     kinds: dict[tuple[str, str], Shape] = {}
     for shape in sorted(shapes, key=lambda shape: shape.num_layers):
         kinds.setdefault((shape.architecture, shape.family), shape)
@@ -32,14 +32,14 @@ def one_of_each_kind(shapes: Iterable[Shape]) -> list[Shape]:
 
 
 def examine(shapes: Iterable[Shape], ways_out: bool) -> dict[str, dict[str, Any]]:
-    """The verdict on each shape, by its name; what is worth a look is printed."""
+    """Returns the verdict on each shape, by its name; prints defects and unknowns."""
     from turbo_recipes import device
 
     device.pretend()
     from turbo_recipes import build, verdict
 
     build.inspect_in_this_process()
-    # What is imported stays: no collection need look at it.
+    # Imported modules stay, so that no collection need look at them.
     gc.freeze()
     verdicts = {}
     for shape in shapes:
@@ -53,12 +53,12 @@ def examine(shapes: Iterable[Shape], ways_out: bool) -> dict[str, dict[str, Any]
 def compare(
     shapes: Iterable[Shape], verdicts: dict[str, dict[str, Any]], committed: Any
 ) -> list[str]:
-    """Where the verdicts are not what is committed: a sentence for each."""
+    """Returns a sentence for each verdict that differs from the committed one."""
     problems = []
     for name, entry in table.make_content(shapes, verdicts)["shapes"].items():
         theirs = committed["shapes"].get(name, {})
         if "instead" not in entry:
-            # The ways out were not tried.
+            # The dtypes and flags to use instead were not tried.
             theirs = {key: theirs[key] for key in theirs.keys() - table.WAYS_OUT}
         if entry != theirs:
             problems.append(f"{name}: {entry}\n  committed: {theirs}")
@@ -66,7 +66,7 @@ def compare(
 
 
 def check_sdist(folder: Path, shapes: Iterable[Shape]) -> list[str]:
-    """Where the shapes' recipes are not those of an unpacked sdist."""
+    """Returns a sentence for each recipe that shapes or an unpacked sdist lack."""
     models = folder / "recipes/models"
     shipped = {
         path.relative_to(models).with_suffix("").as_posix()
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument(
         "--kinds",
         action="store_true",
-        help="with --check: one model of each class and family, and no ways out",
+        help="with --check: one model of each class and family, without its cures",
     )
     parser.add_argument(
         "--sdist", type=Path, help="only compare the ids with an unpacked sdist's"

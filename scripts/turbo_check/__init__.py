@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `scripts/check_model.py` is made of."""
+"""The parts of `scripts/check_model.py`."""

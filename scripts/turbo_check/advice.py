@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `check_model.py` advises of what it measured."""
+"""The advice that `check_model.py` gives on its measurements."""
 
 import math
 from typing import Any
 
 Row = dict[str, Any]
 
-# KL over fp8's that is as good as it, either way: so few positions tell no more.
+# A ratio of KL to fp8's, either way, that counts as equal: few positions tell no more.
 ALIKE = 1.25
 MILLI = 1000
-# Nats. So little costs at most half a per cent of perplexity on the average, however
-# much less fp8 has.
+# Nats. So little KL costs at most half a per cent of perplexity on the average, even if
+# fp8 has much less.
 NEGLIGIBLE_KL = 0.005
-# Needles that are lost, beyond those gained, in standard errors of that difference.
+# The most needles lost, less those gained, in standard errors of that difference.
 MAX_LOST_ERRORS = 2.0
 # Share of the needles that the reference has to find for them to say anything.
 MIN_FOUND = 0.5
-# What a layer left in bf16 has to take off KL, over what it would if all layers had
-# equal parts of it, and in standard errors.
+# The least that a layer in bf16 has to take off KL: as a multiple of an equal share of
+# all layers, and in standard errors.
 MIN_LAYER_SHARE = 2.0
 MIN_LAYER_ERRORS = 2.0
 
@@ -40,7 +40,7 @@ def says_needles(reference: Row) -> bool:
 
 
 def loses_needles(needles: Row) -> bool:
-    """Whether more needles are lost than by chance: the error is that of pairs."""
+    """Whether more needles are lost than by chance, by the error of paired answers."""
     net = needles["lost"] - needles["gained"]
     moved = needles["lost"] + needles["gained"]
     stderr = math.sqrt(max(moved - net**2 / needles["cases"], 0.0))
@@ -75,7 +75,7 @@ def size_of(row: Row, other: Row) -> float:
 def advise(rows: list[Row]) -> str:
     """Returns one sentence on all arms but the reference, which is the first.
 
-    fp8 is what most serve with, without a look: the others are compared with it.
+    Most users serve with fp8 unmeasured, so the others are compared with it.
     """
     reference, *others = rows
     fp8 = find_fp8(others)
@@ -108,7 +108,7 @@ def advise(rows: list[Row]) -> str:
 def gain_of_layer(row: Row, packed: Row) -> tuple[float, float | None]:
     """Returns the KL that a layer in bf16 takes off, and its standard error, in nats.
 
-    Both arms decode the same texts, so that what is hard in both cancels.
+    Both arms decode the same texts, so the texts' own difficulty cancels.
     """
     gains = [a - b for a, b in zip(packed["kl_texts"], row["kl_texts"], strict=True)]
     mean = sum(gains) / len(gains)

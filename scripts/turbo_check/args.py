@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The arguments of `check_model.py`, and what can be told of them before an engine."""
+"""The arguments of `check_model.py`, and their checks before an engine starts."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ MAX_CONTEXT = 8192
 LAYERS = 3
 # Half of the shortest context.
 MAX_STEPS = MIN_CONTEXT // 2
-# Of an engine on a CPU, unless the user says another.
+# Arguments of an engine on a CPU, unless the user names others.
 CPU_ARGS = {"dtype": "float16"}
 
 
@@ -44,31 +44,31 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="name or folder")
     add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
-        help="besides auto, the reference; auto again shows noise, turbo4:no-window "
-             "reads the newest tokens as the others "
+        help="dtypes besides the reference, which is auto; auto again shows noise; "
+             "turbo4:no-window quantises the newest tokens like the others "
              f"(default: {' '.join(DTYPES)})")  # fmt: skip
-    add("--text", type=Path, default=HELD_OUT, help="what is decoded, UTF-8")
+    add("--text", type=Path, default=HELD_OUT, help="text that is decoded, in UTF-8")
     add("--max-context", type=int, metavar="TOKENS",
         help=f"longest sequence, {MIN_CONTEXT} at least "
              f"(default: {MAX_CONTEXT}, or the model's)")  # fmt: skip
-    add("--texts", type=int, default=Plan.texts, help="stretches a context")
+    add("--texts", type=int, default=Plan.texts, help="stretches of text per context")
     add("--decode-steps", type=int, default=Plan.decode_steps, metavar="TOKENS",
-        help=f"decoded at the end of each, {MAX_STEPS} at most "
+        help=f"tokens decoded at the end of each stretch, {MAX_STEPS} at most "
              f"(default: {Plan.decode_steps})")  # fmt: skip
     add("--top", type=int, default=Plan.top, metavar="K",
         help="tokens told apart; with the vocabulary's size KL is exact")  # fmt: skip
-    add("--needles", type=int, default=Plan.cases, help="a context and depth")
+    add("--needles", type=int, default=Plan.cases, help="needles per context and depth")
     add("--layers", type=int, nargs="?", const=LAYERS, default=0, metavar="N",
-        help="try the N worst layers in bf16, by what their K does to scores "
+        help="try the N worst layers in bf16, by the effect of their K on scores "
              f"(default: {LAYERS})")  # fmt: skip
     add("--gsm8k", type=int, nargs="?", const=0, metavar="LIMIT",
         help="score GSM8K with lm_eval, all problems or LIMIT")  # fmt: skip
     add("--engine-args", type=json_object, default={}, metavar="JSON",
-        help='more of LLM\'s: {"tensor_parallel_size": 2}; a quantised head needs '
-             '{"hf_overrides": {}}')  # fmt: skip
+        help='more arguments of LLM, as {"tensor_parallel_size": 2}; a quantised head '
+             'needs {"hf_overrides": {}}')  # fmt: skip
     add("--jobs", type=int, metavar="N",
-        help="engines at a time (default: as many as GPU memory and cores are there "
-             "for; 1 without a GPU)")  # fmt: skip
+        help="engines at a time (default: as many as fit GPU memory and cores; 1 "
+             "without a GPU)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--time-limit", type=float, default=3600, help="seconds for all engines")
     add("--output", type=Path, metavar="DIR", help="default: ./check-MODELNAME")
@@ -76,7 +76,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def first_lines(error: Exception) -> str:
-    """Returns what an error says, without pydantic's heading and advice."""
+    """Returns an error's first line, without pydantic's heading and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
         lines = lines[1:]
@@ -84,7 +84,7 @@ def first_lines(error: Exception) -> str:
 
 
 def check_early(args: argparse.Namespace) -> None:
-    """Checks what needs neither vLLM nor the model's configuration.
+    """Makes the checks that need neither vLLM nor the model's configuration.
 
     Raises:
         ValueError: If something is wrong.
@@ -121,20 +121,20 @@ def check_early(args: argparse.Namespace) -> None:
 
 
 def read_model(args: argparse.Namespace) -> Any:
-    """Has vLLM read the model's configuration, which it returns, and tokenizer.
+    """Lets vLLM read the model's tokenizer and its configuration, which it returns.
 
     Raises:
-        ValueError: If it cannot, or does not know a dtype.
+        ValueError: If vLLM cannot read them, or does not know a dtype.
 
     """
-    # To import it takes seconds, which --help need not wait for.
+    # The import takes seconds, which --help need not wait for.
     from vllm.config.cache import KV_CACHE_DTYPES
     from vllm.engine.arg_utils import EngineArgs
     from vllm.tokenizers import cached_tokenizer_from_config
 
     # Engines say the same in their logs.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    # A tokenizer warns of texts longer than the model's context; these are cut.
+    # A tokenizer warns of texts longer than the model's context, which are cut later.
     tokenizers = logging.getLogger("transformers.tokenization_utils_base")
     tokenizers.setLevel(logging.ERROR)
     for name in args.kv_cache_dtype:
@@ -153,7 +153,7 @@ def read_model(args: argparse.Namespace) -> Any:
         raise ValueError(f"{args.model}: {first_lines(error)}") from error
     args.model_context = config.max_model_len
     args.vocab_size = config.get_vocab_size()
-    # A quantised checkpoint's scheme decides what auto is, and that may be FP8.
+    # A quantised checkpoint's scheme decides the dtype of auto, which may be FP8.
     own = str(config.dtype).removeprefix("torch.")
     is_plain = getattr(config.hf_config, "quantization_config", None) is None
     args.unquantised = "auto" if is_plain or own not in KV_CACHE_DTYPES else own
@@ -161,7 +161,7 @@ def read_model(args: argparse.Namespace) -> Any:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Checks arguments, and adds what follows from them.
+    """Checks arguments, and adds those that follow from them.
 
     Raises:
         ValueError: If something is wrong.

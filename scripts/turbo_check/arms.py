@@ -15,7 +15,7 @@ from turbo_check.jobs import MAX_NUM_SEQS
 
 REFERENCE = "auto"
 CPU_CACHE_BYTES = 256 << 20
-# Of a GPU's memory, for an engine beside others whose cache has its bytes.
+# Share of a GPU's memory that an engine with a cache of given bytes finds free.
 MIN_FREE = 0.02
 
 
@@ -24,7 +24,7 @@ class Arm:
     """One engine.
 
     Attributes:
-        name: What it is called in tables.
+        name: Its name in tables.
         cache_dtype: As on vLLM's command line.
         skip_layers: Layers whose cache has the model's dtype.
         has_window: Whether turbo_window is vLLM's default, and not 0.
@@ -51,7 +51,7 @@ def arm_of(name: str) -> Arm:
 
 
 def arms_of(names: list[str]) -> list[Arm]:
-    """Returns the reference and an arm a dtype; the reference's again shows noise."""
+    """Returns the reference, then an arm for each name; auto again shows noise."""
     return [Arm(REFERENCE, REFERENCE), *map(arm_of, dict.fromkeys(names))]
 
 
@@ -62,10 +62,10 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
         "max_model_len": args.plan.max_context,
         "max_num_seqs": MAX_NUM_SEQS,
-        # Of a longer prompt, all chunks but the first read the cache.
+        # All chunks of a longer prompt but the first read the cache.
         "max_num_batched_tokens": 2048,
         "enable_prefix_caching": False,
-        # To compile and capture takes longer than what is then computed.
+        # Compilation and graph capture take longer than the cases.
         "enforce_eager": True,
         "hf_overrides": HEAD,
         # The recorder's workspace is not in vLLM's account.
@@ -76,7 +76,7 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     if arm.skip_layers:
         options["kv_cache_dtype_skip_layers"] = list(arm.skip_layers)
     if args.cache_bytes:
-        # Nobody else's memory then counts; the share says what must be free at start.
+        # Other processes' memory then does not count; the share must be free at start.
         options["kv_cache_memory_bytes"] = args.cache_bytes
         options["gpu_memory_utilization"] = MIN_FREE
     if args.on_cpu:

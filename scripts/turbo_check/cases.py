@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `check_model.py` puts every engine through, in the tokens of any model."""
+"""The cases that `check_model.py` gives to every engine, in any model's tokens."""
 
 import sys
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from tasks import SEPARATOR, Case, needle_case  # noqa: E402
 from turbo_quality.cases import cut  # noqa: E402
 from vocabulary import fitting  # noqa: E402
 
-# Lengths of context, as far as the longest that is asked for.
+# Lengths of context; those up to the longest that is asked for are measured.
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 # Facts about other names need room.
 MIN_CONTEXT = 512
-# A user's text may be larger, which would take minutes to be cut into tokens.
+# The tokenizer would take minutes for a larger text of a user.
 MAX_CHARACTERS = 4 << 20
-# Tokens of the prompt that K is looked at of: enough for means over positions.
+# Tokens of the prompt whose K is measured: enough for means over positions.
 KEY_TOKENS = 2048
-# What a model without a chat template continues.
+# The text that a model without a chat template continues.
 CUE = "\nAnswer: The code is"
 
 
@@ -33,13 +33,13 @@ class Plan:
 
     Attributes:
         max_context: Tokens of the longest sequences.
-        texts: Stretches of text a context, at most.
+        texts: The most stretches of text per context.
         decode_steps: Tokens at the end of each that are decoded one at a time.
         top: Likeliest tokens of the reference that are told apart.
         greedy_steps: Greedy tokens after the beginning of each text.
-        cases: Needles a context and depth.
-        depths: Where the needle is, from 0 (first line) to 1 (last line).
-        answer_tokens: Tokens that a model has for an answer.
+        cases: Needles per context and depth.
+        depths: Places of the needle, from 0 (first line) to 1 (last line).
+        answer_tokens: Tokens of an answer.
 
     """
 
@@ -60,13 +60,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cases:
-    """What every engine gets.
+    """The cases of every engine.
 
     Attributes:
-        plan: How much.
+        plan: How much is measured.
         texts: `context` and `tokens` of each stretch.
         needles: `context`, `depth`, `prompt` (tokens) and `answer` (text).
-        keys: Tokens of the prompt that K is looked at of.
+        keys: Tokens of the prompt whose K is measured.
 
     """
 
@@ -77,7 +77,7 @@ class Cases:
 
     def for_child(self) -> dict[str, Any]:
         plan = self.plan
-        # Of one length, that of the second context if there is one.
+        # Texts of one length: the second context's, if there is one.
         length = plan.contexts[:2][-1]
         of_length = [t["tokens"] for t in self.texts if t["context"] == length]
         return {
@@ -95,7 +95,7 @@ class Cases:
 def prompt_tokens(tokenizer: Any, case: Case) -> list[int]:
     """Returns the tokens of a question, in the model's chat template if it has one."""
     if getattr(tokenizer, "chat_template", None):
-        # Templates that do not know how to think do not mind.
+        # Templates without thinking ignore the flag.
         text = tokenizer.apply_chat_template(
             case.messages,
             tokenize=False,
@@ -110,10 +110,10 @@ def build_cases(text: str, plan: Plan, tokenizer: Any, seed: int) -> Cases:
     """Returns all cases on a text.
 
     Args:
-        text: What is decoded, and surrounds the facts.
-        plan: How much.
+        text: The text that is decoded, and that surrounds the facts.
+        plan: How much is measured.
         tokenizer: The model's.
-        seed: Decides names and codes.
+        seed: Seed of names and codes.
 
     Raises:
         ValueError: If the text is too short.
@@ -126,7 +126,7 @@ def build_cases(text: str, plan: Plan, tokenizer: Any, seed: int) -> Cases:
             f"the text has {len(tokens)} tokens, too few for a context of "
             f"{plan.max_context}: --max-context or a longer --text"
         )
-    # What begins a sequence, if anything.
+    # The tokens that begin every sequence, if any.
     start = tokenizer.encode("")
     texts = []
     for context in plan.contexts:

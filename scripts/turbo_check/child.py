@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Puts one engine through the cases of `check_model.py`, in a process of its own.
+"""Runs the cases of `check_model.py` on one engine, in a process of its own.
 
 Usage: python child.py JOB FOLDER. The folder gets a record of each text's
-distributions (`probe.Record`), `result.json`, and `stages`, a line for each part
-that is done.
+distributions (`probe.Record`), `result.json`, and `stages`, a line for each finished
+part.
 """
 
 import json
@@ -33,7 +33,7 @@ def record_path(folder: Path, index: int) -> Path:
 
 
 class Check(Lab):
-    """One engine, and what it is asked."""
+    """One engine, and its cases."""
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Check(Lab):
             print(stage, file=stages)
 
     def keys(self) -> dict[str, dict[str, list[float]]]:
-        """Returns statistics by layer, of a prompt's K and V and all ranks' heads."""
+        """Returns statistics of a prompt's K and V, by layer, of all ranks' heads."""
         self.llm.apply_model(start_watching)
         self.continue_greedily([self.job["keys"]], [1], True)
         found: dict[str, dict[str, list[float]]] = {}
@@ -60,9 +60,9 @@ class Check(Lab):
         return found
 
     def await_reference(self) -> None:
-        """Waits for the reference's records, of an engine that runs beside this one.
+        """Waits for the records of the reference, which may still run beside this one.
 
-        Who started both ends this one if there will be none.
+        If the reference fails, the process that started both ends this one.
         """
         if self.job["reference"]:
             stages = Path(self.job["reference"]) / "stages"
@@ -70,7 +70,7 @@ class Check(Lab):
                 time.sleep(POLL_S)
 
     def replay(self, index: int, text: list[int]) -> SamplingParams:
-        """Returns what decodes a text's end as if it had been sampled, and records."""
+        """Returns parameters that replay and record a text's end, token by token."""
         steps, reference = self.job["decode_steps"], self.job["reference"]
         watch = {
             "path": str(record_path(self.folder, index)),
@@ -98,7 +98,7 @@ class Check(Lab):
         return outputs
 
     def run(self) -> dict[str, Any]:
-        """Returns all but what the records hold."""
+        """Returns all results except the records."""
         job = self.job
         start = time.perf_counter()
         keys = self.keys()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What to do about an engine's error."""
+"""Advice on an engine's error."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ MEMORY = (
     "processes on the GPU"
 )
 TIME = "--time-limit SECONDS gives more"
-# Of errors, what tells them.
+# Advice by a part of an error's message.
 CURES = {
     "No available memory for the cache blocks": MEMORY,
     "available KV cache memory": MEMORY,
@@ -22,7 +22,7 @@ CURES = {
 
 
 def with_cure(error: str, log: Path | None = None) -> str:
-    """Returns an error with what to do, and where the engine's log is."""
+    """Returns an error with advice, and with the path of the engine's log."""
     cures = [cure for part, cure in CURES.items() if part in error][:1]
     kept = [f"log: {log}"] if log and str(log) not in error else []
     more = "; ".join(cures + kept)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How many engines `check_model.py` runs side by side, and each one's share of memory.
 
-vLLM measures what is free on a GPU, and takes a neighbour's memory for its own. So a
-share is fixed: the cache has its bytes, and nothing is measured.
+vLLM measures the free memory of a GPU, and takes a neighbour's memory for its own. So a
+share is fixed: the cache has a given size, and nothing is measured.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-# Of what is free, for all engines.
+# Share of the free memory that all engines have together.
 USED_SHARE = 0.95
-# An engine's, beside weights and cache: CUDA's context, activations, workspaces.
+# An engine's bytes beside weights and cache: CUDA's context, activations, workspaces.
 OTHER_BYTES = 4 * GIB
 # Cores of an engine.
 CORES = 2
@@ -26,7 +26,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def free_memory() -> int | None:
-    """Returns the bytes that are free on each visible GPU; None if no driver says."""
+    """Returns the free bytes of the visible GPU with fewest; None without a driver."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
@@ -64,15 +64,15 @@ def split(
     """Returns the engines at a time, and the bytes of each one's cache.
 
     Args:
-        free: Bytes of a GPU.
-        weights: An engine's bytes of them there.
+        free: Free bytes of a GPU.
+        weights: Bytes of an engine's weights there.
         wanted: Bytes of a cache that holds all sequences of a step.
-        least: Bytes of a cache that holds one.
-        engines: To run, that cores are there for.
-        asked: The user's number, if any.
+        least: Bytes of a cache that holds one sequence.
+        engines: The most engines that are to run and have cores.
+        asked: The user's number of engines, if any.
 
     Returns:
-        The cache's bytes are 0 of an engine alone, which takes what is left.
+        The cache's bytes are 0 for an engine alone, which takes the memory left.
 
     Raises:
         ValueError: If there is no room for so many.
@@ -96,8 +96,8 @@ def share_memory(args: argparse.Namespace, config: Any) -> None:
     """Sets `jobs` and `cache_bytes`, each engine's, where 0 leaves it to vLLM.
 
     Args:
-        args: Complete but for these.
-        config: vLLM's of the model.
+        args: All other arguments.
+        config: vLLM's configuration of the model.
 
     Raises:
         ValueError: If there is no room for the engines that were asked for.

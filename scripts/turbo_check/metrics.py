@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How far one engine's records and answers are from the reference's.
 
-KL divergence is that of k + 1 outcomes: the reference's k likeliest tokens, and any
-other. What is told apart less diverges less, so it is a lower bound of the whole
-vocabulary's, and equal to it if k is the vocabulary's size.
+KL divergence has k + 1 outcomes: the reference's k likeliest tokens, and any other.
+Fewer outcomes diverge less, so it is a lower bound of the divergence over the whole
+vocabulary. Both are equal if k is the vocabulary's size.
 """
 
 import math
@@ -61,7 +61,7 @@ def compare_records(reference: Records, other: Records) -> dict[str, Any]:
 def compare_needles(
     needles: list[dict[str, Any]], reference: list[bool], other: list[bool]
 ) -> dict[str, Any]:
-    """Returns how many needles are found, and which are not that the reference finds.
+    """Returns how many needles are found, and which ones only the reference finds.
 
     Args:
         needles: `context` and `depth` of each.
@@ -89,15 +89,15 @@ def greedy_agreement(
 
 
 def rank_layers(keys: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Returns a row a layer, the one whose K does most to scores first.
+    """Returns a row a layer; the first layer is the one whose K changes scores most.
 
     Args:
         keys: By layer name, as `probe.KeyStatistics.result` has them.
 
     Returns:
-        `layer` (number, or name without one); of the head with the largest share of its
-        K in the mean `head`, `k_mean`, `k_deviation`, `k_left`; `ratio`, k_mean over
-        k_deviation; `v_ratio`, the largest of V; `score`, the mean of its heads.
+        `layer` (number, or name without one); `head`, the head with the largest `ratio`
+        of `k_mean` to `k_deviation`, and its `ratio`, `k_mean`, `k_deviation` and
+        `k_left`; `v_ratio`, the largest ratio of V; `score`, the mean over heads.
 
     """
     rows = []

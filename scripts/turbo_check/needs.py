@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `check_model.py` and `plan.py` need, judged before anything large is imported:
-a vLLM with the series applied, and a model.
+"""Checks of `check_model.py` and `plan.py` before anything large is imported: there has
+to be a vLLM with the series applied, and a model.
 """
 
 import importlib.util
@@ -19,11 +19,11 @@ TOKENIZERS = (
 
 
 def has_series() -> bool:
-    """Returns whether this Python has PyTorch and a vLLM with the series applied."""
+    """Whether this Python has PyTorch and a vLLM with the series applied."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or importlib.util.find_spec("torch") is None:
         return False
-    # To look for the module itself would import vLLM.
+    # A search for the module itself would import vLLM.
     folders = vllm.submodule_search_locations or ()
     return any((Path(folder) / TURBO).is_dir() for folder in folders)
 

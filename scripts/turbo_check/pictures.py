@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws what `check_model.py` measured: KL by context, and against bytes.
+"""Draws the results of `check_model.py`: KL by context, and against bytes.
 
 Usage: python pictures.py CHECK.JSON. `kl.svg` goes into the same folder.
 """
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws each arm but the reference, which is the first and diverges by nothing."""
+    """Draws each arm but the first, the reference, which has no divergence."""
     reference, *others = rows
     figure, (by_context, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for row in others:

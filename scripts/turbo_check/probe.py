@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What `child.py` has done in the workers of vLLM.
+"""The part of `child.py` that runs in the workers of vLLM.
 
-`Recorder` reduces distributions where they are: of 150,000 log-probabilities a
-position, those of the reference's likeliest tokens are kept, and the sum of the rest.
-`KeyStatistics` sees the K and V that attention layers are given.
+`Recorder` reduces distributions in the worker: of 150,000 log-probabilities a position,
+it keeps those of the reference's likeliest tokens, and the sum of the rest.
+`KeyStatistics` sees the K and V that attention layers get.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Record:
     """One request's distributions, in the order of the tokens that are replayed.
 
     Attributes:
-        path: Where they go, as an .npz file, when all are there.
+        path: The .npz file that `save` writes.
         first: Position of the last prompt token, whose logits are the first.
         targets: The tokens replayed.
         ids: (position, k), the reference's likeliest tokens, falling; -1 where none
@@ -44,7 +44,7 @@ class Record:
         logprobs: (position, k + 1), of these, and of all others together.
         target: (position,), log-probability of the token replayed.
         top: (position,), the likeliest token.
-        is_reference: Whether `ids` are found here.
+        is_reference: Whether this engine chooses `ids`.
 
     """
 
@@ -111,7 +111,7 @@ class Record:
 
 
 class Recorder(LogitsProcessor):
-    """Records the distributions of requests that ask for it, and changes none.
+    """Records the distributions of requests that ask for it, and changes no logits.
 
     It runs in every rank that samples; the first of a tensor-parallel group writes.
     """
@@ -120,7 +120,7 @@ class Recorder(LogitsProcessor):
         self, vllm_config: VllmConfig, req_states: LogitsProcRequestState
     ) -> None:
         self.slots: dict[int, Record] = {}
-        # A request that was preempted comes again, with what it has generated.
+        # A preempted request comes again, with the tokens that it has generated.
         self.records: dict[str, Record] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -141,7 +141,7 @@ class Recorder(LogitsProcessor):
             record = self.slots.get(slot)
             if record is None:
                 continue
-            # Of a chunk of the prompt it is negative.
+            # It is negative in a chunk of the prompt.
             step = positions[row] - record.first
             if 0 <= step < len(record.targets):
                 due.append((row, record, step))
@@ -150,7 +150,7 @@ class Recorder(LogitsProcessor):
         return logits
 
     def record(self, logits: torch.Tensor, due: list[tuple[int, Record, int]]) -> None:
-        """Records rows of logits: each row, its record, and the step that it is."""
+        """Records rows of logits; `due` has each row, its record and its step."""
         chosen = logits[[row for row, *_ in due]].log_softmax(dim=-1)
         k = due[0][1].ids.shape[1]
         for (_, record, step), ids in zip(due, chosen.topk(k).indices.cpu().numpy()):
@@ -161,7 +161,7 @@ class Recorder(LogitsProcessor):
         ids = ids.to(chosen.device)
         targets = torch.tensor([[record.targets[step]] for _, record, step in due])
         kept = [chosen.gather(1, ids), chosen.gather(1, targets.to(chosen.device))]
-        # Not 1 minus the others, which is rounding where it is small.
+        # Not 1 minus the others, which is mostly rounding error where it is small.
         rest = chosen.scatter(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
         values = torch.cat([*kept, rest], dim=1).cpu().numpy()
         for (_, record, step), row in zip(due, values):
@@ -182,7 +182,7 @@ class Sums:
 
     def add(self, vectors: torch.Tensor) -> None:
         """Adds (token, head, coordinate)."""
-        # A long mean leaves few of fp32's digits to the deviation from it.
+        # A long mean leaves few digits of fp32 to the deviation from it.
         vectors = vectors.detach().double()
         self.count += len(vectors)
         self.total = self.total + vectors.sum(0).cpu()
@@ -203,11 +203,11 @@ class KeyStatistics:
     def __init__(self, layer: Attention) -> None:
         self.layer = layer
         self.sums = {name: Sums() for name in "qkv"}
-        # Of K less what a turbo dtype takes off it.
+        # K less the offset that a turbo dtype takes off it.
         self.stored = Sums()
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward of the layer's impl that adds what it is given.
+        """Returns a forward of the layer's impl that also adds up its inputs.
 
         Impls are called alike whether or not the model is compiled.
         """
@@ -222,7 +222,7 @@ class KeyStatistics:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            # A layer that shares another's cache has none.
+            # A layer that shares another's cache has no K and V.
             if key is not None and value is not None:
                 count = getattr(attn_metadata, "num_actual_tokens", len(key))
                 for name, vectors in zip("qkv", (query, key, value)):
@@ -238,20 +238,20 @@ class KeyStatistics:
         table = getattr(self.layer, "turbo_key_offset", None)
         if table is None or attn_metadata is None:
             return key
-        # A vLLM that has the table has this.
+        # A vLLM with the table has this module.
         from vllm.v1.attention.ops.turbo.reference import offset_segments
 
         offset = attn_metadata.key_offset(table)
         return key.float() - table[offset_segments(offset, len(key))]
 
     def result(self) -> dict[str, Any]:
-        """Returns lists of a number a KV head.
+        """Returns lists of one number per KV head.
 
-        `k_mean` and `v_mean` are the length of the mean over tokens; `k_deviation` and
-        `v_deviation` the root of the mean squared distance from it; `k_left` is the
-        length of the mean without the layer's offset of K, if it has one. `score` is
-        what K's relative errors are multiplied by in scores: the deviation of scores
-        that Q and K as stored would have if their directions were random.
+        `k_mean` and `v_mean` are the length of the mean over tokens, `k_deviation` and
+        `v_deviation` the root of the mean squared distance from it. `k_left` is the
+        length of the mean of stored K, which lacks the layer's offset. `score` is the
+        factor from K's relative errors to errors of scores: the deviation of scores if
+        Q and stored K had random directions.
         """
         q, k, v = (self.sums[name] for name in "qkv")
         heads = k.square().shape[0]
@@ -273,12 +273,12 @@ class KeyStatistics:
         }
 
 
-# Of this worker's attention layers, by name.
+# Statistics of this worker's attention layers, by name.
 watched_layers: dict[str, KeyStatistics] = {}
 
 
 def start_watching(model: nn.Module) -> None:
-    """Has each attention layer of a model add up what it is given from now on."""
+    """Lets each attention layer of a model add up its inputs from now on."""
     for layer in model.modules():
         if isinstance(layer, Attention):
             statistics = watched_layers[layer.layer_name] = KeyStatistics(layer)
@@ -287,11 +287,11 @@ def start_watching(model: nn.Module) -> None:
 
 
 def stop_watching(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Undoes `start_watching`, and returns what was found by layer name."""
+    """Undoes `start_watching`, and returns the statistics by layer name."""
     found = {}
     for layer in model.modules():
         if isinstance(layer, Attention):
-            # The method of its class shows again.
+            # The class's own method is visible again.
             del layer.impl.forward
             statistics = watched_layers.pop(layer.layer_name)
             if statistics.sums["k"].count:

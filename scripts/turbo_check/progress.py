@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Says every few seconds what a long command does, where there is no terminal."""
+"""Prints the progress of a long command every few seconds, without a terminal."""
 
 import sys
 import threading

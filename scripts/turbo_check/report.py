@@ -11,7 +11,7 @@ from turbo_check.advice import MILLI, gain_of_layer, ran
 
 Row = dict[str, Any]
 
-# Layers of which K is shown; all are in the JSON.
+# Layers whose K is shown; the JSON has all.
 SHOWN_LAYERS = 5
 
 
@@ -90,7 +90,7 @@ def layers_table(rows: list[Row], packed: Row) -> list[str]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Returns all tables, what they mean, and the advice."""
+    """Returns all tables with their explanations, and the advice."""
     facts, plan, rows = report["facts"], report["plan"], report["arms"]
     positions = next(row["positions"] for row in rows if ran(row))
     outcomes = (
@@ -114,10 +114,9 @@ def markdown(report: dict[str, Any]) -> str:
         for row in rows
         if "gsm8k_error" in row
     ]
-    # What is served: an engine says at start why it has none.
+    # An engine says at start why it serves without a window.
     notes += [
-        f"- `{row['arm']}`: no recent window, which this engine can not have; its log "
-        "says why."
+        f"- `{row['arm']}`: this engine cannot have a recent window; its log says why."
         for row in rows
         if ran(row) and row["arm"] in TURBO_DTYPES and not row["window_layers"]
     ]

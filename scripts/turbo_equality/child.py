@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs one mode of `equality.py`, in a process of its own.
 
-Usage: python child.py JOB RESULT. RESULT is a .npz: `tokens` (request,
-position), `logprobs` (request, position, token), `right`, whether each answer is the
-task's, `cached_tokens` of each request, `from_cpu`, tokens whose cache came from the
-CPU's memory, `most_at_once`, requests that ran, `capacity`, tokens that the cache
-holds, and how many `preemptions`, `drafted` and `accepted` tokens there were; and
-`ran`, JSON of what the engine ran as: `ranks`, `replays` of CUDA graphs, and settings
-by the names of `LLM`'s arguments.
+Usage: python child.py JOB RESULT. RESULT is a .npz with these arrays: `tokens`
+(request, position); `logprobs` (request, position, token); `right`, whether each answer
+is the task's; `cached_tokens` of each request; `from_cpu`, tokens whose cache came from
+the CPU's memory; `most_at_once`, the most requests that ran together; `capacity`,
+tokens that the cache holds; the counts `preemptions`, `drafted` and `accepted`. `ran`
+is JSON of the engine's settings: `ranks`, `replays` of CUDA graphs, and others by the
+names of `LLM`'s arguments.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
-# Whose requests may read each other's pages.
+# Metadata builders whose requests may read each other's pages.
 BUILDERS = TurboMetadataBuilder, TurboMLAMetadataBuilder
-# To empty the prefix cache.
+# Attempts to empty the prefix cache.
 ATTEMPTS = 100
-# Of vLLM's counters, by name in the result.
+# vLLM's counters, by their names in the result.
 COUNTS = {
     "from_cpu": "vllm:external_prefix_cache_hits",
     "preemptions": "vllm:num_preemptions",
@@ -50,7 +50,7 @@ COUNTS = {
 
 
 def find(tokens: list[int], part: list[int]) -> int:
-    """Returns where a part first begins."""
+    """Returns the index where a part first begins."""
     starts = range(len(tokens) - len(part) + 1)
     return next(i for i in starts if tokens[i : i + len(part)] == part)
 
@@ -59,7 +59,7 @@ class Swap:
     """Lets each of two decoding requests read one page of the other's cache.
 
     Attributes:
-        page: Which of their pages, in order; None: nothing is swapped.
+        page: The index of the page in each request's table; None swaps nothing.
 
     """
 
@@ -92,7 +92,7 @@ class Swap:
                 return metadata
             table = common.block_table_tensor.clone()
             table[:2, self.page] = table[:2, self.page].flip(0)
-            # Whatever the plan has taken from it, too.
+            # The second build repeats the plan, which has read the table.
             common = replace(common, block_table_tensor=table)
             return build(builder, common_prefix_len, common, fast_build)
 
@@ -131,7 +131,7 @@ def counted(name: str) -> int:
 
 
 def most_at_once(outputs: list[RequestOutput]) -> int:
-    """Returns how many requests ran at the same time, at most."""
+    """Returns the most requests that ran at the same time."""
     changes = []
     for output in outputs:
         assert output.metrics is not None
@@ -179,11 +179,11 @@ def replays_and_block(worker: Any) -> tuple[int, int]:
 
 
 def settings(config: VllmConfig, workers: list[tuple[int, int]]) -> dict[str, Any]:
-    """Returns what an engine ran as, by its own account after the start.
+    """Returns an engine's settings, by its own account after the start.
 
     Args:
-        config: The engine's.
-        workers: `replays_and_block` of each.
+        config: The engine's configuration.
+        workers: `replays_and_block` of each worker.
 
     """
     parallel, scheduler = config.parallel_config, config.scheduler_config
@@ -217,7 +217,7 @@ def settings(config: VllmConfig, workers: list[tuple[int, int]]) -> dict[str, An
 
 
 def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOutput]:
-    """Generates greedily for all prompts, so many at a time."""
+    """Generates greedily for all prompts, in batches of `batch` if the job has it."""
     prompts = job["prompts"]
     half = -(-len(prompts) // 2) if job["sleep"] else 0
     size = job["batch"] or half or len(prompts)
@@ -226,7 +226,7 @@ def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOu
         if first and job["sleep"]:
             sleep_and_wake(llm, job["sleep"])
         if swap is not None:
-            # The page where the first one's answer begins, or the first of its values.
+            # The page where the first prompt's answer, or its first value, begins.
             value = bytes(job["answers"][first][:-1]).split(b",")[0]
             place = find(prompts[first], list(value))
             swap.page = place // llm.llm_engine.vllm_config.cache_config.block_size
@@ -236,7 +236,7 @@ def generate(llm: LLM, job: dict[str, Any], swap: Swap | None) -> list[RequestOu
 
 
 def sleep_and_wake(llm: LLM, level: int) -> None:
-    """Takes all memory from an engine and gives it back; weights as vLLM documents."""
+    """Takes all memory from an engine and gives it back, in vLLM's documented order."""
     llm.sleep(level=level)
     assert llm.llm_engine.is_sleeping()
     if level == 1:
@@ -248,15 +248,15 @@ def sleep_and_wake(llm: LLM, level: int) -> None:
 
 
 def empty_prefix_cache(llm: LLM) -> None:
-    """Lets the GPU forget all; blocks on their way to the CPU's memory are not free.
+    """Empties the GPU's prefix cache, once no block is on its way to the CPU's memory.
 
     Raises:
-        RuntimeError: If some never are.
+        RuntimeError: If some blocks never arrive.
 
     """
     other = as_inputs([[0] * 8])
     for _ in range(ATTEMPTS):
-        # A step is what notices that blocks have arrived.
+        # Only a step notices that blocks have arrived.
         llm.generate(other, SamplingParams(max_tokens=4), use_tqdm=False)
         if llm.reset_prefix_cache():
             return
@@ -265,7 +265,7 @@ def empty_prefix_cache(llm: LLM) -> None:
 
 
 def run(job: dict[str, Any]) -> tuple[list[RequestOutput], VllmConfig, list]:
-    """Returns the outputs that count, the engine's configuration and
+    """Returns the compared outputs, the engine's configuration and
     `replays_and_block` of its workers.
     """
     llm = LLM(job["model"], disable_log_stats=False, **job["engine_args"])
@@ -285,7 +285,7 @@ def run(job: dict[str, Any]) -> tuple[list[RequestOutput], VllmConfig, list]:
 async def run_ranks(
     job: dict[str, Any],
 ) -> tuple[list[RequestOutput], VllmConfig, list]:
-    """The same where engines share the requests, which `LLM` has no way to."""
+    """Returns the same for engines that share the requests, which `LLM` cannot do."""
     args = AsyncEngineArgs(job["model"], **job["engine_args"])
     engine = AsyncLLM.from_engine_args(args)
 

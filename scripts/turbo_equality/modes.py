@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The ways of running vLLM that are to give the same answers."""
+"""The ways of running vLLM that have to give the same answers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,28 +10,28 @@ CHUNK = 128
 NUM_DRAFTS = 3
 # Requests that find room for their prompts when blocks are scarce.
 SCARCE_REQUESTS = 4
-# Of the requests that could run at once, how many have to have done so.
+# The least share of the requests that could run at once and did.
 LEAST_FILLED = 0.5
-# Tokens of a block, in modes that do not say. A CPU's own attention takes no fewer.
+# Tokens of a block, unless a mode names them. A CPU's own attention takes no fewer.
 BLOCK = {"cpu": 32, "gpu": 16}
-# Models by name: arguments of turbo_seeded/model.py; None: the trained model. Their
-# heads are small, for roundings of logits are in proportion, and equality.TIE is not.
-# They run in float16, whose roundings are an eighth of bfloat16's: nothing of what they
-# answer is learnt, so that few of their tokens win by much.
+# Models by name: arguments of turbo_seeded/model.py; None: the trained model. Seeded
+# models have small heads, because rounding errors grow with logits and equality.TIE
+# does not. They have learnt nothing, so few of their tokens win by much. So they run
+# in float16, whose rounding errors are an eighth of bfloat16's.
 MODELS: dict[str, tuple[str, ...] | None] = {
     "trained": None,
-    # The same, with bf16 layers among its packed ones (SKIPPED).
+    # The trained model, with bf16 layers among its packed ones (SKIPPED).
     "skipped": None,
     "dense": ("--head-range", "0.15"),
-    # Every expert takes every token: which ones do is decided by no rounding.
+    # Every expert takes every token, so that no rounding error decides the choice.
     "experts": (
         *("--head-range", "0.15"),
         *("--experts", "4", "--experts-per-token", "4"),
     ),
 }
 EXPERTS_ARGS = {"moe_backend": "triton"}
-# FlashAttention plans the bf16 layers' work ahead, by a cache dtype that they have not.
-# Pages of such blocks are as large as theirs of 16 tokens, so that vLLM keeps the size.
+# FlashAttention plans the bf16 layers' work ahead, by a cache dtype that they lack. A
+# packed page of 128 tokens is as large as a bf16 page of 16, so vLLM keeps the size.
 SKIPPED = {"kv_cache_dtype_skip_layers": ["0", "7"], "block_size": 128}
 
 
@@ -40,23 +40,23 @@ class Mode:
     """One way to run the same prompts.
 
     Attributes:
-        args: Of `LLM`, beyond those of the quiet run.
-        model: Of MODELS.
+        args: Arguments of `LLM`, beyond those of the quiet run.
+        model: A key of MODELS.
         graphs: Whether CUDA graphs are replayed, and the model is compiled.
-        batch: Prompts a `generate`; 0: all.
-        repeat: Whether all is run twice, and the second time counts.
-        from_cpu: Whether the second time nothing is left in the GPU's prefix cache, so
-            that all that is found there comes from the CPU's memory.
-        fill: Whether prompts come as often as it takes to fill `max_num_seqs`.
+        batch: Prompts per `generate`; 0: all.
+        repeat: Whether all prompts run twice, and the second run counts.
+        from_cpu: Whether the GPU's prefix cache is emptied before the second run, so
+            that all prefix hits come from the CPU's memory.
+        fill: Whether prompts are repeated to fill `max_num_seqs`.
         sleep: The level at which the engine sleeps between two halves of the prompts.
-        defect: What is broken on purpose, so that the answers must differ.
+        defect: The part that is broken on purpose, so that the answers must differ.
         scarce: Whether blocks are so few that requests are preempted.
-        capacity: How many times the quiet run's tokens the same memory a rank holds;
-            0: not looked at.
+        capacity: The tokens that a rank's memory holds, as a multiple of the quiet
+            run's; 0: not checked.
         fresh_kernels: Whether nothing has built the CUDA kernels before.
-        drafts: How drafts are made that are then verified, by vLLM's name. With
+        drafts: vLLM's method of making drafts, which are then verified. With
             "draft_model" the model drafts for itself.
-        gpus: How many it takes; 0: none, but no more than a CPU.
+        gpus: The GPUs that it takes; 0: a CPU is enough.
 
     """
 
@@ -77,12 +77,12 @@ class Mode:
 
     @property
     def dtype(self) -> str:
-        """Of the model on a GPU."""
+        """The model's dtype on a GPU."""
         return "bfloat16" if MODELS[self.model] is None else "float16"
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """vLLM's, but for the drafter's folder."""
+        """Value of `speculative_config`, without the drafter's folder."""
         config = {"method": self.drafts, "num_speculative_tokens": NUM_DRAFTS}
         if self.drafts == "ngram":
             config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -167,7 +167,7 @@ MODES = {
         fill=True,
         gpus=1,
     ),
-    # The others' on a CPU.
+    # The other modes have this size on a CPU.
     "block_32": Mode({"block_size": 32}, capacity=1, gpus=1),
     "block_64": Mode({"block_size": 64}, capacity=1),
     "block_128": Mode({"block_size": 128}, capacity=1),
@@ -202,7 +202,7 @@ MODES = {
     "prefix": Mode({"enable_prefix_caching": True}, repeat=True),
     "chunked": Mode({"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK}),
     "preempted": Mode(scarce=True),
-    # Of two requests, each reads a page of the other's.
+    # Each of two requests reads a page of the other's.
     "swapped": Mode(batch=2, defect="swapped"),
     "zeroed": Mode(defect="zeroed"),
     **DRAFTING,

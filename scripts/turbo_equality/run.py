@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs a mode of `equality.py` in a process, and says what it ran as."""
+"""Runs a mode of `equality.py` in a process, and reports the settings it ran with."""
 
 import argparse
 import json
@@ -30,18 +30,19 @@ from turbo_equality.modes import (  # noqa: E402
     Mode,
 )
 
-# Of a coordinate of K or V, on average, with its part of the scales.
+# Average bits of a coordinate of K or V, with its part of the scales.
 BITS = {"turbo4": 4.25, "k4v3": 3.75, "turbo3": 3.25}
 TURBO_DTYPES = tuple(BITS)
 CHILD = Path(__file__).with_name("child.py")
 MAX_BLOCK = 128
 # Tokens of a block, where recent windows are wanted.
 WINDOW_BLOCK = 64
-# One GPU's sums are held to several's, so theirs have to be the same in every run: NCCL
-# alone. The others also want NVLink multicast, which not every host has.
+# Sums on several GPUs are compared with those on one, so they have to be the same in
+# every run: NCCL alone. Other all-reduces also need NVLink multicast, which not every
+# host has.
 SEVERAL_GPUS_ARGS = {
     "disable_custom_all_reduce": True,
-    # It is FlashInfer's all-reduce, whatever the variables below say.
+    # This pass uses FlashInfer's all-reduce, whatever the variables below say.
     "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
 }
 SEVERAL_GPUS_VARIABLES = {
@@ -52,7 +53,7 @@ SEVERAL_GPUS_VARIABLES = {
 
 
 def model_folder(name: str, folder: Path, args: argparse.Namespace) -> Path:
-    """Returns where a model is, which is written first if it is a seeded one."""
+    """Returns a model's folder; a seeded model is written first."""
     options = MODELS[name]
     if options is None:
         return args.model
@@ -63,7 +64,7 @@ def model_folder(name: str, folder: Path, args: argparse.Namespace) -> Path:
 
 
 def drafter_args(mode: Mode, folder: Path, model: Path) -> dict[str, Any]:
-    """Returns what `LLM` is told of a mode's drafter, which is written if need be."""
+    """Returns `LLM`'s arguments of a mode's drafter, and writes the drafter's model."""
     speculative = mode.speculative_config
     overrides: dict[str, Any] = {}
     if mode.drafts == "draft_model":
@@ -85,7 +86,7 @@ def attention_config(
 
 
 def block_size(args: argparse.Namespace) -> int:
-    """Returns the tokens of a block, of which recent windows need more."""
+    """Returns the tokens of a block; recent windows need larger blocks."""
     return WINDOW_BLOCK if args.window else BLOCK["cpu" if args.on_cpu else "gpu"]
 
 
@@ -93,9 +94,9 @@ def soaked_cache(args: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments of the cache that a soak asks for.
 
     Args:
-        args: Of the command line. Tokens are read as they are stored, so that answers
-            do not depend on which were seen before; with `window` raw ones are, too,
-            without which there is no recent window.
+        args: The command line's. Tokens are read as they are stored, so answers do not
+            depend on earlier prefix hits. With `window`, raw tokens are read too, which
+            a recent window needs.
 
     """
     prefill = "raw" if args.window else "stored"
@@ -115,14 +116,14 @@ def engine_args(
         mode: The mode.
         longest: Tokens of the longest prompt.
         prefill: `turbo_prefill`.
-        args: Of the command line.
+        args: The command line's.
 
     """
     options: dict[str, Any] = {
         "dtype": "float32" if args.on_cpu else mode.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
         "block_size": block_size(args),
-        # vLLM counts what a cache holds in sequences of this length: whole blocks.
+        # vLLM states a cache's capacity in sequences of this length: whole blocks.
         "max_model_len": -(-(longest + args.tokens) // MAX_BLOCK) * MAX_BLOCK,
         "max_num_seqs": 64,
         "max_num_batched_tokens": max(longest, 8192),
@@ -154,9 +155,9 @@ def engine_args(
 def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
     """Returns the variables of a mode's process."""
     variables = engine_variables(on_cpu) | {
-        # Of compiled graphs, which modes shall not share; a CPU compiles none.
+        # The folder of compiled graphs, which modes must not share; a CPU has none.
         "VLLM_CACHE_ROOT": str((folder.parent if on_cpu else folder) / "cache"),
-        # A function is sent to the workers, which counts the graphs that they replay.
+        # Workers get a function, which counts the graphs that they replay.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if mode.defect:
@@ -175,12 +176,12 @@ def child_environment(folder: Path, mode: Mode, on_cpu: bool) -> dict[str, str]:
 def room(options: dict[str, Any], model: Path) -> int | None:
     """Returns the tokens that the memory of a cache holds if no page is padded.
 
-    It is for caches with layers that are not packed, which no other mode's can be held
-    to; of others it is None.
+    It is None unless some layers are not packed. No other mode has such a capacity to
+    compare with.
 
     Args:
         options: The arguments of `LLM`.
-        model: Where the model is.
+        model: The model's folder.
 
     """
     skipped = len(options.get("kv_cache_dtype_skip_layers", []))
@@ -201,28 +202,28 @@ def built_kernels(log: Path) -> dict[str, int]:
     return dict(Counter(" ".join(found) for found in re.findall(pattern, text)))
 
 
-# What a layer's start line says last before its kernels: MLA's has a rotary key.
+# The part of a layer's start line before its kernels; an MLA layer has a rotary key.
 _LAST_SAID = r"\b(?:head size|rotary): [^;)]*; "
 
 
 def used_kernels(log: Path) -> set[str]:
-    """Returns whose kernels the engine said at its start that its layers take."""
+    """Returns the kinds of kernels that the engine's start lines name."""
     text = log.read_text(errors="replace")
     said = re.findall(r"KV cache \w+: .*(?:head size|rotary): .*", text)
     return set(re.findall(_LAST_SAID + r"(\w+)", "\n".join(said)))
 
 
 def window_lengths(log: Path) -> set[int]:
-    """Returns the tokens that the engine said a recent window has, of all layers."""
+    """Returns the tokens of recent windows, by the engine's log, over all layers."""
     text = log.read_text(errors="replace")
     said = re.findall(r"recent window: ([\d or]+) tokens", text)
     return {int(number) for numbers in said for number in numbers.split(" or ")}
 
 
 def kernel_reasons(log: Path) -> list[str]:
-    """Returns whose kernels each process took and why, without repetition.
+    """Returns the kernels that each process took and why, without repetition.
 
-    What a process that fell back warned of is the cause, and comes first.
+    The warning of a process that fell back names the cause, and comes first.
     """
     text = log.read_text(errors="replace")
     said = re.findall(r"Turbo KV cache: (\w+ kernels, because .*)", text)
@@ -233,13 +234,13 @@ def kernel_reasons(log: Path) -> list[str]:
 def unlike_asked(
     asked: dict[str, Any], ran: dict[str, Any], kernels: set[str], on_cpu: bool
 ) -> dict[str, Any]:
-    """Returns, by setting, what an engine ran as and was not asked for.
+    """Returns the settings of an engine that differ from those asked for.
 
     Args:
         asked: The arguments of `LLM`.
         ran: The settings by the engine's account (see the child).
-        kernels: Whose its layers take.
-        on_cpu: Whether these are PyTorch's operators.
+        kernels: The kinds of kernels that its layers take.
+        on_cpu: Whether the kernels have to be PyTorch's operators.
 
     """
     attention = asked["attention_config"]
@@ -249,7 +250,7 @@ def unlike_asked(
     wanted |= {"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1}
     is_turbo = asked["kv_cache_dtype"] in TURBO_DTYPES
     if not is_turbo:
-        # Options that no other dtype reads.
+        # No other dtype reads these options.
         del wanted["turbo_prefill"], wanted["turbo_window"]
     wanted |= asked | attention | asked.get("speculative_config", {})
     wanted["ranks"] = wanted["tensor_parallel_size"] * wanted["pipeline_parallel_size"]
@@ -273,11 +274,11 @@ def run_mode(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Returns what a mode's process left (see the child), `room`, `built` and
+    """Returns the result of a mode's process (see the child), `room`, `built` and
     `unlike_asked`.
 
     Raises:
-        RuntimeError: If it failed; with what its log says of it.
+        RuntimeError: If it failed; the message has the errors of its log.
 
     """
     mode = MODES[name]
@@ -317,7 +318,7 @@ def run_mode(
     unlike = unlike_asked(options, result["ran"], kernels, args.on_cpu)
     if "kernels" in unlike:
         unlike["kernels"] = kernel_reasons(log)
-    # A drafter's own layers have none.
+    # A drafter's own layers have no window.
     if args.window and not any(window_lengths(log)):
         unlike["recent_window"] = 0
     return result | {

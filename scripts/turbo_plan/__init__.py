@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a model's weights and KV cache need of a GPU, for ``scripts/plan.py``."""
+"""The memory and time that a model and its KV cache need, for ``scripts/plan.py``."""

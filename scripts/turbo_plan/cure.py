@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What makes room for a model that does not fit: more GPUs, or fewer bits."""
+"""Advice on a model that does not fit: more GPUs, or fewer bits."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from turbo_plan.planner import Planned
 
-# Of a weight, with its scales.
+# Bits of a weight, with its scales.
 BITS = {"8 bits (FP8)": 8.25, "4 bits (AWQ, GPTQ)": 4.5}
 UNQUANTISED_BITS = 16
-# GPUs of one model.
+# The most GPUs of one model.
 MOST_GPUS = 64
 
 
 def smallest_parallel(size: float, room: float, heads: int, at_least: int) -> int:
-    """Returns the fewest GPUs of which each has room for its share of the weights.
+    """Returns the fewest GPUs that have room for the weights.
 
     Args:
         size: Bytes of all weights.
         room: Bytes that a GPU has for them.
         heads: Query heads, which GPUs divide.
-        at_least: GPUs.
+        at_least: A number of GPUs that is too small.
 
     Returns:
-        0 if no number up to MOST_GPUS does.
+        0 if no number up to MOST_GPUS is enough.
 
     """
     counts = (2**i for i in range(MOST_GPUS.bit_length()))
@@ -34,10 +34,10 @@ def smallest_parallel(size: float, room: float, heads: int, at_least: int) -> in
 
 
 def cure_of(plans: Sequence["Planned"], tensor_parallel: int, context: int) -> str:
-    """Says what to change if no dtype has room for a user; nothing if one has.
+    """Returns advice if no dtype has room for a user; "" if one has.
 
-    A GPU's room for weights is what its cache has less, and a user's share of the cache
-    is taken to be the same on more GPUs: the numbers are safe ones.
+    A GPU's room for weights is its memory without the cache of one user. That cache
+    counts as large on more GPUs as on these, so the numbers are on the safe side.
     """
     models = [(each, each.model) for each in plans if each.model]
     if not models or any(each.users >= 1 for each, _ in models):

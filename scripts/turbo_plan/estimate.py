@@ -19,12 +19,12 @@ from turbo_plan.gpus import (
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's, as far as they are on a GPU.
+    """The experts of one layer.
 
     Attributes:
-        size: Bytes of all of them.
-        count: Of all GPUs'.
-        chosen: By a token.
+        size: Bytes of a GPU's experts.
+        count: Experts on all GPUs.
+        chosen: Experts that a token takes.
 
     """
 
@@ -33,19 +33,19 @@ class Experts:
     chosen: int
 
     def read(self, users: int) -> float:
-        """Bytes that a step reads, if a token's experts are any."""
+        """Bytes that a step reads, if tokens choose experts at random."""
         return self.size * (1 - (1 - self.chosen / self.count) ** users)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A GPU's share.
+    """A GPU's share of the weights.
 
     Attributes:
         size: Bytes in memory.
-        dense: Bytes that each step reads.
-        layers: How many layers a step runs.
-        experts: By layer.
+        dense: Bytes that each step reads, without experts.
+        layers: Layers that a step runs.
+        experts: Experts by layer.
 
     """
 
@@ -57,17 +57,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer of a GPU keeps of a sequence.
+    """The cache of one sequence in one layer of a GPU.
 
     Attributes:
-        token: Bytes a token; 0 of a state.
-        state: Bytes, whatever the context.
+        token: Bytes per token; 0 for a state.
+        state: Bytes of a state, whatever the context.
         window: Tokens that are attended to, if not all.
-        head_size: Of attention.
-        dtype: The cache's, if the layer has the model's own instead of the asked one.
-        queries: Heads that attend to a KV head, if that is known.
+        head_size: Attention's head size.
+        dtype: The cache's dtype, if the layer keeps the model's instead of the one
+            asked for.
+        queries: Query heads per KV head, if known.
         readings: How often a step reads it.
-        is_latent: Whether it is of MLA, whose heads share one vector.
+        is_latent: Whether the layer is MLA's, whose heads share one vector.
 
     """
 
@@ -81,11 +82,11 @@ class LayerCache:
     is_latent: bool = False
 
     def read(self, context: int) -> float:
-        """Bytes of attention that a sequence has to be read of, once."""
+        """Bytes of a sequence that one reading takes."""
         return self.token * min(context, self.window or context)
 
     def seconds(self, gpu: Gpu, dtype: str, context: int) -> float | None:
-        """Seconds that attention takes of a sequence; None if nothing tells them."""
+        """Seconds of attention to a sequence; None if nothing like it was measured."""
         dtype = self.dtype or dtype
         if self.is_latent:
             if self.head_size != LATENT_SIZE or self.window:
@@ -98,11 +99,11 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Model:
-    """What a decode step reads.
+    """The parts of a model that a decode step reads.
 
     Attributes:
-        weights: The model's.
-        cache: By layer.
+        weights: The weights.
+        cache: The cache by layer.
 
     """
 
@@ -111,22 +112,22 @@ class Model:
 
     @property
     def token_bytes(self) -> float:
-        """What each token of a context adds."""
+        """Bytes that each token of a context adds."""
         return sum(layer.token for layer in self.cache if not layer.window)
 
     @property
     def state_bytes(self) -> int:
-        """What a sequence has of states, whatever its context."""
+        """Bytes of a sequence's states, whatever its context."""
         return sum(layer.state for layer in self.cache)
 
     def user_bytes(self, context: int) -> float:
-        """What a sequence with so much context takes in all."""
+        """Bytes of a sequence with so much context."""
         return self.state_bytes + sum(layer.read(context) for layer in self.cache)
 
     def tpot(self, gpu: Gpu, dtype: str, users: int, context: int) -> float | None:
-        """Seconds to an output token, of so many users with so much context each.
+        """Seconds per output token, for so many users with so much context each.
 
-        None if nothing was measured that tells them.
+        None if nothing like it was measured.
         """
         weights = self.weights
         read = weights.dense + sum(each.read(users) for each in weights.experts)

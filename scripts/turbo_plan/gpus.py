@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""GPUs, by their data sheets, and how much of an H200's bandwidth was measured."""
+"""GPUs, by their data sheets, and the shares of bandwidth measured on an H200."""
 
 import argparse
 import re
@@ -16,10 +16,10 @@ class Gpu:
     """A GPU that may be bought.
 
     Attributes:
-        device: What its driver says. Where none was asked, the memory is the data
-            sheet's, less a hundredth or two that drivers keep.
-        bandwidth: Of its memory, in bytes a second.
-        is_measured: Whether what is below was measured on it.
+        device: Its driver's account. Without one, the memory is the data sheet's, less
+            a hundredth or two that drivers keep.
+        bandwidth: Bytes per second of its memory.
+        is_measured: Whether the efficiencies below were measured on it.
 
     """
 
@@ -45,20 +45,20 @@ GPUS = {
         Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * GIB), (12, 0), 188), 1.792e12
     ),
     "B200": Gpu(Device("NVIDIA B200", int(178.0 * GIB), (10, 0), 148), 8.0e12),
-    # Its memory is the system's, too.
+    # It shares its memory with the system.
     "GB10": Gpu(Device("NVIDIA GB10", int(119.0 * GIB), (12, 1), 48), 0.273e12),
 }
-# Of a GPU that is given by numbers, without its own.
+# Compute capability and multiprocessors of a GPU that is given by numbers without them.
 CAPABILITY, NUM_SMS = (8, 0), 108
 NUMBERS = re.compile(r"(\d+\.?\d*):(\d+\.?\d*)(?::(\d+)\.(\d))?")
 
 
 def plain(name: str) -> str:
-    """Returns a GPU's name as it is compared."""
+    """Returns a GPU's name in the form that is compared."""
     return re.sub(r"[\s-]", "", name).casefold().removeprefix("nvidia")
 
 
-# A driver's name that two share is the first one's.
+# A driver's name that two GPUs share means the first one.
 NAMED = {plain(gpu.device.name): gpu for gpu in reversed(GPUS.values())}
 NAMED |= {plain(name).removeprefix("rtx"): gpu for name, gpu in GPUS.items()}
 NAMED |= {plain(name): gpu for name, gpu in GPUS.items()}
@@ -88,9 +88,9 @@ def parse_gpu(text: str) -> Gpu:
     return Gpu(Device(name, memory, capability, NUM_SMS), float(numbers[2]) * 1e9)
 
 
-# Of the bandwidth, by cache dtype, for heads of up to 128 and for larger ones: what
-# decode attention reads its cache at. An H200, `ci/gpu.py bench`, decode.jsonl, commit
-# 591568a: 32 x 65536 tokens of 32/8 heads of 128, and 32 x 32768 of 16/2 heads of 256.
+# Share of the bandwidth at which decode attention reads its cache, by cache dtype, for
+# heads of up to 128 and for larger ones. An H200, `ci/gpu.py bench`, decode.jsonl,
+# commit 591568a: 32 x 65536 tokens of 32/8 heads of 128; 32 x 32768 of 16/2 of 256.
 ATTENTION = {
     "auto": (0.955, 0.909),
     "fp8": (0.622, 0.329),
@@ -100,40 +100,40 @@ ATTENTION = {
     "turbo3": (0.523, 0.405),
 }
 SMALL_HEAD = 128
-# Query heads of a KV head of what was measured, at most.
+# The most query heads per KV head that were measured.
 MEASURED_QUERIES = 8
-# Of the bandwidth, for weights and states; microseconds a layer and a sequence of a
-# step. One fit to engine.jsonl, of a Llama of 8B's shape: an H200, `ci/gpu.py engine`.
+# Share of the bandwidth for weights and states; seconds of a step per layer and per
+# sequence. They fit engine.jsonl: an 8B Llama's shape on an H200, `ci/gpu.py engine`.
 WEIGHTS = 0.9
 LAYER_S = 42e-6
 SEQUENCE_S = 9e-6
 
-# Microseconds of decode attention to latents of MLA, by cache dtype and query heads of
-# a GPU, and how many bytes they read: an H200, `ci/gpu.py mla`, mla.jsonl, 32 x 32768
-# tokens. Fewer bits are bound by arithmetic, so that it goes with multiprocessors too.
+# Microseconds of decode attention to latents of MLA, by cache dtype and by query heads
+# of a GPU. An H200, `ci/gpu.py mla`, mla.jsonl, 32 x 32768 tokens. Arithmetic bounds
+# caches of few bits, so their times also depend on the number of multiprocessors.
 LATENT_US = {
     "auto": {8: 284.7, 16: 286.1, 20: 288.6, 32: 288.2, 64: 294.6, 128: 464.6},
     "fp8": {8: 210.8, 16: 211.2, 20: 210.8, 32: 212.5, 64: 218.9, 128: 406.9},
     "turbo4": {8: 175.5, 16: 202.3, 20: 219.1, 32: 246.9, 64: 386.2, 128: 713.2},
 }
 LATENT_TOKENS = 32 * 32768
-# Of a latent of 512 and a rotary key of 64.
+# A latent of 512 and a rotary key of 64.
 LATENT_SIZE = 576
 # The kernels are Hopper's.
 LATENT_CAPABILITY = (9, 0)
 
 
 def latent_seconds(gpu: Gpu, dtype: str, queries: int, token: float) -> float | None:
-    """Returns the seconds that a token of a sequence's context takes MLA's attention.
+    """Returns the seconds of MLA's attention to one token of a sequence's context.
 
     Args:
-        gpu: The one that reads.
-        dtype: The cache's.
-        queries: Heads that attend, on a GPU.
-        token: Bytes of a token and layer.
+        gpu: The GPU that reads.
+        dtype: The cache's dtype.
+        queries: Query heads on a GPU.
+        token: Bytes of a token in a layer.
 
     Returns:
-        None where nothing was measured to tell it by.
+        None if nothing like it was measured.
 
     """
     measured = LATENT_US.get(dtype, {})

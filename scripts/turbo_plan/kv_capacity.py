@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prints how many tokens of KV cache fit into the same memory, by cache dtype.
 
-The numbers are those of vLLM's own block manager: the model is built without weights,
-its layers state their cache's pages, and vLLM divides the memory among them.
+The numbers come from vLLM's own block manager: the model is built without weights, its
+layers state the pages of their cache, and vLLM divides the memory among them.
 """
 
 import argparse
@@ -39,14 +39,14 @@ DTYPES = ("turbo4", "k4v3", "turbo3")
 
 
 def start_parallel_state() -> None:
-    """Makes this process a world of one: layers ask for their share of the heads."""
+    """Makes this process a world of one, in which layers find their share of heads."""
     with tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         initialize_model_parallel(1, 1)
 
 
 def build(config: VllmConfig) -> None:
-    """Builds the model without weights: its layers then say what pages they have."""
+    """Builds the model without weights; its layers then state their pages."""
     dtype = config.model_config.dtype
     with (
         set_current_vllm_config(config),
@@ -64,7 +64,7 @@ def supported_layouts(config: VllmConfig) -> list[str]:
 
 
 def capacity(config: VllmConfig, memory: int) -> int | None:
-    """Returns the tokens that fit into `memory` bytes; None if not one sequence."""
+    """Returns the tokens that fit into `memory` bytes; None if no sequence fits."""
     build(config)
     with set_current_vllm_config(config):
         register_all_kvcache_specs(config)

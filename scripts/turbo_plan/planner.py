@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Has vLLM plan a model's KV cache on a GPU that is not there.
+"""Lets vLLM plan a model's KV cache on a GPU that is not there.
 
-``turbo_recipes.device.pretend`` must have been called, with the GPU.
+``turbo_recipes.device.pretend`` has to be called first, with the GPU.
 """
 
 import json
@@ -42,29 +42,29 @@ from vllm.v1.kv_cache_interface import (
 )
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-# Beside weights and activations: CUDA's context, the kernels' workspaces.
+# Bytes beside weights and activations: CUDA's context, the kernels' workspaces.
 OTHER_BYTES = int(0.6 * GIB)
-# Of a sequence and a token of the vocabulary: logits in the model's dtype and in fp32,
-# and what the sampler makes of them. An H100's 1024 sequences of a Llama of 8B's shape.
+# Bytes per sequence and token of the vocabulary: logits in the model's dtype and in
+# fp32, and the sampler's copies. From an H100: 1024 sequences of an 8B Llama's shape.
 SAMPLING_BYTES = 12
-# What a layer's specification has that does not see everything.
+# Fields of a specification whose layer does not see all tokens.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What vLLM plans of a cache dtype, for each GPU.
+    """vLLM's plan for a cache dtype, for each GPU.
 
     Attributes:
-        dtype: The cache's.
+        dtype: The cache's dtype.
         refused: Why it is not served; nothing else is known then.
-        model: What a step reads.
-        cache_bytes: Left for the cache; less than 0 if not even weights fit.
-        tokens: That fit, of sequences as long as the context; 0 if none fits.
-        users: With the context, that fit.
-        block_size: Tokens.
+        model: The weights and the cache that a step reads.
+        cache_bytes: Bytes left for the cache; less than 0 if not even weights fit.
+        tokens: Tokens that fit, in sequences as long as the context; 0 if none fits.
+        users: Sequences as long as the context that fit.
+        block_size: Tokens of a block.
         heads: Query heads of the whole model, which GPUs divide.
-        is_quantised: Whether the weights are.
+        is_quantised: Whether the weights are quantised.
 
     """
 
@@ -80,7 +80,7 @@ class Planned:
 
 
 def checkpoint_bytes(folder: Path) -> int | None:
-    """Bytes of a checkpoint's weights, if they, or an index of them, are there."""
+    """Returns the bytes of a checkpoint's weights, if they or their index are there."""
     if (folder / INDEX).exists():
         content = json.loads((folder / INDEX).read_text())
         return content.get("metadata", {}).get("total_size")
@@ -92,12 +92,12 @@ def num_bytes(model: nn.Module) -> int:
 
 
 def weights_of(model: nn.Module, config: VllmConfig, size: int | None) -> Weights:
-    """What a step reads of a model's weights, towers for images and sound apart.
+    """Returns the weights that a step reads, without towers for images and sound.
 
     Args:
-        model: Without weights.
-        config: The engine's.
-        size: Bytes in memory, if they are known.
+        model: The model, without weights.
+        config: The engine's configuration.
+        size: Bytes of all weights in memory, if known.
 
     """
     language: Any = model
@@ -111,7 +111,7 @@ def weights_of(model: nn.Module, config: VllmConfig, size: int | None) -> Weight
             table, ParallelLMHead
         ):
             continue
-        # A step reads a few rows of it, unless it is the head, too.
+        # A step reads a few rows of the table, unless it is the head as well.
         is_head = not heads and table.embedding_dim == hidden
         if not is_head and id(table.weight) not in read_whole:
             read -= num_bytes(table)
@@ -127,7 +127,7 @@ def weights_of(model: nn.Module, config: VllmConfig, size: int | None) -> Weight
 
 
 def cache_of(name: str, spec: KVCacheSpec, config: VllmConfig) -> LayerCache | None:
-    """What a layer keeps; None of what lies beside a cache."""
+    """Returns a layer's cache; None if the specification is of something beside it."""
     if isinstance(spec, MambaSpec):
         return LayerCache(state=spec.real_page_size_bytes)
     if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
@@ -151,7 +151,7 @@ def cache_of(name: str, spec: KVCacheSpec, config: VllmConfig) -> LayerCache | N
 
 
 def activation_bytes(config: VllmConfig) -> int:
-    """About as much as the largest step needs beside the weights."""
+    """Returns about as many bytes as the largest step needs beside the weights."""
     text = config.model_config.hf_text_config
     hidden = config.model_config.get_hidden_size()
     inner = getattr(text, "intermediate_size", None) or 0
@@ -162,12 +162,12 @@ def activation_bytes(config: VllmConfig) -> int:
     layers = 2 * values * config.scheduler_config.max_num_batched_tokens
     vocabulary = config.model_config.get_vocab_size()
     rows = config.scheduler_config.max_num_seqs
-    # A layer's are gone when tokens are sampled.
+    # A layer's activations are gone when tokens are sampled.
     return max(layers, SAMPLING_BYTES * rows * vocabulary)
 
 
 def served_sequences() -> int:
-    """How many requests a server has at once if it is not told."""
+    """Returns the number of requests that a server runs at once by default."""
     _, at_once = EngineArgs.get_batch_defaults(1)
     return at_once[UsageContext.OPENAI_API_SERVER]
 
@@ -182,7 +182,7 @@ def longest_context(model: str, **args: Any) -> int | None:
 
     Args:
         model: A folder or a name.
-        **args: Of ``EngineArgs``, without `max_model_len`.
+        **args: Arguments of ``EngineArgs``, without `max_model_len`.
 
     """
     try:
@@ -195,7 +195,7 @@ def longest_context(model: str, **args: Any) -> int | None:
 
 
 def why(error: Exception) -> str:
-    """What an error says, on one line, without pydantic's heading and input."""
+    """Returns an error's message on one line, without pydantic's heading and input."""
     message = " ".join(f"{type(error).__name__}: {error}".split())
     message = re.sub(r"^\w+: \d+ validation errors? for \w+ ", "", message)
     message = re.sub(r"^(Value error|Assertion failed), ", "", message)
@@ -203,7 +203,7 @@ def why(error: Exception) -> str:
 
 
 def divide(tensor_parallel: int) -> None:
-    """Have layers take a GPU's share, without the others."""
+    """Lets layers take one GPU's share of the model, without other GPUs."""
     build.start_parallel_state()
     get_tp_group().world_size = tensor_parallel
 
@@ -211,14 +211,14 @@ def divide(tensor_parallel: int) -> None:
 def plan(
     model: str, dtype: str, gpu: Gpu, cache_bytes: int | None = None, **args: Any
 ) -> Planned:
-    """Plan one cache dtype.
+    """Returns vLLM's plan for one cache dtype.
 
     Args:
         model: A folder or a name.
-        dtype: The cache's.
-        gpu: The one that this process sees.
-        cache_bytes: For the cache, if it is not to be what is left.
-        **args: Of ``EngineArgs``, with `max_model_len`, the context.
+        dtype: The cache's dtype.
+        gpu: The GPU that this process seems to have.
+        cache_bytes: Bytes of the cache; None for all the memory left.
+        **args: Arguments of ``EngineArgs``, with `max_model_len`, the context.
 
     """
     divide(args.get("tensor_parallel_size", 1))
@@ -251,7 +251,7 @@ def plan(
         )
         tokens, users = get_kv_cache_capacity(config, cache)
     except ValueError:
-        # Not one sequence fits, as the numbers say.
+        # No sequence fits, and the numbers stay 0.
         pass
     return Planned(
         dtype,

@@ -15,7 +15,7 @@ from turbo_plan.gpus import GIB, LATENT_US, MEASURED_QUERIES, Gpu
 if TYPE_CHECKING:
     from turbo_plan.planner import Planned
 
-# Why a dtype is not planned for an encoder; no dtype is refused then.
+# The reason why a dtype is not planned for an encoder, which refuses no dtype.
 NO_CACHE = (
     "this model keeps no KV cache, and its dtype changes nothing: leave out "
     "--kv-cache-dtype"
@@ -23,30 +23,28 @@ NO_CACHE = (
 
 HEADER = ("KV cache", "bytes a token", "MiB a user", "tokens", "users", "ms a token")
 STATES = "of states"
-# Of a list that vLLM gives of its attention backends.
+# An entry of vLLM's list of attention backends.
 BACKEND = re.compile(r"(\w+): \[([^\]]*)\]")
 UNKNOWN_DTYPE = "kv_cache_dtype not supported"
 ROOT = Path(__file__).resolve().parents[2]
-UNMEASURED = (
-    "An estimate: of {} nothing was measured, and an H200's efficiencies stand."
-)
+UNMEASURED = "An estimate: nothing was measured on {}, so an H200's efficiencies stand."
 ALONE = (
-    "An estimate of time: engines were measured with a Llama of 8B's shape alone, "
-    "without experts, states or windows."
+    "An estimate of time: engines were measured only with an 8B Llama's shape, without "
+    "experts, states or windows."
 )
 MANY = (
-    "An estimate of time: attention was not measured alone with more than {} query "
-    "heads a KV head, of which this model has {}."
+    "An estimate of time: attention was measured with up to {} query heads per KV "
+    "head, and this model has {}."
 )
 LATENTS = (
-    "No time: attention of MLA was measured on GPUs like the H200 alone, of {} to a "
-    "latent of 512, and depends on arithmetic too."
+    "No time: attention of MLA also depends on arithmetic. It was measured only on "
+    "GPUs like the H200, with caches of {} and a latent of 512."
 )
-APART = "The time that GPUs take to exchange what layers give is not counted."
+APART = "The time in which GPUs exchange layers' outputs is not counted."
 
 
 def row_of(planned: "Planned", gpu: Gpu, users: int, context: int) -> dict[str, Any]:
-    """One dtype's numbers, of each GPU."""
+    """Returns one dtype's numbers, for each GPU."""
     model = planned.model
     if model is None:
         return {"kv_cache_dtype": planned.dtype, "refused": planned.refused}
@@ -68,7 +66,7 @@ def row_of(planned: "Planned", gpu: Gpu, users: int, context: int) -> dict[str, 
 
 
 def notes_of(plans: Sequence["Planned"], gpu: Gpu, tensor_parallel: int) -> list[str]:
-    """What to know of the numbers."""
+    """Returns notes on the numbers."""
     models = [each.model for each in plans if each.model]
     notes = [] if gpu.is_measured else [UNMEASURED.format(gpu.device.name)]
     layers = [layer for model in models for layer in model.cache]
@@ -86,7 +84,7 @@ def notes_of(plans: Sequence["Planned"], gpu: Gpu, tensor_parallel: int) -> list
 
 
 def short_reason(dtype: str, reason: str) -> str:
-    """What a refusal says of a dtype, of all that vLLM's backends say."""
+    """Returns the part of a refusal that concerns a dtype."""
     backends = {
         name: [each for each in said.split(", ") if each != UNKNOWN_DTYPE]
         for name, said in BACKEND.findall(reason.rpartition("Reasons: ")[2])
@@ -101,7 +99,7 @@ def short_reason(dtype: str, reason: str) -> str:
 
 
 def refusals(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a reason, with the dtypes that it is of, and what is served instead."""
+    """Returns a line for each reason with its dtypes, and one of the served dtypes."""
     served = [row["kv_cache_dtype"] for row in rows if "refused" not in row]
     dtypes = defaultdict(list)
     for row in rows:
@@ -115,7 +113,7 @@ def refusals(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def cells_of(row: dict[str, Any], has_states: bool) -> list[str]:
-    """One dtype's line of the table."""
+    """Returns one dtype's line of the table."""
     if "refused" in row:
         has_none = row["refused"] == NO_CACHE
         return [row["kv_cache_dtype"], "no cache" if has_none else "refused"]
@@ -133,7 +131,7 @@ def cells_of(row: dict[str, Any], has_states: bool) -> list[str]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """The plan as text."""
+    """Returns the plan as text."""
     served = [row for row in content["rows"] if "refused" not in row]
     lines = [
         f"{content['model']} on {content['gpus']} x {content['gpu']}, "
@@ -148,7 +146,7 @@ def table(content: dict[str, Any]) -> str:
             if left > 0
             else f"nothing for the cache ({-left:.1f} GiB short)"
         )
-        lines.append(f"Of each GPU: {weights:.1f} GiB of weights, {cache}")
+        lines.append(f"On each GPU: {weights:.1f} GiB of weights, {cache}")
     lines += [content["cure"]] if content["cure"] else []
     has_states = any(row["state_bytes_per_user"] for row in served)
     header = [*HEADER[:3], *([STATES] if has_states else []), *HEADER[3:]]
@@ -165,7 +163,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def user_counts(most: float) -> list[int]:
-    """Numbers of users to draw, up to so many."""
+    """Returns the numbers of users to draw, up to `most`."""
     if most < 1:
         return []
     doubled = [2**i for i in range(32) if 2**i < most]
@@ -203,6 +201,6 @@ def draw(
     kind = "an estimate" if content["notes"] else "measured efficiencies"
     name = f"{content['model']}, {content['gpus']} x {content['gpu']}"
     figure.suptitle(f"{name}: {kind}", fontsize=10)
-    # The plan alone is for the standard output.
+    # Standard output is for the plan alone.
     with redirect_stdout(sys.stderr):
         save(figure, path)

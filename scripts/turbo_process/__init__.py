@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs engines in processes of their own, and reads what they leave."""
+"""Runs engines in processes of their own, and reads their results and logs."""

@@ -14,7 +14,7 @@ from turbo_process.runner import NO_END, run_child
 JOB, RESULT, LOG = "job.json", "result.json", "log"
 
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
-# What may follow such a dtype and a colon: turbo_window at "auto", and at 0.
+# Suffixes of such a dtype, after a colon: turbo_window at "auto", and at 0.
 WINDOW, NO_WINDOW = "window", "no-window"
 
 
@@ -31,13 +31,13 @@ def run_arm(
     Args:
         child: A Python file.
         job: Its input.
-        folder: Where it leaves `result.json`, and its log lies; it is made.
+        folder: A new folder for its `result.json` and its log.
         variables: Added to the environment.
         time_limit: Seconds.
         is_forked: As for `run_child`.
 
     Returns:
-        What went wrong, if there is no result.
+        The error, if there is no result.
 
     """
     folder.mkdir()
@@ -51,7 +51,7 @@ def run_arm(
         return None
     if not wrong:
         return "ended without a result"
-    # Its log says where it was, which is no error.
+    # After a time-out its log ends with stacks, which are no error.
     return wrong if wrong.startswith(NO_END) else last_error(log)
 
 
@@ -60,6 +60,6 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Writes an arm's result, whose presence says that all is there."""
+    """Writes an arm's result; the file appears when it is complete."""
     (folder / "result.tmp").write_text(json.dumps(result))
     (folder / "result.tmp").rename(folder / RESULT)

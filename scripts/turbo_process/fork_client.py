@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Has a process that has imported vLLM fork others (fork_server.py), for speed."""
+"""Asks a process that has imported vLLM (fork_server.py) to fork others, for speed."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from pathlib import Path
 from turbo_process.log import what_happened
 
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
-# SIGABRT then prints where each thread is.
+# SIGABRT then prints each thread's stack.
 CHILD_VARIABLES = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-# What vLLM reads when an engine starts, and not when it is imported: a server's
+# Variables that vLLM reads when an engine starts, not when it is imported. A server's
 # children may differ in these.
 OWN_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 
 
 class ForkedChild:
-    """A process that a fork server has forked: of a Popen, what is needed here."""
+    """A process that a fork server has forked, with some of Popen's methods."""
 
     def __init__(self, server: "ForkServer", pid: int) -> None:
         self.server = server
@@ -29,13 +29,13 @@ class ForkedChild:
         self.status: int | None = None
 
     def poll(self) -> None:
-        """Does nothing: the server waits for it."""
+        """Does nothing, because the server waits for the process."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns its status.
+        """Returns its status, after up to `timeout` seconds.
 
         Raises:
-            subprocess.TimeoutExpired: If it has not ended by then, in seconds.
+            subprocess.TimeoutExpired: If it has not ended by then.
 
         """
         if self.status is None:
@@ -74,7 +74,7 @@ class ForkServer:
 
         """
         assert self.process.stdout is not None
-        # A byte at a time: nothing may be left where select does not see it.
+        # A byte at a time: select does not see bytes in a buffer.
         line = b""
         while not line.endswith(b"\n"):
             byte = os.read(self.process.stdout.fileno(), 1)
@@ -86,7 +86,7 @@ class ForkServer:
     def fork(
         self, argv: Sequence[str | Path], log: Path, variables: Mapping[str, str]
     ) -> ForkedChild:
-        """Runs a Python file with more variables, when the server's last has ended."""
+        """Runs a Python file with more variables, once the last process has ended."""
         assert self.process.stdin is not None
         words = [str(word) for word in argv]
         request = {"argv": words, "log": str(log), "variables": dict(variables)}

@@ -2,15 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs Python files in processes that are forked from one that has imported vLLM.
 
-Usage: python fork_server.py. To import vLLM takes as long as a small engine runs, and
-Triton's interpreter and much of vLLM's state belong to a process: so it is imported
-once, and each engine has a process still. It is for CPUs: what has looked at a GPU
-cannot be forked.
+Usage: python fork_server.py. The import of vLLM takes as long as a small engine runs.
+Triton's interpreter and much of vLLM's state belong to a process. So vLLM is imported
+once, and each engine still has a process of its own. This is for CPUs: a process that
+has used a GPU cannot be forked.
 
-A line of input is an object: `argv`, a file and its arguments, `log`, where its output
-goes, and `variables`, more of its environment; what is imported has seen the server's.
-The process leads a group of its own. Its id and, when it has ended, its status are the
-lines of output.
+A line of input is a JSON object: `argv`, a file and its arguments; `log`, the path of
+its output; and `variables`, additions to the environment, which imported modules have
+not seen. The process leads a group of its own. Two lines of output are its id and, at
+its end, its status.
 """
 
 import gc
@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-# What an engine imports when it starts.
+# Modules that an engine imports when it starts.
 MODULES = (
     "vllm",
     "vllm.entrypoints.llm",
@@ -41,7 +41,7 @@ MODULES = (
 
 def begin_child(log: str) -> None:
     """Gives this forked process a log for its output, and no input."""
-    # In the background it is ignored.
+    # A process in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -51,20 +51,20 @@ def begin_child(log: str) -> None:
 
 def main() -> None:
     requests = os.fdopen(os.dup(0))
-    # What else is printed is not an answer.
+    # Other prints are no answers, and go to the standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for name in MODULES:
         importlib.import_module(name)
-    # An engine collects garbage eight times, and melts what was frozen. That takes as
-    # long as what it computes if it is all that was imported.
+    # An engine collects garbage eight times, and unfreezes first. With all imported
+    # modules to look at, that takes as long as the engine's own work.
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     for line in requests:
         request = json.loads(line)
         child = os.fork()
-        # By both, for either may be the first to need the group.
+        # Both processes do this, because either may be the first to need the group.
         os.setpgid(child, child)
         if not child:
             begin_child(request["log"])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a child leaves in its log: rows of JSON, and the errors that ended it."""
+"""Reads a child's log: rows of JSON, and the errors that ended it."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-# Before a line of JSON, of a child that reports in its log.
+# The mark of a line of JSON, in the log of a child that reports there.
 ROW = "RESULT "
-# Of a log, in a message.
+# Lines and errors of a log that a message has.
 LAST_LINES = 60
 LINES_BEFORE = 16
 MAX_ERRORS = 4
@@ -39,8 +39,8 @@ def what_happened(log: Path) -> str:
 def last_error(log: Path) -> str:
     """Returns the last error that a log names, on one line.
 
-    What ends one process of an engine is not what ends those that wait for it: their
-    errors say where to look for the cause.
+    Processes that wait for a failed one also fail. Their errors only point to the root
+    cause, so they come last.
     """
     text = log.read_text(errors="replace")
     errors = re.findall(r"\b(?:\w+Error|\w*Exception): .*$", text, re.MULTILINE)
@@ -54,6 +54,6 @@ def emit(**fields: Any) -> None:
 
 
 def rows_of(log: Path) -> list[dict[str, Any]]:
-    """Returns what a child emitted into its log."""
+    """Returns the rows that a child emitted into its log."""
     lines = log.read_text(errors="replace").splitlines()
     return [json.loads(x.removeprefix(ROW)) for x in lines if x.startswith(ROW)]

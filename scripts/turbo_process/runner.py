@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs commands in process groups of their own, and says what they ended of."""
+"""Runs commands in process groups of their own, and reports how they ended."""
 
 import os
 import signal
@@ -28,13 +28,13 @@ from turbo_process.fork_client import (  # noqa: E402
 from turbo_process.log import rows_of, what_happened  # noqa: E402
 
 STOP_TIMEOUT_S = 10
-# For all processes of a group to say where they are.
+# Seconds in which all processes of a group print their stacks.
 STACKS_S = 5
-# How the message of a time that is up begins.
+# The beginning of a time-out's message.
 NO_END = "no end after"
-# Of all threads.
+# Children of all threads.
 running_now: set["subprocess.Popen | ForkedChild"] = set()
-# Those without a child, by their variables.
+# Servers without a child, by their variables.
 idle_servers: defaultdict[frozenset, list[ForkServer]] = defaultdict(list)
 
 
@@ -43,16 +43,16 @@ def raise_exit(number: int, _frame: object) -> None:
 
 
 def exit_when_told() -> None:
-    """Lets SIGTERM and SIGHUP end this process by way of its `finally` clauses."""
+    """Lets `finally` clauses run when SIGTERM or SIGHUP ends this process."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, raise_exit)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets a second Ctrl-C wait until the first has been dealt with.
+    """Ignores further signals while the first one is handled.
 
-    Signals are the main thread's; in another one nothing has to be done.
+    Only the main thread gets signals; another thread has nothing to do.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,7 +69,7 @@ def uninterrupted() -> Iterator[None]:
 def signal_group(
     process: subprocess.Popen | ForkedChild, number: int, patience_s: float
 ) -> bool:
-    """Sends a signal to a process and all that it started; whether they end of it."""
+    """Signals a process and all that it started; returns whether they end in time."""
     deadline = time.monotonic() + patience_s
     try:
         os.killpg(process.pid, number)
@@ -96,7 +96,7 @@ def running(
 
     Args:
         command: Program and arguments.
-        log: Where its output goes, in a folder that is made; None for ours.
+        log: The file of its output, whose folder is made; None for our output.
         variables: Added to the environment.
 
     Yields:
@@ -130,7 +130,7 @@ def take_server(variables: Mapping[str, str], log: Path) -> ForkServer:
     idle = idle_servers[frozenset(variables.items())]
     while True:
         try:
-            # A single step: other threads take servers, too.
+            # A single step, because other threads take servers as well.
             server = idle.pop()
         except IndexError:
             return ForkServer(variables, log)
@@ -142,10 +142,9 @@ def take_server(variables: Mapping[str, str], log: Path) -> ForkServer:
 def forked(
     argv: Sequence[str | Path], log: Path, variables: Mapping[str, str]
 ) -> Iterator[ForkedChild]:
-    """As `running`, of a Python file that a fork server runs.
+    """Does the same as `running`, for a Python file that a fork server runs.
 
-    Each set of variables has as many servers as ran files at a time, whichever threads
-    asked for them.
+    Each set of variables has as many servers as files ran at a time, in any thread.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     shared = {name: v for name, v in variables.items() if name not in OWN_VARIABLES}
@@ -165,7 +164,7 @@ def forked(
 
 @contextmanager
 def side_by_side(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Yields a pool of threads that run children, of which none outlives the block."""
+    """Yields a pool of threads that run children; no child outlives the block."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
@@ -180,7 +179,7 @@ def side_by_side(count: int) -> Iterator[ThreadPoolExecutor]:
 def engine_variables(on_cpu: bool) -> dict[str, str]:
     """Returns the variables of an engine's process.
 
-    On a CPU it takes the model runner that GPUs take, and one core.
+    On a CPU the engine takes a GPU's model runner, and one core.
     """
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
@@ -195,18 +194,18 @@ def run_child(
     time_limit: float,
     is_forked: bool = False,
 ) -> str | None:
-    """Runs a command of Python's to its end, or for so many seconds.
+    """Runs a Python command to its end, or for `time_limit` seconds.
 
     Args:
         command: Python, a file and its arguments.
-        log: Where its output goes.
+        log: The file of its output.
         variables: Added to the environment.
         time_limit: Seconds.
-        is_forked: Whether a fork server may run it: there is no GPU, and it imports
-            vLLM.
+        is_forked: Whether a fork server may run it, which needs a command that imports
+            vLLM, and no GPU.
 
     Returns:
-        What is wrong with its end, if anything.
+        The fault of its end, if any.
 
     """
     started = (
@@ -229,11 +228,11 @@ def run_for_row(
     variables: Mapping[str, str],
     time_limit: float,
 ) -> dict[str, Any]:
-    """As `run_child`, of a command that emits a row.
+    """Does the same as `run_child`, for a command that emits a row.
 
     Returns:
-        The last row. If there is none, or the command did not end well, `wrong` alone:
-        a list of one text, with what the log says of it.
+        The last row. Without a row, or after a bad end, the dict has only `wrong`: a
+        list of one text, the fault and the errors of the log.
 
     """
     wrong = run_child(command, log, variables, time_limit)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The token ids that `quality.py` puts every engine through.
+"""The cases that `quality.py` gives to every engine, as token ids.
 
-Vocabularies are small (`vocabulary.Vocabulary`), most of them the bytes: all of a
-distribution over so few tokens can be kept.
+Vocabularies are small (`vocabulary.Vocabulary`), and consist mostly of bytes. So whole
+distributions can be kept.
 """
 
 import sys
@@ -29,7 +29,8 @@ from vocabulary import Vocabulary  # noqa: E402
 
 MODEL = ROOT / "models" / "needle-qwen3"
 HELD_OUT = HELD_OUT_TEXT
-# In bf16 logits are up to 1/16 apart: that hides small divergences, and makes ties.
+# Neighbouring logits in bf16 are up to 1/16 apart, which hides small divergences and
+# makes ties.
 HEAD = {"head_dtype": "float32"}
 KINDS = ("needle", "multi_needle", "key_value")
 # Facts in a multi-needle case, and how many of them are asked for at once.
@@ -37,7 +38,7 @@ NEEDLES = 8
 ASKED = 3
 # Tokens at the end of a text with rivals that are decoded one at a time.
 RIVAL_STEPS = 8
-# Far apart, so that two seeds of the lab share no case.
+# Seeds are far apart, so that two seeds of the lab share no case.
 SEEDS_PER_CELL = 100_000
 
 
@@ -51,10 +52,10 @@ class Plan:
         decode_steps: Tokens at its end that are decoded one at a time.
         continuation_steps: Greedy tokens after the first half of each text.
         lengths: Tokens of a task's prompt and answer.
-        depths: Where the needle is, from 0 (first line) to 1 (last line).
-        cases: Tasks of each kind a length (needles: a length and depth).
-        rivals: Texts a length that give one name several codes.
-        kinds: Of the tasks.
+        depths: Places of the needle, from 0 (first line) to 1 (last line).
+        cases: Tasks of each kind and length; needles: of each length and depth.
+        rivals: Texts of each length that give one name several codes.
+        kinds: The kinds of tasks.
 
     """
 
@@ -69,7 +70,7 @@ class Plan:
     kinds: tuple[str, ...] = KINDS
 
     def changed(self, **values: Any) -> "Plan":
-        """Returns it with other values, where they are not None."""
+        """Returns the plan with other values, where they are not None."""
         given = {name: x for name, x in values.items() if x is not None}
         return replace(self, **given)
 
@@ -79,16 +80,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cases:
-    """What every engine gets.
+    """The cases of every engine.
 
     Attributes:
-        plan: How much.
+        plan: How much is measured.
         texts: Token ids of held-out text.
         tasks: `kind`, `length`, `depth` (of needles), `prompt` and `answer`, which
             ends with the token that ends a turn.
-        rivals: Token ids of texts that give one name several codes, with a question
-            for it and the first digit of an answer, which nothing but all of these
-            decide.
+        rivals: Token ids of texts that give one name several codes. A question for the
+            code and the first digit of an answer follow. All the codes together decide
+            that digit.
 
     """
 
@@ -98,7 +99,7 @@ class Cases:
     rivals: list[list[int]]
 
     def longest(self) -> int:
-        """Returns the tokens that the longest sequence has at its end."""
+        """Returns the tokens of the longest sequence at its end."""
         tasks = (len(task["prompt"]) + len(task["answer"]) for task in self.tasks)
         return max(self.plan.context + 1, *tasks, *map(len, self.rivals))
 
@@ -120,7 +121,7 @@ class Cases:
 
 
 def cut(tokens: list[int], count: int, length: int) -> list[list[int]]:
-    """Returns stretches that share no token, spread over all of the text."""
+    """Returns stretches without common tokens, spread over the whole text."""
     if len(tokens) < count * length:
         raise ValueError(f"{len(tokens)} tokens are not {count} texts of {length}")
     step = len(tokens) // count

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Puts one engine through the cases of `quality.py`, in a process of its own.
+"""Runs the cases of `quality.py` on one engine, in a process of its own.
 
 Usage: python child.py JOB FOLDER. The folder gets `prefill.npy`, `decode.npy`
 and `rivals.npy`, log-probabilities of the whole vocabulary (text, position, token), and
-`result.json`: the tokens generated, and facts of the engine.
+`result.json`: the generated tokens, and facts of the engine.
 
-Both sets of distributions come from vLLM's model runner V2, before any sampling
-parameter applies: a prompt's through `prompt_logprob_token_ids`, those of decode steps
-by replaying the text as the tokens sampled.
+All distributions come from vLLM's model runner V2, before any sampling parameter
+applies. A prompt's come through `prompt_logprob_token_ids`. Decode steps replay the
+text as if it had been sampled.
 """
 
 import json
@@ -37,7 +37,7 @@ from turbo_process.arm import write_result  # noqa: E402
 
 
 def compress_all_layers() -> str:
-    """Lets vLLM's turboquant presets compress the layers they would keep in bf16."""
+    """Lets vLLM's turboquant presets compress the layers that they keep in bf16."""
     TurboQuantConfig.get_boundary_skip_layers = staticmethod(  # type: ignore[assignment, method-assign]
         lambda *_: []
     )
@@ -45,10 +45,10 @@ def compress_all_layers() -> str:
 
 
 def unforce_flash_attention_2() -> str | None:
-    """Undoes the turboquant presets' choice of a FlashAttention that is not there.
+    """Undoes the turboquant presets' choice of a FlashAttention that is missing.
 
     Returns:
-        What was overridden; None if FlashAttention 2 is installed.
+        The override, in words; None if FlashAttention 2 is installed.
 
     """
     from vllm.v1.attention.backends.fa_utils import (
@@ -68,8 +68,8 @@ def unforce_flash_attention_2() -> str | None:
 
     # The version is forced before the configuration is made, and read while it is.
     arg_utils.VllmConfig = with_version  # type: ignore[misc, assignment]
-    # Layers left in bf16 fail with a schedule made for the pages of the others, which
-    # version 2 does not have.
+    # Version 2 has no schedule. Layers left in bf16 fail with one that was made for the
+    # other layers' pages.
     FlashAttentionMetadataBuilder._get_scheduler_metadata = (  # type: ignore[assignment, method-assign]
         lambda *_, **__: None
     )
@@ -80,7 +80,7 @@ def unforce_flash_attention_2() -> str | None:
 
 
 def apply_overrides(job: dict[str, Any]) -> list[str]:
-    """Changes this process's vLLM as an arm asks, and returns what was changed."""
+    """Changes this process's vLLM as an arm asks, and returns the changes in words."""
     changes = []
     if job["engine_args"]["kv_cache_dtype"].startswith("turboquant_"):
         changes.append(unforce_flash_attention_2())
@@ -103,7 +103,7 @@ def as_array(output: RequestOutput, vocab_size: int) -> np.ndarray:
 
 
 class Lab:
-    """One engine, and what it is asked."""
+    """One engine, and its cases."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         start = time.perf_counter()
@@ -170,10 +170,10 @@ class Lab:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the engine says of its cache, which ranks may share."""
+        """Returns the engine's account of its cache, which ranks may share."""
         ranks = self.llm.collective_rpc("get_kv_cache_spec")
         layer_specs = [item for rank in ranks for item in rank.items()]
-        # A recent window has a block a request, whatever the length.
+        # A recent window has one block per request, whatever the length.
         windows = [x for x in layer_specs if isinstance(x[1], CircularBufferSpec)]
         layer_specs = [item for item in layer_specs if item not in windows]
         specs = [spec for _, spec in layer_specs]
@@ -187,7 +187,7 @@ class Lab:
             "bytes_per_token": sum(s.page_size_bytes / s.block_size for s in specs),
             "layers": len({name for name, _ in layer_specs}),
             "window_layers": len({name for name, _ in windows}),
-            # Not all layers' caches have the same dtype.
+            # Whether layers' caches differ in dtype.
             "mixed_layers": len({s.page_size_bytes / s.block_size for s in specs}) > 1,
             "backends": sorted(backends),
             "overrides": self.overrides,
@@ -214,7 +214,7 @@ def main() -> None:
 
     start = time.perf_counter()
     rivals = lab.decode(job["rivals"], job["rival_steps"])
-    # What precedes the answer is only decoded to be read from the cache.
+    # The tokens before the answer are only decoded to be read from the cache.
     np.save(folder / "rivals.npy", rivals[:, -1:])
     lab.timed("rivals", start)
 

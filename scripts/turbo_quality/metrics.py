@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How far one engine's distributions and answers are from another's."""
+"""Distances between two engines' distributions, and between their answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ def kl_divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
 
     Args:
         reference: Log-probabilities, (..., token); each row's probabilities sum to 1.
-        other: The same of the other engine.
+        other: The same, of the other engine.
 
     """
     reference = reference.astype(np.float64)
     other = other.astype(np.float64)
     probability = np.exp(reference)
-    # A token of no probability adds nothing, however likely the other finds it.
+    # A token of probability 0 adds nothing, whatever its probability in the other.
     excess = np.where(probability > 0, reference - other, 0.0)
     return (probability * excess).sum(axis=-1)
 
@@ -35,13 +35,13 @@ def compare(
         targets: The token that follows, (text, position).
 
     Returns:
-        `kl_mean`; `kl_texts`, the means of the texts; `kl_stderr`, its standard error,
-        texts being independent and their positions not; `kl_p99` over all positions;
-        `top1`, the share of positions with the same likeliest token; `perplexity` of
-        the other engine on the targets; and `positions`.
+        `kl_mean`; `kl_texts`, the means of the texts; `kl_stderr`, the standard error
+        of the mean over texts, which are independent while positions are not; `kl_p99`
+        over all positions; `top1`, the share of positions with the same likeliest
+        token; `perplexity` of the other engine on the targets; and `positions`.
 
     """
-    # A text at a time: in float64 all of them take gigabytes.
+    # A text at a time, because all of them take gigabytes in float64.
     divergences = np.stack([kl_divergence(*pair) for pair in zip(reference, other)])
     means = divergences.mean(axis=1)
     scores = np.take_along_axis(other, targets[..., None], axis=-1)
@@ -69,11 +69,11 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def score_tasks(
     tasks: list[dict[str, Any]], answers: list[list[int]]
 ) -> dict[str, Any]:
-    """Returns by kind of task the share answered right, and the grid of all cells.
+    """Returns, by kind of task, the share of right answers and the grid of all cells.
 
     Args:
         tasks: `kind`, `length`, `depth` and `answer` (tokens) of each.
-        answers: The tokens generated for each.
+        answers: The generated tokens of each task.
 
     """
     cells: dict[str, dict[tuple[int, float | None], list[bool]]] = {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws what `quality.py` measured: KL against bytes, and the needle grids.
+"""Draws the results of `quality.py`: KL against bytes, and the needle grids.
 
 Usage: python pictures.py QUALITY.JSON. `kl_bytes.svg` and `needles.svg` go into
 the same folder.
@@ -36,7 +36,7 @@ def family(arm: str) -> tuple[str, str, str]:
 
 
 def draw_kl(rows: list[Row], path: Path) -> None:
-    """Draws each arm's KL divergence against its bytes a token."""
+    """Draws each arm's KL divergence against its bytes per token."""
     reference, *others = rows
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for axis, part in zip(axes, ("decode", "prefill")):
@@ -67,7 +67,7 @@ def draw_kl(rows: list[Row], path: Path) -> None:
 
 
 def draw_needles(rows: list[Row], path: Path) -> None:
-    """Draws the share of needles found: a line an arm, depths within lengths across."""
+    """Draws the share of needles found: arms downwards, depths in lengths across."""
     grids = [row["tasks"]["needle"]["grid"] for row in rows]
     lengths = sorted({cell["length"] for cell in grids[0]})
     depths = sorted({cell["depth"] for cell in grids[0]})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The bars that `quality.py` holds the turbo dtypes to, and its table."""
+"""The bars that turbo dtypes have to meet in `quality.py`, and its table."""
 
 import sys
 from pathlib import Path
@@ -16,13 +16,13 @@ from turbo_quality.cases import KINDS  # noqa: E402
 
 Row = dict[str, Any]
 
-# (ours, vLLM's preset, what the first's KL is at most as a share of the second's).
+# (our dtype, vLLM's preset, the largest ratio of the first's KL to the second's).
 KL_BARS = (
     ("turbo4", "turboquant_4bit_nc", 0.5),
     ("k4v3", "turboquant_4bit_nc", 1.0),
     ("turbo3", "turboquant_3bit_nc", 0.5),
 )
-# The same of bytes a token, against presets that compress every layer.
+# The same for bytes per token, against presets that compress every layer.
 BYTE_BARS = (("k4v3", "turboquant_4bit_nc:all", 0.9),)
 NEEDLE_BARS = ("turbo4", "k4v3")
 PARTS = ("decode", "prefill")
@@ -49,8 +49,8 @@ def ratio_bar(
 def ratio_error(values: list[float], others: list[float]) -> float | None:
     """Returns the standard error of the ratio of two means over the same texts.
 
-    The first-order one: texts that are hard for one arm are for the other too, and that
-    part cancels.
+    It is the first-order error. A text that is hard for one arm is hard for the other,
+    and that part cancels.
     """
     if len(values) < 2:
         return None
@@ -62,7 +62,7 @@ def ratio_error(values: list[float], others: list[float]) -> float | None:
 def bars(rows: list[Row]) -> list[Row]:
     """Returns each bar whose arms ran: its `bar`, `ratio`, `stderr`, `limit`, `held`.
 
-    A needle bar's ratio is what the arm misses over what the reference gets.
+    A needle bar's ratio is the share of the reference's needles that the arm misses.
     """
     ran = {row["arm"]: row for row in rows if "error" not in row}
     found = []
@@ -124,7 +124,7 @@ def table(lines: list[list[str]]) -> list[str]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """Returns what the table's reader must know of single arms."""
+    """Returns notes on single arms, for the table's reader."""
     lines = []
     for row in rows:
         if "error" in row:
@@ -139,7 +139,7 @@ def notes(rows: list[Row]) -> list[str]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Returns the table, the bars, and how it was measured."""
+    """Returns the table, the bars, and a description of the measurement."""
     facts, plan, rows = report["facts"], report["plan"], report["arms"]
     reference = rows[0]
     measured = [cells(row, reference) for row in rows if "error" not in row]

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Builds the layers and the cache's plan of a model without weights, as an engine does.
 
-``device.pretend`` must have been called: the platform is the one that it makes.
+``device.pretend`` has to be called first, and makes the platform.
 """
 
 import base64
@@ -46,20 +46,20 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec, init_attn_backend
 from vllm.v1.worker.workspace import init_workspace_manager
 
-# A model of any length has room: what is asked is which layers are served.
+# Bytes that have room for a context of any length: only the layers matter here.
 CACHE_MEMORY = 2**50
 ARGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "enforce_eager": True,
     "trust_remote_code": True,
-    # Which of the kernels decode does not change what is served.
+    # The choice of decode kernels does not change which models are served.
     "attention_config": {"turbo_kernel": "triton"},
 }
 
 
 def inspect_in_this_process() -> None:
-    """Have vLLM look at models' classes here, and not in a process for each."""
+    """Lets vLLM inspect models' classes here, and not in a process for each."""
 
     def inspect(self: Any) -> Any:
         return registry._ModelInfo.from_model_cls(self.load_model_cls())
@@ -68,10 +68,10 @@ def inspect_in_this_process() -> None:
 
 
 def start_parallel_state() -> None:
-    """A world of one process, once."""
+    """Makes a world of one process, once."""
     if model_parallel_is_initialized():
         return
-    # Without a model, groups for experts are made too.
+    # A configuration without a model makes groups for experts as well.
     with (
         tempfile.NamedTemporaryFile() as rendezvous,
         set_current_vllm_config(VllmConfig()),
@@ -82,7 +82,7 @@ def start_parallel_state() -> None:
 
 
 def register_stand_in(model_type: str) -> None:
-    """A config class without fields, for a checkpoint that brings its own."""
+    """Registers a config class without fields, for a checkpoint that brings its own."""
 
     class StandIn(PreTrainedConfig):
         def __init__(self, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ def register_stand_in(model_type: str) -> None:
 
 
 def write_special_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
-    """A tokenizer of bytes that knows these tokens, too."""
+    """Writes a tokenizer of bytes and these special tokens."""
     first = write_tokenizer(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -113,7 +113,7 @@ def write_special_tokens(folder: Path, tokens: tuple[str, ...]) -> None:
 
 
 def write_tekken(folder: Path, audio: dict[str, Any]) -> None:
-    """Mistral's tokenizer, of bytes, and what it says of sound."""
+    """Writes Mistral's tokenizer, of bytes, with its settings of sound."""
     special = [
         {"rank": rank, "token_str": token.value, "is_control": True}
         for rank, token in enumerate(SpecialTokens)
@@ -140,7 +140,7 @@ def write_tekken(folder: Path, audio: dict[str, Any]) -> None:
 
 @contextmanager
 def checkpoint(shape: Shape) -> Iterator[Path]:
-    """A folder with a model's configuration, and nothing else of it."""
+    """Yields a folder with a model's configuration, without its weights."""
     if shape.stand_in:
         register_stand_in(shape.config["model_type"])
     with tempfile.TemporaryDirectory() as name:
@@ -156,7 +156,7 @@ def checkpoint(shape: Shape) -> Iterator[Path]:
 
 
 def make(shape: Shape, folder: Path | str, built: Build, own: dict[str, Any]) -> None:
-    """Make what an engine makes until it serves, as far as it gets."""
+    """Makes the parts that an engine makes before it serves; `built` keeps them."""
     has_tokenizer = bool(shape.tokens or shape.audio)
     args = ARGS | {"skip_tokenizer_init": not has_tokenizer} | shape.args | own
     config = built.config = EngineArgs(str(folder), **args).create_engine_config()
@@ -184,11 +184,11 @@ def make(shape: Shape, folder: Path | str, built: Build, own: dict[str, Any]) ->
 
 
 def build(shape: Shape, cache_dtype: str, **own: Any) -> Build:
-    """Build a model of this shape.
+    """Builds a model of this shape.
 
     Args:
-        shape: The model's.
-        cache_dtype: What a user passes as ``--kv-cache-dtype``.
+        shape: The model's shape.
+        cache_dtype: The value of ``--kv-cache-dtype``.
         **own: Other arguments of ``EngineArgs``.
 
     """

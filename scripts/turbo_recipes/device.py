@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A GPU that is not there, an H200 if no other is named: what vLLM asks of one before
-a kernel runs.
+"""A GPU that is not there, by default an H200: the answers that vLLM wants from one
+before a kernel runs.
 
 ``pretend`` makes a process see it: vLLM's own CUDA platform with its lists of
-attention backends, on a machine without a driver. What cannot be loaded there is
-replaced by what has no content: extensions that link CUDA's libraries, and packages of
-which models import names only. To be called before vLLM is imported.
+attention backends, on a machine without a driver. Empty modules replace those that
+cannot be loaded there: extensions that link CUDA's libraries, and packages from which
+models only import names. Call it before vLLM is imported.
 """
 
 import importlib
@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Device(NamedTuple):
-    """What a driver says of a GPU.
+    """A driver's account of a GPU.
 
     Attributes:
-        name: The GPU's.
+        name: The GPU's name.
         memory: Bytes.
         capability: Compute capability.
         num_sms: Streaming multiprocessors.
@@ -42,7 +42,7 @@ H200 = Device("NVIDIA H200", 150_110_011_392, (9, 0), 132)
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_NO_USAGE_STATS": "1",
-    # What is refused is caught, and told by us.
+    # We catch refusals, and report them.
     "VLLM_LOGGING_LEVEL": "CRITICAL",
     "VLLM_PLUGINS": "",
     # vLLM believes in Triton without a driver if there is an interpreter.
@@ -50,10 +50,10 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # Imports a package that is not here.
+    # With it, vLLM imports a package that is not here.
     "VLLM_KIMI_K3_GEMM_AR": "0",
 }
-# What these register is called by kernels alone.
+# Extensions whose operators only kernels call.
 EXTENSIONS = (
     "vllm._C_stable_libtorch",
     "vllm._flashkda_C",
@@ -63,7 +63,7 @@ EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
 HOLLOW_PACKAGES = ("torchvision", "vllm.third_party.deep_gemm")
-# Operators that are called while modules are imported, and what they say on a Hopper.
+# Operators that are called while modules are imported, and their answers on a Hopper.
 ANSWERS = {
     "cutlass_scaled_mm_supports_fp8": True,
     "cutlass_scaled_mm_supports_block_fp8": True,
@@ -77,7 +77,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class WithoutMemory(TorchFunctionMode):
-    """Whatever a model makes on the GPU has a shape, and no bytes."""
+    """Gives a shape, and no bytes, to all tensors that a model makes on the GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -99,7 +99,7 @@ class AnyName(type):
         return AnyName(name, (), {})
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A function, unless somebody has made a class of it.
+        # A name without a subclass is called as a function.
         return 0 if cls.__base__ is object else super().__call__(*args, **kwargs)
 
 
@@ -108,7 +108,7 @@ class HollowModule(ModuleType):
 
     __path__: list[str] = []
     __file__ = "none"
-    # Of torchvision, which transformers asks for.
+    # transformers asks for torchvision's version.
     __version__ = "0.27"
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +153,7 @@ class Kernel:
 
 
 class Kernels(torch._ops._OpNamespace):
-    """A namespace of operators, of which those that are missing are kernels."""
+    """A namespace of operators whose missing operators are kernels."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -203,7 +203,7 @@ def _make_platform(seen: Device) -> Any:
 
 
 def _fill_torch(seen: Device) -> None:
-    """Have PyTorch speak of the device, and of operators that it does not have."""
+    """Lets PyTorch describe the device, and have operators that are missing."""
     properties = SimpleNamespace(
         name=seen.name,
         major=seen.capability[0],
@@ -223,11 +223,11 @@ def _fill_torch(seen: Device) -> None:
 
 
 def pretend(seen: Device = H200, packages: Sequence[str] = ()) -> None:
-    """Have this process see one GPU.
+    """Lets this process see one GPU.
 
     Args:
         seen: The GPU.
-        packages: More that are taken to be there, and are hollow.
+        packages: More packages that seem to be installed, and are hollow.
 
     """
     os.environ.update(ENVIRONMENT)
@@ -242,6 +242,6 @@ def pretend(seen: Device = H200, packages: Sequence[str] = ()) -> None:
 
     platforms: Any = importlib.import_module("vllm.platforms")
     platforms._current_platform = _make_platform(seen)
-    # Registers what it can of the operators that are there, and must find no others.
+    # This registers fake versions of the operators that exist, so it has to come first.
     importlib.import_module("vllm._custom_ops")
     _fill_torch(seen)

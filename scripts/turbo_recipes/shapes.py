@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The shapes of the recipes' models, from ``shapes.yaml``, which says what they are."""
+"""The shapes of the recipes' models, from ``shapes.yaml``, which explains them."""
 
 import re
 from dataclasses import dataclass, field
@@ -19,20 +19,20 @@ _ALL_BUT = re.compile(r"all but every (\d+) of (\d+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """What vLLM is told of a model, and of which recipes it is.
+    """A model's configuration for vLLM, and the recipes that have it.
 
     Attributes:
-        name: The shape's.
-        family: What models like this are called.
+        name: The shape's name.
+        family: The common name of models like this.
         source: Where the numbers come from.
         config: The content of config.json.
         recipes: Hugging Face ids, as the recipes' files are named.
-        args: Arguments of ``EngineArgs``, of the recipe's own command.
+        args: Arguments of ``EngineArgs`` in the recipe's own command.
         files: Content of other JSON files of the checkpoint, by name.
         tokens: Special tokens that the model looks up while it is built.
-        audio: What the checkpoint's tekken.json says of sound, if the model reads it.
+        audio: Settings of sound in the checkpoint's tekken.json, if the model reads it.
         stand_in: Whether the checkpoint brings the class of its config.
-        note: What is not built as in the checkpoint.
+        note: The parts that are not built as in the checkpoint.
 
     """
 
@@ -50,12 +50,12 @@ class Shape:
 
     @cached_property
     def architecture(self) -> str:
-        """The model's class, by the name that checkpoints have for it."""
+        """The model's class, by its name in checkpoints."""
         return self.config["architectures"][0]
 
     @cached_property
     def num_layers(self) -> int:
-        """Of the language model; 0 if its config's class says it."""
+        """Layers of the language model; 0 if the config leaves them to its class."""
         text = self.config.get("text_config", self.config)
         return text.get("num_hidden_layers", 0)
 
@@ -72,7 +72,7 @@ def _word(text: str) -> Any:
 
 
 def expand(value: Any) -> Any:
-    """The value, with lists for their short forms."""
+    """Returns the value, with lists in place of their short forms."""
     if isinstance(value, dict):
         return {name: expand(each) for name, each in value.items()}
     if not isinstance(value, str):
@@ -90,7 +90,7 @@ def expand(value: Any) -> Any:
 
 
 def merge(base: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with what ``own`` says, at any depth."""
+    """Returns ``base`` with the values of ``own``, at any depth."""
     merged = dict(base)
     for name, value in own.items():
         before = merged.get(name)
@@ -100,7 +100,7 @@ def merge(base: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_shapes(path: Path = SHAPES) -> list[Shape]:
-    """All shapes, in the file's order.
+    """Returns all shapes, in the file's order.
 
     Raises:
         ValueError: If a recipe has several shapes.

@@ -11,8 +11,8 @@ from typing import Any
 
 from turbo_recipes.shapes import Shape
 
-# Architectures that an engine has run with a turbo dtype, and what ran them: a test of
-# ours on a CPU, results of an H200.
+# Architectures that an engine has run with a turbo dtype, and the evidence: a test on a
+# CPU, or results of an H200.
 RUNS: dict[str, tuple[str, ...]] = {
     "Qwen3ForCausalLM": (
         "tests/engine/test_engine.py",
@@ -56,14 +56,14 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 # Where the engine of a path of RUNS ran, by the start of the path.
 PLACES = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
-# Architectures of which the text's part has run as a model of its own.
+# Architectures whose text part has run as a model of its own.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-# What a refusal is for, by a part of its reason, the first that is found.
+# A refusal's cause, by a part of its reason; the first part that is found counts.
 CAUSES = {
     "MultiHeadLatentAttention": "MLA that stores by itself",
     "sinks of MLA": "MLA with sinks",
@@ -81,9 +81,9 @@ CAUSES = {
     "read by TURBO alone": "R-SWA",
     "partial multimodal": "image tokens that see each other",
 }
-# What is known of a refused model beyond its message.
+# Keys of a refused model's verdict beside its message.
 WAYS_OUT = {"flags", "instead"}
-# A sentence of the page for each number of `count`, which is left out where it is 0.
+# A sentence of the page for each number of `count`; one whose number is 0 is left out.
 SENTENCES = {
     "served": "**{served} of {total} recipes are accepted**: every attention layer of "
     "the model stores `turbo4`'s bytes.",
@@ -140,7 +140,7 @@ marks a shape that is a guess in part.
 
 
 def verdicts_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the JSON says of each recipe, sorted by its name."""
+    """Returns the verdict on each recipe, sorted by its name."""
     recipes = content["recipes"]
     return {name: content["shapes"][recipes[name]] for name in sorted(recipes)}
 
@@ -148,7 +148,7 @@ def verdicts_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def make_content(
     shapes: Iterable[Shape], verdicts: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The content of the JSON."""
+    """Returns the content of the JSON."""
     entries: dict[str, dict[str, Any]] = {}
     recipes: dict[str, str] = {}
     for shape in shapes:
@@ -169,7 +169,7 @@ def make_content(
 
 
 def dump(content: dict[str, Any]) -> str:
-    """The JSON's text: a line a shape and a line a recipe."""
+    """Returns the JSON's text, with a line for each shape and for each recipe."""
     parts = []
     for name, value in content.items():
         if isinstance(value, dict):
@@ -185,18 +185,18 @@ def dump(content: dict[str, Any]) -> str:
 
 
 def flags_that_help(verdict: dict[str, Any]) -> list[str]:
-    """The flags with which a refused model is served; none if there are none."""
+    """Returns the flags with which a refused model is served, if there are any."""
     then = verdict.get("flags", {})
     return then["flags"] if then.get("outcome") == "served" else []
 
 
 def find_cause(verdict: dict[str, Any]) -> str:
-    """What a model is refused for, in words for a table."""
+    """Returns the cause of a refusal, in words for a table."""
     return next(cause for part, cause in CAUSES.items() if part in verdict["reason"])
 
 
 def find_way_out(verdict: dict[str, Any]) -> str:
-    """What to pass instead, as Markdown."""
+    """Returns the flags and dtype to pass instead, as Markdown."""
     flags = flags_that_help(verdict)
     parts = ["`" + " ".join(flags) + "`"] if flags else []
     if verdict["instead"] is None:
@@ -207,12 +207,12 @@ def find_way_out(verdict: dict[str, Any]) -> str:
 
 
 def runs_of(architecture: str) -> tuple[str, ...]:
-    """What has run the architecture, or its text's part; nothing if neither has."""
+    """Returns the runs of the architecture, or of its text part; () without a run."""
     return RUNS.get(TEXT_PARTS.get(architecture, architecture), ())
 
 
 def count(content: dict[str, Any]) -> dict[str, int]:
-    """The numbers of recipes that the texts name."""
+    """Returns the numbers of recipes that the page's texts name."""
     verdicts = verdicts_of(content).values()
     run = [each for each in verdicts if runs_of(each["architecture"])]
     refused = [each for each in verdicts if each["outcome"] == "refused"]
@@ -239,7 +239,7 @@ def _rows(rows: Iterable[Iterable[str]]) -> str:
 
 
 def _where(architecture: str) -> str:
-    """Where engines have run the architecture: a cell."""
+    """Returns a cell: the places where engines have run the architecture."""
     paths = runs_of(architecture)
     found = [
         place
@@ -251,13 +251,13 @@ def _where(architecture: str) -> str:
 
 
 def _layers(verdict: dict[str, Any]) -> str:
-    """The kind of an accepted model's layers: a cell."""
+    """Returns a cell: the kinds of an accepted model's layers."""
     kind = "MLA" if verdict.get("mla") else "attention"
     return f"{kind} and states" if verdict["kind"] == "hybrid" else kind
 
 
 def accepted_table(content: dict[str, Any]) -> str:
-    """The families that are accepted: a row for each kind of layers and of runs."""
+    """Returns the accepted families: a row for each kind of layers and of runs."""
     groups = Counter(
         (verdict["family"], _layers(verdict), _where(verdict["architecture"]))
         for verdict in verdicts_of(content).values()
@@ -271,7 +271,7 @@ def accepted_table(content: dict[str, Any]) -> str:
 
 
 def refused_table(content: dict[str, Any]) -> str:
-    """The families that are refused, by what they need and by the way out."""
+    """Returns the refused families, by the cause and by the flags to pass instead."""
     groups: dict[tuple[str, str], list[str]] = {}
     numbers: dict[tuple[str, str], int] = {}
     for verdict in verdicts_of(content).values():
@@ -289,7 +289,7 @@ def refused_table(content: dict[str, Any]) -> str:
 
 
 def run_table() -> str:
-    """The architectures that an engine has run, with the tests and results."""
+    """Returns the architectures that an engine has run, with the tests and results."""
     rows = [("model class", *PLACES.values()), ("---",) * (1 + len(PLACES))]
     for architecture, paths in RUNS.items():
         links = (
@@ -305,7 +305,7 @@ def run_table() -> str:
 
 
 def _what(verdict: dict[str, Any]) -> str:
-    """A cell: the packed layers, or the message."""
+    """Returns a cell: the packed layers, or the message."""
     if verdict["outcome"] == "served":
         layers = " + ".join(
             f"{number} layers of {heads} x {size}"
@@ -328,12 +328,12 @@ def _what(verdict: dict[str, Any]) -> str:
 
 
 def _short(reason: str) -> str:
-    """A refusal's reason without its brackets that say what is supported."""
+    """Returns a refusal's reason without its brackets that list supported values."""
     return re.sub(r" \(supported: [^()]*\)", "", reason)
 
 
 def _accepted(verdict: dict[str, Any]) -> str:
-    """A cell: whether a recipe is accepted, or what to pass instead."""
+    """Returns a cell: whether a recipe is accepted, or the flags to pass instead."""
     if verdict["outcome"] == "served":
         return "yes"
     if verdict["outcome"] != "refused":
@@ -343,7 +343,7 @@ def _accepted(verdict: dict[str, Any]) -> str:
 
 
 def _summary(content: dict[str, Any]) -> str:
-    """How many recipes are accepted, in sentences; none of them says 0."""
+    """Returns the numbers of recipes in sentences, without those whose number is 0."""
     numbers = count(content)
     sentences = (SENTENCES[key].format(**numbers) for key in SENTENCES if numbers[key])
     return textwrap.fill(
@@ -352,7 +352,7 @@ def _summary(content: dict[str, Any]) -> str:
 
 
 def page(content: dict[str, Any], version: str) -> str:
-    """``docs/recipes.md``."""
+    """Returns the content of ``docs/recipes.md``."""
     text = HEADER.format(version=version, summary=_summary(content), **count(content))
     text += ACCEPTED + accepted_table(content) + "\n"
     text += REFUSED + refused_table(content) + "\n"

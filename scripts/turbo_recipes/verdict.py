@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What became of a model: served, refused with a message, or a defect of ours."""
+"""Verdicts on models: served, refused with a message, or a defect of ours."""
 
 import re
 from collections import Counter
@@ -24,18 +24,18 @@ from vllm.v1.kv_cache_interface import (
 )
 
 CACHE_DTYPE = "turbo4"
-# What a refusal names instead, from small to large.
+# Dtypes that may be served instead, from small to large.
 OTHERS = ("fp8", "auto")
-# Flags that a message may name, and what they set.
+# Flags that a message may name, and their arguments of ``EngineArgs``.
 FLAGS: dict[str, dict[str, Any]] = {
     "--kv-cache-dtype-skip-layers sliding_window": {
         "kv_cache_dtype_skip_layers": ["sliding_window"]
     },
     "--language-model-only": {"language_model_only": True},
 }
-# How vLLM and its models begin and end what the engine says, around the reasons.
+# Forms of the messages of vLLM and its models; the group is the reason.
 MESSAGES = (
-    # Of several backends that the platform asked, what TURBO or TURBO_MLA said.
+    # The platform asked several backends; the reason is TURBO's or TURBO_MLA's.
     r"No valid attention backend found.*TURBO(?:_MLA)?: "
     r"\[(.*?)(?:, use --kv-cache-dtype [^\]]*)?\].*",
     r"Selected backend \S+ is not valid for this configuration\. "
@@ -48,15 +48,15 @@ MESSAGES = (
 
 @dataclass
 class Build:
-    """How far a model got.
+    """The parts of an engine that could be made for a model.
 
     Attributes:
-        stage: What was being made last.
-        error: What was raised; None if all was made.
+        stage: The part that was made last.
+        error: The error that ended it, if any.
         config: The engine's configuration.
-        model: Without weights.
-        specs: Of the cache of each layer, by the layer's name.
-        groups: What shares blocks.
+        model: The model without weights.
+        specs: The cache specification of each layer, by the layer's name.
+        groups: The groups of layers that share blocks.
 
     """
 
@@ -69,11 +69,11 @@ class Build:
 
 
 def find_reason(message: str) -> str | None:
-    """The reason in a refusal's message; None if it is none of the cache dtype's."""
+    """Returns the reason in a refusal's message; None if the dtype is not refused."""
     for pattern in MESSAGES:
         if found := re.fullmatch(pattern, message, re.DOTALL):
             return found[1]
-    # Models that read their caches by themselves name what they read.
+    # Models that read their caches by themselves name the dtypes that they read.
     if re.search(rf"{CACHE_DTYPE}|KV cache", message):
         return message.partition(". ")[0]
     return None
@@ -92,7 +92,7 @@ def is_packed(spec: AttentionSpec) -> bool:
 def find_foreign_layer(
     specs: dict[str, KVCacheSpec], skips_windows: bool
 ) -> str | None:
-    """The first layer whose cache is neither TURBO's nor a state, nor left out."""
+    """Returns the first layer whose cache is not TURBO's, nor a state, nor skipped."""
     for name, spec in specs.items():
         if isinstance(spec, MambaSpec):
             continue
@@ -104,10 +104,10 @@ def find_foreign_layer(
 
 
 def describe_layers(built: Build) -> dict[str, Any]:
-    """What is packed: how many layers of how many KV heads of which size.
+    """Returns the packed layers by shape: number of layers, KV heads, head size.
 
-    A layer's recent window is none of its own. Of MLA the size is the latent's and the
-    rotary key's, together.
+    A layer's recent window does not count as a layer. The head size of MLA is the
+    latent's and the rotary key's, together.
     """
     packed = [
         spec
@@ -129,7 +129,7 @@ def describe_layers(built: Build) -> dict[str, Any]:
 
 
 def judge(built: Build, skips_windows: bool = False) -> dict[str, Any]:
-    """A verdict on a model that was built with the cache dtype."""
+    """Returns the verdict on a model that was built with the cache dtype."""
     error = built.error
     if error is None:
         foreign = find_foreign_layer(built.specs, skips_windows)
@@ -150,13 +150,13 @@ def judge(built: Build, skips_windows: bool = False) -> dict[str, Any]:
 def examine(
     shape: Shape, build: Callable[..., Build], ways_out: bool
 ) -> dict[str, Any]:
-    """The verdict on a shape.
+    """Returns the verdict on a shape.
 
     Args:
-        shape: The model's.
-        build: `build.build`, with which comes all of vLLM.
-        ways_out: Whether to try, of a refused one, the flags that the message names and
-            the dtypes that others use.
+        shape: The model's shape.
+        build: `build.build`, an argument because it imports all of vLLM.
+        ways_out: Whether to try, for a refused model, the flags that the message names
+            and the dtypes to use instead.
 
     """
     verdict = judge(build(shape, CACHE_DTYPE))
@@ -169,6 +169,6 @@ def examine(
         then = judge(built, "kv_cache_dtype_skip_layers" in own)
         verdict["flags"] = {"flags": flags} | then
     dtypes = (name for name in OTHERS if build(shape, name).error is None)
-    # Of some nothing can be built here, for want of a package or a tokenizer.
+    # Some models cannot be built here at all, without a package or a tokenizer.
     verdict["instead"] = next(dtypes, None)
     return verdict

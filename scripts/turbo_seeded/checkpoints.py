@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Writes a model's checkpoint as the tools do that quantise it.
+"""Writes a model's checkpoint in the formats of quantisation tools.
 
-Each kind has the names, shapes and codes of its tool's files. Scales of a cache, where
-a kind has them, are 0.01: who applies them to K and V answers something else.
+Each kind has the names, shapes and codes of its tool's files. The cache's scales, if a
+kind has them, are 0.01: an engine that applies them to K and V gives other answers.
 """
 
 import json
@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 GROUP = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-# NVFP4's: of a code, of consecutive codes that share a scale, and the codes.
+# NVFP4's largest code, the number of neighbouring codes that share a scale, the codes.
 FP4_MAX = 6.0
 FP4_GROUP = 16
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# No larger activation is expected, by kinds that have scales of them.
+# The largest activation that kinds with static scales expect.
 LARGEST_ACTIVATION = 2 * FP8_MAX
 # Columns in the order in which AWQ packs them, the lowest bits first.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -36,7 +36,7 @@ def pack_rows(codes: torch.Tensor) -> torch.Tensor:
     """Packs codes of 4 bits along the last dimension, the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4)
     words = (codes.long().unflatten(-1, (-1, 8)) << shifts).sum(-1)
-    # As signed as an int32 is.
+    # Wrapped to the range of an int32.
     return ((words + 2**31) % 2**32 - 2**31).int()
 
 
@@ -74,7 +74,7 @@ def awq(weight: torch.Tensor) -> Tensors:
 
 def gptq(weight: torch.Tensor) -> Tensors:
     codes, scales = symmetric_codes(weight)
-    # A zero is stored less one.
+    # The format stores a zero minus one.
     zeros = torch.full_like(scales.T, 7)
     return {
         "qweight": pack_rows(codes).T.contiguous(),
@@ -112,7 +112,7 @@ def fp8_tensor(weight: torch.Tensor) -> Tensors:
 
 
 def fp8_block(weight: torch.Tensor) -> Tensors:
-    """As Qwen3's and DeepSeek's own checkpoints: a scale for 128 x 128 weights."""
+    """Packs like Qwen3's and DeepSeek's checkpoints: a scale for 128 x 128 weights."""
     tiles = weight.float().unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
     scale = tiles.abs().amax((1, 3)) / FP8_MAX
     rows = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
@@ -145,15 +145,15 @@ class Kind:
 
     Attributes:
         config: `quantization_config`.
-        pack: The tensors of a linear layer's weight, [n, k], by the ends of their
+        pack: Turns a linear layer's weight, [n, k], into tensors, by the ends of their
             names.
         cache_scales: The names of an attention layer's scales of K and V.
-        scale_per_head: Whether each KV head has its own.
-        on_cpu: Whether vLLM has a kernel of such weights for a CPU, or a stand-in.
-        kl_bound: How far from its unquantised cache `turbo4` may be in answers that are
-            certain, in nats a token.
-        rounds_activations: Whether these are rounded to 8 or 4 bits. What differs a
-            little is then rounded to other codes, by a whole step, whatever caused it.
+        scale_per_head: Whether each KV head has a scale of its own.
+        on_cpu: Whether a CPU has a kernel for such weights, or a stand-in.
+        kl_bound: Bound of the KL divergence of `turbo4` from the unquantised cache, in
+            nats per token of answers that are certain.
+        rounds_activations: Whether activations are rounded to 8 or 4 bits. A small
+            difference of any cause may then become a whole step.
 
     """
 
@@ -169,7 +169,7 @@ class Kind:
 def compressed(
     form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns what LLM-Compressor writes of linear layers; without weights, of none."""
+    """Returns LLM-Compressor's configuration; without weights it has no layers."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -185,7 +185,7 @@ def with_cache(config: dict[str, Any], strategy: str) -> dict[str, Any]:
 
 
 def modelopt(algorithm: str, cache: str, **more: Any) -> dict[str, Any]:
-    """Returns what ModelOpt writes, in the form of hf_quant_config.json."""
+    """Returns ModelOpt's configuration, in the form of hf_quant_config.json."""
     quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
     excluded = ["lm_head", "*.mlp.gate"]
     return {
@@ -197,8 +197,8 @@ def modelopt(algorithm: str, cache: str, **more: Any) -> dict[str, Any]:
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
 INT4 |= {"strategy": "group", "group_size": GROUP}
-# Its activations have 4 bits: noise of a hundredth in attention's output alone makes
-# 0.025 nats in answers, where plain weights make a millionth.
+# Activations have 4 bits. Noise of a hundredth in attention's output then changes
+# answers by 0.025 nats, and by a millionth of a nat with plain weights.
 NVFP4_INPUTS = {"kl_bound": 0.1, "rounds_activations": True}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 OF_LAYER = ("k_scale", "v_scale")
@@ -285,18 +285,18 @@ KINDS = {
 
 
 def without_cache(kind: Kind) -> Kind:
-    """Returns a kind of compressed-tensors without its scales of a cache."""
+    """Returns a kind of compressed-tensors without its cache scales."""
     config = {k: v for k, v in kind.config.items() if k != "kv_cache_scheme"}
     return replace(kind, config=config, cache_scales=(), scale_per_head=False)
 
 
 def write_checkpoint(model: Path, folder: Path, kind: Kind) -> str:
-    """Writes a model as a kind's tool does, and returns the folder.
+    """Writes a model in the format of a kind's tool, and returns the folder.
 
     Args:
-        model: A folder with the model's weights as they are.
-        folder: Where to; it is made.
-        kind: Of the checkpoint.
+        model: A folder with the model's weights, unquantised.
+        folder: The new folder.
+        kind: The kind of checkpoint.
 
     """
     folder.mkdir(parents=True)

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Writes a drafter with seeded weights for a target model into a folder.
 
-It hands on the target's hidden state and adds some of its own attention, so some of its
-drafts are right and many are not; the head is the target's. EAGLE's attention has heads
-of another size and number than the target's, MTP's has the target's, and latents where
-the target has them. The same arguments always write the same bytes.
+It passes on the target's hidden state and adds some attention of its own, so some
+drafts are right and many are not. The head is the target's. EAGLE's attention has heads
+of another size and number than the target's. MTP's attention has the target's heads,
+and latents if the target has them. The same arguments always write the same bytes.
 
-vLLM makes an MTP layer by the target's configuration, which has to say that it has one:
-`target_overrides` is what `--hf-overrides` needs.
+vLLM makes an MTP layer by the target's configuration, which has to name one.
+`target_overrides` returns the needed value of `--hf-overrides`.
 """
 
 import argparse
@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-# EAGLE's.
+# Heads of EAGLE's attention.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-# Of the drafter's own part, beside the target's hidden state.
+# Deviation of the drafter's own part, beside the target's hidden state.
 NOISE = 0.02
 ARCHITECTURES = {
     "eagle": ("llama", "LlamaForCausalLM"),
     "eagle3": ("llama", "LlamaForCausalLMEagle3"),
     "mtp": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
 }
-# MTP's of a target with latents.
+# MTP's model for a target with latents.
 LATENT_MTP = "deepseek_v3", "DeepseekV3ForCausalLM"
-# Hidden states of the target that EAGLE 3 takes: of its last layer's input, and two.
+# Hidden states of the target that EAGLE 3 takes: the last layer's input and two others.
 NUM_AUX = 3
 
 
@@ -40,7 +40,7 @@ class Weights:
 
     Args:
         config: Its configuration.
-        seed: Of the weights.
+        seed: Seed of the weights.
 
     """
 
@@ -58,7 +58,7 @@ class Weights:
         return torch.ones(self.hidden, dtype=torch.bfloat16)
 
     def projection(self, parts: int, kept: int) -> torch.Tensor:
-        """From so many hidden states one: that which is kept, and noise."""
+        """A projection from `parts` hidden states to one: the one kept, and noise."""
         weight = self.normal(self.hidden, parts * self.hidden)
         weight[:, kept * self.hidden : (kept + 1) * self.hidden] = torch.eye(
             self.hidden
@@ -66,7 +66,7 @@ class Weights:
         return weight
 
     def attention(self, inputs: int) -> dict[str, torch.Tensor]:
-        """Attention from so many hidden states' projections."""
+        """Attention whose input is `inputs` hidden states."""
         hidden, head_dim = self.hidden, self.config["head_dim"]
         q_size = self.config["num_attention_heads"] * head_dim
         kv_size = self.config["num_key_value_heads"] * head_dim
@@ -85,7 +85,7 @@ class Weights:
         }
 
     def latent_attention(self) -> dict[str, torch.Tensor]:
-        """Attention to latents, of queries that are not compressed."""
+        """Attention to latents, with queries that are not compressed."""
         config, hidden = self.config, self.hidden
         heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
         nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
@@ -170,7 +170,7 @@ WEIGHTS = {"eagle": eagle_weights, "eagle3": eagle3_weights, "mtp": mtp_weights}
 
 
 def target_overrides(method: str, target: Path) -> dict[str, Any]:
-    """Returns what the target's configuration must say for a drafter to be made."""
+    """Returns the overrides of the target's configuration that a drafter needs."""
     if method != "mtp":
         return {}
     own = json.loads((target / "config.json").read_text())
@@ -184,13 +184,13 @@ def draft_config(method: str, own: dict[str, Any]) -> dict[str, Any]:
     """Returns a drafter's configuration.
 
     Args:
-        method: Of vLLM's speculative methods, one of `WEIGHTS`.
+        method: vLLM's speculative method, a key of `WEIGHTS`.
         own: The target's configuration.
 
     """
     if method == "mtp" and "kv_lora_rank" in own:
         model_type, architecture = LATENT_MTP
-        # The layer that drafts is dense, too.
+        # The drafting layer is dense as well.
         dense = {"first_k_dense_replace": own["num_hidden_layers"] + 1}
         kind = {"architectures": [architecture], "model_type": model_type}
         return own | kind | dense | {"num_nextn_predict_layers": 1}
@@ -221,10 +221,10 @@ def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
     """Writes config and weights of a drafter into `folder`, which it makes.
 
     Args:
-        folder: Where to.
-        method: Of vLLM's speculative methods, one of `WEIGHTS`.
+        folder: The drafter's folder.
+        method: vLLM's speculative method, a key of `WEIGHTS`.
         target: The target model's folder.
-        seed: Of the weights.
+        seed: Seed of the weights.
 
     """
     own = json.loads((target / "config.json").read_text())

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Writes a small Qwen3 with seeded weights and a byte tokenizer into a folder.
 
-Its tokens say nothing, but attention decides them: with vLLM's dummy weights
-(at most 1e-3) a zeroed attention would change no greedy token. The same arguments
-always write the same bytes.
+Its text has no meaning, but attention decides its tokens. With vLLM's dummy weights (at
+most 1e-3) a zeroed attention would change no greedy token. The same arguments always
+write the same bytes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Greedy text is then printable: the head's other rows are zero.
+# Tokens whose rows of the head are not zero, so that greedy text is printable.
 PRINTABLE = (10, *range(32, 127))
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 def byte_alphabet() -> list[str]:
     """Returns the character that stands for each byte in a byte-level vocabulary.
 
-    Printable Latin-1 stands for itself; the rest follows from code point 256 on.
+    Printable Latin-1 stands for itself. The others take code points from 256 on.
     """
     own = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -103,9 +103,9 @@ def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> int
     """Writes a byte-level tokenizer, and returns its vocabulary's size.
 
     Args:
-        folder: Where to.
+        folder: The model's folder.
         merges: Pairs of tokens that become one, in this order, within words; digits
-            stay apart. Without any, a token is a byte.
+            stay apart. Without merges, each token is a byte.
 
     """
     tokenizer = tokenizer_content(merges, of_words=bool(merges))
@@ -170,10 +170,10 @@ def seeded_weights(
 ) -> "dict[str, torch.Tensor]":
     """Returns the checkpoint's tensors, in bfloat16.
 
-    Norm weights are one, except the query norm's: a larger one sharpens the softmax,
-    so that single tokens far back still decide the output.
+    Norm weights are one, except the query norm's. A larger weight sharpens the softmax,
+    so that single distant tokens still decide the output.
     """
-    # Commands that need this module's tokens alone need not wait for it.
+    # Commands that only need this module's tokens need not wait for the import.
     import torch
 
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -253,7 +253,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--initializer-range", type=float, default=0.3)
-    parser.add_argument("--head-range", type=float, help="of the head's own weights")
+    parser.add_argument("--head-range", type=float, help="deviation of the head")
     parser.add_argument("--experts", type=int, default=0, help="0: no experts")
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--llama", action="store_true", help="no norms of q and k")

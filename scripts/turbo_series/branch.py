@@ -36,7 +36,7 @@ FORMAT_PATCH = (
     "--always",
     "--sparse",
 )
-# Literally the path of nothing that a commit holds.
+# A path that no commit holds.
 NO_PATH = ".git"
 
 
@@ -376,7 +376,7 @@ def differences(root: Path, made: Exported) -> list[str]:
 
 
 def write_export(root: Path, made: Exported) -> list[str]:
-    """Bring `patches/` and the overlay to what the branch says; return what changed."""
+    """Write the branch's files to `patches/` and the overlay; return changed paths."""
     changed = differences(root, made)
     wanted = wanted_files(made)
     for name in changed:

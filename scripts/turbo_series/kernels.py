@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """CUDA kernels that were built elsewhere, for a tree that the series is applied to.
 
-An archive is what `python -m vllm.v1.attention.ops.turbo.cuda.build --archive` writes.
+`python -m vllm.v1.attention.ops.turbo.cuda.build --archive` writes such an archive.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _LIBRARY = re.compile(r"turbo_[a-z0-9_]+_sm\d+[a-z]?_[0-9a-f]+")
 
 
 def package_digest(overlay: Mapping[str, OverlayFile]) -> str:
-    """A hash of the kernels' package, as the package itself works it out."""
+    """A hash of the kernels' package, as the package itself computes it."""
     digest = hashlib.sha256()
     for path, file in sorted(overlay.items()):
         if path.startswith(PACKAGE) and path.endswith(_SOURCES):
@@ -64,7 +64,7 @@ def _installed_tvm_ffi(target: Target) -> str | None:
 def _refuse_others(
     path: Path, manifest: dict[str, Any], series: Series, target: Target
 ) -> None:
-    """Raise if what the archive has would not be loaded here."""
+    """Raise if the archive's libraries would not be loaded here."""
     machine = manifest["machine"]
     if machine != platform.machine():
         raise SeriesError(f"{path} is for {machine}, this is {platform.machine()}")
@@ -82,10 +82,10 @@ def _refuse_others(
 
 
 def load_kernels(path: Path, series: Series, target: Target) -> dict[str, OverlayFile]:
-    """Read an archive; return its files by where they go in a tree.
+    """Read an archive; return its files by their paths in a tree.
 
     Raises:
-        SeriesError: If it is none, is not whole, or is not for this tree.
+        SeriesError: If it is no archive of kernels, not whole, or not for this tree.
 
     """
     files = _unpack(path)

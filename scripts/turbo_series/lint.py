@@ -34,7 +34,7 @@ _STATUS = re.compile(
 _NUMBER = re.compile(r"/(?:pull|issues)/(\d+)")
 _SIGNED = re.compile(r"\S.* <[^<>@\s]+@[^<>@\s]+>")
 _SUBJECT = re.compile(r"(?:\[[A-Z][\w/ .-]*\])+ (?P<verb>[A-Z][a-z]+)\b.*[^.\s]")
-# Words that end like a past or continuous form, or a third person, and are none.
+# Imperatives that end like a past or continuous form, or a third person.
 _VERBS = {"Alias", "Bring", "Embed", "Exceed", "Feed", "Focus", "Need", "Seed", "Speed"}
 # Drafters lie beside the model runner that runs them.
 _HANDS_OFF = re.compile(
@@ -63,7 +63,7 @@ class Finding:
 
 
 def trailers(series: Series) -> Iterator[str]:
-    """Every patch says what becomes of it, in legal values."""
+    """Every patch has the required trailers, with legal values."""
     for patch in series.patches:
         for key in REQUIRED:
             values = patch.trailer(key)
@@ -80,7 +80,7 @@ def trailers(series: Series) -> Iterator[str]:
 
 
 def tracked(series: Series) -> Iterator[str]:
-    """A patch waits for the change of somebody else's that it tracks."""
+    """A patch that tracks somebody else's change names it in Drop-When."""
     for patch in series.patches:
         when = " ".join(patch.trailer("Drop-When"))
         for value in patch.trailer("Upstream-Status"):
@@ -91,8 +91,8 @@ def tracked(series: Series) -> Iterator[str]:
 
 
 def guard_exists(series: Series) -> Iterator[str]:
-    """Guarded-By names a test that is there: in the overlay, in what the patch adds to
-    a test of vLLM's, or in this project.
+    """Guarded-By names an existing test: in the overlay, in the patch's additions to
+    vLLM's tests, or in this project.
     """
     for patch in series.patches:
         for value in filter(None, patch.trailer("Guarded-By")):
@@ -201,7 +201,7 @@ def hands_off(series: Series) -> Iterator[str]:
 
 
 def chained(series: Series) -> Iterator[str]:
-    """A patch starts from what the patches before it left."""
+    """A patch starts from the result of the patches before it."""
     edits = [
         (patch, file) for patch in series.patches for file in patch.files if file.new_id
     ]
@@ -213,7 +213,7 @@ def chained(series: Series) -> Iterator[str]:
 
 
 def _header(git: Git, patch: Patch, tree: str) -> bytes:
-    """What export would write above the diffs of a patch's files."""
+    """The text that export writes above the diffs of a patch's files."""
     env = {
         "GIT_AUTHOR_NAME": patch.author,
         "GIT_AUTHOR_EMAIL": patch.email,
@@ -291,7 +291,7 @@ READ_RULES = ("series-complete", "readable")
 
 
 def _read(root: Path) -> tuple[Series, list[Finding]]:
-    """Load as much of the series as can be, with what is wrong with the rest."""
+    """Load the readable part of the series, with findings on the rest."""
     order = read_order(root)
     here = sorted(path.name for path in (root / PATCHES).glob("*.patch"))
     findings = []
@@ -317,7 +317,7 @@ def _read(root: Path) -> tuple[Series, list[Finding]]:
 
 
 def lint(root: Path, base: Path | None = None) -> list[Finding]:
-    """Check the series at `root`; with a base checkout, against that too."""
+    """Check the series at `root`, also against a base checkout if one is given."""
     series, found = _read(root)
     for name, rule in RULES.items():
         found += [Finding(name, text) for text in rule(series)]

@@ -55,7 +55,7 @@ class Series:
     def overlay_of(self, patch: Patch) -> list[str]:
         """The overlay paths that a patch's `Overlay:` trailers name.
 
-        A glob leaves out what another patch names in full.
+        A glob leaves out a path that another patch names in full.
         """
         own = set(patch.trailer("Overlay"))
         globs = [glob_regex(glob) for glob in own]
@@ -94,7 +94,7 @@ def read_order(root: Path) -> list[str]:
 
 
 def overlay_paths(root: Path) -> list[str]:
-    """The files below `vllm_overlay/`, less what Python tools leave there."""
+    """The files below `vllm_overlay/`, without the caches of Python tools."""
     folder = root / OVERLAY
     found = []
     for path in sorted(folder.rglob("*")):

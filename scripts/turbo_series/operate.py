@@ -58,7 +58,7 @@ def base_reader(target: Target, manifest: Manifest | None) -> Reader:
 
 
 def obstacles(target: Target, manifest: Manifest) -> list[str]:
-    """Files that somebody else changed since, each with what is wrong with it."""
+    """Files that somebody else changed since, each with its state."""
     gone = base_is_gone(target, manifest)
     kinds = {entry.path: entry.kind for entry in manifest.files}
     return [
@@ -138,8 +138,8 @@ class _Writer:
             Entry(path, "modified", sha256(self.before[path]), sha256(data))
             for path, data in self.after.items()
         ]
-        # RECORD first: a path listed too early does no harm, one listed too late
-        # is a file that pip would leave behind.
+        # RECORD first: a path listed too early does no harm, but pip would leave behind
+        # a file that is listed too late.
         entries.sort(key=lambda entry: (entry.path != self.target.record, entry.path))
         added = sorted(self.added.items())
         return entries + [Entry(p, "added", None, sha256(f.data)) for p, f in added]
@@ -215,12 +215,12 @@ def apply(
     """Apply the series, or with `check` only find out whether it would apply.
 
     Args:
-        series: what to apply.
+        series: the series to apply.
         target: the tree.
         check: write nothing.
-        disk: what writes.
-        say: what is told the outcome.
-        kernels: libraries to add, too: see `load_kernels`. Without, those of an
+        disk: the writer.
+        say: gets lines about the outcome.
+        kernels: libraries to add as well: see `load_kernels`. If None, those of an
             earlier apply of the same series stay.
 
     """
@@ -289,8 +289,8 @@ def _undo_reason(target: Target, manifest: Manifest, series: Series) -> str:
     if manifest.revision != series.revision:
         return f"revision {manifest.revision[:12]} is taken off first"
     if all(state is FileState.APPLIED for state in survey(target, manifest).values()):
-        return "what was applied with other kernels is taken off first"
-    return "what is left of an earlier apply is taken off first"
+        return "the series with other kernels is taken off first"
+    return "the rest of an earlier apply is taken off first"
 
 
 def _revision(series: Series) -> str:

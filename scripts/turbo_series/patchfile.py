@@ -22,12 +22,12 @@ _HUNKS = {b" ", b"+", b"-", b"@", b"\\"}
 
 @dataclass(frozen=True)
 class FileDiff:
-    """What a patch does to one file.
+    """A patch's change of one file.
 
-    `kind` is "edited" for a plain edit, the only kind that a series may hold, else
-    the line that says what it is, as `new file mode 100644`. The ids are empty unless
-    the diff of an edit begins just as export writes it. `text` is the diff as it
-    stands in the patch, with what follows it; `stray` says that something does.
+    `kind` is "edited" for a plain edit, the only kind that a series may hold. Otherwise
+    it is the line that names the change, as `new file mode 100644`. The ids are empty
+    unless the diff of an edit begins just as export writes it. `text` is the diff in
+    the patch, up to the next one; `stray` is whether `text` has more than the change.
     """
 
     path: str

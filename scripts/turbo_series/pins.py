@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Find what UPSTREAM.toml says of another release."""
+"""Find the pins of another release, for UPSTREAM.toml."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from .errors import SeriesError
 from .sdist import cache_folder, fetch, run_pip, sha256_of
 from .upstream import Pin, Upstream
 
-# pip takes a manylinux tag literally: one of an older glibc has to be named as well.
+# pip takes a manylinux tag literally, so tags of older glibcs have to be named as well.
 _GLIBC_MINORS = range(17, 44)
 
 
@@ -37,7 +37,7 @@ def _sdist(project: str, version: str) -> Pin:
 
 
 def _wheel(project: str, version: str, arch: str) -> Pin:
-    """The wheel for Linux that pip would install, which it need not download."""
+    """The wheel for Linux that pip would install; it is not downloaded."""
     platforms = [f"--platform=manylinux_2_{minor}_{arch}" for minor in _GLIBC_MINORS]
     with tempfile.TemporaryDirectory() as scratch:
         report = run_pip(

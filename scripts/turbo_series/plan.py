@@ -39,7 +39,7 @@ def chains(patches: tuple[Patch, ...]) -> dict[str, Chain]:
     """Join the `index` lines of each file over the series.
 
     Raises:
-        SeriesError: a patch does not start from what the one before it left.
+        SeriesError: a patch does not start from the result of the one before it.
 
     """
     found: dict[str, Chain] = {}
@@ -81,7 +81,7 @@ def apply_patch(git: Git, patch: Patch, files: list[FileDiff], *options: str) ->
 
 
 def require_id(patch: Patch, file: FileDiff, found: str) -> None:
-    """Raise unless the result of a patch is what its index line promises."""
+    """Raise unless a patch's result has the id of its index line."""
     if found != file.new_id:
         raise SeriesError(
             f"{patch.name}: {file.path} came out as {found[:12]}, "
@@ -176,7 +176,7 @@ def _refuse_existing(target: Target, read: Reader, paths: Iterable[str]) -> None
 def with_kernels(
     plan: Plan, kernels: Mapping[str, OverlayFile], target: Target, read: Reader
 ) -> Plan:
-    """The plan with libraries that are added, too."""
+    """The plan, with libraries to add."""
     _refuse_existing(target, read, kernels)
     return replace(plan, added={**plan.added, **kernels})
 

@@ -15,8 +15,8 @@ from .errors import SeriesError
 from .git import Git
 from .upstream import Pin, Upstream
 
-# pip asks an sdist's build backend for its name and version, even to download it, and
-# vLLM's wants PyTorch for that. This one is found before it, and just says them.
+# Even for a download, pip asks an sdist's build backend for name and version. vLLM's
+# backend needs PyTorch for that. This one is found first, and only states them.
 _BACKEND = """
 from pathlib import Path
 
@@ -102,8 +102,8 @@ def unpack(archive: Path, folder: Path, git: bool) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
         with tarfile.open(archive) as tar:
             # Early patch releases of Python 3.11 have no filters, and then ask for
-            # none; the archive's hash is pinned either way. They would have root give
-            # files to whoever packed them, and git trusts nobody else's.
+            # none; the archive's hash is pinned either way. Without a filter, root's
+            # files would have the packer as owner, and git does not trust such files.
             tar.extraction_filter = getattr(tarfile, "data_filter", None)
             for member in tar:
                 member.uid, member.gid = os.getuid(), os.getgid()

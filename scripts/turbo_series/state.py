@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The manifest: what was, or is about to be, done to a target.
+"""The manifest: the changes that were, or are about to be, made to a target.
 
 It is written before the first file changes and rewritten after the last, so it is
 also the journal: `state` says which of the two a killed run left behind.
@@ -120,7 +120,7 @@ def _state_of(target: Target, manifest: Manifest, entry: Entry) -> FileState:
 
 
 def _foreign(data: bytes, manifest: Manifest) -> bool:
-    """Whether a RECORD was written by a later install, which knows nothing of us."""
+    """Whether a RECORD is a later install's, which does not list the series."""
     try:
         listed = record.listed_paths(data)
     except (UnicodeDecodeError, record.csv.Error):

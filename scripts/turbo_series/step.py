@@ -3,8 +3,8 @@
 """Step the series to another release of vLLM.
 
 The work is done in a repository of its own, by `git rebase`. The project's files are
-written in the end, all at once, so that a step can be given up at any time. What is
-written depends on that repository alone, so that it can also be written again.
+written in the end, all at once, so that a step can be given up at any time. They depend
+on that repository alone, so they can also be written again.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from .upstream import PIN_FILE, Upstream, load_upstream, to_toml
 
 Say = Callable[[str], None]
 BRANCH = "turbo"
-# What a rebase is told, out of the user's way.
+# The ends of a rebase, as refs that are out of the user's way.
 OLD_TIP = "refs/turbo-step/series"
 OLD_BASE = "refs/turbo-step/old"
 NEW_BASE = "refs/turbo-step/new"
@@ -48,7 +48,7 @@ def _before(folder: Path) -> Path:
 
 
 def _git(folder: Path) -> Git:
-    """Git in the repository of a step under way, unmoved by the user's settings."""
+    """Git in the repository of a step under way, without the user's settings."""
     if not _state(folder).is_dir():
         raise SeriesError(f"no step is under way in {folder}")
     who = {"GIT_COMMITTER_NAME": "vLLM", "GIT_COMMITTER_EMAIL": "vllm@localhost"}
@@ -62,7 +62,7 @@ def prepare(root: Path, folder: Path, new: Upstream) -> None:
     before.mkdir(parents=True)
     _copy(root, before, _files(root))
     git = _git(folder)
-    # The user's own git works here, too.
+    # The user's own git also works here.
     git.out("config", "core.autocrlf", "false")
     git.out("config", "maintenance.auto", "false")
     commit_series(load_series(before), open_target(str(folder)), BRANCH, say=_quiet)
@@ -107,7 +107,7 @@ def _under_way(git: Git) -> bool:
 
 
 def _refuse_unresolved(git: Git) -> None:
-    """Raise unless all that conflicted is settled and staged."""
+    """Raise unless all conflicts are resolved and staged."""
     if not _under_way(git):
         if git.out("status", "--porcelain", "--untracked-files=no"):
             raise SeriesError(f"{git.folder} has uncommitted changes")

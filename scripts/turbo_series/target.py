@@ -156,7 +156,7 @@ def _only_dist_info(root: Path) -> str | None:
 def _is_checkout(root: Path) -> bool:
     if not (root / ".git").exists():
         return False
-    # Without git, `.git` alone decides; what needs git says so itself.
+    # Without git, `.git` alone decides; a command that needs git says so itself.
     if shutil.which("git") is None:
         return True
     done = Git(root).run("rev-parse", "--show-toplevel")
@@ -181,7 +181,7 @@ def open_target(name: str | None) -> Target:
     elif (root / "pyproject.toml").is_file() or (root / "setup.py").is_file():
         kind = "sdist"
     elif (root / "vllm").is_dir() or (root / STATE_FOLDER).is_dir():
-        # What an uninstall leaves behind when files of the series were not listed.
+        # An uninstall leaves this behind if files of the series were not listed.
         kind = "installed"
     else:
         kind = "installed"

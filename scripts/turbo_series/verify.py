@@ -13,7 +13,7 @@ _REMEDY = "apply.sh puts the series back, revert.sh takes the rest off"
 
 
 def verify(series: Series, target: Target) -> list[str]:
-    """Return what is wrong with the tree, one line each; empty if nothing is."""
+    """Return the tree's problems, one line each."""
     manifest = read_manifest(target)
     if manifest is None:
         return _without_manifest(series, target)
@@ -82,7 +82,7 @@ def _half_state(
 
 
 def _without_manifest(series: Series, target: Target) -> list[str]:
-    """Judge a tree that the series may be part of, as commits for instance."""
+    """Judge a tree that may hold the series without a manifest, such as commits."""
     problems = []
     present = 0
     for path, chain in chains(series.patches).items():

@@ -378,7 +378,7 @@ def test_a_plan_for_two_gpus(tmp_path: Path):
         assert row["users"] == row["tokens"] // 1024 and row["tpot_ms"] > 0
     assert content["is_estimate"] and content["gpus"] == 2
     notes = " ".join(content["notes"])
-    assert "NVIDIA L4 nothing was measured" in notes and "GPUs take to exch" in notes
+    assert "nothing was measured on NVIDIA L4" in notes and "GPUs exchange" in notes
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
