@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Puts checkpoints of every kind through `check_model.py`, on a GPU.
+"""Runs `check_model.py` on checkpoints of every kind, on a GPU.
 
-Two models are written as each tool would: the trained Qwen2, whose biases of K are
-long, and a seeded one with experts, for the kernels of a MoE. With a turbo dtype each
-is to find as many facts as with its unquantised cache, and its divergence from that to
-be no more than a few times what it is of the same model with plain weights. Where
-activations are rounded, the smallest difference can become a whole step: how much that
-makes of next to nothing, a finer cache shows, of 8 bits with a scale for each token and
-head, by its divergence beyond what it has with plain weights. There twice the sum is
-allowed of this and turbo's with plain weights. The fp8 cache's is reported beside it.
+Two models are written in each tool's format: the trained Qwen2, whose biases of K are
+long, and a seeded one with experts, for the kernels of a MoE. With a turbo dtype, each
+checkpoint has to find as many facts as with its unquantised cache. Its KL divergence
+from that cache has a bound: a few times the divergence of the same model with plain
+weights.
 
-A row a checkpoint is written as it is known. The status is 1 if one is not as it should
-be, or did not run.
+Rounded activations can turn the smallest difference into a whole step. A finer cache
+shows the size of this effect: 8 bits with a scale for each token and head. The effect
+is its divergence, less its divergence with plain weights. The bound is then twice the
+sum of the effect and of turbo's divergence with plain weights. The fp8 cache's
+divergence is reported beside it.
+
+Each checkpoint's row is written when it is known. The status is 1 if a checkpoint
+fails, or did not run.
 """
 
 import argparse
@@ -44,13 +47,13 @@ PLAIN = "plain"
 DTYPE = "turbo4"
 FINER = "int8_per_token_head"
 BESIDE = ("fp8", FINER)
-# Ends the name of a checkpoint without scales of a cache.
+# Ends the name of a checkpoint without cache scales.
 WITHOUT = "-without-cache"
-# How far off a checkpoint may be, times plain weights.
+# The largest divergence of a checkpoint, over that with plain weights.
 GROWTH = 4.0
-# The same where activations are rounded, times what plain weights and rounding make.
+# The same with rounded activations, over the sum of plain weights' and rounding's.
 SUM_GROWTH = 2.0
-# Short texts, of which all of a small vocabulary is told apart.
+# Short texts; --top is the whole small vocabulary.
 OPTIONS = [
     "--max-context", "1024", "--texts", "4", "--decode-steps", "64", "--needles", "2",
     "--top", "259",
@@ -75,8 +78,8 @@ def write(model: str, kind: str, scratch: Path) -> Path:
 
 
 def serves_finer_without_scales(kind: str) -> bool:
-    """Whether vLLM refuses FINER because of the checkpoint's scales of a cache: of each
-    head, which only FlashAttention has.
+    """Whether vLLM refuses FINER because of the checkpoint's cache scales, which only
+    FlashAttention has for each head.
     """
     return KINDS[kind].rounds_activations and KINDS[kind].scale_per_head
 
@@ -84,10 +87,10 @@ def serves_finer_without_scales(kind: str) -> bool:
 def run_check(
     folder: Path, dtypes: Sequence[str], output: Path, engine_args: str
 ) -> dict[str, dict[str, Any]]:
-    """Returns what check_model.py says of a checkpoint, by the cache's dtype.
+    """Returns check_model.py's figures on a checkpoint, by the cache's dtype.
 
     Raises:
-        RuntimeError: If it, or a dtype, did not run.
+        RuntimeError: If the command, or a dtype, did not run.
 
     """
     command = [sys.executable, str(ROOT / "scripts" / "check_model.py"), str(folder)]
@@ -108,7 +111,7 @@ def run_check(
 
 
 def check(kind: str, folder: Path, output: Path, engine_args: str) -> dict[str, Any]:
-    """Returns what check_model.py says of a checkpoint: `error`, or its figures."""
+    """Returns check_model.py's figures on a checkpoint, or `error`."""
     beside = BESIDE if kind == PLAIN or KINDS[kind].rounds_activations else ()
     runs = {folder: [DTYPE, *beside]}
     if kind != PLAIN and serves_finer_without_scales(kind):
@@ -133,11 +136,11 @@ def check(kind: str, folder: Path, output: Path, engine_args: str) -> dict[str, 
 
 
 def judge(row: dict[str, Any], plain: dict[str, Any]) -> str:
-    """Returns what is wrong with a checkpoint, or nothing.
+    """Returns a checkpoint's fault, or "".
 
     Args:
-        row: The checkpoint's.
-        plain: That of the same model with plain weights; it may be the same.
+        row: The checkpoint's row.
+        plain: The row of the same model with plain weights; it may be the same.
 
     """
     for each in (row, plain):
@@ -158,7 +161,7 @@ def judge(row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, scratch: Path, report: Report) -> bool:
-    """Checks all checkpoints, and returns whether all are as they should be."""
+    """Checks all checkpoints, and returns whether none has a fault."""
     is_right = True
     with ThreadPoolExecutor(args.jobs) as pool:
         checks = {
@@ -192,8 +195,8 @@ def main(words: list[str] | None = None) -> int:
         "--jobs",
         type=int,
         default=1,
-        help="at a time; several want kv_cache_memory_bytes in --engine-args, else "
-        "one's profile of the memory sees what the others take",
+        help="checks at a time; several need kv_cache_memory_bytes in --engine-args, "
+        "because one engine's profile of the memory would see the others'",
     )
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:

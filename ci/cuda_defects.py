@@ -5,9 +5,9 @@
     python ci/cuda_defects.py [NAME]...
 
 It runs on a GPU, with the vLLM that the Python imports. Each test has to pass without a
-defect, and to fail with it, of kernels that were built: what cannot be planted, or not
-compiled then, is found by nobody. What only compute-sanitizer can see is for
-ci/sanitize.py to plant.
+defect, and to fail with it, on kernels that were built. A defect that cannot be
+planted, or does not compile, counts as not found. ci/sanitize.py plants the defects
+that only compute-sanitizer can see.
 """
 
 import argparse
@@ -43,9 +43,9 @@ class Change(NamedTuple):
     """A change to a source that changes no result.
 
     Attributes:
-        source: Its path in ``cuda_build.SOURCE_DIR``.
-        old: The text that is there once.
-        new: The text that is put in its place.
+        source: The source's path in ``cuda_build.SOURCE_DIR``.
+        old: The text to replace, which is there once.
+        new: The text in its place.
 
     """
 
@@ -55,17 +55,17 @@ class Change(NamedTuple):
 
 
 class Defect(NamedTuple):
-    """A change to a source that a test is to notice.
+    """A change to a source that a test has to notice.
 
     Attributes:
-        source: Its path in ``cuda_build.SOURCE_DIR``.
-        old: The text that is there, ``times`` times.
-        new: The text that is put in its place.
-        test: The test that is to fail.
+        source: The source's path in ``cuda_build.SOURCE_DIR``.
+        old: The text to replace, which is there ``times`` times.
+        new: The text in its place.
+        test: The test that has to fail.
         selected: pytest's -k, which selects the test's cases.
         times: How often ``old`` is there.
-        shown_by: A harmless change that is planted, too, or None. A GPU would show the
-            defect by chance without it. The test has to pass with it alone.
+        shown_by: A harmless change that is planted as well, or None. Without it, a GPU
+            shows the defect only by chance. The test has to pass with it alone.
 
     """
 
@@ -79,7 +79,7 @@ class Defect(NamedTuple):
 
 
 WAIT = "  wait_for_previous_kernel();\n"
-# All bytes of shared memory that were not written are NaN: no former block's are left.
+# Unwritten bytes of shared memory are NaN, and not those of a former block.
 EXTEND_FROM_NAN = Change(
     "extend/extend.cuh",
     "  if (threadIdx.x == 0) init_stages(shared);\n",
@@ -96,7 +96,7 @@ ROWS_READ_LATE = Change(
     "    queries.multiply(scores, m, all_keys + stage.index * kKeyStage);\n",
 )
 DEFECTS = {
-    # Hidden tokens in tiles that the sequence fills are not masked.
+    # Hidden tokens in tiles that the sequence fills lack a mask.
     "decode-hidden": Defect(
         "decode/values.cuh",
         "kTiles * TILE_TOKENS + visible.most_hidden;",
@@ -118,7 +118,7 @@ DEFECTS = {
         HIDDEN,
         "columns",
     ),
-    # Results so far are compared to scores that lack another offset.
+    # Earlier results are compared to scores without the change of offset.
     "decode-offset": Defect(
         "decode/segment.cuh",
         "shift(acc[m], {before.x - after.x, before.y - after.y});",
@@ -169,7 +169,7 @@ DEFECTS = {
         f"{WINDOWS}extends",
         "turbo4 and outputs and newest",
     ),
-    # A query token sees what comes after it, or what is before the sequence.
+    # A query token sees tokens after it, or before the sequence.
     "outputs-causal": Defect(
         "extend_rows/consume.cuh",
         "note.is_inside ? note.token + 1 : query_len;",
@@ -191,14 +191,14 @@ DEFECTS = {
         f"{WINDOWS}decodes",
         "turbo4",
     ),
-    # Scores of a query's first step are compared to none of its own.
+    # Scores of a query's first step are compared to zero, and not to their own maximum.
     "extend-begins": Defect(
         "extend/weigh.cuh",
         "reference[r] = kNoRowReference;",
         "reference[r] = 0.0f;",
         f"{WINDOWS}scores_far_below_zero",
     ),
-    # Values of tiles that are not read are added.
+    # The sum includes values of tiles that are not read.
     "decode-unseen": Defect(
         "decode/segment.cuh",
         "clear_unseen(tiles + offset, lane);",
@@ -239,7 +239,7 @@ DEFECTS = {
         f"{WINDOWS}sinks",
         "turbo4 and outputs",
     ),
-    # Parts of a row are not joined, or those of another range.
+    # Parts of a row are not joined, or parts of another range are.
     "join-parts": Defect(
         "extend_rows/join.cuh",
         "const int count = (pass.last - 1) / ranges.size - range + 1;",
@@ -247,7 +247,7 @@ DEFECTS = {
         "test_cuda_extend.py::test_splits",
         "outputs and padded",
     ),
-    # No parts after the first that are loaded.
+    # Parts after the first loaded ones are left out.
     "join-later-parts": Defect(
         "extend_rows/join.cuh",
         "first < parts[k].count;",
@@ -262,8 +262,8 @@ DEFECTS = {
         "test_cuda_extend.py::test_splits",
         "outputs and padded",
     ),
-    # A pass has more ranges than there is room for its results, where there are more
-    # blocks than an emulated GPU has.
+    # A pass has more ranges than its results have room for. This takes more blocks than
+    # an emulated GPU has.
     "extend-ranges": Defect(
         "extend/ranges.cuh",
         "(longest + p.num_splits - 2) / (p.num_splits - 1)",
@@ -271,8 +271,7 @@ DEFECTS = {
         "test_cuda_extend.py::test_ranges_by_the_room_for_splits",
         "extend",
     ),
-    # Operands of warpgroups' products are overwritten in shared memory, while these
-    # read them.
+    # Operands in shared memory are overwritten while warpgroups' products read them.
     "rows-keys": Defect(
         "extend_rows/produce.cuh",
         "wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);",
@@ -288,7 +287,7 @@ DEFECTS = {
         "test_cuda_extend.py::test_splits",
         "outputs and one",
     ),
-    # Numbers that are not finite are added with a weight of zero.
+    # The sum includes numbers that are not finite, with a weight of zero.
     "outputs-broken": Defect(
         "extend_rows/own_tiles.cuh",
         "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
@@ -358,7 +357,7 @@ DEFECTS = {
         f"{CAPS}windows_and_sinks",
         "turbo4 and newest",
     ),
-    # Tokens have the offset of others of their sequence.
+    # Tokens have the offset of other tokens of their sequence.
     "store-offset": Defect(
         "store/params.cuh",
         "__ldcg(params.query_start_loc + seq + 1))",
@@ -366,8 +365,8 @@ DEFECTS = {
         "test_cuda_offset.py::test_store",
         "turbo4",
     ),
-    # A row of the recent window never gets what it is compared to, or is compared to
-    # what is being stored.
+    # A row of the recent window never gets its tag, or is compared to bytes that are
+    # being stored.
     "window-tag": Defect(
         "store/planes.cuh",
         "reinterpret_cast<uint32_t*>(target.tag)[word] = codes;",
@@ -381,7 +380,7 @@ DEFECTS = {
         "|| (__syncthreads(), false)",
         "test_cuda_window.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
-    # Tensors that the kernel before has not written yet are read.
+    # A kernel reads tensors that the kernel before has not written yet.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),
     "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
     "columns-wait": Defect(
@@ -394,8 +393,8 @@ DEFECTS = {
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
 BARRIER = "  __syncthreads();\n"
-# By the tool that has to find it, and what is wrong: a change to the sources, or None
-# where ci/sanitize.py gives the kernels wrong inputs.
+# Defects by name, which begins with the tool that has to find it. A defect is a change
+# to the sources, or None if ci/sanitize.py gives the kernels wrong inputs.
 SANITIZER_DEFECTS = {
     # A block table that names a page past the end of the cache.
     "memcheck-page": None,
@@ -406,7 +405,7 @@ SANITIZER_DEFECTS = {
     "racecheck-team": Defect(
         "decode/segment.cuh", "team.sync();  // before tiles are copied", "//"
     ),
-    # Warps that join warpgroups' results before their shares of these are known.
+    # Warps that join warpgroups' results before the weights of these are known.
     "racecheck-columns": Defect(
         "decode_columns/partial.cuh",
         BARRIER + "  const auto* results",
@@ -428,7 +427,7 @@ SANITIZER_DEFECTS = {
 
 
 def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
-    """Names of those in kernels that the GPU has."""
+    """Returns the names of defects in kernels that this GPU runs."""
     import torch
 
     from vllm.v1.attention.ops.turbo.cuda import decode_columns
@@ -446,7 +445,7 @@ def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
 
 
 class NotPlanted(Exception):
-    """A defect's source is another by now."""
+    """A defect's source has changed, so that its text is not there."""
 
 
 class BuildFailures:
@@ -455,7 +454,7 @@ class BuildFailures:
     count = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Look for what the build says."""
+        """Look for the build's messages."""
         text = report.longreprtext
         self.count += report.failed and (NOT_BUILT in text or NOT_EMULATED in text)
 
@@ -481,7 +480,7 @@ def plant(change: Defect | Change) -> None:
 
 
 def run_test(defect: Defect, *options: str) -> int:
-    """Returns pytest's exit status, of a test in this process; ``NOT_PLANTED`` if
+    """Runs a test in this process, and returns pytest's exit status; ``NOT_PLANTED`` if
     kernels could not be built.
     """
     arguments = ["-q", "-rN", "--tb=line", "-p", "no:cacheprovider", *options]
@@ -493,13 +492,13 @@ def run_test(defect: Defect, *options: str) -> int:
 
 
 def run_apart(name: str, option: str) -> int:
-    """As ``run_test``, in a process that loads kernels of its own."""
+    """Does the same as ``run_test``, in a process that loads kernels of its own."""
     command = [sys.executable, __file__, option, name]
     return subprocess.run(command).returncode
 
 
 def look_for(names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields each defect when its test has ended without it and with it, and how.
+    """Yields each defect with its test's statuses without it and with it, when known.
 
     A test of several defects runs once without any.
     """
@@ -509,7 +508,7 @@ def look_for(names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
         for name in names
         for defect in [DEFECTS[name]]
     }
-    # Most of the time is the compiler's, and each process has a copy of PyTorch.
+    # The compiler takes most of the time, and each process has a copy of PyTorch.
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         planted = {pool.submit(run_apart, name, "--with"): name for name in names}
         first = {test: name for name, test in tests.items()}
@@ -537,7 +536,7 @@ def main() -> int:
         except NotPlanted as error:
             print(f"{name}: {error}")
             return NOT_PLANTED
-        # The first failure suffices, and each case may build other kernels.
+        # The first failure is enough, and each case may build other kernels.
         return run_test(defect, *(["--exitfirst"] if args.planted else []))
     wrong = []
     names = args.names or of_this_gpu(DEFECTS)

@@ -22,7 +22,7 @@ PATTERNS = (
     "models/*/README.md",
     "vllm_overlay/docs/features/quantization/*.md",
 )
-# Scripts write these, so a cell may be as long as a list of models is.
+# Scripts write these documents, so a cell may be as long as a list of models.
 GENERATED = (
     "docs/recipes.md",
     "vllm_overlay/docs/features/quantization/turbo_refused.md",
@@ -51,7 +51,7 @@ class Block:
     """A heading, paragraph, list item, row of a table, or line of code.
 
     Attributes:
-        kind: One of these.
+        kind: The kind of block.
         line: The number of its first line.
         text: Its Markdown, without the marks at the start of its lines.
 
@@ -77,12 +77,12 @@ class Block:
 
 
 def find_documents(root: Path = ROOT) -> list[Path]:
-    """All documents of the project at `root`."""
+    """Returns all documents of the project at `root`."""
     return [path for pattern in PATTERNS for path in sorted(root.glob(pattern))]
 
 
 def parse(text: str) -> list[Block]:
-    """The blocks of a document, in order; separators of tables are left out."""
+    """Returns the blocks of a document, in order, without separators of tables."""
     text = COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
     blocks: list[Block] = []
     kind, start, held = "paragraph", 0, list[str]()
@@ -145,7 +145,7 @@ def parse(text: str) -> list[Block]:
 
 
 def plain(text: str, span: Callable[[str], str] = str) -> str:
-    """The words that a reader sees, without targets of links and marks.
+    """Returns the words that a reader sees, without marks and targets of links.
 
     Args:
         text: Markdown of a block or a cell.
@@ -169,7 +169,7 @@ def plain(text: str, span: Callable[[str], str] = str) -> str:
 
 
 def links(text: str) -> Iterator[tuple[int, str]]:
-    """The line and the target of each link of a document, pictures included."""
+    """Yields the line and the target of each link of a document, also of pictures."""
     for block in parse(text):
         if block.kind != "code":
             bare = SPAN.sub(lambda match: re.sub(r"[^\n]", "x", match[0]), block.text)
@@ -181,7 +181,7 @@ def links(text: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a document, as GitHub makes them of its headings."""
+    """Returns the anchors of a document that GitHub makes from its headings."""
     found: set[str] = set(ANCHOR.findall(text))
     for block in parse(text):
         if block.kind == "heading":
@@ -196,7 +196,7 @@ def anchors(text: str) -> set[str]:
 
 
 def code(text: str) -> Iterator[tuple[int, str]]:
-    """The line and the text of each command in a document.
+    """Yields the line and the text of each command in a document.
 
     A command is a line of a code block, joined where it ends in a backslash, or a code
     span.

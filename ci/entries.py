@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checks the entries of the series one by one, each on the tree that it leaves.
+"""Checks the entries of the series one by one, each on the tree after it.
 
-The series must be a branch of a checkout, as `series.py import` makes it. What an
-entry touches compiles, what it adds can be imported and its tests collected without
-anything that comes later, and what guards it passes: of each test that `Guarded-By`
-names the first case, as soon as an entry has brought the test. A guard that is
-skipped guards nothing. Tests of the whole engine are not the series' own.
+The series must be a branch of a checkout, as `series.py import` makes it. The files
+that an entry touches have to compile. Its new modules can be imported, and its tests
+collected, without any later entry. Its guards pass: the first case of each test that
+`Guarded-By` names, as soon as an entry has brought the test. A skipped guard counts as
+failed. Tests of the whole engine are not the series' own.
 """
 
 import argparse
@@ -45,8 +45,8 @@ class Entry:
         commit: Its id.
         subject: Its first line.
         touched: The paths that it edits or adds.
-        added: Those that it adds.
-        guards: What its `Guarded-By` trailers name.
+        added: The paths that it adds.
+        guards: The tests that its `Guarded-By` trailers name.
 
     """
 
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Task:
-    """What a process of its own does for one entry, in `folder`."""
+    """The work of one entry's process, in `folder`."""
 
     folder: Path
     modules: list[str]
@@ -84,14 +84,14 @@ class Task:
 
 
 class Guards:
-    """A pytest plugin: runs the first case of each guard, notes what passes."""
+    """A pytest plugin that runs the first case of each guard, and notes which pass."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.passed: set[str] = set()
 
     def guards_of(self, nodeid: str) -> set[str]:
-        """The guards that a test is, or is a part of."""
+        """Returns the guards that a test is, or belongs to."""
         plain = nodeid.split("[")[0]
         return {name for name in self.names if f"{plain}::".startswith(f"{name}::")}
 
@@ -140,7 +140,7 @@ def read_entries(folder: Path, branch: str) -> list[Entry]:
 
 
 def perform(task: Task, log: Path) -> bool:
-    """Runs a task with its output in `log`; returns whether all is well."""
+    """Runs a task with its output in `log`; returns whether all passed."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -167,7 +167,7 @@ def perform(task: Task, log: Path) -> bool:
     missing = set(task.guards) - plugin.passed
     for name in sorted(missing):
         print(f"guard did not pass: {name}")
-    # The log is read while this process is still there.
+    # The log is read before this process ends.
     sys.stdout.flush()
     good = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
     return not missing and statuses <= good
@@ -178,7 +178,7 @@ def check_out(folder: Path, entry: Entry) -> list[str]:
     differ = git(folder, "diff", "--name-only", "-z", "HEAD", entry.commit)
     git(folder, "checkout", "--quiet", "--detach", entry.commit)
     for path in map(Path, {*differ.split("\0")[:-1], *entry.touched}):
-        # Python takes a module for unchanged if it is of the same second and size.
+        # Python takes a module of the same second and size for unchanged.
         for compiled in (folder / path).parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
     broken = []
@@ -210,7 +210,7 @@ def ready_guards(folder: Path, entries: list[Entry]) -> list[list[str]]:
 
 @contextlib.contextmanager
 def work_trees(folder: Path, count: int) -> Iterator[SimpleQueue[Path]]:
-    """Trees to check entries in, one at a time each: the checkout, and copies of it."""
+    """Yields trees, each for one entry at a time: the checkout and copies of it."""
     trees: SimpleQueue[Path] = SimpleQueue()
     trees.put(folder)
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
@@ -225,12 +225,12 @@ def work_trees(folder: Path, count: int) -> Iterator[SimpleQueue[Path]]:
 def check_entry(
     tree: Path, entry: Entry, guards: list[str], context: ForkServerContext
 ) -> tuple[str, list[str]]:
-    """Checks an entry; returns what was done, and what is wrong."""
+    """Checks an entry; returns a line on the checks, and the problems."""
     start = time.monotonic()
     problems = check_out(tree, entry)
     task = Task(tree, entry.modules, entry.tests, guards)
     if not problems and (task.modules or task.tests or task.guards):
-        # A process of its own: what is imported cannot be taken back.
+        # A process of its own, because imports cannot be undone.
         with tempfile.TemporaryDirectory() as scratch, context.Pool(1) as pool:
             log = Path(scratch) / "log"
             if not pool.apply(perform, (task, log)):
@@ -246,7 +246,7 @@ def check_entry(
 def check(
     folder: Path, entries: list[Entry], preload: list[str], jobs: int
 ) -> list[str]:
-    """Checks the entries; returns what fails."""
+    """Checks the entries; returns the subjects of those that fail."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     failed = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A plugin of pytest's: a failure is told when it happens, as is a test that took long.
+"""A pytest plugin that prints failures, and tests that took long, as they happen.
 
-A run on a GPU that is lent for minutes may not see its end. In the end, also when it is
-interrupted, a table has the files whose tests took longest.
+A run on a GPU that is lent for minutes may not reach its end. At the end, also of an
+interrupted run, a table has the files whose tests took longest.
 """
 
 from collections import Counter

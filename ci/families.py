@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs a seeded model of each family on a GPU, by CUDA's and by Triton's kernels.
+"""Runs a seeded model of each family on a GPU, with CUDA's and with Triton's kernels.
 
-Both store the same codes, so that texts diverge from the unquantised cache by about as
-much, unless one of them leaves out what makes a family another: windows, sinks, a soft
+Both store the same codes, so texts diverge from the unquantised cache by about as much.
+A set of kernels that ignores a family's feature diverges more: windows, sinks, a soft
 cap, shared caches, chunks, states. fp8's divergence stands beside them.
 
-A row a family is written as it is known. The status is 1 if one is not as it should be,
-or did not run.
+Each family's row is written when it is known. The status is 1 if a family fails, or did
+not run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from common import Report  # noqa: E402
 from families import FAMILIES, write_family  # noqa: E402
 
 DTYPE = "turbo4"
-# Other caches that are measured beside those of one's kernels.
+# Other cache dtypes to measure, by the kernels of the turbo dtype in the same run.
 PEERS = {"cuda": ("fp8",), "triton": ()}
 # Prompts come in chunks; engines start side by side.
 ENGINE_ARGS = {
@@ -39,13 +39,12 @@ OPTIONS = [
     "--max-context", "1024", "--texts", "6", "--decode-steps", "64",
     "--needles", "1", "--top", "259",
 ]  # fmt: skip
-# How many times as far off as the other kernels' divergence one's may be: scores of
-# CUDA's are of queries in 8 bits.
+# The largest ratio of the two divergences: CUDA's kernels score with queries in 8 bits.
 RATIO = 1.5
 
 
 def check(folder: Path, output: Path, kernel: str) -> dict[str, Any]:
-    """Returns check_model.py's figures with one's kernels, or `error`."""
+    """Returns check_model.py's figures with the given kernels, or `error`."""
     attention = {"attention_config": {"turbo_kernel": kernel}}
     done = subprocess.run(
         [
@@ -66,7 +65,7 @@ def check(folder: Path, output: Path, kernel: str) -> dict[str, Any]:
 
 
 def figures(arms: list[dict[str, Any]], kernel: str) -> dict[str, Any]:
-    """Returns what a family's row has of check.json's arms."""
+    """Returns the figures of a family's row, from check.json's arms."""
     by_name = {arm["arm"]: arm for arm in arms}
     packed = by_name[DTYPE]
     if "error" in packed:
@@ -74,29 +73,29 @@ def figures(arms: list[dict[str, Any]], kernel: str) -> dict[str, Any]:
     found = {f"{kernel}_kl_mean": packed["kl_mean"]}
     found |= {fact: packed[fact] for fact in ("backends", "window_layers", "capacity")}
     for name in PEERS[kernel]:
-        # What others cannot serve is no fault of ours.
+        # It is no fault of ours if another dtype cannot serve a family.
         for key in {"error", "kl_mean"} & by_name[name].keys():
             found[f"{name}_{key}"] = by_name[name][key]
     return found
 
 
 def judge(row: dict[str, Any]) -> str:
-    """Returns what is wrong with a family, or nothing."""
+    """Returns a family's fault, or ""."""
     if "error" in row:
         return "did not run"
     if not {"TURBO", "TURBO_MLA"} & set(row["backends"]):
         return "packed by another backend"
     few, many = sorted(row[f"{kernel}_kl_mean"] for kernel in PEERS)
-    # Not a number is wrong, too.
+    # Written so that NaN is a fault.
     if not 0 < many <= RATIO * few:
-        return f"one's kernels are more than {RATIO} times as far off as the other's"
+        return f"the two divergences differ by a factor of more than {RATIO}"
     return ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
-    parser.add_argument("--jobs", type=int, default=2, help="at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="engines at a time")
     parser.add_argument("--output", type=Path, help="rows are added to it")
     args = parser.parse_args()
     names = args.names or list(FAMILIES)

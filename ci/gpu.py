@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs what needs a GPU, or many cores, in sections. `--list` says what they are.
+"""Runs the checks that need a GPU, or many cores, in sections. `--list` describes them.
 
 It runs with the vLLM that $PYTHON (python3) imports; the series must be applied to it.
 Results go to $OUT (benchmarks/results), and rows name $COMMIT (HEAD). Without a section
-it runs all those that one GPU is enough for. Arguments behind `--` are for one section:
+it runs all sections that need no second GPU. Arguments behind `--` are for one section:
 
     ci/gpu.py kernels -- -n 16 --dist worksteal
 """
@@ -31,7 +31,7 @@ from common import ROOT, first_line  # noqa: E402
 PYTHON = os.environ.get("PYTHON") or "python3"
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# How a tool of compute-sanitizer ends that has found something.
+# The exit status of a tool of compute-sanitizer that has found something.
 FOUND = 9
 PIPES = ("alu", "fma", "fmaheavy", "lsu", "tensor")
 STALLS = (
@@ -65,7 +65,7 @@ Variables = dict[str, str]
 
 
 def run(command: list[str], variables: Variables, log: Path | None = None) -> int:
-    """Runs a command, its output in a log or ours, and returns its status."""
+    """Runs a command with its output in a log, or as ours, and returns its status."""
     with log.open("w") if log else nullcontext() as output:
         errors = subprocess.STDOUT if output else None
         try:
@@ -100,7 +100,7 @@ def in_turn(commands: Commands, args: list[str]) -> bool:
 
 
 def kernels(commands: Commands, args: list[str]) -> bool:
-    """Runs the tests, and records it of a run of all, or of those of $FAMILIES."""
+    """Runs the tests, and records that all of them, or those of $FAMILIES, passed."""
     ((*words, tests),) = commands
     native = [PYTHON, "ci/native_kernels.py"]
     families = os.environ.get("FAMILIES", "").split()
@@ -115,7 +115,7 @@ def kernels(commands: Commands, args: list[str]) -> bool:
     number = "".join(f"-{x.partition('/')[0]}" for x in shard)
     is_whole = not any(x in ("-k", "-m") or "test_" in x for x in args)
     search = os.pathsep.join(filter(None, ("ci", os.environ.get("PYTHONPATH"))))
-    # Each of the processes of -n would take all cores for references on the CPU.
+    # Otherwise each process of -n takes all cores for references on the CPU.
     variables = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     command = [*words, *args, *paths]
     passed = passes_with_log(command, f"kernels{number}", 40, variables)
@@ -136,9 +136,9 @@ def watch(name: str, words: list[str], wanted: int) -> bool:
     command = [
         shutil.which("compute-sanitizer") or str(cuda / "bin/compute-sanitizer"),
         *("--tool", tool),
-        # An access past an allocation's end is to be in no other.
+        # An access past an allocation's end must not reach another one.
         *(("--padding", "4096") if tool == "memcheck" else ()),
-        # Each of the tools beside it takes one of the ports, of which ten are tried.
+        # Every tool that runs takes a port, and by default ten ports are tried.
         *("--max-connections", "100", "--launch-timeout", "0"),
         *("--target-processes", "application-only"),
         *("--error-exitcode", str(FOUND), "--print-limit", "10", *words),
@@ -154,10 +154,10 @@ def watch(name: str, words: list[str], wanted: int) -> bool:
 
 
 def sanitizer(commands: Commands, args: list[str]) -> bool:
-    """Watches the kernels with each tool, and defects that each is to find."""
+    """Watches the kernels with each tool, then with defects that it has to find."""
     (words,) = commands
     (OUT / "sanitizer-logs").mkdir(exist_ok=True)
-    # Builds the kernels.
+    # This run builds the kernels.
     if not passes_with_log([*words, *args], "sanitizer", 20):
         return False
     listing = subprocess.run([*words, "--defects"], stdout=subprocess.PIPE, text=True)
@@ -182,7 +182,7 @@ def profile(commands: Commands, args: list[str]) -> bool:
 
 
 def dcp(commands: Commands, args: list[str]) -> bool:
-    """Times engines whose ranks share a context, or do not, and compares answers."""
+    """Times engines whose ranks share a context, or not, and compares answers."""
     decode, equality = commands
     found = []
     for arm, options in enumerate(DCP_ENGINES):
@@ -198,12 +198,12 @@ class Section(NamedTuple):
     Attributes:
         does: Its work, and the use of arguments.
         commands: Commands of $PYTHON, one after the other, on files in OUT. Arguments
-            are the first's.
-        needs: Beside GPUs and a vLLM with the series.
-        gpus: How many it takes.
-        takes: How long on an H200, where that is known.
-        default: The arguments if there are none.
-        run: Runs the commands, given the arguments, and says whether all passed.
+            go to the first.
+        needs: Needs beside GPUs and a vLLM with the series.
+        gpus: GPUs that it takes.
+        takes: The time on an H200, where it is known.
+        default: The arguments if none are given.
+        run: Runs the commands with the arguments, and returns whether all passed.
 
     """
 
@@ -410,7 +410,7 @@ SECTIONS = {
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a section's command, in this run's folder."""
+    """Returns the words of a section's command, with this run's folder for OUT."""
     return [re.sub(r"^OUT(?=/|$)", str(OUT), word) for word in command.split()]
 
 

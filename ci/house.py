@@ -3,8 +3,8 @@
 """Measures the shape of the code, and holds it to bounds: `house.py [--check]`.
 
 Without an option it prints a table of counts and bounds. With `--check` it prints the
-broken bounds with what breaks them, and exits with status 1 if there is one. A bound is
-the count of the day it was set, so it falls with the count. Totals of lines have none.
+broken bounds with their places, and exits with status 1 if there is one. A bound is the
+count of the day it was set, so it falls with the count. Totals of lines have no bound.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Function(NamedTuple):
 
     Attributes:
         place: Its file and name.
-        num_parameters: Parameters, with `self` and without.
+        num_parameters: Parameters, including `self`.
         num_lines: Lines, decorators not counted.
         is_kernel: Whether Triton compiles it.
 
@@ -52,13 +52,13 @@ class Function(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Something that is counted.
+    """A count and its bound.
 
     Attributes:
         name: Its name in the table.
         value: The count.
         bound: The most that is allowed; None for no bound.
-        places: What is counted, for messages.
+        places: Places of the counted things, for messages.
 
     """
 
@@ -69,7 +69,7 @@ class Count(NamedTuple):
 
 
 def count_lines(*paths: Path, suffixes: tuple[str, ...] = (".py",)) -> int:
-    """Lines of the files below some folders, and of files."""
+    """Returns the lines of files, and of the files below folders."""
     files = [
         file
         for path in paths
@@ -80,7 +80,7 @@ def count_lines(*paths: Path, suffixes: tuple[str, ...] = (".py",)) -> int:
 
 
 def find_functions() -> Iterator[Function]:
-    """Every function of the product, nested ones and methods too."""
+    """Yields every function of the product, including nested ones and methods."""
     for path in sorted((OVERLAY / "vllm").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -99,7 +99,7 @@ def find_functions() -> Iterator[Function]:
 
 
 def find_counts() -> list[Count]:
-    """All counts of the tree."""
+    """Returns all counts of the tree."""
     functions = list(find_functions())
     wide = [
         x for x in functions if not x.is_kernel and x.num_parameters >= MANY_PARAMETERS

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Starts an engine as in the image: its kernels are built, and there is no nvcc.
 
-The image's last step runs in a copy of the vLLM that is installed. The engine then has
-a path with no more than Triton needs to compile, and an empty cache of FlashInfer's.
-One JSON object, on a line: `wrong`, the kernels that it says it uses, and the seconds
-of the build and of the start.
+The image's last step runs in a copy of the installed vLLM. The engine then has a PATH
+with only the tools that Triton compiles with, and an empty cache of FlashInfer's. The
+result is one JSON object on a line: `wrong`, the kernels that the engine names, and the
+seconds of the build and of the start.
 
 With --archive the copy gets a release's kernels instead, by `apply.sh --kernels`, and
 nothing is built.
@@ -38,7 +38,7 @@ from turbo_seeded.model import build_parser as model_parser  # noqa: E402
 from turbo_seeded.model import write_model  # noqa: E402
 
 BUILD = "vllm.v1.attention.ops.turbo.cuda.build"
-# Of the seeded model's layers.
+# Options that select the kernels of the seeded model's layers.
 KERNELS = ("--kv-cache-dtype", "turbo4", "--head-size", "128")
 # Triton's launchers are C.
 TOOLS = ("cc", "gcc", "as", "ld")
@@ -46,13 +46,13 @@ TOKENS = 4
 
 
 def copy_vllm(target: Path) -> None:
-    """Makes a copy of vLLM whose files are the installed ones'."""
+    """Makes a copy of vLLM whose files are links to the installed ones."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise RuntimeError("vLLM is not installed")
     ignored = shutil.ignore_patterns("__pycache__", "prebuilt")
     package = Path(spec.origin).parent
-    # The series knows by the latter what is installed, and what it has applied.
+    # The last two tell the series which vLLM is installed, and what is applied.
     names = ["vllm", *(x.name for x in package.parent.glob("vllm-*.dist-info"))]
     for name in (*names, ".turbo-series"):
         source = package.parent / name
@@ -72,7 +72,7 @@ def add_kernels(archive: Path | None, capability: str, path: str, site: Path) ->
 
 
 def bare_path(folder: Path) -> str:
-    """Returns a path with TOOLS alone."""
+    """Returns a PATH that has only TOOLS."""
     folder.mkdir()
     for name in TOOLS:
         if found := shutil.which(name):
@@ -81,7 +81,7 @@ def bare_path(folder: Path) -> str:
 
 
 def generate(model: str) -> None:
-    """Starts an engine, and has it answer."""
+    """Starts an engine, and lets it answer."""
     start = time.perf_counter()
     from vllm import LLM, SamplingParams
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Digests of the CUDA modules that serving compiles: a net for pure refactorings.
+"""Digests of the CUDA modules that serving compiles: a check of pure refactorings.
 
     module_digests.py           compares with the committed digests, and names changes
-    module_digests.py --write   writes them again, for a change that is meant
+    module_digests.py --write   writes them again, after an intended change
 
 `modules` has for each architecture and kernel the number of its instances, and a
 digest of their names, flags and headers of constants. `sources` has for each kernel a
@@ -26,7 +26,7 @@ COMMITTED = ROOT / "tests/instances/module_digests.json"
 
 
 def find_digests() -> dict[str, Any]:
-    """The digests of the vLLM that this Python imports."""
+    """Returns the digests of the vLLM that this Python imports."""
     parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     sources: dict[str, Path] = {}
     for capability, module in served():
@@ -50,7 +50,7 @@ def find_digests() -> dict[str, Any]:
 
 
 def name_changes(found: dict[str, Any], committed: dict[str, Any]) -> list[str]:
-    """A line for each digest that is not the committed one."""
+    """Returns a line for each digest that differs from the committed one."""
     changes = []
     for kernel in sorted(found["sources"].keys() | committed["sources"].keys()):
         if found["sources"].get(kernel) != committed["sources"].get(kernel):
@@ -70,7 +70,7 @@ def name_changes(found: dict[str, Any], committed: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="the digests again")
+    parser.add_argument("--write", action="store_true", help="write the digests again")
     args = parser.parse_args()
     found = find_digests()
     if args.write:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels have changed since their tests last passed on a GPU.
+"""Names the kernels that have changed since their tests last passed on a GPU.
 
-    native_kernels.py                        says so in a line
+    native_kernels.py                        prints their names on a line
     native_kernels.py --tests FAMILY...      prints the test files of some families
     native_kernels.py --passed [FAMILY...]   records that their tests have passed
         [--shard 1/2] [--gpu NAME] [--commit REV]
 
-A family is a CUDA kernel, such as "cuda/decode", or a file of Triton's that launches
-some, such as "triton/merge". Its digest is of what is compiled: of CUDA's sources, the
-headers of constants and the flags of all its instances, for any architecture; of
-Triton's sources and of the formats, without types of arguments. Neither paths nor
+A family is a CUDA kernel, such as "cuda/decode", or a file that launches Triton
+kernels, such as "triton/merge". A CUDA family's digest covers its sources, headers of
+constants and flags, for all instances and architectures. A Triton family's digest
+covers its sources and the formats, without types of arguments. Neither paths nor
 comments nor docstrings count.
 
-Without families --passed is for all, after a whole run of the suite. With --shard it
-counts when all parts have passed, of the same sources.
+Without families --passed is for all, after a whole run of the suite. With --shard the
+record counts when all parts have passed with the same sources.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks/results/native_kernels.json"
 TESTS = ROOT / "vllm_overlay/tests/kernels/turbo"
 TURBO = "vllm.v1.attention.ops.turbo"
-# What Triton's kernels take constants from.
+# Modules whose constants Triton's kernels take.
 FORMATS = ("format", "formats.window", "latent.format")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.MULTILINE)
@@ -47,12 +47,12 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def normalised_cuda(text: str) -> str:
-    """A source without comments, paths of its own includes, and white space."""
+    """Returns a source without comments, paths of its own includes, and white space."""
     return " ".join(_INCLUDE.sub("", _COMMENT.sub(" ", text)).split())
 
 
 def with_included(source: Path, folder: Path) -> set[Path]:
-    """A source, what it includes of a folder, and what that does."""
+    """Returns a source, and all files of a folder that it includes, at any depth."""
     found, unread = {source}, [source]
     while unread:
         for name in _INCLUDE.findall(unread.pop().read_text()):
@@ -64,7 +64,7 @@ def with_included(source: Path, folder: Path) -> set[Path]:
 
 
 def normalised_python(text: str) -> str:
-    """A module's code without docstrings, comments and imports."""
+    """Returns a module's code without docstrings, comments and imports."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -80,7 +80,7 @@ def normalised_python(text: str) -> str:
 
 
 def _dumped(node: object) -> str:
-    """A syntax tree as text, the same of every Python: fields come with releases."""
+    """Returns a syntax tree as text, without fields that only later Pythons have."""
     if isinstance(node, list):
         return f"[{','.join(map(_dumped, node))}]"
     if not isinstance(node, ast.AST):
@@ -91,7 +91,7 @@ def _dumped(node: object) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Names of what a Python file imports, dotted, relative ones without dots."""
+    """Returns the dotted names that a Python file imports, without leading dots."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -110,7 +110,7 @@ def _launches(path: Path) -> bool:
 
 
 def served() -> Iterator[tuple[int, Any]]:
-    """Each CUDA module that serving may ask for, with its compute capability."""
+    """Yields each CUDA module that serving may ask for, with its compute capability."""
     from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
     from vllm.v1.attention.ops.turbo.cuda.prebuild import HEAD_SIZES, served_modules
     from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
@@ -121,7 +121,7 @@ def served() -> Iterator[tuple[int, Any]]:
 
 
 def normalised_sources(source: Path) -> list[str]:
-    """A kernel's source and the headers that it includes, normalised and sorted."""
+    """Returns a kernel's source and included headers, normalised and sorted."""
     from vllm.v1.attention.ops.turbo.cuda.build import SOURCE_DIR
 
     paths = with_included(source, SOURCE_DIR)
@@ -129,7 +129,7 @@ def normalised_sources(source: Path) -> list[str]:
 
 
 def cuda_families() -> Iterator[tuple[str, str]]:
-    """Each CUDA kernel and its digest."""
+    """Yields each CUDA kernel and its digest."""
     parts: dict[str, set[str]] = {}
     sources: dict[str, Path] = {}
     for _, module in served():
@@ -144,7 +144,7 @@ def cuda_families() -> Iterator[tuple[str, str]]:
 
 
 def triton_families() -> Iterator[tuple[str, str]]:
-    """Each file that launches kernels of Triton's, and its digest."""
+    """Yields each file that launches Triton kernels, and its digest."""
     from vllm.v1.attention.ops import turbo
 
     folder = Path(turbo.__path__[0])
@@ -165,7 +165,7 @@ def triton_families() -> Iterator[tuple[str, str]]:
 
 
 def digests() -> dict[str, str]:
-    """Of all families."""
+    """Returns the digests of all families."""
     return dict(sorted([*cuda_families(), *triton_families()]))
 
 
@@ -176,7 +176,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def changed(found: dict[str, str], record: dict[str, Any]) -> list[str]:
-    """Families whose digests are others than those recorded."""
+    """Returns the families whose digests differ from the recorded ones."""
     recorded = record["families"]
     return [
         name
@@ -210,8 +210,8 @@ def mark_passed(
 
 
 def tests_of(families: Iterable[str]) -> list[Path]:
-    """Test files that import families' modules, or helpers that do. Those that reach
-    kernels through the backend alone are for whole runs.
+    """Returns test files that import families' modules, or helpers that import them.
+    Only whole runs have the tests that reach kernels through the backend.
     """
     modules = set()
     for family in families:

@@ -5,7 +5,7 @@
 It counts docstrings and comments that begin with a word of `OPENINGS`, and sentences
 of comments that are too long, in Python, CUDA and shell. `--list` prints each with its
 place. `--check` exits with status 1 if a count is over its bound, and prints the files
-that have most. A bound falls with its count. docs/writing.md says how to write instead.
+that have most. A bound falls with its count. docs/writing.md has the rules.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OPENINGS = ("Of", "What", "Those")
 BOUNDS = {"openings": 815, "long sentences": 56}
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".cc", ".sh")
 LICENCE = re.compile(r"SPDX-|shellcheck |!/")
-# Beside Python: a whole line that is a comment.
+# The marks of comments, in languages other than Python and C++.
 MARKS = {".sh": "#"}
 
 
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
     Attributes:
         line: Its first line's number.
-        text: Its words, without what marks it.
+        text: Its words, without its marks.
         is_comment: Whether it is a comment.
 
     """
@@ -48,7 +48,7 @@ class Text(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A sentence to be written anew, its kind a key of ``BOUNDS``."""
+    """A sentence to rewrite; its kind is a key of ``BOUNDS``."""
 
     path: str
     line: int
@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 
 def join_lines(lines: Iterator[tuple[int, str]]) -> Iterator[Text]:
-    """Comments, of which lines that follow each other are one."""
+    """Yields comments; neighbouring lines are one comment."""
     first, last, words = 0, -1, []
     for line, text in lines:
         if words and (line != last + 1 or not text):
@@ -85,7 +85,7 @@ def other_comments(text: str, mark: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(text: str) -> Iterator[Text]:
-    """Each docstring, and each item of its lists of arguments and attributes."""
+    """Yields each docstring, and each item of its lists of arguments and attributes."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, kinds):
@@ -100,7 +100,7 @@ def docstrings(text: str) -> Iterator[Text]:
 
 
 def read(path: Path) -> Iterator[Text]:
-    """The docstrings and comments of a file."""
+    """Yields the docstrings and comments of a file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         yield from docstrings(text)
@@ -111,7 +111,7 @@ def read(path: Path) -> Iterator[Text]:
 
 
 def find_faults(path: Path, name: str) -> Iterator[Fault]:
-    """The sentences of a file that are to be written anew."""
+    """Yields the sentences of a file that have to be rewritten."""
     opening = re.compile(rf"(?:{'|'.join(OPENINGS)})\b")
     for line, text, is_comment in read(path):
         if opening.match(text):

@@ -5,8 +5,8 @@
 A link must lead to a file, and to a heading of it. In code, a path of the project must
 be a file, a script must have the options that it is given, and `ci/gpu.py` must know
 the section, whose script has the options behind `--`. The check reads options from the
-sources, for to run the scripts takes vLLM. It prints a line for each fault, and exits
-with status 1 if there is one.
+sources, because the scripts need vLLM to run. It prints a line for each fault, and
+exits with status 1 if there is one.
 """
 
 import argparse
@@ -106,11 +106,11 @@ class Project:
         return self._anchors[document]
 
     def find(self, word: str, folder: Path) -> Path | None:
-        """The script that a word of a command names, if it is one of the project's.
+        """Returns the project's script that a word of a command names, if it does.
 
         Args:
             word: The word.
-            folder: The tree that its paths begin at.
+            folder: The tree where its paths begin.
 
         """
         word = word.removeprefix("./").strip("[]()`")
@@ -122,10 +122,10 @@ class Project:
         return next((place for place in places if place.is_file()), None)
 
     def find_module(self, name: str, folder: Path) -> Path | None:
-        """The file of the module `name`, which a script in `folder` imports."""
+        """Returns the file of the module `name`, which a script in `folder` imports."""
         bases = [folder, *(self.root / module for module in MODULES)]
         if folder.is_relative_to(self.root / OVERLAY):
-            # Elsewhere a module of vLLM is no part of a command line.
+            # Only the overlay's scripts take options from a module of vLLM.
             bases.append(self.root / OVERLAY)
         for base in bases:
             file = base / name.replace(".", "/")
@@ -135,7 +135,7 @@ class Project:
         return None
 
     def _read(self, path: Path) -> tuple[set[str], set[Path]]:
-        """The options that a file itself has, and the files that it imports or runs."""
+        """Returns a file's own options, and the files that it imports or runs."""
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             nodes = list(ast.walk(ast.parse(text)))
@@ -148,7 +148,7 @@ class Project:
         }
 
     def options(self, script: Path) -> set[str]:
-        """The options of a script, and of the modules of the project that it imports.
+        """Returns the options of a script and of the project's modules that it imports.
 
         A shell script has the options in its text, and those of scripts that it names.
         """
@@ -167,7 +167,7 @@ class Project:
 
 
 def _added_options(nodes: list[ast.AST]) -> Iterator[str]:
-    """The options that calls of add_argument name, or of `add`, as it may be called."""
+    """Yields the options that calls of add_argument, or of its alias `add`, name."""
     for node in nodes:
         if isinstance(node, ast.Call) and re.fullmatch(
             r".*[.]add_argument|add", ast.unparse(node.func)
@@ -180,7 +180,7 @@ def _added_options(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[str]:
-    """The names that a module imports or runs, some of which are not modules."""
+    """Yields the names that a module imports or runs; some of them are no modules."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -188,7 +188,7 @@ def _imported(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "run_module" in ast.unparse(node.func):
-            # By a name that ends in that of a module beside it.
+            # The argument ends in the name of a module beside this one.
             yield ast.unparse(node.args[0]).rstrip("'\"").rpartition(".")[2]
 
 
@@ -197,7 +197,7 @@ def _is_of_overlay(project: Project, document: Path) -> bool:
 
 
 def check_links(document: Path, project: Project) -> Iterator[tuple[int, str]]:
-    """The lines and descriptions of links that lead nowhere."""
+    """Yields the lines and descriptions of links that lead nowhere."""
     for line, target in documents.links(document.read_text(encoding="utf-8")):
         if re.match(r"[a-z][a-z+.-]*:", target):
             continue
@@ -210,7 +210,7 @@ def check_links(document: Path, project: Project) -> Iterator[tuple[int, str]]:
                 yield line, f"{target}: out of vLLM's tree"
                 continue
             if not path.exists() and "turbo" not in path.name:
-                # A page of vLLM's own, which is not here.
+                # A page of vLLM's, which is not here.
                 continue
         if not path.exists() or not path.is_relative_to(project.root):
             yield line, f"{target}: no such file"
@@ -219,7 +219,7 @@ def check_links(document: Path, project: Project) -> Iterator[tuple[int, str]]:
 
 
 def _expand(path: str) -> list[str]:
-    """A path for each choice of its braces."""
+    """Returns a path for each choice of its braces."""
     parts = [part.split(",") for part in re.split(r"[{}]", path)]
     # Text between braces is at odd places; a comma elsewhere ends the path.
     choices = [part if place % 2 else part[:1] for place, part in enumerate(parts)]
@@ -227,7 +227,7 @@ def _expand(path: str) -> list[str]:
 
 
 def _exists(path: str, bases: list[Path]) -> bool:
-    """Whether a path is there, up to the first part that a reader fills in."""
+    """Whether a path exists, up to the first part that a reader fills in."""
     parts = []
     for part in path.rstrip(".,").split("/"):
         if "..." in part or PLACEHOLDER.fullmatch(part):
@@ -238,7 +238,7 @@ def _exists(path: str, bases: list[Path]) -> bool:
 
 
 def _split(command: str) -> list[str]:
-    """The words of a command, without a prompt and a comment."""
+    """Returns the words of a command, without its prompt and its comment."""
     command = re.sub(r"(?:^|\s)#.*", "", command).removeprefix("$ ")
     try:
         return shlex.split(command)
@@ -247,7 +247,7 @@ def _split(command: str) -> list[str]:
 
 
 def _check_command(command: str, folder: Path, project: Project) -> Iterator[str]:
-    """Descriptions of options and sections that a command's scripts lack."""
+    """Yields descriptions of options and sections that a command's scripts lack."""
     script: Path | None = None
     names: set[str] | None = None
     section = ""
@@ -284,7 +284,7 @@ def _check_command(command: str, folder: Path, project: Project) -> Iterator[str
 
 
 def check_commands(document: Path, project: Project) -> Iterator[tuple[int, str]]:
-    """The lines and descriptions of names in commands that the project lacks."""
+    """Yields lines and descriptions of names in commands that the project lacks."""
     bases = [project.root]
     if _is_of_overlay(project, document):
         bases.insert(0, project.root / OVERLAY)

@@ -5,12 +5,12 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
         python ci/sanitize.py
 
-Steps are as the backend has them: store of a prompt and of new tokens, decode of one
-token and of drafts, uniform and ragged, extend with few and with many queries, merge.
-Each tensor is an allocation of its own size, and scratch is not initialised. Some
-layouts are run once more with an offset of K, and once with a recent window, too, which
-has the tokens of a step before. With --defect something is wrong that the tool that
-begins its name must find.
+The steps are the backend's: store of a prompt and of new tokens, decode of one token
+and of drafts, uniform and ragged, extend with few and with many queries, merge. Each
+tensor is an allocation of its own size, and scratch is not initialised. Some layouts
+run once more with an offset of K, and again with an offset and a recent window, which
+has the tokens of a step before. With --defect, the tool that begins the defect's name
+has to find a fault.
 """
 
 import argparse
@@ -47,11 +47,11 @@ from vllm.v1.attention.ops.turbo.interface import (
     WindowUpdate,
 )
 
-# Of each preset and head size one, and both widths.
+# One layout of each preset and head size, and of both numbers of query heads.
 SOME = [("turbo4", 128, 4), ("k4v3", 256, 8), ("turbo3", 64, 4), ("turbo4", 512, 8)]
 NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
-# Of a decode.
+# The most query tokens of a decode.
 MOST_QUERY_TOKENS = 8
 DEVICE = torch.device("cuda", 0)
 NUM_SMS = num_compute_units(0)
@@ -60,11 +60,11 @@ ELSEWHERE = 80
 
 
 class Case(NamedTuple):
-    """A layout, and what is beside it.
+    """A layout with its features.
 
     Attributes:
         layout: The cache's format.
-        group: Query heads a KV head.
+        group: Query heads per KV head.
         has_offset: Whether an offset is taken off K.
         has_window: Whether sequences have recent windows.
 
@@ -84,12 +84,12 @@ class Case(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences, and how they are attended to.
+    """Sequences, and the attention to them.
 
     Attributes:
         attend: The entry point.
-        lens: (query tokens, tokens) of each, whose last ends with the cache.
-        splits: Splits that each query has room for.
+        lens: (query tokens, tokens) of each sequence; the last one ends the cache.
+        splits: Numbers of splits that each query has room for, in turn.
 
     """
 
@@ -106,7 +106,7 @@ class Batch(NamedTuple):
         return all(query_len == self.query_len for query_len, _ in self.lens)
 
     def whole(self) -> "Batch":
-        """Those whose query tokens are all there."""
+        """Returns the batch of the sequences whose query tokens are all there."""
         return self._replace(lens=[(q, n) for q, n in self.lens if q <= n])
 
 
@@ -115,21 +115,21 @@ def served_splits(num_seqs: int) -> int:
 
 
 def short_sequences(query_len: int) -> list[tuple[int, int]]:
-    """More than the GPU has blocks or teams of warps for: each has several."""
+    """Returns so many sequences that each block or team of warps has several."""
     return [(query_len, query_len + i % 40) for i in range(3 * NUM_SMS)]
 
 
 def extend_by_warps(*args: Any, **options: Any) -> None:
-    """``extend_attention`` of GPUs other than Hopper's, on any."""
+    """Runs ``extend_attention`` of GPUs other than Hopper's, on any GPU."""
     with mock.patch.object(cuda_extend, "capability_of", lambda device: None):
         cuda_extend.extend_attention(*args, **options)
 
 
 def batches(case: Case) -> dict[str, Batch]:
-    """What is run of a layout, by name; with an offset over several segments."""
+    """Returns the batches of a layout, by name; offsets span several segments."""
     decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
     ragged = [(1, 1), (3, 17), (0, 0), (2, 33), (1, 0), (4, 300), (4, 700)]
-    # Of four query heads a KV head these are up to 32 queries, and more than 64.
+    # With four query heads per KV head: up to 32 queries, and more than 64.
     few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
     many = [(20, 20), (1, 17), (0, 0), (33, 161), (16, 700)]
     # More queries than CUDA's decode kernel of all GPUs attends from at once.
@@ -157,7 +157,7 @@ def batches(case: Case) -> dict[str, Batch]:
     return found
 
 
-# Where a defect is to be found, in a short time.
+# Batches that show a defect in a short time.
 WATCHED = {
     "memcheck-page": ["one token", "few queries"],
     "initcheck-pages": ["one token", "few queries"],
@@ -170,12 +170,12 @@ WATCHED = {
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Made on the CPU: what the tools watch are to be our kernels."""
+    """Makes a tensor on the CPU, so that the tools watch only our kernels."""
     return torch.randn(shape).to(torch.bfloat16).to(DEVICE)
 
 
 def build(cases: list[Case]) -> None:
-    """Build all modules, at once: the compiler is another process."""
+    """Build all modules side by side, because compilers are other processes."""
     jobs: list[Future] = []
     with ThreadPoolExecutor() as pool:
         for layout, group, *features in cases:
@@ -191,7 +191,7 @@ def build(cases: list[Case]) -> None:
 
 
 def slots_and_table(seq_lens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Slots of each sequence's tokens, and the block table; pages are in turn."""
+    """Returns slots of each sequence's tokens, and the block table, pages in order."""
     counts = [math.ceil(length / BLOCK_SIZE) for length in seq_lens]
     table = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32)
     slots = []
@@ -204,7 +204,7 @@ def slots_and_table(seq_lens: list[int]) -> tuple[list[torch.Tensor], torch.Tens
 
 
 def newest_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
-    """Those of the query tokens, of which a sequence may have less than it says."""
+    """Returns slots of the query tokens; -1 for those that a sequence lacks."""
     parts = []
     for (query_len, length), own in zip(batch.lens, slots):
         missing = max(query_len - length, 0)
@@ -215,17 +215,18 @@ def newest_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
 def filled_cache(
     layout: TurboFormat, slots: list[torch.Tensor], num_more: int, defect: str | None
 ) -> torch.Tensor:
-    """Store prompts, with so many blocks left behind theirs. Whole tiles are copied,
-    also what lies past a sequence's end: bytes that are defined, for vLLM allocates
-    caches of zeros. That they change nothing is for
-    test_recycled_bytes_do_not_leak to show.
+    """Returns a cache with prompts stored, and `num_more` blocks behind them.
+
+    Whole tiles are copied, also the bytes past a sequence's end. These are defined,
+    because vLLM allocates caches of zeros. test_recycled_bytes_do_not_leak shows that
+    they change nothing.
     """
     num_blocks = sum(math.ceil(len(own) / BLOCK_SIZE) for own in slots) + num_more
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layout.slot_size)
     make = torch.empty if defect == "initcheck-pages" else torch.zeros
     cache = make(shape, dtype=torch.uint8, device=DEVICE)
     every = torch.cat(slots)
-    # The store is launched in one way for prompts and in another for few tokens.
+    # Prompts and few tokens have different launches of the store.
     some = every.where(torch.arange(len(every)) % 100 > 0, -1)
     for stored in (some, every[5::300]):
         key, value = (
@@ -243,8 +244,8 @@ def start_windows(
     table: torch.Tensor,
     key_offset: torch.Tensor | None,
 ) -> RecentWindow:
-    """The sequences' windows, in the cache's last blocks, after a step that has stored
-    the tokens before the query tokens, as many as there are rows.
+    """Returns the sequences' windows, in the cache's last blocks. A step has stored as
+    many tokens before the query tokens as there are rows.
     """
     layout = case.layout
     window_format = WindowFormat(layout, BLOCK_SIZE)
@@ -281,7 +282,7 @@ def start_windows(
 
 
 def run(case: Case, batch: Batch, defect: str | None) -> None:
-    """Store, then attend with several numbers of splits, to newest tokens too."""
+    """Store, then attend with several numbers of splits, also to newest tokens."""
     layout = case.layout
     size, num_heads = layout.head_size, case.group * NUM_KV_HEADS
     if case.has_window:
@@ -310,7 +311,7 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
     )
     key_table = key_offset = window = update = None
     if case.has_offset:
-        # Of two segments, and so of what lies beyond them, too.
+        # Two segments, of which the last counts for all later tokens.
         key_table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
         key_offset = KeyOffset(key_table, device_lens, some_starts)
     newest = NewestTokens(query, key, value, size**-0.5)
@@ -319,7 +320,7 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
         window = start_windows(case, cache, batch, slots, device_table, key_table)
         update = WindowUpdate(window, device_table, device_lens, some_starts)
     for num_splits in batch.splits:
-        # Where there is a window, the newest token is seen as it is.
+        # With a window, the newest token is always seen as computed.
         for own_newest in (newest,) if case.has_window else (None, newest):
             rotated = RotatedQuery(
                 torch.empty_like(query, dtype=torch.float16),
@@ -355,7 +356,7 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
 
 
 def check_window(batch: Batch, window: RecentWindow) -> None:
-    """Each has the rows that the step before has written and this one has not taken."""
+    """Check that each has the rows that the step before wrote and this one left."""
     for (query_len, length), packed in zip(batch.lens, window.packed_lens.tolist()):
         rows = max(window.format.num_rows - query_len, 0)
         wanted = min(length - query_len, rows)
@@ -363,7 +364,7 @@ def check_window(batch: Batch, window: RecentWindow) -> None:
 
 
 def check(batch: Batch, starts: torch.Tensor, output: torch.Tensor) -> None:
-    """Tokens that there are not have zeros, and others numbers."""
+    """Check that missing tokens have zeros, and others finite numbers."""
     assert output.isfinite().all()
     for start, (query_len, length) in zip(starts.tolist(), batch.lens):
         missing = max(query_len - length, 0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A plugin of pytest's: one part of the tests, and a GPU for each worker.
+"""A pytest plugin that runs one part of the tests, and gives each worker a GPU.
 
-``--shard 1/3`` leaves all tests out but the first, the fourth and so on. Neighbours are
-cases of one test, which take about as long: so do the parts.
+``--shard 1/3`` runs the first test, the fourth and so on. Neighbours are cases of one
+test and take about as long, so the parts do as well.
 
-Workers of pytest-xdist take the GPUs that are visible by turns.
+Workers of pytest-xdist take the visible GPUs by turns.
 """
 
 import os
@@ -34,7 +34,7 @@ _share_gpus()
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """A part's number, from one on, and how many parts there are."""
+    """Returns a part's number, from one on, and the number of parts."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal()):
         raise pytest.UsageError(f"--shard {text}: want NUMBER/COUNT, such as 1/3")

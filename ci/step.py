@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Steps a copy of the series to a release that was made of the pinned one.
+"""Steps a copy of the series to a release that is made from the pinned one.
 
-In the made release lines near the series' own have moved in a few files. The step must
-say of each patch how it comes there, and stop at the one that needs a hand. CHECKOUT
-is the pinned release as `series.py sdist --git` makes it; it is not changed.
+In the made release, lines near the series' own have moved in a few files. The step has
+to report how each patch applies, and to stop at the one with a conflict. CHECKOUT is
+the pinned release as `series.py sdist --git` makes it; it is not changed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from turbo_series.model import load_series  # noqa: E402
 from turbo_series.upstream import PIN_FILE, Pin, Upstream, load_upstream  # noqa: E402
 
 VERSION = "999.0.0"
-# The made release has these lines for those, by file.
+# Text of the pinned release and its replacement in the made one, by file.
 MOVED = {
     "PKG-INFO": ("\nVersion: ", "\nVersion: 999+"),
     # Far above any hunk.
@@ -49,7 +49,7 @@ VERDICTS = {
 
 
 def make_release(checkout: Path, folder: Path) -> Upstream:
-    """Packs the checkout's commit with what moved; returns its pin."""
+    """Packs the checkout's commit with the moved lines; returns its pin."""
     git = Git(checkout)
     tree, archive = folder / "tree", folder / f"vllm-{VERSION}.tar"
     git.out("worktree", "add", "--quiet", "--detach", str(tree), "main")
@@ -67,7 +67,7 @@ def make_release(checkout: Path, folder: Path) -> Upstream:
 
 
 def copy_project(folder: Path) -> Path:
-    """Copies what a step reads and writes."""
+    """Copies the files that a step reads and writes."""
     for name in ("patches", "vllm_overlay"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / PIN_FILE, folder)
@@ -75,7 +75,7 @@ def copy_project(folder: Path) -> Path:
 
 
 def step(checkout: Path, folder: Path) -> dict[str, str]:
-    """Returns what a step to the made release says of each patch."""
+    """Returns the report of a step to the made release, by patch."""
     old = sdist.download(load_upstream(ROOT))
     cache = folder / "cache" / "vllm-turbo"
     cache.mkdir(parents=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checks which of the turbo modules import which: `structure.py [ROOT]`.
+"""Checks which turbo modules import which: `structure.py [ROOT]`.
 
-Sets of kernels know nothing of each other, what plans knows of no kernels, and what is
-in PyTorch serves CPUs and tests alone. No module imports itself by way of others. An
-import within a function counts. One for annotations alone counts for circles.
+Sets of kernels do not import each other, planning imports no kernels, and only CPUs and
+tests use the reference in PyTorch. No module imports itself through others. An import
+within a function counts. One that is only for annotations counts for circles.
 """
 
 import ast
@@ -20,8 +20,8 @@ BACKENDS = (
     f"{ATTENTION}.backends.turbo_attn",
     f"{ATTENTION}.backends.mla.turbo_mla",
 )
-# Modules beside packages of kernels that these may import; others may import all but
-# the reference.
+# Modules beside the packages of kernels that these may import. Other modules may import
+# all but the reference.
 KERNELS = ("format", "formats", "interface", "latent.format", "latent.interface")
 ALLOWED = {
     "formats": ("format", "formats"),
@@ -30,7 +30,7 @@ ALLOWED = {
     "reference": (*KERNELS, "reference"),
     "planning": ("interface", "planning"),
 }
-# The way of a CPU.
+# The modules of a CPU's attention.
 IMPORT_THE_REFERENCE = (*BACKENDS, f"{TURBO}.reference")
 
 
@@ -40,8 +40,8 @@ def is_within(module: str, package: str) -> bool:
 
 
 def imported(tree: ast.AST, for_annotations: bool) -> Iterator[str]:
-    """Names of what is imported, of modules and of what they hold, with what is for
-    annotations alone or without.
+    """Yields the imported names, of modules and of their members; those that are only
+    for annotations if `for_annotations`.
     """
     for node in ast.iter_child_nodes(tree):
         is_annotation = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(
@@ -64,7 +64,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def read_imports(root: Path, for_annotations: bool = False) -> dict[str, set[str]]:
-    """The turbo modules below a folder, and the turbo modules that each imports."""
+    """Returns the turbo modules below a folder, each with those that it imports."""
     files = [
         *root.glob(f"{TURBO.replace('.', '/')}/**/*.py"),
         *root.glob(f"{ATTENTION.replace('.', '/')}/backends/**/turbo_*.py"),
@@ -72,7 +72,7 @@ def read_imports(root: Path, for_annotations: bool = False) -> dict[str, set[str
     trees = {module_name(path, root): ast.parse(path.read_text()) for path in files}
 
     def owner(name: str) -> str | None:
-        """The module that a name is of, or is."""
+        """Returns the module that a name is, or is in."""
         while name and name not in trees:
             name = name.rpartition(".")[0]
         return name or None
@@ -87,11 +87,11 @@ def read_imports(root: Path, for_annotations: bool = False) -> dict[str, set[str
 def complaints(
     imports: dict[str, set[str]], all_imports: dict[str, set[str]] | None = None
 ) -> Iterator[str]:
-    """The faults of a graph of imports, a line each.
+    """Yields a line for each fault of a graph of imports.
 
     Args:
         imports: The modules that each module imports.
-        all_imports: Also those for annotations alone; None if there are no more.
+        all_imports: The same with imports for annotations; None if there are none.
 
     """
     for module, targets in sorted(imports.items()):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A pytest plugin: vLLM's own tests, whose caches have the dtype $UPSTREAM_CACHE_DTYPE.
+"""A pytest plugin that gives caches of vLLM's tests the dtype $UPSTREAM_CACHE_DTYPE.
 
-A test that leaves the cache dtype to the model gets this one. Layers that it describes
-without a dtype of their own, and with heads that the dtype serves, have its pages, as
-the backend's `customize_spec` makes them. "auto" changes nothing: that is the control.
+A test that leaves the cache dtype to the model gets this one. Its layers have the
+dtype's pages, as the backend's `customize_spec` makes them, unless they name a dtype or
+have heads that the dtype does not serve. "auto" changes nothing, and is the control.
 
-Each test's outcome, what it said, and whether a cache of it had such pages, go to the
-file $UPSTREAM_OUTCOMES.
+The file $UPSTREAM_OUTCOMES gets each test's outcome, its reason, and whether a cache of
+the test had such pages.
 """
 
 import functools
@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-# Of a test's parts, the worst counts.
+# Outcomes of a test's parts; the last one in this order counts.
 RANKS = ("passed", "skipped", "failed")
 outcomes: dict[str, list[Any]] = {}
-# The test that runs, and those whose caches were given the dtype's pages.
+# The running test, and the tests whose caches got the dtype's pages.
 current = ""
 packed: set[str] = set()
 
@@ -90,9 +90,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares vLLM's cleanup after each test what was there before all of them.
+    """Hides all earlier objects from vLLM's collection of garbage after each test.
 
-    Of a second a test, that is nearly all.
+    Otherwise it takes nearly a second per test.
     """
     gc.collect()
     gc.freeze()
@@ -121,7 +121,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """What a report that is not of a success says, on one line."""
+    """Returns the reason of a failure or a skip, on one line; "" after a success."""
     if report.passed:
         return ""
     if isinstance(report.longrepr, tuple):

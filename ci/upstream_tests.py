@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own tests of KV connectors and of offloading, under a turbo cache dtype.
+"""Runs vLLM's own tests of KV connectors and of offloading under a turbo cache dtype.
 
-The tests are the pinned sdist's with the series, which has given a stub of theirs what
-it reads, and the vLLM that they test is this environment's. They are taken as they are,
-but for the models that they name, for which there are folders with a configuration
-alone, and for an import of Ray that one parameter of one test needs. Their caches get
-the dtype from `upstream_plugin.py`.
+The tests are the pinned sdist's with the series, which completes one of their stubs.
+They test this environment's vLLM. Two things are changed: the models that they name are
+folders with only a configuration, and an import of Ray is gone, which one parameter of
+one test needs. `upstream_plugin.py` gives their caches the dtype.
 
-What each test has to come to is in `upstream_tests.toml`: how many of a file's cases
-pass, and of each other test why it does not apply. A test that ends in another way
-fails this check, one that passes against expectation, too. With `--kv-cache-dtype auto`
-nothing is changed: what fails then, fails without the series' dtypes.
+`upstream_tests.toml` has the expected outcomes: the number of cases of each file that
+pass, and the reason why each other test does not apply. A test with another outcome
+fails this check, also one that passes unexpectedly. `--kv-cache-dtype auto` changes no
+cache: a test that fails then fails without the series' dtypes.
 """
 
 import argparse
@@ -45,7 +44,7 @@ OPT = {
     "max_position_embeddings": 2048,
     "dtype": "float16",
 }
-# By a model that tests name: what of its configuration they need.
+# The part of a model's configuration that tests need, by the name that they use.
 MODELS = {
     "facebook/opt-125m": OPT
     | {
@@ -77,9 +76,9 @@ MODELS = {
         "dtype": "bfloat16",
     },
 }
-# What a test's file has in place of a line of its own.
+# Replaced text of a test's file, and its replacement.
 EDITS = {"kv_connector/unit/test_nixl_connector.py": ("\nimport ray\n", "\n")}
-# Of a test: more than any takes on a busy machine.
+# Limit of a test, which none reaches on a busy machine.
 TIMEOUT_S = 300
 NOT_NAMED = "not named"
 HEADING = (
@@ -91,13 +90,13 @@ HEADING = (
 
 @dataclass
 class Outcomes:
-    """What the tests came to.
+    """The outcomes of the tests.
 
     Attributes:
         passed: Cases that pass, by file.
-        packed: Those of them whose caches had the dtype's pages, by file.
-        others: Cases that do not, by test and without its parameters.
-        reasons: What the first of these said, by test.
+        packed: Passed cases whose caches had the dtype's pages, by file.
+        others: Cases that do not pass, by test, without its parameters.
+        reasons: The reason of the first of these, by test.
 
     """
 
@@ -108,7 +107,7 @@ class Outcomes:
 
     @classmethod
     def of(cls, cases: dict[str, list[Any]]) -> "Outcomes":
-        """Counts what `upstream_plugin.py` noted of each case."""
+        """Counts the outcomes that `upstream_plugin.py` noted."""
         found = cls()
         for nodeid, (outcome, reason, has_pages) in cases.items():
             test = nodeid.removeprefix(f"{TESTS}/").split("[")[0]
@@ -122,10 +121,10 @@ class Outcomes:
 
 
 def prepare(folder: Path) -> None:
-    """Unpacks the pinned sdist with the series, less what tests cannot have here."""
+    """Unpacks the pinned sdist with the series, and adapts the tests to this check."""
     sdist.obtain(load_upstream(ROOT), folder, git=False)
     operate.apply(load_series(ROOT), open_target(folder))
-    # Else it would be imported in place of the environment's.
+    # Otherwise it is imported in place of the environment's.
     (folder / "vllm").rename(folder / "unused-vllm")
     for path, (old, new) in EDITS.items():
         replace(folder / TESTS / path, old, new)
@@ -150,7 +149,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def run_tests(folder: Path, cache_dtype: str, paths: list[str]) -> Outcomes:
-    """Runs tests of an unpacked sdist, their output as ours."""
+    """Runs tests of an unpacked sdist, with their output as ours."""
     from vllm_turbo_cpu_standins.settings import engine_environment
 
     noted = folder / "outcomes.json"
@@ -175,11 +174,11 @@ def run_tests(folder: Path, cache_dtype: str, paths: list[str]) -> Outcomes:
 
 @dataclass
 class Table:
-    """What is expected.
+    """The expected outcomes.
 
     Attributes:
         passes: Cases that pass, by file.
-        others: By test, how many of its cases do not pass, and why.
+        others: The number of cases that do not pass, and the reason, by test.
 
     """
 
@@ -203,7 +202,7 @@ def is_below(test: str, paths: list[str]) -> bool:
 
 
 def compare(found: Outcomes, table: Table, paths: list[str]) -> list[str]:
-    """Returns where outcomes are not the table's."""
+    """Returns a line for each outcome that differs from the table's."""
     wrong = [
         f"{name}: {found.passed[name]} cases pass, not {table.passes.get(name, 0)}"
         for name in sorted({*table.passes, *found.passed})
@@ -223,7 +222,7 @@ def compare(found: Outcomes, table: Table, paths: list[str]) -> list[str]:
 
 
 def table_of(found: Outcomes, former: Table) -> str:
-    """Returns a table's text: reasons stay, and who has none is to be given one."""
+    """Returns a table's text with the former reasons; new tests are marked."""
     by_reason: dict[str, dict[str, int]] = {}
     for test, count in sorted(found.others.items()):
         _, reason = former.others.get(test, (0, NOT_NAMED))

@@ -32,7 +32,7 @@ def here(hook: dict) -> dict | None:
         hook["args"] = [word for word in hook.get("args", []) if word not in WRITES]
     elif hook["id"] in SLOW or not hook.get("entry", "").startswith("python tools/"):
         return None
-    # The packages that hooks ask for are vLLM's or ours too.
+    # vLLM or this project has the packages that hooks ask for.
     left_out = ("additional_dependencies", "verbose")
     kept = {name: value for name, value in hook.items() if name not in left_out}
     return {**kept, "language": "system"}

@@ -122,7 +122,7 @@ def count_numbers(text: str) -> int:
 
 
 def split_sentences(block: documents.Block) -> Iterator[Sentence]:
-    """The sentences of a block; a code span is one word."""
+    """Yields the sentences of a block; a code span is one word."""
     text = documents.plain(block.text, lambda span: "code" + "\n" * span.count("\n"))
     begin = 0
     for match in re.finditer(r"[.!?][\"')\]]*(?=\s|$)|\Z", text):
@@ -155,7 +155,7 @@ def count(text: str) -> Counts:
 
 
 def faults(name: str, counts: Counts) -> Iterator[str]:
-    """The bounds that a document breaks, with the place of each cell and sentence."""
+    """Yields the bounds that a document breaks, with places of cells and sentences."""
     for bound, most in BOUNDS.get(name, DEFAULT)._asdict().items():
         found = getattr(counts, bound)
         if most is None or found <= most:
@@ -172,12 +172,12 @@ def faults(name: str, counts: Counts) -> Iterator[str]:
 
 
 def describe(name: str, sentence: Sentence) -> str:
-    """A sentence with its place."""
+    """Returns a sentence with its place."""
     return f"{name}:{sentence.line}: {sentence.num_words} words: {sentence.text}"
 
 
 def table(counted: dict[str, Counts]) -> Iterator[str]:
-    """The lines of a table of documents."""
+    """Yields the lines of a table of documents."""
     header = ("lines", "bytes", "numbers", "cell", "sentences", "long", "of")
     width = max(len(name) for name in counted)
     yield "".join([" " * width, *(f"{title:>14}" for title in header)])
