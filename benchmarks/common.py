@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Helpers of the engine benchmarks: facts of a run, and rows of results.
 
-Whoever imports it may import the packages of `scripts/` and the tasks of the tests.
+Its import lets a module import the packages of `scripts/` and the tasks of the tests.
 """
 
 import json
@@ -38,7 +38,7 @@ def package_version(name: str) -> str | None:
 
 
 def run_facts() -> dict[str, Any]:
-    """Returns what every row says of the run."""
+    """Returns the facts of the run that every row has."""
     commit = os.environ.get("COMMIT") or first_line("git", "rev-parse", "HEAD")
     gpu = first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     packages = ("vllm", "torch", "triton")
@@ -51,7 +51,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Returns a row with six digits of its floats: no timing has more."""
+    """Returns a row with six digits of its floats, because no timing has more."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):
@@ -62,7 +62,7 @@ def rounded(value: Any) -> Any:
 
 
 def plain_tokens(vocab_size: int) -> range:
-    """Returns the token ids for prompts: small ones may be special."""
+    """Returns the token ids for prompts, without small ones, which may be special."""
     return range(min(FIRST_TOKEN, vocab_size // 2), vocab_size)
 
 
@@ -79,6 +79,6 @@ class Report:
         line = json.dumps(rounded(fields) | self.facts)
         for stream in (sys.stdout, self.file):
             if stream:
-                # At once: rows come from several threads.
+                # One write, because rows come from several threads.
                 stream.write(f"{line}\n")
                 stream.flush()

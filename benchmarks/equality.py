@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether answers depend on how vLLM runs the requests.
+"""Checks that answers do not depend on how vLLM runs the requests.
 
-The trained model is asked for facts in text, and seeded ones of other shapes the same.
-Each mode (turbo_equality/modes.py) is an engine in a process of its own; "quiet" runs
-one request at a time, eagerly and on one GPU, and the others are held to it:
+The trained model, and seeded models of other shapes, are asked for facts in text. Each
+mode (turbo_equality/modes.py) is an engine in a process of its own. "quiet" runs one
+request at a time, eagerly and on one GPU, and the others are compared with it:
 
 * Greedy answers are equal up to the first position where the quiet run's two likeliest
-  tokens are no more than TIE apart in log-probability: other shapes round differently.
-  The report counts the positions that this excuses, and too many are no comparison.
-  What is generated behind an answer keeps requests running, and nothing decides it: it
-  is not compared.
-* Distributions move by less, on average, than would bring two likeliest tokens that are
-  TIE apart into another order; also under turbo_prefill "raw", where a mode decides
-  which tokens (of prefix hits, chunks, what is preempted, drafts) are seen quantised.
-* A mode did what it is for, by what its engine says it ran as.
-* Drafts are verified; of those that the model itself made, nearly all are right.
+  tokens are no more than TIE apart in log-probability, because other shapes round
+  differently. The report counts the positions that this excuses; too many are a fault.
+  Tokens behind an answer only keep requests running, and are not compared.
+* The mean divergence of distributions has a bound: the divergence that swaps two
+  likeliest tokens that are TIE apart. It also holds under turbo_prefill "raw", where a
+  mode decides which tokens are seen quantised: those of prefix hits, chunks, preempted
+  requests and drafts.
+* A mode ran as asked, by its engine's own account.
+* Drafts are verified. Nearly all that the model makes for itself are right.
 * Modes with a defect must fail, or the comparison shows nothing.
 
-With --window each running request has its newest tokens in 8 bits, too, and blocks have
+With --window each running request also has its newest tokens in 8 bits, and blocks have
 64 tokens.
 
-With --texts the prompts are texts to go on with instead, whose next tokens are seldom
-certain. Rounding changes some, under any cache dtype: the report says of how many
-requests all tokens are the same, and how far apart the two likeliest were where the
-others part. Nothing is held to it.
+With --texts the prompts are texts to continue, whose next tokens are seldom certain.
+Rounding changes some of them, under any cache dtype. The report has the number of
+requests whose tokens are all the same, and the gap of the two likeliest tokens where
+the others part. These figures have no bounds.
 
-It ends with status 1 if a mode is not as it should be.
+It ends with status 1 if a mode has a fault.
 """
 
 import argparse
@@ -56,18 +56,18 @@ from turbo_quality.metrics import common_prefix, kl_divergence
 
 # Log-probabilities that rounding may bring into another order.
 TIE = 0.05
-# Nats, mean: of two tokens of half the probability each that move by TIE against each
-# other (KL = d^2 / 8).
+# Mean nats: the KL of two tokens of probability 1/2 each whose log-probabilities move
+# by d = TIE against each other (KL = d^2 / 8).
 KL_BOUND = TIE**2 / 8
-# Of the positions of all answers, how many must not be excused. Seeded models have
-# learnt nothing, and so are seldom certain.
+# The least share of all answers' positions that are compared, and not excused. Seeded
+# models have learnt nothing, and so are seldom certain.
 LEAST_COMPARED = {"trained": 0.9, "skipped": 0.9, "dense": 0.5, "experts": 0.5}
-# Of the drafts that the model makes for itself, what has to be accepted.
+# The least share of accepted drafts, where the model makes them for itself.
 LEAST_ACCEPTED = 0.9
-# Of the tokens that a mode's cache holds: blocks are whole.
+# Relative, for the tokens that a mode's cache holds: blocks are whole.
 CAPACITY_TOLERANCE = 0.01
 PREFILL = ("stored", "raw")
-# Kernels that serve every layer on any GPU; those of extends depend on the GPU.
+# Kernels that serve every layer on any GPU. The kernel of extends depends on the GPU.
 KERNELS = {"store", "decode", "merge"}
 # The quiet runs of seeded models come with the modes that need them.
 NAMES = [name for name in MODES if not name.startswith("quiet_")]
@@ -76,17 +76,17 @@ GPU_MODES = [name for name in NAMES if MODES[name].gpus < 2]
 
 
 def first(found: np.ndarray) -> np.ndarray:
-    """Each row's first true column, or how many columns there are."""
+    """Returns each row's first true column, or the number of columns."""
     return np.where(found.any(axis=1), found.argmax(axis=1), found.shape[1])
 
 
 def answer_lengths(tokens: np.ndarray) -> np.ndarray:
-    """Tokens of each request's answer, with the one that ends it."""
+    """Returns the number of tokens of each answer, with the one that ends it."""
     return np.minimum(first(tokens == IM_END) + 1, tokens.shape[1])
 
 
 def gaps(logprobs: np.ndarray) -> np.ndarray:
-    """How far the two likeliest tokens are apart at each position.
+    """Returns the gap of the two likeliest tokens at each position.
 
     Args:
         logprobs: (request, position, token).
@@ -97,7 +97,7 @@ def gaps(logprobs: np.ndarray) -> np.ndarray:
 
 
 def decided(logprobs: np.ndarray) -> np.ndarray:
-    """How many tokens of each request of the quiet run no rounding decides."""
+    """Returns how many tokens of each quiet request no rounding decides."""
     return first(gaps(logprobs) <= TIE)
 
 
@@ -106,8 +106,8 @@ def compare(
 ) -> dict[str, Any]:
     """Counts the positions that are equal, different and excused; KL in nats.
 
-    `identical_requests` have no other token at all, behind the answer either;
-    `parted_gaps` are those of the two likeliest tokens where the others part.
+    `identical_requests` have the same tokens throughout, also behind the answer.
+    `parted_gaps` are the gaps of the two likeliest tokens where the others part.
     """
     parted = first(quiet["tokens"] != other["tokens"])
     where = parted < quiet["tokens"].shape[1]
@@ -119,7 +119,7 @@ def compare(
         agreed = common_prefix(own.tolist(), theirs.tolist())
         if agreed < limit:
             unequal.append({"request": i, "position": agreed})
-        # What follows other tokens is another distribution; the first of them is not.
+        # Distributions behind different tokens differ; the first of them still counts.
         shared = slice(0, min(agreed + 1, length))
         divergences.append(
             kl_divergence(quiet["logprobs"][i, shared], other["logprobs"][i, shared])
@@ -143,7 +143,7 @@ def built_once(built: dict[str, int]) -> bool:
     """Whether each kernel was built, and no instance of one twice.
 
     Args:
-        built: How often, by "<kernel> <instance>".
+        built: The number of builds, by "<kernel> <instance>".
 
     """
     kernels = {name.split()[0] for name in built}
@@ -155,7 +155,7 @@ def built_once(built: dict[str, int]) -> bool:
 def unfulfilled(
     name: str, quiet: dict[str, Any], result: dict[str, Any], requests: int
 ) -> str | None:
-    """Returns what a mode is for and did not do, if anything."""
+    """Returns the purpose that a mode's run missed, if any."""
     mode = MODES[name]
     if result["unlike_asked"]:
         return f"ran with {result['unlike_asked']}, which was not asked for"
@@ -164,7 +164,7 @@ def unfulfilled(
     wanted = LEAST_FILLED * requests
     capacity = mode.capacity * int(quiet["capacity"])
     off = abs(int(result["capacity"]) - capacity) > CAPACITY_TOLERANCE * capacity
-    # A recent window is a block, which larger ones make dearer.
+    # A recent window takes a block, so larger blocks leave less room.
     off &= not (result["ran"].get("turbo_window") and "block_size" in mode.args)
     room = result["room"] or int(result["capacity"])
     padded = abs(int(result["capacity"]) - room) > CAPACITY_TOLERANCE * room
@@ -193,12 +193,12 @@ def unfulfilled(
 
 
 def judge(name: str, row: dict[str, Any], fault: str | None = None) -> str | None:
-    """Returns what is wrong with a mode, if anything.
+    """Returns a mode's fault, if any.
 
     Args:
-        name: Of the mode.
+        name: The mode's name.
         row: Its comparison with the quiet run.
-        fault: What is wrong with how it ran.
+        fault: The fault of its run, if any.
 
     """
     mode = MODES[name]
@@ -212,14 +212,14 @@ def judge(name: str, row: dict[str, Any], fault: str | None = None) -> str | Non
         return None if row["unequal_requests"] else "the defect was not noticed"
     if row["unequal_requests"]:
         return f"{row['unequal_requests']} requests have other tokens"
-    # Not a number is above, too.
+    # Written so that NaN is a fault.
     if not row["kl_mean"] <= KL_BOUND:
         return f"KL is above {KL_BOUND:g}"
     return None
 
 
 def repeated(run: dict[str, Any], requests: int) -> dict[str, Any]:
-    """Returns a run's tokens and log-probabilities as of so many requests."""
+    """Returns a run whose tokens and log-probabilities repeat up to `requests`."""
     order = np.arange(requests) % len(run["tokens"])
     return run | {name: run[name][order] for name in ("tokens", "logprobs")}
 
@@ -236,7 +236,7 @@ def compared(
     result: dict[str, Any],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Returns a mode's comparison with the quiet run, and what is wrong with it."""
+    """Returns a mode's comparison with the quiet run, and its fault as `wrong`."""
     requests = len(result["tokens"])
     row = {"kv_cache_dtype": args.kv_cache_dtype}
     row |= {"turbo_prefill": prefill, "turbo_window": args.window, "mode": name}
@@ -254,17 +254,17 @@ def compared(
 def run_modes(
     scratch: Path, args: argparse.Namespace, report: Report
 ) -> list[dict[str, Any]]:
-    """Reports and returns a row a mode and turbo_prefill, in the order given, after
-    those of the quiet runs.
+    """Reports and returns a row for each turbo_prefill and mode, in the given order,
+    after the rows of the quiet runs.
 
-    A mode is wrong if its quiet run failed.
+    A mode has a fault if its quiet run failed.
     """
     text = HELD_OUT.read_text(encoding="utf-8")
     vocabulary = Vocabulary(args.model)
     if args.texts:
         tokens = vocabulary.documents(text.split(SEPARATOR))
         texts = cut(tokens, args.texts, max(args.lengths))
-        # Of lengths that end anywhere in a block.
+        # Lengths that end anywhere in a block.
         random = Random(args.seed)
         tasks = [
             {"prompt": x[: random.randint(len(x) // 2, len(x))], "answer": []}

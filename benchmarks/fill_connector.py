@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A KV connector for benchmarks: prompts count as cached, unless a request says else.
+"""A KV connector for benchmarks: prompts count as cached, unless a request objects.
 
-It is vLLM's DecodeBenchConnector otherwise, which fills the blocks of all prompts with
+It derives from vLLM's DecodeBenchConnector, which fills the blocks of all prompts with
 a constant. A worker imports it by `kv_connector_module_path`.
 """
 
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# `SamplingParams.extra_args` of a prompt that is to be computed.
+# `SamplingParams.extra_args` of a prompt that has to be computed.
 COMPUTED: dict[str, Any] = {"kv_transfer_params": {"computed": True}}
 
 

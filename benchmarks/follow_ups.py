@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a prefix cache holds of a chat at its next turn, and how soon that starts."""
+"""Measures a chat's tokens in the prefix cache, and the time to the next answer."""
 
 import argparse
 import statistics
@@ -9,11 +9,11 @@ from typing import Any
 
 from turbo_engine import Engine, random_prompt
 
-# Tokens that a chat's turns after the first add, the answers apart.
+# Tokens that a chat's turns after the first add, without the answers.
 TURNS = (200, 500, 2000)
 # Chats at once, and the tokens of their first turns.
 SHAPES = ((1, 4096), (16, 4096))
-# Between the seeds of one turn's texts and the next one's.
+# Distance of the seeds of one turn's texts from the next one's.
 SEEDS = 1_000_000
 
 
@@ -34,7 +34,7 @@ class ChatEngine(Engine):
         """Answers a turn of each chat.
 
         Returns:
-            The chats with their answers, how many tokens of the prompts were cached,
+            The chats with their answers, the number of cached tokens of the prompts,
             and the seconds until all chats had a token.
 
         """
@@ -48,7 +48,7 @@ class ChatEngine(Engine):
         return chats, reused, seconds
 
     def chat(self, batch: int, context: int, seed: int) -> list[tuple[int, float]]:
-        """Returns tokens reused, and seconds to the first token, of each later turn."""
+        """Returns the reused tokens and the seconds to a token, for each later turn."""
         assert self.llm.reset_prefix_cache()
         chats, reused, _ = self.answer(self.prompts(batch, context, seed))
         assert not reused
@@ -64,14 +64,14 @@ class ChatEngine(Engine):
         return found
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields a row of each shape and later turn."""
+        """Yields a row for each shape and later turn."""
         for batch, context in self.args.shapes:
             runs = [
                 self.chat(batch, context, seed=run * batch)
                 for run in range(1 + self.args.repeats)
             ]
             length = context
-            # The first compiles.
+            # The first run compiles.
             for tokens, *found in zip(self.turns, *runs[1:]):
                 reused, seconds = zip(*found)
                 # The last token of an answer is not computed.

@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether all memory of an engine is in the account that its start makes.
+"""Checks that an engine's account at its start has all memory that it takes later.
 
 Each arm is an engine in a process of its own, with dummy weights, vLLM's default share
 of the GPU and the longest context of the model, or a context of a million tokens. It
 answers a full batch with short and long prompts, most of which hit a prefix of one very
-long prompt somewhere. Then, for a turbo dtype beside bf16,
+long prompt somewhere. For a turbo dtype beside bf16, the checks are:
 
-* what PyTorch has reserved has grown since the start by no more than the activations
-  that the profile run left room for, and since the first full step not at all, or,
-  with MLA, whose prefills of cached contexts take some of it later, by no more than in
-  bf16;
-* no more of the device is taken than in bf16, whatever else takes it, but for one
-  granule of PyTorch's at the start and one of the driver's since then;
-* vLLM counts the tokens that the blocks hold, less what recent windows take of them,
-  and the blocks are as many as the memory for them has room for;
-* the dtype takes little more than bf16 beside the cache, and its workspace is small.
+* PyTorch's reserved memory has grown since the start by no more than the activations
+  that the profile run left room for. Since the first full step it has not grown. MLA's
+  prefills of cached contexts take some of it later, so MLA has bf16's growth as bound.
+* No more of the device is taken than in bf16, except for one granule of PyTorch's at
+  the start and one of the driver's since then.
+* vLLM counts the tokens that the blocks hold, without those that recent windows take.
+  There are as many blocks as the memory for them has room for.
+* The dtype takes little more than bf16 beside the cache, and its workspace is small.
 
-A context that bf16 has no room for has no row of bf16's to be held to.
+Without room for a context in bf16, a turbo dtype's row is not compared with bf16's.
 
-A row names the steps after which the driver held more beside what PyTorch has reserved:
-it does so in granules, where a kernel is loaded that has not been launched before.
+A row names the steps after which the driver held more memory beside PyTorch's. It takes
+granules when it loads a kernel that has not been launched before.
 
-With --kernels a row names those that are launched after the first full step for the
-first time, which a driver loads then, and a turbo dtype may launch none then that bf16
-does not. What watches them takes memory itself.
+With --kernels a row names the kernels that are first launched after the first full
+step, which the driver loads then. A turbo dtype may add none to bf16's. The profiler
+that watches them takes memory itself.
 
-It prints one JSON object an arm and ends with status 1 if something is not so.
+It prints one JSON object per arm, and ends with status 1 if a check fails.
 """
 
 import argparse
@@ -49,20 +48,20 @@ from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 NO_ROOM = re.compile(r"To serve at least [^\n]*?larger than the available [^\n]*?\)")
 MIB = 2**20
 BASELINE = "auto"
-# What a turbo dtype may take beside the cache, more than bf16, and of it as scratch.
+# The most that a turbo dtype may take beside the cache more than bf16, and as scratch.
 MAX_EXTRA_MIB = 400
 MAX_WORKSPACE_MIB = 256
-# An allocator's segments are whole, PyTorch's and the driver's.
+# PyTorch's and the driver's allocators take whole segments.
 SLACK_MIB = 2
-# What follows a prefix: around the passes of the kernels for prefix hits, and beyond.
+# Tokens after a prefix: around the passes of the kernels for prefix hits, and beyond.
 SUFFIXES = (1, 7, 16, 17, 32, 33, 100, 1000)
-# Of the long prompt, how much a request shares.
+# The share of the long prompt that a request begins with.
 SHARES = (1.0, 0.5, 0.1, 0.01, 0.0)
 LINE = re.compile(r"KV cache \w+: .*; ([\d.]+) MiB of workspace")
 
 
 def worker_memory(worker: Any) -> dict[str, int]:
-    """Returns what a worker knows of its memory, in bytes; nothing on a CPU."""
+    """Returns a worker's account of its memory, in bytes; {} on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -78,7 +77,7 @@ def worker_memory(worker: Any) -> dict[str, int]:
 
 
 def watch_steps(worker: Any) -> None:
-    """Has a worker note the steps after which the driver holds more than before."""
+    """Lets a worker note the steps after which the driver holds more than before."""
     import torch
 
     if not torch.cuda.is_available():
@@ -124,7 +123,7 @@ def steps_seen(worker: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def launched(names: set[str]) -> Iterator[None]:
-    """Adds the names of what runs on the GPU meanwhile."""
+    """Adds the names of the kernels that run on the GPU in the block."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -135,7 +134,7 @@ def launched(names: set[str]) -> Iterator[None]:
 
 
 def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """Returns a full batch: shares of the long prompt, and something after each."""
+    """Returns the long prompt, then a full batch: shares of it with suffixes."""
     rng = random.Random(args.seed)
     tokens = plain_tokens(vocab_size)
     long = rng.choices(tokens, k=args.longest - max(args.suffixes))
@@ -148,7 +147,7 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
 
 
 def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> None:
-    """Runs an arm's engine, and prints what was seen."""
+    """Runs an arm's engine, and prints its measurements."""
     from vllm import LLM, SamplingParams
 
     options = dict(ENGINE_ARGS if args.on_cpu else {"enforce_eager": True})
@@ -202,7 +201,7 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
     start = time.perf_counter()
     long, *batch = prompts_of(args, vocab_size)
     generate([long])
-    # The second time, all that is whole blocks hits.
+    # The second time, all whole blocks hit.
     cached = [generate(batch) for _ in range(2)]
     seen["end"] = memory()
     run_s = time.perf_counter() - start
@@ -224,8 +223,8 @@ def measure_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> Non
 
 
 def planned(llm: Any) -> dict[str, int]:
-    """Returns the planner's account: the bytes of a block in all layers, and how many
-    blocks a request has for its recent window.
+    """Returns the planner's account: the bytes of a block in all layers, and the number
+    of blocks for a request's recent window.
     """
     from vllm.utils.math_utils import cdiv
     from vllm.v1.kv_cache_interface import CircularBufferSpec
@@ -250,7 +249,7 @@ def planned(llm: Any) -> dict[str, int]:
 
 
 def tokens_held(row: dict[str, Any]) -> int:
-    """Returns the tokens of as many longest requests as the blocks have room for."""
+    """Returns the tokens that the blocks hold, in requests of the longest length."""
     length = row["max_model_len"]
     blocks_a_request = -(-length // row["block_size"]) + row["window_blocks"]
     return int(row["blocks"] / blocks_a_request * length)
@@ -263,7 +262,7 @@ def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[st
     row |= run_for_row(
         [sys.executable, __file__, *sys.argv[1:], "--child", dtype, str(max_model_len)],
         log,
-        # The worker is looked into from its engine's process.
+        # The measurements need the worker in its engine's process.
         engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         args.arm_timeout,
     )
@@ -276,19 +275,19 @@ def run_arm(dtype: str, max_model_len: int, args: argparse.Namespace) -> dict[st
 
 
 def grown_mib(row: dict[str, Any], first: str, what: str) -> float:
-    """Returns how much more there is at the end than there was."""
+    """Returns the growth of a part of the memory up to the end, in MiB."""
     return (row["memory"]["end"][what] - row["memory"][first][what]) / MIB
 
 
 def driver_grown_mib(row: dict[str, Any]) -> float:
-    """Returns how much more the driver holds beside PyTorch's than at the start."""
+    """Returns the growth of the driver's memory beside PyTorch's, in MiB."""
     return grown_mib(row, "start", "taken") - grown_mib(row, "start", "reserved")
 
 
 def over_requested_mib(row: dict[str, Any]) -> float:
-    """Returns how much more of the device is taken than was asked for, in MiB.
+    """Returns the device's taken memory beyond the requested share, in MiB.
 
-    What is too little for a block of the cache is left over, and counts as taken.
+    Memory for the cache that is smaller than a block is left over, and counts as taken.
     """
     end = row["memory"]["end"]
     left_over = end["for_cache"] - row["blocks"] * row["bytes_a_block"]
@@ -296,8 +295,8 @@ def over_requested_mib(row: dict[str, Any]) -> float:
 
 
 def complaints(row: dict[str, Any], baseline: dict[str, Any] | None) -> list[str]:
-    """Returns what is not as it should be with a turbo dtype's row, beside bf16's;
-    None if bf16 has no room for such a context.
+    """Returns the faults of a turbo dtype's row, beside bf16's row, which is None if
+    bf16 has no room for such a context.
     """
     if "workspace_mib" not in row:
         return ["no line at the start"]
@@ -322,8 +321,8 @@ def complaints(row: dict[str, Any], baseline: dict[str, Any] | None) -> list[str
         row[f"{what}_grown_since_full_step_mib"] = grown_mib(row, "full_step", what)
     late = 0.0
     if baseline is not None and row.get("use_mla"):
-        # Prefills project cached context up: memory of the profile run's, which steps
-        # without such context do not take.
+        # Prefills project cached context up. The profile run counted this memory, but
+        # steps without such context do not take it.
         late = max(late, grown_mib(baseline, "full_step", "reserved"))
     checks = {
         "memory was reserved after the first full step": (
@@ -373,7 +372,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
     parser.add_argument("--dtypes", nargs="+", default=["turbo4"])
-    parser.add_argument("--baseline-backend", help="bf16's, if not vLLM's choice")
+    parser.add_argument("--baseline-backend", help="bf16's backend (vLLM's choice)")
     parser.add_argument(
         "--max-model-lens", nargs="+", type=int, default=[131072, 1 << 20]
     )
@@ -381,11 +380,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--longest", type=int, default=200_000, help="tokens of the longest prompt"
     )
     parser.add_argument("--suffixes", nargs="+", type=int, default=SUFFIXES)
-    parser.add_argument("--tokens", type=int, default=16, help="generated a request")
+    parser.add_argument("--tokens", type=int, default=16, help="generated per request")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--kv-cache-memory-bytes", type=int, help="of a CPU")
-    parser.add_argument("--kernels", action="store_true", help="name new ones of a GPU")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="for a CPU")
+    parser.add_argument("--kernels", action="store_true", help="name new GPU kernels")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arm-timeout", type=float, default=200.0, help="seconds")
     parser.add_argument("--output", type=Path, help="file that rows are added to")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Makes other models of a configuration: of fewer layers, and of quantised weights."""
+"""Changes a model's configuration: to fewer layers, or to quantised weights."""
 
 from typing import Any
 
-# A layer's own of a configuration.
+# Lists of a configuration with an item for each layer.
 PER_LAYER = ("layer_types", "hybrid_override_pattern", "no_rope_layers")
-# As AWQ's tools have it, which take a smaller one where a weight is no multiple.
+# Group sizes of AWQ's tools, which take a smaller one if a weight is no multiple.
 AWQ_GROUPS = (128, 64, 32)
-# What its checkpoints of hybrids leave as it is. vLLM looks into weights if nothing is
-# named.
+# Modules that AWQ's checkpoints of hybrids leave unquantised. Without names, vLLM reads
+# the weights to find out.
 NOT_CONVERTED = ["lm_head", "in_proj_a", "in_proj_b"]
 
 
@@ -17,7 +17,7 @@ def cut_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     """Returns a model's configuration with its first layers only.
 
     Raises:
-        ValueError: If the model has fewer.
+        ValueError: If the model has fewer layers.
     """
     whole = config["num_hidden_layers"]
     if layers is None:
@@ -29,10 +29,10 @@ def cut_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 def with_awq(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a model's configuration with weights of 4 bits, as AWQ's tools write it.
+    """Returns a model's configuration with weights of 4 bits, as by AWQ's tools.
 
     Raises:
-        ValueError: If its weights are quantised already, or fit no group.
+        ValueError: If its weights are quantised already, or no group size divides them.
     """
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws what the benchmarks measured, without a GPU.
+"""Draws the benchmarks' results, without a GPU.
 
-Beside each decode.jsonl goes decode.svg: microseconds of decode attention, and percent
-of the memory's bandwidth, against context. Beside each engine.jsonl goes tpot.svg: time
-per output token against context. Of a measurement made several times the last one
-counts.
+Each decode.jsonl gets a decode.svg beside it: microseconds of decode attention, and
+percent of the memory's bandwidth, against context. Each engine.jsonl gets a tpot.svg:
+time per output token against context. The last of several equal measurements counts.
 """
 
 import argparse
@@ -25,13 +24,13 @@ plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks"})
 
 
 class Look(NamedTuple):
-    """How a line is drawn.
+    """The look of a line.
 
     Attributes:
         arms: Its names in decode.jsonl and in engine.jsonl.
-        label: In the legend.
-        colour: Of line and markers.
-        marker: Of a point.
+        label: Its label in the legend.
+        colour: The colour of its line and markers.
+        marker: The marker of its points.
 
     """
 
@@ -52,16 +51,16 @@ LOOKS = (
     Look(("turbo3",), "turbo3", "tab:cyan", "o"),
 )
 
-# Of the GPU's memory, by its data sheet, by torch's name of the GPU.
+# Bandwidth of the GPU's memory by its data sheet, by torch's name of the GPU.
 BANDWIDTH_GB_PER_S = {"NVIDIA H200": 4800}
 
 Row = dict[str, Any]
-# By arm, batch and context.
+# Rows by arm, batch and context.
 Rows = dict[tuple[str, int, int], Row]
 
 
 def read_rows(path: Path, part: str, heads: str = "") -> Rows:
-    """Returns a file's rows of one part, of shapes with one length and these heads."""
+    """Returns a file's rows of one part, for shapes with one length and these heads."""
     rows = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -92,7 +91,7 @@ def draw_lines(axis: Any, rows: Rows, batch: int, field: str) -> None:
 
 
 def draw_legend(axes: Any) -> None:
-    """Draws one legend, in the first of some panels, of the lines in all of them."""
+    """Draws one legend in the first panel, for the lines of all panels."""
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= {line.get_label(): line for line in axis.get_lines()}
@@ -108,10 +107,10 @@ def gpus(rows: Rows) -> str:
 
 
 def add_share(rows: Rows) -> tuple[str, str]:
-    """Returns the field that says how fast rows read, and what it is.
+    """Returns the field of the rows' reading rate, and its unit in words.
 
-    That is percent of the memory's bandwidth, which is added to the rows, but where a
-    GPU's is not known.
+    The unit is percent of the memory's bandwidth, which is added to the rows. It is
+    GB/s if the bandwidth of a GPU is not known.
     """
     if any(row["gpu"] not in BANDWIDTH_GB_PER_S for row in rows.values()):
         return "gb_per_s", "GB/s"
@@ -124,7 +123,7 @@ def add_share(rows: Rows) -> tuple[str, str]:
 
 
 def draw_decode(rows: Rows, batches: list[int], heads: str, path: Path) -> None:
-    """Draws decode attention: a column a batch size, time above, rate below."""
+    """Draws decode attention: a column per batch size, with time above rate."""
     figure, grid = plt.subplots(
         2, len(batches), figsize=(5 * len(batches), 7.5), squeeze=False, sharex="col"
     )
@@ -144,7 +143,7 @@ def draw_decode(rows: Rows, batches: list[int], heads: str, path: Path) -> None:
 
 
 def draw_tpot(rows: Rows, path: Path) -> None:
-    """Draws the time per output token: a panel a batch size."""
+    """Draws the time per output token, with a panel per batch size."""
     batches = sorted({batch for _, batch, _ in rows})
     figure, axes = plt.subplots(
         1, len(batches), figsize=(1 + 3.5 * len(batches), 4), squeeze=False
@@ -172,10 +171,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "results", nargs="?", type=Path, default=ROOT / "benchmarks" / "results",
-        help="folder, searched with all below it",
+        help="folder to search, with all folders below it",
     )  # fmt: skip
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--heads", default="32x8x128", help="of decode.svg")
+    parser.add_argument("--heads", default="32x8x128", help="heads in decode.svg")
     args = parser.parse_args()
     drawn = 0
     for path in sorted(args.results.rglob("decode.jsonl")):

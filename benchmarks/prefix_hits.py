@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How many tokens of a chat a hybrid's prefix cache holds at the next turn.
+"""Counts the tokens of a chat that a hybrid's prefix cache holds at the next turn.
 
-vLLM plans the cache of a model as on an H200, and its scheduler serves chats: nothing
-is computed, and no GPU is needed. Prints a row for each cache dtype and length of
+vLLM plans the cache of a model as on an H200, and its scheduler serves chats. Nothing
+is computed, so it needs no GPU. It prints a row for each cache dtype and length of
 turns, without and with ``--prefix-match-unit``.
 """
 
@@ -44,11 +44,11 @@ HEADER = (
 
 @dataclass
 class Plan:
-    """What vLLM has planned for a model.
+    """vLLM's plan for a model.
 
     Attributes:
         config: The engine's configuration.
-        cache: Its KV cache's.
+        cache: The KV cache's configuration.
 
     """
 
@@ -60,10 +60,10 @@ def plan(shape: Shape, dtype: str, unit: int | None, memory: int) -> Plan:
     """Plan the cache of a model.
 
     Args:
-        shape: The model's.
-        dtype: The cache's.
+        shape: The model's shape.
+        dtype: The cache's dtype.
         unit: ``--prefix-match-unit``, if any.
-        memory: Bytes for the cache.
+        memory: Bytes of the cache.
 
     """
     from turbo_recipes.build import build
@@ -120,7 +120,7 @@ class Server:
         """Serve a request.
 
         Returns:
-            Tokens of its prompt that were cached, and steps to its first token.
+            The cached tokens of its prompt, and the steps to its first token.
 
         """
         from vllm.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ class Server:
 
 
 def chat(index: int, turn: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The prompts and answers of a chat: each prompt begins with all before it."""
+    """Yields the prompts and answers of a chat; a prompt begins with all before it."""
     tokens = [index * CHAT_LEN + i for i in range(CHAT_LEN)]
     length = FIRST_PROMPT
     while length + turn // 2 <= CHAT_LEN:
@@ -155,11 +155,11 @@ def chat(index: int, turn: int) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def measure(planned: Plan, turn: int, num_chats: int) -> tuple[int, int, float]:
-    """Serve the turns of chats, one chat's after the other's.
+    """Serve a turn of every chat, then the next turn, and so on.
 
     Returns:
-        Tokens of follow-up prompts that were cached, and that had been computed; steps
-        to an answer's first token, on average.
+        The cached tokens of follow-up prompts, their tokens that had been computed, and
+        the mean steps to an answer's first token.
 
     """
     server = Server(planned)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The metrics that were asked of Nsight Compute, without the rest.
+"""Keeps the metrics that were asked of Nsight Compute, without its other columns.
 
     python benchmarks/profile_table.py RAW.csv TABLE.csv
 
-RAW.csv is what ``ncu --csv --page raw`` wrote: a row a kernel, and hundreds of columns
-of what the device is. Of them stay the kernel, its grid, and each metric's one value.
-Rows stay in the order in which the benchmark ran: shapes, and of each its arms' store,
+``ncu --csv --page raw`` writes RAW.csv: a row per kernel, and hundreds of columns about
+the device. TABLE.csv keeps the kernel, its grid, and one value of each metric. Rows
+stay in the benchmark's order: shapes; for each shape its arms; for each arm store,
 decode and merge, and the store of a chunk.
 """
 
@@ -36,7 +36,7 @@ def is_asked_for(name: str) -> bool:
 
 
 def shorten(name: str, unit: str) -> str:
-    """A column's name here."""
+    """Returns a column's name in the table."""
     for long, short in SHORT.items():
         name = name.replace(long, short)
     name = name.removesuffix(".sum")
@@ -44,13 +44,13 @@ def shorten(name: str, unit: str) -> str:
 
 
 def read_rows(path: Path) -> list[list[str]]:
-    """The table's rows, of which the first two are names and units.
+    """Returns the table's rows; the first two are names and units.
 
     Raises:
         ValueError: If there is no table.
 
     """
-    # Messages come before it.
+    # Messages come before the table.
     with path.open(newline="") as file:
         rows = list(csv.reader(line for line in file if line.startswith('"')))
     if len(rows) < 3 or "Kernel Name" not in rows[0]:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What each KV cache dtype costs in quality, through the real engine.
+"""Measures what each KV cache dtype costs in quality, through the real engine.
 
-Every arm is an engine in a process of its own, put through the same cases:
+Every arm is an engine in a process of its own, and all arms run the same cases:
 
 * held-out text, prefilled in chunks: each chunk attends to the ones before it through
   the cache, and positions of the first chunk, which read no cache, do not count;
 * the end of the same text, decoded a token at a time as if it had been sampled;
 * texts that give one name eight codes, far apart: the distribution of an answer's first
-  digit, which weighs all of these at once;
+  digit, which all the codes decide together;
 * retrieval tasks in long chats, and greedy continuations of text.
 
 Distributions are compared over the whole vocabulary with those of the first arm, the
-reference. An arm is a --kv-cache-dtype, and after colons: "stored" (turbo_prefill),
-"window" (turbo_window at "auto", else 0), "skip-windows" (layers with sliding windows
-stay in the model's dtype), "all" (vLLM's turboquant presets without the four layers
-that they keep in bf16), an attention backend's name, as in "fp8:TRITON_MLA", or another
-chunk size: "auto:512" against "auto" is the noise of unquantised caches.
+reference. An arm is a --kv-cache-dtype with options behind colons:
+
+* "stored": turbo_prefill is "stored";
+* "window": turbo_window is "auto", and not 0;
+* "skip-windows": layers with sliding windows stay in the model's dtype;
+* "all": vLLM's turboquant presets also compress the four layers that they keep in bf16;
+* an attention backend's name, as in "fp8:TRITON_MLA";
+* another chunk size: "auto:512" against "auto" shows the noise of unquantised caches.
 """
 
 import argparse
@@ -45,7 +48,7 @@ from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 PARTS = ROOT / "scripts" / "turbo_quality"
 CHILD = PARTS / "child.py"
 PICTURES = PARTS / "pictures.py"
-# Of an arm, in the order of its flags.
+# Options of an arm, in the order of its flags.
 OPTIONS = ("stored", WINDOW, "skip-windows", "all")
 CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")
 GPU_ARMS = (
@@ -66,7 +69,7 @@ FULL = Plan(
     cases=20,
     rivals=20,
 )
-# What two cores do in two or three minutes.
+# Two cores take two or three minutes.
 QUICK = Plan(
     texts=4,
     context=384,
@@ -86,7 +89,7 @@ class Arm:
 
     Attributes:
         name: As on the command line.
-        cache_dtype: As on vLLM's.
+        cache_dtype: As on vLLM's command line.
         chunk: Tokens of a prompt that a step prefills.
         stored: Whether turbo_prefill is "stored".
         has_window: Whether turbo_window is "auto", and not 0.
@@ -125,10 +128,10 @@ class Arm:
 def child_variables(folder: Path, on_cpu: bool) -> dict[str, str]:
     """Returns the variables of an engine's process, whose files go to `folder`."""
     return engine_variables(on_cpu) | {
-        # Engines that start side by side would compile into the same files; on a CPU
-        # nothing is compiled, and what vLLM found out of the model is found once.
+        # Engines that start side by side would compile into the same files. On a CPU
+        # nothing is compiled, and engines share vLLM's inspection of the model.
         "VLLM_CACHE_ROOT": str((folder.parent if on_cpu else folder) / "cache"),
-        # Arrays of all distributions need not go from process to process.
+        # In one process, arrays of distributions are not copied.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 
@@ -149,7 +152,7 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
         "max_logprobs": -1,
         "hf_overrides": HEAD,
         "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
-        # The cache's size is given: this only says what must be free at the start.
+        # The cache has a given size; this share only has to be free at the start.
         "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
     }
@@ -178,7 +181,7 @@ class Lab:
         self.deadline = time.monotonic() + args.time_limit
 
     def run_arm(self, arm: Arm) -> str | None:
-        """Runs an arm in a process, and returns what went wrong."""
+        """Runs an arm in a process, and returns its error, if any."""
         folder = self.folder(arm)
         job = {
             "model": str(self.args.model),
@@ -195,7 +198,7 @@ class Lab:
         )
 
     def run(self, arms: list[Arm]) -> Iterator[tuple[Arm, str | None]]:
-        """Yields each arm when its process has ended, and what went wrong."""
+        """Yields each arm when its process has ended, with its error, if any."""
         with side_by_side(self.args.jobs) as pool:
             runs = {pool.submit(self.run_arm, arm): arm for arm in arms}
             for run in as_completed(runs):
@@ -211,11 +214,11 @@ class Lab:
         return np.load(self.folder(arm) / f"{part}.npy", mmap_mode="r")
 
     def measure(self, arm: Arm, reference: Arm) -> dict[str, Any]:
-        """Returns all that is reported of an arm that ran."""
+        """Returns the reported figures of an arm that ran."""
         result, of_reference = self.result(arm), self.result(reference)
         texts = np.asarray(self.cases.texts)
         steps = self.cases.plan.decode_steps
-        # Positions before have read no cache, in one of the two at least.
+        # Earlier positions have read no cache, in at least one of the two.
         first = max(arm.chunk, reference.chunk)
         slices = {
             "prefill": (slice(first, None), texts[:, 1 + first :]),
@@ -245,9 +248,9 @@ class Lab:
 
 
 def run_lab(lab: Lab, arms: list[Arm]) -> Iterator[list[dict[str, Any]]]:
-    """Yields a row of each arm that ended, in the order given.
+    """Yields the rows of the arms that have ended, in the given order.
 
-    It does so whenever one ends, once the first has run: the others are measured by it.
+    It does so whenever an arm ends, once the reference has run.
     """
     rows: dict[str, dict[str, Any]] = {}
     reference = arms[0]
@@ -295,24 +298,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", help="the first is the reference")
     parser.add_argument("--quick", action="store_true", help="for a CPU: minutes")
     parser.add_argument("--chunk", type=int, help="tokens of a prefill chunk")
-    parser.add_argument("--cases", type=int, help="tasks a length and depth")
+    parser.add_argument("--cases", type=int, help="tasks per length and depth")
     parser.add_argument("--texts", type=int, help="stretches of held-out text")
     parser.add_argument(
-        "--rivals", type=int, help="texts a length that give one name eight codes"
+        "--rivals", type=int, help="texts per length that give one name eight codes"
     )
     parser.add_argument(
         "--continuation-steps", type=int, help="greedy tokens after a text's first half"
     )
     parser.add_argument(
-        "--only-needles", action="store_true", help="of the tasks; no other kinds"
+        "--only-needles", action="store_true", help="give no other kinds of tasks"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", help="of the model (bfloat16; on a CPU float16)")
+    parser.add_argument("--dtype", help="the model's (bfloat16; on a CPU float16)")
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument(
-        "--engine-args", type=json.loads, default={}, help="more of LLM's, as JSON"
+        "--engine-args", type=json.loads, default={}, help="more for LLM, as JSON"
     )
     parser.add_argument(
         "--time-limit", type=float, default=3600, help="seconds for all arms"
@@ -348,10 +351,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_disk(lab: Lab, scratch: Path, num_arms: int) -> None:
-    """Says how much disk the arms take, and refuses what is not there.
+    """Prints how much disk the arms take.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If the disk has less.
 
     """
     vocab_size = json.loads((lab.args.model / "config.json").read_text())["vocab_size"]
@@ -386,7 +389,7 @@ def main() -> int:
             print(f"quality: {error}", file=sys.stderr)
             return 2
         try:
-            # What has been measured stays if the rest is stopped.
+            # A run that is stopped leaves the report of the arms before.
             for rows in run_lab(lab, args.parsed_arms):
                 text = write_report(rows, lab, args)
         finally:

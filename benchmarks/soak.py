@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Many requests in a cache too small for them: aborts, refusals and preemptions.
+"""Runs many requests in a cache that is too small: aborts, refusals and preemptions.
 
 The trained model is first asked for facts one request at a time. Then requests of the
-same prompts come in random order, more than the cache has room for, some of them
-aborted at any time, before their first token or between two, and some impossible. The
-scheduler begins a prompt where there is room for a part of it, so that requests take
-each other's blocks all the time. At the end
+same prompts come in random order, more than the cache has room for. Some are aborted at
+any time, before their first token or between two, and some are impossible. The
+scheduler begins a prompt as soon as a part of it has room, so requests take each
+other's blocks all the time. The checks at the end are:
 
-* every request was answered, aborted or refused, and as often as was asked for;
-* answers equal those of the quiet run up to the first position where its two likeliest
-  tokens are no more than equality.TIE apart (what is generated behind an answer only
-  keeps requests running);
-* requests were preempted, and while some waited 99 % of the blocks were taken on
-  average;
-* requests had a recent window, drafts were accepted, pages came back from the host's
-  memory, and transfers between engines went wrong, if `--window`, `--drafts`,
-  `--offload` and `--transfers` ask for these;
-* all blocks are free again, and the device's memory has not grown.
+* Every request was answered, aborted or refused, and has as many tokens as asked for.
+* Answers equal those of the quiet run up to the first position where its two likeliest
+  tokens are no more than equality.TIE apart. Tokens behind an answer only keep requests
+  running.
+* Requests were preempted. While some waited, 99 % of the blocks were taken on average.
+* With `--window`, `--drafts`, `--offload` and `--transfers`, requests had a recent
+  window, drafts were accepted, pages came back from the host's memory, and transfers
+  between engines failed.
+* All blocks are free again, and the device's memory has not grown.
 
-It prints one JSON object and ends with status 1 if something is not so.
+It prints one JSON object, and ends with status 1 if a check fails.
 """
 
 import argparse
@@ -48,16 +47,16 @@ from turbo_process.runner import engine_variables, exit_when_told, run_for_row
 from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
-# Of a prompt; small, as blocks are: less of the cache is left over.
+# Tokens of a prompt's chunk; small chunks leave less of the cache unused.
 PART = 128
-# For the engine's start, before its time counts.
+# Seconds of the engine's start, before its time counts.
 START_S = 600
-# Of the blocks, in steps that leave requests waiting, on average.
+# The least mean share of taken blocks, in steps that leave requests waiting.
 LEAST_USAGE = 0.99
 
 
 class Soak:
-    """An engine, the prompts, and what was seen so far."""
+    """An engine, the prompts, and the counts so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from vllm import LLM
@@ -71,7 +70,7 @@ class Soak:
         self.prompts = [task["prompt"] for task in tasks]
         longest = max(map(len, self.prompts))
         self.max_model_len = longest + args.tokens
-        # The longest just fits, and a few others with it.
+        # So many of the longest requests just fit.
         cache = soaked_cache(args)
         blocks = -(-self.max_model_len // cache["block_size"]) + args.window
         blocks = args.longest_at_once * blocks + 1
@@ -117,7 +116,7 @@ class Soak:
         self.scheduler.schedule = self.watched_schedule
 
     def watched_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes how full the cache is in a step that leaves requests waiting."""
+        """Notes the cache's usage in a step that leaves requests waiting."""
         output = self.schedule(*args, **kwargs)
         if len(self.scheduler.waiting) > 0:
             self.usages.append(self.scheduler.kv_cache_manager.usage)
@@ -138,7 +137,7 @@ class Soak:
         )
 
     def transfer_of(self, number: int, prompt: list[int]) -> Transfer | None:
-        """The transfer of a request, if it has one."""
+        """Returns the transfer of a request, if it has one."""
         if self.random.random() >= self.args.transfers:
             return None
         if self.random.random() < 0.5:
@@ -168,7 +167,7 @@ class Soak:
         self.llm.reset_prefix_cache()
 
     def add(self, number: int) -> None:
-        """Adds a request; one that is impossible has to be refused."""
+        """Adds a request; an impossible one has to be refused."""
         from vllm.exceptions import VLLMValidationError
 
         name, index = str(number), self.random.randrange(len(self.prompts))
@@ -218,9 +217,9 @@ class Soak:
             self.transfers.pop(name, None)
 
     def run(self) -> dict[str, Any]:
-        """Runs all, and returns what was seen."""
+        """Runs all requests, and returns the counts."""
         self.run_quietly()
-        # All shapes that memory is taken for.
+        # This runs all shapes that take memory.
         copies = -(-self.args.at_once // len(self.prompts))
         self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in self.prompts * copies],
@@ -258,7 +257,7 @@ class Soak:
         }
 
     def wait_for_leases(self, free: int) -> None:
-        """Steps on, a few leases at most, until no page waits to be fetched."""
+        """Steps until no page waits to be fetched, or a few leases have ended."""
         deadline = time.perf_counter() + 5 * LEASE_S * bool(self.args.transfers)
         while self.pool.get_num_free_blocks() < free:
             if time.perf_counter() > deadline:
@@ -280,7 +279,7 @@ class Soak:
 
 
 def complaints(row: dict[str, Any]) -> list[str]:
-    """Returns what is not as it should be."""
+    """Returns the faults of a row."""
     ended = row["answered"] + row["aborted"] + row["refused"]
     checks = {
         f"{row['requests'] - ended} requests got nothing": ended != row["requests"],
@@ -313,27 +312,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", action="store_true", help="have a recent window")
     parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
     parser.add_argument(
-        "--offload", type=float, default=0.0, help="to the host's memory, GiB"
+        "--offload", type=float, default=0.0, help="GiB of the host's memory for pages"
     )
     parser.add_argument(
-        "--transfers", type=float, default=0.0, help="of the requests, that go wrong"
+        "--transfers", type=float, default=0.0, help="share of requests, which fail"
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=256, help="waiting or running")
-    parser.add_argument("--lengths", nargs="+", type=int, help="of prompts, tokens")
-    parser.add_argument("--cases", type=int, default=4, help="tasks a kind and length")
-    parser.add_argument("--tokens", type=int, default=48, help="generated a request")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of prompts")
+    parser.add_argument("--cases", type=int, default=4, help="per kind and length")
+    parser.add_argument("--tokens", type=int, default=48, help="generated per request")
     parser.add_argument(
-        "--longest-at-once", type=int, default=32, help="that the cache has room for"
+        "--longest-at-once", type=int, default=32, help="requests that the cache holds"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    # What requests free in a step is filled again in the next.
+    # So many tokens that a step fills all blocks that the one before has freed.
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument(
-        "--aborted", type=float, default=0.03, help="of the steps, how many abort one"
+        "--aborted", type=float, default=0.03, help="share of steps that abort one"
     )
     parser.add_argument(
-        "--impossible", type=float, default=0.01, help="of the requests, how many are"
+        "--impossible", type=float, default=0.01, help="share of impossible requests"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -362,7 +361,7 @@ def main() -> int:
     row = {kind: getattr(args, kind) for kind in kinds} | run_for_row(
         [sys.executable, __file__, *sys.argv[1:], "--child"],
         args.log,
-        # The scheduler and the device's memory are looked at from the engine's process.
+        # The checks need the scheduler in the engine's process.
         engine_variables(args.on_cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         START_S + 2 * args.time_limit,
     )

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""As many requests as an engine gets in weeks, through vLLM's scheduler and KV manager.
+"""Runs weeks of an engine's requests through vLLM's scheduler and KV manager.
 
-The engine core is vLLM's own, with the pages that the layers of a model under a turbo
-dtype ask for: layers of attention alone, some with a sliding window, or hybrids. In
-place of a GPU an executor makes tokens up. Prompts begin alike, so that blocks are
-found again, more requests come than the cache has room for, so that some are preempted,
-and some are aborted at any time. After each tenth the engine is emptied, and then
+The engine core is vLLM's own, with the pages that a model's layers ask for under a
+turbo dtype: layers of attention, some with a sliding window, or hybrids. In place of a
+GPU, an executor makes tokens up. Prompts begin alike, so that blocks are found again.
+More requests come than the cache has room for, so that some are preempted, and some are
+aborted at any time. The engine is emptied after each tenth. The checks then are:
 
-* every request has ended, and of none the scheduler knows anything more;
-* all blocks are free again;
-* the process has neither more objects nor more resident memory than after the first
-  tenth, but for what a fraction of an object a request would come to;
-* requests were preempted, and tokens found in the prefix cache.
+* Every request has ended, and the scheduler knows none of them.
+* All blocks are free again.
+* The process has no more objects or resident memory than after the first tenth, except
+  for a fraction of an object per request.
+* Requests were preempted, and tokens were found in the prefix cache.
 
-It prints one JSON object a model, and ends with status 1 if something is not so. It
-needs no GPU: of 200,000 requests each model with attention alone takes less than five
-minutes, and a hybrid, whose prompts are as many blocks of 30 times as many tokens, 15.
+It prints one JSON object per model, and ends with status 1 if a check fails. It needs
+no GPU. With 200,000 requests, a model with only attention takes less than five minutes.
+A hybrid takes 15, because its blocks, and so its prompts, have 30 times as many tokens.
 """
 
 import argparse
@@ -49,16 +49,17 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-# With attention alone, with sliding windows, and a hybrid, whose blocks are long.
+# Contexts of a model with only attention, of one with sliding windows, and of a hybrid,
+# whose blocks are long.
 MODELS = {"llama-8b": 8192, "gpt-oss-20b": 8192, "qwen3.6-35b-a3b": 32768}
 TENTHS = 10
-# Of a cache that is larger than any here: `--blocks` says how much of it there is.
+# Bytes of a cache that is larger than any here; `--blocks` names the part that exists.
 MEMORY = 100 << 30
 TOKEN = 100
-# In a row, without a token scheduled: the engine then does not go on.
+# Steps in a row without a scheduled token, after which the engine counts as stuck.
 IDLE_STEPS = 100
-# What there may be more of than after the first tenth: objects, of which so many come
-# and go, and for each request, and memory.
+# The allowed growth since the first tenth: objects that come and go, objects for each
+# request, and memory.
 OBJECTS, OBJECTS_A_REQUEST = 200, 0.01
 GROWN_MIB = 32
 
@@ -72,7 +73,7 @@ class StubExecutor(Executor):
 
     def _init_executor(self) -> None:
         build(self.vllm_config)
-        # By request: tokens of its prompt.
+        # Tokens of the prompt, by request.
         self.prompts: dict[str, int] = {}
         self.output = EMPTY_MODEL_RUNNER_OUTPUT
         self.preemptions = 0
@@ -102,7 +103,7 @@ class StubExecutor(Executor):
     def execute_model(
         self, scheduler_output: "SchedulerOutput", non_block: bool = False
     ) -> Any:
-        """Lets all whose tokens are then computed have one more."""
+        """Gives a token to each request whose known tokens are all computed."""
         for name in scheduler_output.finished_req_ids:
             self.prompts.pop(name, None)
         self.preemptions += len(scheduler_output.preempted_req_ids or ())
@@ -127,14 +128,14 @@ class StubExecutor(Executor):
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=tokens,
         )
-        # The first half of a step has no tokens yet, if there is a second.
+        # The first half of a step has no tokens yet, if a second half follows.
         return finish(None if names else EMPTY_MODEL_RUNNER_OUTPUT, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         return finish(self.output, non_block)
 
     def check_health(self) -> None:
-        """There is nothing that could be ill."""
+        """Does nothing, because there is no worker that could fail."""
 
 
 def finish(output: ModelRunnerOutput | None, non_block: bool) -> Any:
@@ -151,7 +152,7 @@ def resident_bytes() -> int:
 
 
 class Soak:
-    """An engine core, and what was seen so far."""
+    """An engine core, and the counts so far."""
 
     def __init__(self, model: str, args: argparse.Namespace) -> None:
         self.args, self.random = args, random.Random(args.seed)
@@ -165,10 +166,10 @@ class Soak:
             + ("prompt_tokens", "cached_tokens", "steps"),
             0,
         )
-        # By request, whether it has a token.
+        # Whether a request has a token, by request.
         self.alive: dict[str, bool] = {}
         self.idle_steps = 0
-        # The steps in which one is aborted.
+        # The steps in which a request is aborted.
         self.aborts: list[int] = []
         self.params = [
             SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
@@ -176,7 +177,7 @@ class Soak:
         ]
         most_alike, own = args.blocks_alike * self.block_size, 2 * self.block_size
         self.starts = [self.tokens(most_alike) for _ in range(args.starts)]
-        # A prompt's own tokens are a part of these, from anywhere.
+        # A prompt's own tokens are a part of these, at a random place.
         self.noise = self.tokens(64 * own)
 
     def config(self, model: str) -> Any:
@@ -207,7 +208,7 @@ class Soak:
         return [self.random.randrange(1000) for _ in range(count)]
 
     def add(self) -> None:
-        """Adds a request that begins as some others do, for some blocks."""
+        """Adds a request that shares its first blocks with some others."""
         name = str(self.counts["added"])
         start = self.random.choice(self.starts)
         alike = self.block_size * self.random.randint(0, self.args.blocks_alike)
@@ -252,7 +253,7 @@ class Soak:
                     self.counts["finished"] += 1
 
     def run_tenth(self, number: int) -> dict[str, int]:
-        """Runs a tenth of the requests to their ends; returns what is then left."""
+        """Runs a tenth of the requests to their ends; returns the engine's state."""
         last = self.args.requests * (number + 1) // TENTHS
         while (self.counts["added"] < last or self.alive) and not self.is_stuck():
             while self.counts["added"] < last and len(self.alive) < self.args.at_once:
@@ -276,12 +277,12 @@ class Soak:
         return self.idle_steps > IDLE_STEPS
 
     def known_requests(self) -> int:
-        """How many requests the scheduler, its KV manager and the executor know."""
+        """Returns how many requests the scheduler, KV manager and executor know."""
         managers = self.manager.coordinator.single_type_managers
         known = {*self.scheduler.requests, *self.core.model_executor.prompts}
         for manager in managers:
             known |= {*manager.req_to_blocks, *manager.num_cached_block}
-        # The executor hears of those that ended last in the next step.
+        # The executor hears of the last ended requests in the next step.
         return len(known - self.scheduler.finished_req_ids)
 
     def run(self) -> dict[str, Any]:
@@ -305,12 +306,12 @@ class Soak:
 
 
 def growth(values: list[int]) -> int:
-    """By how much more there is after a later tenth than after the first."""
+    """Returns the largest growth of a later tenth over the first."""
     return max(values[1:]) - values[0]
 
 
 def complaints(row: dict[str, Any]) -> list[str]:
-    """Returns what is not as it should be."""
+    """Returns the faults of a row."""
     grown = growth(row["objects"])
     grown_mib = growth(row["resident_bytes"]) / 2**20
     lost = row["most_blocks_lost"]
@@ -342,19 +343,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="turbo4")
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--at-once", type=int, default=192, help="waiting or running")
-    parser.add_argument("--starts", type=int, default=24, help="of prompts")
+    parser.add_argument("--starts", type=int, default=24, help="different beginnings")
     parser.add_argument(
-        "--blocks-alike", type=int, default=4, help="of prompts that begin alike"
+        "--blocks-alike", type=int, default=4, help="longest common beginning"
     )
     parser.add_argument("--tokens", type=int, default=64, help="generated at most")
-    parser.add_argument("--blocks", type=int, default=256, help="of the cache")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks of the cache")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=32768)
     parser.add_argument(
-        "--aborted", type=float, default=0.1, help="of the requests, how many are"
+        "--aborted", type=float, default=0.1, help="share of aborted requests"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--time-limit", type=float, default=1800, help="of a model, s")
+    parser.add_argument("--time-limit", type=float, default=1800, help="s per model")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

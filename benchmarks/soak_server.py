@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A server that is killed under load and started again: errors, but no wrong answer.
+"""Kills a server under load and starts it again: errors may come, wrong answers not.
 
 `vllm serve` is first asked for facts one request at a time. Then clients ask for the
-same facts all the time, half of them for streams, while it is killed again and again:
-all its processes at once, or its engine alone, or told to end. At the end
+same facts all the time, half of them for streams. Meanwhile the server is killed again
+and again: all its processes at once, or only its engine, or by SIGTERM. The checks at
+the end are:
 
-* each kill was felt: requests failed or their streams broke off;
-* after each start there were answers again;
-* answers, and what there was of streams that broke off, equal those of the quiet run up
-  to the first position where its two likeliest tokens are no more than equality.TIE
-  apart;
-* requests had a recent window, if `--window` asks for one.
+* Each kill was felt: requests failed, or their streams broke off.
+* After each start there were answers again.
+* Answers, and the tokens of broken streams, equal those of the quiet run up to the
+  first position where its two likeliest tokens are no more than equality.TIE apart.
+* Requests had a recent window, if `--window` asks for one.
 
-It prints one JSON object and ends with status 1 if something is not so.
+It prints one JSON object, and ends with status 1 if a check fails.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_t
 from vllm_turbo_cpu_standins.settings import SERVE_ARGS
 
 NAME = "served"
-# What becomes of a server.
+# The ways to end a server; "told" is SIGTERM.
 ENDS = ("all", "engine", "told")
-# How long a client waits for a byte, and how long after an error it asks again.
+# Seconds that a client waits for a byte, and after an error.
 CLIENT_S, PAUSE_S = 600, 0.05
-# For a server whose engine was killed, or that was told, to end by itself. One that was
-# told with a request under way does not, in vLLM 0.33: it waits for that request's
-# connection, whose engine is gone. Kubernetes kills what has not ended after 30 s.
+# Seconds in which a server ends by itself after its engine was killed, and after
+# SIGTERM. With a request under way, vLLM 0.33 does not end after SIGTERM: it waits for
+# the request's connection, whose engine is gone. Kubernetes kills it after 30 s.
 END_S, GRACE_S = 120, 30
 
 
@@ -85,7 +85,7 @@ def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
             event = line.decode().strip().removeprefix("data: ")
             if event == "[DONE]" and reason == "length":
                 return {"token_ids": tokens}
-            # One that is no JSON, or has no choice, is of an error.
+            # An event that is no JSON, or has no choice, is an error.
             choice = json.loads(event)["choices"][0] if event else {}
             tokens += choice.get("token_ids") or []
             reason = choice.get("finish_reason") or reason
@@ -102,7 +102,7 @@ def decided_tokens(choice: dict[str, Any]) -> list[int]:
     for token, likeliest in zip(
         choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True
     ):
-        # Two tokens of one text are one entry.
+        # Two tokens with the same text are one entry.
         if len(likeliest) < 2:
             break
         best, second = sorted(likeliest.values())[:-3:-1]
@@ -115,7 +115,7 @@ def decided_tokens(choice: dict[str, Any]) -> list[int]:
 
 
 class Clients:
-    """Threads that ask all the time, and what they were told."""
+    """Threads that ask all the time, and counts of the answers."""
 
     def __init__(self, port: int, args: argparse.Namespace) -> None:
         self.port, self.args = port, args
@@ -151,7 +151,7 @@ class Clients:
             self.decided.append(decided_tokens(choice))
 
     def compare(self, index: int, tokens: list[int], is_whole: bool) -> None:
-        """Counts an answer, or as much as there is of one."""
+        """Counts an answer, or the beginning of one."""
         decided = self.decided[index]
         if not is_whole:
             decided = decided[: len(tokens)]
@@ -186,7 +186,7 @@ class Clients:
             thread.join()
 
     def wait_for(self, name: str, more: int, server: subprocess.Popen | None) -> int:
-        """Waits for so many more of a kind, as long as a server runs; how many came."""
+        """Waits for `more` of a count while a server runs; returns how many came."""
         first = self.counts[name]
         deadline = time.monotonic() + CLIENT_S
         while self.counts[name] < first + more and time.monotonic() < deadline:
@@ -197,7 +197,7 @@ class Clients:
 
 
 def kill(server: subprocess.Popen, how: str) -> bool:
-    """Ends a server in one of the ways; whether none of it is left."""
+    """Ends a server in one of the ways; returns whether no process is left."""
     if how == "all":
         return signal_group(server, signal.SIGKILL, END_S)
     if how == "told":
@@ -209,7 +209,7 @@ def kill(server: subprocess.Popen, how: str) -> bool:
     assert engines, "the server has no process of an engine"
     for engine in engines:
         engine.kill()
-    # Nothing but a question whether it is there.
+    # Signal 0 only asks whether the group exists.
     return signal_group(server, 0, END_S)
 
 
@@ -232,7 +232,7 @@ def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
         options["speculative-config"] = json.dumps(drafts)
     if transfer := transfer_config(0.0, args.offload, args.on_cpu):
         options["kv-transfer-config"] = json.dumps(transfer)
-    # What others on a GPU take or give back while a server starts is not counted then.
+    # With a given size, other processes' memory does not change the cache.
     options["kv-cache-memory-bytes"] = "64M" if args.on_cpu else "1G"
     if not args.on_cpu:
         options["gpu-memory-utilization"] = args.gpu_memory_utilization
@@ -243,7 +243,7 @@ def command_of(port: int, longest: int, args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts and kills servers under load, and returns what was seen."""
+    """Starts and kills servers under load, and returns the counts."""
     port = free_port()
     clients = Clients(port, args)
     command = command_of(port, clients.longest, args)
@@ -280,7 +280,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def complaints(row: dict[str, Any], least: int) -> list[str]:
-    """Returns what is not as it should be, of at least so many answers a start."""
+    """Returns the faults of a row; each start needs at least `least` answers."""
     kills = row["kills"]
     checks = {
         f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
@@ -304,14 +304,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", action="store_true", help="have a recent window")
     parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
     parser.add_argument(
-        "--offload", type=float, default=0.0, help="to the host's memory, GiB"
+        "--offload", type=float, default=0.0, help="GiB of the host's memory for pages"
     )
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--answers", type=int, default=300, help="before each kill")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--lengths", nargs="+", type=int, help="of prompts, tokens")
-    parser.add_argument("--cases", type=int, default=2, help="tasks a kind and length")
-    parser.add_argument("--tokens", type=int, default=48, help="generated a request")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of prompts")
+    parser.add_argument("--cases", type=int, default=2, help="per kind and length")
+    parser.add_argument("--tokens", type=int, default=48, help="generated per request")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KV transfers of a soak that go wrong, and the connectors that they go through.
+"""Failing KV transfers of a soak, and the connectors that they go through.
 
-A request is prefilled for an engine that never fetches the pages, which are held until
-a lease ends; or its pages are those of an engine that is not there, so that the prompt
-has to be computed after all. Either may be aborted at any time, as others are.
+There are two kinds. A request is prefilled for an engine that never fetches the pages,
+which are held until a lease ends. Or its pages are on an engine that does not exist, so
+that the prompt has to be computed. Like others, both may be aborted at any time.
 """
 
 import socket
 from dataclasses import dataclass
 from typing import Any
 
-# Of pages that nobody fetches; NIXL renews leases in sixths of it.
+# The lease of pages that nobody fetches; NIXL renews leases in sixths of it.
 LEASE_S = 6
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a request tells its connector.
+    """A request's parameters for its connector.
 
     Attributes:
-        kind: Its name.
+        kind: The kind of transfer.
         params: vLLM's `kv_transfer_params`.
-        tokens: How many the answer has; None if as many as any.
+        tokens: Tokens of the answer; None for as many as other answers.
 
     """
 
@@ -32,18 +32,18 @@ class Transfer:
 
 
 def unanswered_port() -> tuple[socket.socket, int]:
-    """A port that takes connections and never says anything, while the socket lives."""
+    """Returns a port that accepts connections and never answers, and its socket."""
     listener = socket.create_server(("127.0.0.1", 0))
     return listener, listener.getsockname()[1]
 
 
 def for_nobody() -> Transfer:
-    """A prefill whose pages nobody fetches."""
+    """Returns a transfer to nobody: a prefill whose pages nobody fetches."""
     return Transfer("for_nobody", {"do_remote_decode": True}, 1)
 
 
 def from_nobody(number: int, num_blocks: int, num_groups: int, port: int) -> Transfer:
-    """A prefill that another engine is said to have done."""
+    """Returns a transfer from an engine that does not exist."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -61,7 +61,7 @@ def from_nobody(number: int, num_blocks: int, num_groups: int, port: int) -> Tra
 def transfer_config(
     transfers: float, offload_gib: float, on_cpu: bool
 ) -> dict[str, Any] | None:
-    """Returns vLLM's `kv_transfer_config`, if there is to be a connector.
+    """Returns vLLM's `kv_transfer_config`; None if no connector is needed.
 
     Args:
         transfers: The share of requests that have a transfer.

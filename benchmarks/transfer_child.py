@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One of two engines between which NIXL moves pages: answers what it is sent.
+"""Runs one of two engines between which NIXL moves pages.
 
-Usage: python transfer_child.py SOCKET OPTIONS. OPTIONS are JSON of `LLM`'s arguments;
-over SOCKET come calls, which are the arguments of `answer`, and None at the end.
+Usage: python transfer_child.py SOCKET OPTIONS. OPTIONS are JSON of `LLM`'s arguments.
+SOCKET brings calls, which are arguments of `answer`, and None at the end.
 """
 
 import json
@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.metrics.reader import Histogram, get_metrics_snapshot
 
-# Of NIXL's own, by name in the result.
+# NIXL's own counters, by name in the result.
 COUNTERS = {
     "bytes": "vllm:nixl_bytes_transferred",
     "descriptors": "vllm:nixl_num_descriptors",
@@ -25,7 +25,7 @@ COUNTERS = {
 
 
 def counters() -> dict[str, float]:
-    """Returns what NIXL has counted from the start on, by the name in COUNTERS."""
+    """Returns NIXL's counters since the start, by the name in COUNTERS."""
     found = dict.fromkeys(COUNTERS, 0.0)
     for metric in get_metrics_snapshot():
         for name, full_name in COUNTERS.items():
@@ -35,7 +35,7 @@ def counters() -> dict[str, float]:
 
 
 def margins(logprobs: list[Any]) -> list[float]:
-    """Returns by how much the first token of each position wins."""
+    """Returns the gap of the two likeliest tokens of each position."""
     found = []
     for position in logprobs:
         best, second, *_ = sorted((p.logprob for p in position.values()), reverse=True)
@@ -50,19 +50,18 @@ def answer(
     transfers: list[dict[str, Any] | None] | None = None,
     with_margins: bool = False,
 ) -> dict[str, Any]:
-    """Generates greedily for prompts at once.
+    """Generates greedily for all prompts at once.
 
     Args:
         llm: The engine.
         prompts: Token ids of each.
         max_tokens: Tokens to generate for each.
         transfers: `kv_transfer_params` of each.
-        with_margins: Whether it is asked by how much each token wins.
+        with_margins: Whether to return the margin of each token.
 
     Returns:
         `start` and `end` by the machine's monotonic clock, `tokens`, `margins`,
-        `transfers` that another engine goes on with, `reasons` of the ends, and NIXL's
-        `counters`.
+        `transfers` for the next engine, `reasons` of the ends, and NIXL's `counters`.
 
     """
     params = [

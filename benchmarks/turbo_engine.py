@@ -9,24 +9,24 @@ One JSON object a line:
 * `prefill`: time to one token for a batch of random prompts; `cached_tokens` says
   how much of it an earlier, larger batch had left in the prefix cache.
 * `prefix_hit`: the same once more, when all of it is cached.
-* `decode`: time a token and sequence (TPOT): the difference between many tokens and
-  one, over the steps between.
-* `memory`: what of the device is taken, by all processes, after the start (in that
-  row), after the first requests, and at the end.
+* `decode`: time per output token of a sequence (TPOT): the difference between many
+  tokens and one, over the steps between.
+* `memory`: memory of the device that all processes take, after the first requests and
+  at the end; the `startup` row has it after the start.
 * `throughput`, with --throughput: output tokens by wall time when all requests come at
-  once. With --kv-cache-memory-bytes every arm's cache has the same size; most shapes do
+  once. With --kv-cache-memory-bytes every arm's cache has the same size. Most shapes do
   not fit then, so it is a run of its own, with an empty --shapes.
 
 With --together FOLDER the arms' engines start side by side, which needs memory for all
-of them (--kv-cache-memory-bytes), and measure one after another, when all have started
+of them (--kv-cache-memory-bytes). They measure one after another, when all have started
 and FOLDER has no file named hold.
 
-An arm is a --kv-cache-dtype; `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
-turbo_kernel, `turbo4:window` turbo_window, which is 0 else, and `fp8:FLASHINFER` the
-attention backend. `nvfp4` selects FlashInfer by itself and needs it installed, with
-nvcc and ninja: kernels are compiled at the first start. vLLM forces FlashAttention 2 on
-its own turboquant dtypes; where that is not installed, --site-copy makes them run with
-FlashAttention 3, in a copy of vLLM.
+An arm is a --kv-cache-dtype. `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
+turbo_kernel, `turbo4:window` turbo_window, which is otherwise 0, and `fp8:FLASHINFER`
+the attention backend. `nvfp4` selects FlashInfer by itself and needs it installed, with
+nvcc and ninja, because kernels are compiled at the first start. vLLM forces
+FlashAttention 2 on its own turboquant dtypes. If that is not installed, --site-copy
+makes them run with FlashAttention 3, in a copy of vLLM.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from turbo_process.runner import engine_variables, exit_when_told, run_child
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-# What follows a turbo dtype and a colon.
+# Options behind a turbo dtype and a colon.
 ATTENTION_OPTIONS: dict[str, dict[str, str]] = {
     **{option: {"turbo_prefill": option} for option in ("raw", "stored")},
     **{option: {"turbo_kernel": option} for option in ("auto", "cuda", "triton")},
@@ -72,7 +72,7 @@ SWEEP_SHAPES = (
 
 
 def used_mib() -> int | None:
-    """Returns how much of the first visible GPU is taken; None if nothing says it."""
+    """Returns the MiB taken on the first visible GPU; None without a driver."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     query = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
     line = first_line("nvidia-smi", *query, f"--id={device}")
@@ -152,7 +152,7 @@ class Engine:
         ]
 
     def warm_up(self) -> None:
-        """Compiles what is compiled at first use: chunks, prefix hits, decoding."""
+        """Lets the engine compile at first use: chunks, prefix hits, decoding."""
         length = min(self.longest, WARM_UP_TOKENS)
         prompts = self.prompts(WARM_UP_PROMPTS, length, first_seed=1_000_000)
         for _ in range(2):
@@ -207,7 +207,7 @@ class Engine:
 
 
 def started(args: argparse.Namespace, arm: str) -> Path:
-    """Returns the file that says that an arm's engine has started, or ended."""
+    """Returns the file that exists once an arm's engine has started, or ended."""
     return args.together / arm.replace(":", "-")
 
 
@@ -215,7 +215,7 @@ def started(args: argparse.Namespace, arm: str) -> Path:
 def turn(args: argparse.Namespace, arm: str) -> Iterator[None]:
     """Waits until all arms' engines have started, and no other one measures.
 
-    A file named `hold` beside those of the arms makes all wait for its end.
+    While a file named `hold` is beside the arms' files, all wait.
     """
     if not args.together:
         yield
@@ -270,7 +270,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def copy_site(target: Path) -> None:
-    """Copies the installed vLLM, and takes FlashAttention 3 for turboquant dtypes."""
+    """Copies the installed vLLM, with FlashAttention 3 for turboquant dtypes."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise RuntimeError("vLLM is not installed")
@@ -284,7 +284,7 @@ def copy_site(target: Path) -> None:
     text = path.read_text()
     if text.count(FORCED_VERSION) != 1:
         raise RuntimeError(f"{path} does not hold {FORCED_VERSION!r} once")
-    # A hard link: writing through it would change the original.
+    # A write through the hard link would change the original.
     path.unlink()
     path.write_text(text.replace(FORCED_VERSION, FORCED_VERSION.replace("2", "3")))
 
@@ -301,7 +301,7 @@ def child_variables(arm: str, args: argparse.Namespace) -> dict[str, str]:
 
 
 def run_arm(arm: str, args: argparse.Namespace, report: Report) -> bool:
-    """Runs one arm in a process, and reports its rows; whether all went well."""
+    """Runs one arm in a process, and reports its rows; returns whether all ran."""
     log = args.logs / f"{arm.replace(':', '-')}.log"
     log.unlink(missing_ok=True)
     wrong: str | None = "stopped"
@@ -330,8 +330,8 @@ def run_arms(args: argparse.Namespace, facts: dict[str, Any] | None = None) -> i
     """Runs and reports all arms; returns the exit status.
 
     Args:
-        args: As parsed.
-        facts: More of what every row says of the run, whose arm may not have started.
+        args: The command line's.
+        facts: More facts of the run, for every row, even if an arm does not start.
 
     """
     report = Report(args.output)

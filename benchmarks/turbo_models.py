@@ -2,30 +2,32 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode time and attention of models of other kinds than Llama, by cache dtype.
 
-As turbo_engine.py, but nothing is prefilled: vLLM's DecodeBenchConnector says that a
-prompt is cached, and fills its blocks with a constant (packed ones with zeros), which
-costs a decode step what other keys cost. So models of any length fit into minutes. With
---layers a model keeps its first layers only; the row says of how many. Rows:
+It differs from turbo_engine.py in that nothing is prefilled: vLLM's
+DecodeBenchConnector says that a prompt is cached, and fills its blocks with a constant
+(packed ones with zeros). A decode step costs the same with such keys as with others. So
+contexts of any length fit into minutes. With --layers a model keeps only its first
+layers, and its rows also have the number of all. The rows are:
 
 * `startup`: time to build the engine, and how many tokens its cache holds.
-* `decode`: time a token and sequence (TPOT), as in turbo_engine.py.
-* `prefill`: time to one token of a prompt as long as the longest, which is computed.
-* `attention`: microseconds a decode step in which a kernel of attention runs (store,
-  decode, merge, and what other caches have instead), from profiles of their own; those
-  in which any kernel runs; and each kernel's by name. One that is launched before the
-  kernel ahead of it has ended counts from its launch, so that the second figure, less
-  another arm's, is the better one for short steps. The first step, in which the
-  connector fills states and recent windows, is taken off all of them.
-* `follow_up`, of `--parts prefix`: chats as many and as long as the shape says, which
-  are answered, and go on with each of `--turns` tokens. How many tokens of the prompts
-  the prefix cache held, of those that had been computed, and the seconds until each
-  chat had its first token. Nothing is filled here.
+* `decode`: time per output token of a sequence (TPOT), as in turbo_engine.py.
+* `prefill`: time to one token of a prompt of the longest shape, which is computed.
+* `attention`: microseconds of a decode step in which a kernel of attention runs (store,
+  decode, merge, and their like for other caches); those in which any kernel runs; and
+  each kernel's by name. They come from profiles of their own. A kernel that is launched
+  before the one ahead has ended counts from its launch, so for short steps the
+  difference of the second figure between arms is more exact. The first step, in which
+  the connector fills states and recent windows, is subtracted.
+* `follow_up`, with `--parts prefix`: chats of the shape's number and length are
+  answered, and go on with each of `--turns` tokens. The row has the tokens of the
+  prompts that the prefix cache held, those that had been computed, and the seconds
+  until each chat had its first token. Nothing is filled here.
 
-With `--quantization awq` the weights have 4 bits, and are as dummy as others: on a GPU
-vLLM takes Marlin's kernels. An arm that does not start has a row with its `error`.
+With `--quantization awq` the weights have 4 bits, and are dummies as well. vLLM takes
+Marlin's kernels for them on a GPU. An arm that does not start has a row with its
+`error`.
 
-Experts are drawn for each token by vLLM's simulation of routers: what dummy weights
-choose depends on the attention, so that arms would load different experts.
+vLLM's simulation of routers draws the experts of each token. A router of dummy weights
+would depend on the attention, so that arms would load different experts.
 """
 
 import argparse
@@ -48,21 +50,21 @@ from turbo_engine import Engine, build_parser, run_arms, turn, used_mib
 from turbo_process.log import emit
 from turbo_process.runner import exit_when_told
 
-# Contexts but the last's, which shows what a step costs beside attention.
+# The last shape has a short context, and shows the cost of a step beside attention.
 SHAPES = ((16, 32768), (64, 4096), (16, 128))
 FILLED_PARTS, PREFIX = ("decode", "prefill", "attention"), "prefix"
 PROFILED_STEPS = 8
 KERNELS_SHOWN = 24
 NAME_LENGTH = 100
 ATTENTION_US, KERNELS_US = "attention_us", "kernels_us"
-# Kernels that store keys and values, quantise queries, attend, and join what was split.
+# Kernels that store keys and values, quantise queries, attend, and join splits.
 ATTENTION = re.compile(
     r"turbo::|(^|_)(store|decode|extend|merge|isolate|window|rotate_query|"
     r"weigh_by_sinks)_kernel|flash|unified_attention|reduce_segments|reshape_and_cache|"
     r"prepare_varlen|scaled_fp8_quant|_attn_packed|cache_int4|hadamard|per_token_head|"
     r"_latent_kernel|concat_and_cache_mla|mla_(combine|metadata)"
 )
-# Of states, not of keys: they have "flash" or "decode" in their names, too.
+# Kernels of states that also have "flash" or "decode" in their names.
 NOT_ATTENTION = re.compile(r"delta_rule|mamba|ssm|conv1d|(^|_)moe", re.IGNORECASE)
 
 
@@ -71,9 +73,9 @@ def is_attention(name: str) -> bool:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns how much of the time line spans of (start, end) cover together.
+    """Returns the length of the union of spans of (start, end).
 
-    A kernel that is launched early waits in its span for the one before.
+    The span of a kernel that is launched early includes its wait for the one before.
     """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -93,7 +95,7 @@ def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
 
 
 def kernel_times(kernels: list[tuple[str, float, float]]) -> Counter[str]:
-    """Returns us by what they are of: a kernel's name, ATTENTION_US or KERNELS_US."""
+    """Returns microseconds by a kernel's name, ATTENTION_US or KERNELS_US."""
     times: Counter[str] = Counter()
     for name, start, end in kernels:
         times[name[:NAME_LENGTH]] += end - start
@@ -108,12 +110,12 @@ def attention_row(
     whole: list[tuple[str, float, float]],
     steps: int,
 ) -> dict[str, Any]:
-    """Returns the row of what steps take beyond the first.
+    """Returns the row of the steps after the first.
 
     Args:
-        first: Kernels of the first step alone.
-        whole: Kernels of the first and of `steps` more.
-        steps: How many these are.
+        first: Kernels of the first step.
+        whole: Kernels of the first step and of `steps` more.
+        steps: The number of steps after the first.
 
     """
     times = kernel_times(whole)
@@ -168,14 +170,14 @@ class FilledEngine(Engine):
         }
 
     def prefill(self) -> dict[str, Any]:
-        """Returns the row of a prompt that is computed, as the engine's first is."""
+        """Returns the row of the longest prompt, which is computed."""
         from fill_connector import COMPUTED
 
         seconds = []
         for _ in range(1 + self.args.repeats):
             prompt = self.prompts(1, self.longest)
             seconds.append(self.generate(prompt, 1, COMPUTED)[0])
-        # The first compiles.
+        # The first run compiles.
         return {
             "shape": f"1x{self.longest}",
             "part": "prefill",
@@ -222,7 +224,7 @@ def model_config(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the configuration of the model that is measured.
 
     Raises:
-        ValueError: If it cannot be had of the one that is named.
+        ValueError: If it cannot be made from the named one.
     """
     config = cut_layers(
         json.loads((args.model / "config.json").read_text()), args.layers
@@ -265,7 +267,7 @@ def parse_args() -> argparse.Namespace:
     parser = build_parser()
     parser.description = __doc__.splitlines()[0]
     parser.set_defaults(model=CONFIGS / "gemma-3-27b", shapes=None)
-    parser.add_argument("--layers", type=int, help="keep the first of them only")
+    parser.add_argument("--layers", type=int, help="keep only so many layers")
     parser.add_argument(
         "--parts", nargs="+", choices=(*FILLED_PARTS, PREFIX), default=FILLED_PARTS
     )
@@ -276,7 +278,7 @@ def parse_args() -> argparse.Namespace:
         type=int,
         default=follow_ups.TURNS,
         metavar="TOKENS",
-        help="that a chat goes on with, for --parts prefix",
+        help="tokens of a chat's next turns, for --parts prefix",
     )
     parser.add_argument(
         "--prefix-match-unit", type=int, help="tokens, for --parts prefix of hybrids"

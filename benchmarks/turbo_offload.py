@@ -5,16 +5,16 @@
 One JSON object a line:
 
 * `copy`, of the arm `copies`: vLLM's own worker moves the pages of `--copied-tokens`
-  tokens, in random order, to pinned host memory (`store`) and back (`load`), once what
-  came back is known to be what went: GB/s and tokens a second of a model of 32 layers
-  with 8 KV heads of 128. `page_bytes` is what lies in one piece: a layer's page of a
-  block under LBHNC, the block of all layers under BLHNC and BHLNC, which are one to a
-  copy.
-* `restore`, of an engine with dummy weights: a prompt of `--context` tokens whose pages
-  are in the host's memory, from there to its first token (`restored_s`), and the same
-  with the pages still on the GPU (`cached_s`) and computed (`computed_s`).
-  `tokens_per_s` are the restored tokens by what restoring adds.
-* `ratio`: the most tokens a second of each dtype, over bf16's most, by part.
+  tokens, in random order, to pinned host memory (`store`) and back (`load`), after a
+  check that the same bytes come back. The row has GB/s and tokens per second of a model
+  of 32 layers with 8 KV heads of 128. `page_bytes` is the size of a contiguous piece: a
+  layer's page of a block under LBHNC, the block of all layers under BLHNC and BHLNC,
+  which are the same to a copy.
+* `restore`, of an engine with dummy weights: seconds to the first token of a prompt of
+  `--context` tokens, with pages from the host's memory (`restored_s`), with pages still
+  on the GPU (`cached_s`), and computed (`computed_s`). `tokens_per_s` is the number of
+  restored tokens over the time that restoring adds to `cached_s`.
+* `ratio`: each dtype's largest rate in tokens per second, over bf16's, by part.
 
 An engine's arm is DTYPE[@LAYOUT[@BLOCK]]: `turbo4@BLHNC@64`; `auto` is bf16.
 """
@@ -35,13 +35,13 @@ from turbo_process.runner import exit_when_told
 
 COPIES = "copies"
 LAYERS, KV_HEADS, HEAD_SIZE = 32, 8, 128
-# Bytes of a token and KV head in one layer; turbo's are its format's.
+# Bytes of a token and KV head in one layer; turbo dtypes have their format's.
 PLAIN_BYTES = {"auto": 4 * HEAD_SIZE, "fp8": 2 * HEAD_SIZE}
-# How many pieces a block is in.
+# Contiguous pieces of a block, by layout.
 PIECES = {"LBHNC": LAYERS, "BLHNC": 1}
 BLOCK_SIZES = (16, 64, 128)
 ARMS = (COPIES, "auto", "turbo4", "turbo4@BLHNC@64")
-# For a copy, and for stores that go on after the answer.
+# Limits of a copy, and of stores that go on after the answer.
 TIMEOUT_S, SETTLING_S = 60.0, 1.0
 RATES = {"copy": "load_tokens_per_s", "restore": "tokens_per_s"}
 
@@ -61,7 +61,7 @@ class Copies:
     Args:
         dtype: Cache dtype.
         layout: A key of PIECES.
-        block_size: Tokens a block.
+        block_size: Tokens of a block.
         num_tokens: Tokens that are moved at once.
 
     """
@@ -122,7 +122,7 @@ class Copies:
         return result.transfer_time
 
     def check(self) -> None:
-        """Makes sure that what comes back is what went."""
+        """Makes sure that the same bytes come back."""
         import torch
 
         before = [page.clone() for page in self.pages]
@@ -208,7 +208,7 @@ class OffloadingEngine:
         self.vocab_size = vocab_size
 
     def answer(self, seed: int) -> tuple[float, int]:
-        """Returns the seconds to a prompt's first token, and what was not computed."""
+        """Returns the seconds to a prompt's first token, and its cached tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -220,15 +220,15 @@ class OffloadingEngine:
         return time.perf_counter() - start, output.num_cached_tokens or 0
 
     def row(self) -> dict[str, Any]:
-        """Returns the row of as many prompts as there are repeats.
+        """Returns the row of `args.repeats` prompts.
 
         Raises:
-            RuntimeError: If pages did not come from where they should.
+            RuntimeError: If pages came from another place than expected.
 
         """
         found: dict[str, list[float]] = {"computed": [], "restored": [], "cached": []}
         whole = (self.args.context - 1) // self.block_size * self.block_size
-        # What is compiled or allocated at first use.
+        # These prompts make the engine compile and allocate at first use.
         for seed in range(2):
             self.answer(seed)
             self.settle()
@@ -257,7 +257,7 @@ class OffloadingEngine:
     def settle(self) -> None:
         """Lets stores end, and empties the GPU's prefix cache."""
         time.sleep(SETTLING_S)
-        # A step, in which the engine hears of them.
+        # Only a step tells the engine that stores have ended.
         self.llm.generate([random_prompt(-1, 2, self.vocab_size)], use_tqdm=False)
         assert self.llm.reset_prefix_cache()
 
@@ -276,7 +276,7 @@ def measure_arm(arm: str, args: argparse.Namespace) -> None:
 
 
 def ratios(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields, by part and dtype, the best rate over bf16's best."""
+    """Yields, by part and dtype, the best rate over bf16's best one."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         rate = RATES.get(row.get("part", ""))
@@ -312,7 +312,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="of copies")
     args = parser.parse_args()
     if args.output is None:
-        parser.error("--output: the ratios are those of what it holds")
+        parser.error("--output is needed: the ratios are computed from its rows")
     for arm in args.arms:
         if arm != COPIES and parse_arm(arm)[1] not in (*PIECES, "BHLNC"):
             parser.error(f"no layout of {arm}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""`vllm serve` under concurrent streamed chat requests of mixed lengths.
+"""Times `vllm serve` under concurrent streamed chat requests of mixed lengths.
 
-The model has dummy weights and a tokenizer of one token a byte. A stream counts
-only if it ends properly, with the tokens it was asked for. One JSON object a line:
-the server's start, then each round of requests.
+The model has dummy weights and a tokenizer of one token per byte. A stream counts only
+if it ends properly, with the tokens that were asked for. It prints one JSON object per
+line: the server's start, then each round of requests.
 """
 
 import argparse
@@ -35,13 +35,13 @@ REQUEST_TIMEOUT_S = 300
 
 @dataclass
 class Stream:
-    """What one request gave.
+    """The figures of one request.
 
     Attributes:
-        seconds: From sending it to its end.
-        first_token_s: From sending it to its first text.
-        prompt_tokens: As the server counts them, likewise ``output_tokens``.
-        output_tokens: Tokens generated.
+        seconds: Seconds from its sending to its end.
+        first_token_s: Seconds from its sending to its first text.
+        prompt_tokens: Tokens of the prompt, by the server's count.
+        output_tokens: Generated tokens, by the server's count.
 
     """
 
@@ -59,7 +59,7 @@ def write_model(config: Path, folder: Path) -> None:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocab, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    # Text for every token that the model may choose; special ones come last.
+    # Every token that the model may choose has a text; special tokens come last.
     first_special = vocab_size - len(special)
     vocab |= {f"<{token}>": token for token in range(len(vocab), first_special)}
     for index, token in enumerate(special):
@@ -92,7 +92,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     """Yields a stream's events.
 
     Raises:
-        RuntimeError: If it ends without saying so.
+        RuntimeError: If it ends without its last event.
 
     """
     for line in response:
@@ -108,7 +108,7 @@ def send(port: int, body: dict[str, Any]) -> Stream:
     """Sends one request, and reads its stream to the end.
 
     Raises:
-        RuntimeError: If the answer is not as asked for.
+        RuntimeError: If the answer differs from the request.
 
     """
     connection = http.client.HTTPConnection(
@@ -146,7 +146,7 @@ def send(port: int, body: dict[str, Any]) -> Stream:
 
 
 def run_round(port: int, count: int, seed: int) -> dict[str, Any]:
-    """Sends requests, all at once, and returns a row."""
+    """Sends requests at once, and returns a row."""
     bodies = make_requests(count, seed)
     errors: list[str] = []
 
@@ -183,7 +183,7 @@ def run_round(port: int, count: int, seed: int) -> dict[str, Any]:
 
 
 def benchmark(args: argparse.Namespace, folder: Path, report: Report) -> bool:
-    """Serves the model and sends the rounds; whether every stream was right."""
+    """Serves the model and sends the rounds; returns whether every stream counts."""
     write_model(args.config, folder)
     port = free_port()
     command = [

@@ -2,23 +2,23 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Seconds until `vllm serve` is ready, by cache dtype, with empty caches and full ones.
 
-The model has dummy weights. An arm has cache folders of its own in every round, for all
-that vLLM, PyTorch, Triton, FlashInfer and the driver keep of what they compile: its
-first start finds them empty, its second one finds what the first one left, and so do
-more with `--full-starts N`. A round has each arm, and begins with another arm than the
-round before. One JSON object a line:
+The model has dummy weights. In every round, an arm has cache folders of its own, for
+the compiled code of vLLM, PyTorch, Triton, FlashInfer and the driver. Its first start
+finds them empty. Its second start, and more with `--full-starts N`, find the results of
+the first. A round has each arm, and begins with another arm than the round before. It
+prints one JSON object per line:
 
-* `start`: seconds from the command to an answer of /health; `phases`, which add up to
-  it, each up to a line of the log; `reported`, the seconds that lines of the log give,
-  some of them within a phase.
-* `median`: of all starts alike that the --output file has of this commit and GPU, with
-  the same model and arguments, so that rounds may come from several commands;
-  `beyond_fp8_s` is the difference from fp8's.
+* `start`: seconds from the command to an answer of /health. `phases` add up to it, and
+  each ends with a line of the log. `reported` are the seconds in lines of the log, some
+  of them within a phase.
+* `median`: medians of the starts in the --output file with this commit, GPU, model and
+  arguments, so that rounds may come from several commands. `beyond_fp8_s` is the
+  difference from fp8's.
 
 An arm is a --kv-cache-dtype; `turbo4:triton` also sets turbo_kernel.
 
-With `--at-once N`, N arms run side by side, of one round or of several: each of them
-has one of the visible GPUs, and an equal share of the cores, to itself.
+With `--at-once N`, N arms run side by side, from one round or from several. Each has
+one of the visible GPUs, and an equal share of the cores, to itself.
 """
 
 import argparse
@@ -68,9 +68,9 @@ PHASES = {
     "warm_up": r"init engine \(",
     "serve": r"Application startup complete",
 }
-# The rest, to the answer of /health.
+# The last phase, which ends with the answer of /health.
 READY = "ready"
-# Each has one group, of seconds; all that lines of the log say are added up.
+# Each pattern has one group, seconds; those of all matching lines are added up.
 REPORTED = {
     "model_loading": r"Model loading took .* and ([\d.]+) seconds",
     "torch_compile": r"torch\.compile took ([\d.]+) s in total",
@@ -80,7 +80,7 @@ REPORTED = {
     "cuda_kernels": r"CUDA kernels.*\bbuilt in ([\d.]+) s",
     "waited_for_kernels": r"CUDA kernels.*\bwaited for ([\d.]+) s",
 }
-# What a start reads, so that the first arm does not wait for the disk.
+# Packages that a start reads; they are read before, so that no arm waits for the disk.
 READ_PACKAGES = ("vllm", "torch", "triton", "nvidia", "flashinfer", "transformers")
 POLL_S = 0.02
 
@@ -107,7 +107,7 @@ def read_packages(names: Iterable[str] = READ_PACKAGES) -> int:
 
 
 class StampedLog:
-    """The lines of a log that is being written, each with when it came.
+    """The lines of a growing log, each with its time.
 
     Attributes:
         lines: Seconds since `start`, and the line.
@@ -143,11 +143,11 @@ class StampedLog:
 
 
 def phases(lines: Iterable[tuple[float, str]], seconds: float) -> dict[str, float]:
-    """Returns how long each phase took; one whose line is missing is part of the next.
+    """Returns the seconds of each phase; one without its line is part of the next.
 
     Args:
         lines: Seconds since the start, and a line of the log.
-        seconds: When the server was ready.
+        seconds: Seconds from the start until the server was ready.
 
     """
     lines = list(lines)
@@ -161,7 +161,7 @@ def phases(lines: Iterable[tuple[float, str]], seconds: float) -> dict[str, floa
 
 
 def reported(lines: Iterable[str]) -> dict[str, float]:
-    """Returns the seconds that the log gives."""
+    """Returns the seconds that lines of the log report."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in lines:
         for name, pattern in REPORTED.items():
@@ -176,7 +176,7 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 
 def serve_command(args: argparse.Namespace, arm: str, model: Path) -> list[str]:
-    """Returns `vllm serve` of an arm, up to its address."""
+    """Returns an arm's command, without the address."""
     cache_dtype, _, kernel = arm.partition(":")
     options = ["--attention-config.turbo_kernel", kernel] if kernel else []
     return [
@@ -187,11 +187,11 @@ def serve_command(args: argparse.Namespace, arm: str, model: Path) -> list[str]:
 
 
 class Place(NamedTuple):
-    """Where the servers of an arm run.
+    """The GPU and cores of an arm's servers.
 
     Attributes:
-        gpu: What CUDA_VISIBLE_DEVICES calls it; None for whatever is visible.
-        cores: Numbers of the cores that they may take, of this host.
+        gpu: The GPU's name in CUDA_VISIBLE_DEVICES; None for all visible GPUs.
+        cores: Numbers of this host's cores that the servers may take.
 
     """
 
@@ -200,7 +200,7 @@ class Place(NamedTuple):
 
 
 def places(count: int) -> list[Place]:
-    """Returns so many places, which share the GPUs and cores of this process.
+    """Returns `count` places, which share the GPUs and cores of this process.
 
     Raises:
         ValueError: If there are fewer GPUs or cores.
@@ -232,7 +232,7 @@ def measure_start(
     """Starts a server, and ends it when it is ready.
 
     Returns:
-        The seconds that took, in all and by phase.
+        The seconds of the start, in all and by phase.
 
     Raises:
         QuickstartError: If the server ends, or is not ready in time.
@@ -266,7 +266,7 @@ def run_arm(
     report: Report,
     place: Place,
 ) -> int:
-    """Starts an arm of a round, and reports; returns how many starts failed."""
+    """Starts an arm of a round, and reports; returns the number of failed starts."""
     with tempfile.TemporaryDirectory(dir=args.folder) as caches:
         for i in range(1 + args.full_starts):
             state = FULL if i else EMPTY
@@ -278,7 +278,7 @@ def run_arm(
                 row = measure_start(command, log, Path(caches), place)
             except (OSError, QuickstartError) as error:
                 report.row(**common, error=str(error))
-                # The caches are neither empty nor full.
+                # After a failed start the caches are neither empty nor full.
                 return 1
             report.row(**common, **row)
     return 0
@@ -287,7 +287,7 @@ def run_arm(
 def run_rounds(
     args: argparse.Namespace, model: Path, report: Report, where: list[Place]
 ) -> int:
-    """Runs the rounds, an arm in each place at a time; returns how many failed."""
+    """Runs the rounds, with an arm at a time in each place; returns the failures."""
     free: SimpleQueue[Place] = SimpleQueue()
     for place in where:
         free.put(place)
@@ -309,7 +309,7 @@ def run_rounds(
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of medians of starts, empty caches first."""
+    """Returns rows with the medians of starts, those with empty caches first."""
     starts: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row.get("part") == "start" and "error" not in row:
@@ -341,7 +341,7 @@ def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows_alike(output: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what a file has of runs with these facts, by whatever command."""
+    """Returns a file's rows of runs with these facts, from any command."""
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     same = facts.items() - {("command", facts["command"])}
     return [row for row in rows if same <= row.items()]
@@ -369,7 +369,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="starts of an arm in a round that find all built (default: 1)",
+        help="an arm's starts with full caches in a round (default: 1)",
     )
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--folder", type=Path, help="where cache folders are made")

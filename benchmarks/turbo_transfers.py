@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill on one engine and decode on another, with pages that NIXL moves, by dtype.
+"""Prefills on one engine and decodes on another, by dtype; NIXL moves the pages.
 
-Two GPUs: a producer is on the first, or on both, a consumer on the last, or on both; a
-GPU that both need is shared. One JSON object a line:
+There are two GPUs. A producer is on the first, or on both, and a consumer on the last,
+or on both. They share a GPU that both need. It prints one JSON object per line:
 
-* `answers`, of each pair of tensor-parallel sizes: a seeded model with several KV heads
-  goes on from the producer's pages. `right` of `compared` tokens are those of the
-  consumer alone: up to where the best token of one wins by no more than rounding.
-* `gap`, of a model with dummy weights and one GPU each: milliseconds from the
-  producer's last token to the consumer's first (`gap_ms`), NIXL's own count of the
-  bytes of a request, and the milliseconds that it says they took.
-* `ratio`: bytes and gap of an arm over those of bf16 (`auto`), with what they may be.
+* `answers`, for each pair of tensor-parallel sizes: a seeded model with several KV
+  heads goes on from the producer's pages. `right` of `compared` tokens equal those of
+  the consumer alone, up to a position where the best token wins by no more than
+  rounding.
+* `gap`, for a model with dummy weights and one GPU each: milliseconds from the
+  producer's last token to the consumer's first (`gap_ms`), and NIXL's own count of a
+  request's bytes and milliseconds.
+* `ratio`: bytes and gap of an arm over those of bf16 (`auto`), with their bounds.
 
-An arm of the gaps is DTYPE[@LAYOUT[@BLOCK]], as of turbo_offload.py; UCX_TLS says over
-what UCX moves pages. With --together FOLDER all arms' engines start side by side, which
-needs memory for all; each then measures alone, when FOLDER has no file named hold.
+An arm of the gaps is DTYPE[@LAYOUT[@BLOCK]], as in turbo_offload.py. UCX_TLS names the
+transports of UCX. With --together FOLDER all arms' engines start side by side, which
+needs memory for all. Each then measures alone, when FOLDER has no file named hold.
 
-The exit status says whether all answers were right, and all ratios within their bounds.
+The exit status is 0 if all answers are right and all ratios are within their bounds.
 """
 
 import argparse
@@ -52,14 +53,14 @@ Row = dict[str, Any]
 
 CHILD = Path(__file__).with_name("transfer_child.py")
 PAIRS = ("1-1", "1-2", "2-1")
-# What a ratio to bf16's may be.
+# The largest ratios to bf16.
 BOUNDS = {"bytes": 0.27, "gap_ms": 0.5}
 # Log-probabilities that rounding may bring into another order.
 TIE = 0.05
 PROMPT_LENGTHS = (65, 128, 300, 511)
 ANSWER_TOKENS = 16
 SEEDED = ("--kv-heads", "4", "--heads", "8", "--head-range", "0.15")
-# NIXL gives a first reply five seconds, which a busy machine may need.
+# NIXL waits five seconds for a first reply, and a busy machine may need more.
 ATTEMPTS = 5
 
 
@@ -72,10 +73,10 @@ class Half:
         self.log = log
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Returns what it sends.
+        """Returns the engine's next message.
 
         Raises:
-            RuntimeError: If it ends, or says nothing in time.
+            RuntimeError: If it ends, or sends nothing in time.
 
         """
         deadline = time.monotonic() + timeout_s
@@ -85,7 +86,7 @@ class Half:
         return self.connection.recv()
 
     def ask(self, timeout_s: float = 120.0, **call: Any) -> dict[str, Any]:
-        """Returns what `answer` does with a call."""
+        """Returns the child's `answer` to a call."""
         self.connection.send(call)
         return self.receive(timeout_s)
 
@@ -98,7 +99,7 @@ def visible(role: str, size: int) -> str:
 
 
 def options_of(role: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns `LLM`'s arguments but for the model's and the cache's dtype."""
+    """Returns `LLM`'s arguments, without the model and the cache's dtype."""
     transfer = {
         "kv_connector": args.connector,
         "kv_role": f"kv_{role}",
@@ -113,7 +114,7 @@ def options_of(role: str, size: int, args: argparse.Namespace) -> dict[str, Any]
         "disable_log_stats": False,
         "enable_prefix_caching": False,
         "max_num_seqs": 8,
-        # For both, where they share a GPU.
+        # Both engines fit on a shared GPU.
         "gpu_memory_utilization": 0.45,
         "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
         "kv_transfer_config": transfer,
@@ -129,7 +130,7 @@ def half(
     log: Path,
     layout: str = "LBHNC",
 ) -> Iterator[tuple[Half, dict[str, Any]]]:
-    """Yields an engine, and what it says of itself."""
+    """Yields an engine, and its account of itself."""
     variables = engine_variables(on_cpu=args.on_cpu)
     variables |= {"VLLM_KV_CACHE_LAYOUT": layout}
     variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
@@ -167,9 +168,9 @@ def pair(
     name: str,
     **more: Any,
 ) -> Iterator[tuple[Half, Half, dict[str, Any]]]:
-    """Yields a producer and a consumer, and what the latter says of itself.
+    """Yields a producer, a consumer, and the consumer's account of itself.
 
-    One starts after the other: each looks at what memory the GPU has left.
+    One starts after the other, because each measures the GPU's free memory.
     """
     with ExitStack() as stack:
         halves = []
@@ -188,10 +189,10 @@ def hand_over(
     max_tokens: int,
     **call: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what the producer and the consumer did.
+    """Returns the results of the producer and of the consumer.
 
     Raises:
-        RuntimeError: If pages do not come along.
+        RuntimeError: If the pages do not arrive.
 
     """
     asked = [{"do_remote_decode": True} for _ in prompts]
@@ -208,7 +209,7 @@ def warm_up(producer: Half, consumer: Half, prompt: list[int]) -> None:
     """Lets the two find each other.
 
     Raises:
-        RuntimeError: If they do not, at several attempts.
+        RuntimeError: If ATTEMPTS attempts fail.
 
     """
     for attempt in range(ATTEMPTS):
@@ -221,7 +222,7 @@ def warm_up(producer: Half, consumer: Half, prompt: list[int]) -> None:
 
 
 def compared(own: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many tokens are alike, of how many that rounding does not decide."""
+    """Returns the number of equal tokens, and of those that no rounding decides."""
     right = total = 0
     for i, (tokens, others) in enumerate(zip(own["tokens"], theirs["tokens"])):
         for n, (token, other) in enumerate(zip(tokens, others)):
@@ -271,9 +272,9 @@ def gap_row(arm: str, args: argparse.Namespace, start: Barrier, turn: Lock) -> R
 
     Args:
         arm: DTYPE[@LAYOUT[@BLOCK]].
-        args: As parsed.
-        start: Where arms whose engines start side by side wait for each other.
-        turn: Held while one measures.
+        args: The command line's.
+        start: The barrier of arms whose engines start side by side.
+        turn: A lock that an arm holds while it measures.
 
     """
     dtype, layout, block_size = parse_arm(arm, args.block_size)
@@ -327,7 +328,7 @@ def gap_rows(args: argparse.Namespace) -> list[Row]:
         try:
             return gap_row(arm, args, start, turn)
         except Exception:
-            # The others are not to wait for it.
+            # The other arms must not wait for this one.
             start.abort()
             raise
 
@@ -336,7 +337,7 @@ def gap_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def ratio_rows(rows: list[Row]) -> Iterator[Row]:
-    """Yields how the rows of gaps compare with bf16's."""
+    """Yields the ratios of the rows of gaps to bf16's."""
     base = next((row for row in rows if row["arm"] == "auto"), None)
     for row in rows:
         if base is None or row is base:
@@ -359,7 +360,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=CONFIGS / "llama-8b")
     parser.add_argument("--parts", nargs="+", default=["answers", "gap"])
     parser.add_argument("--pairs", nargs="*", choices=PAIRS, default=PAIRS)
-    parser.add_argument("--dtype", default="turbo4", help="that answers are of")
+    parser.add_argument("--dtype", default="turbo4", help="cache dtype of answers")
     parser.add_argument("--arms", nargs="+", default=["auto", "turbo4"])
     parser.add_argument("--together", type=Path, help="folder, as turbo_engine.py's")
     parser.add_argument("--connector", default="NixlConnector")
