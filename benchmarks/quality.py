@@ -297,7 +297,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, default=HELD_OUT, help="held-out text")
     parser.add_argument("--arms", nargs="+", help="the first is the reference")
     parser.add_argument("--quick", action="store_true", help="for a CPU: minutes")
-    parser.add_argument("--chunk", type=int, help="tokens of a prefill chunk")
     parser.add_argument("--cases", type=int, help="tasks per length and depth")
     parser.add_argument("--texts", type=int, help="stretches of held-out text")
     parser.add_argument(
@@ -341,7 +340,7 @@ def parse_args() -> argparse.Namespace:
     args.dtype = args.dtype or ("float16" if args.on_cpu else "bfloat16")
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = (64 << 20) if args.on_cpu else (4 << 30)
-    chunk = args.chunk or CHUNK["quick" if args.quick else "full"]
+    chunk = CHUNK["quick" if args.quick else "full"]
     try:
         names = args.arms or (CPU_ARMS if args.on_cpu else GPU_ARMS)
         args.parsed_arms = [Arm.parse(name, chunk) for name in names]

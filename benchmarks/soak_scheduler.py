@@ -53,8 +53,10 @@ if TYPE_CHECKING:
 # whose blocks are long.
 MODELS = {"llama-8b": 8192, "gpt-oss-20b": 8192, "qwen3.6-35b-a3b": 32768}
 TENTHS = 10
-# Bytes of a cache that is larger than any here; `--blocks` names the part that exists.
-MEMORY = 100 << 30
+# Bytes of a cache that is larger than any here, and the blocks of it that exist.
+MEMORY, BLOCKS = 100 << 30, 256
+# Different beginnings of prompts, and the blocks of the longest common one.
+STARTS, BLOCKS_ALIKE = 24, 4
 TOKEN = 100
 # Steps in a row without a scheduled token, after which the engine counts as stuck.
 IDLE_STEPS = 100
@@ -175,8 +177,8 @@ class Soak:
             SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
             for count in range(1, args.tokens + 1)
         ]
-        most_alike, own = args.blocks_alike * self.block_size, 2 * self.block_size
-        self.starts = [self.tokens(most_alike) for _ in range(args.starts)]
+        most_alike, own = BLOCKS_ALIKE * self.block_size, 2 * self.block_size
+        self.starts = [self.tokens(most_alike) for _ in range(STARTS)]
         # A prompt's own tokens are a part of these, at a random place.
         self.noise = self.tokens(64 * own)
 
@@ -189,7 +191,7 @@ class Soak:
             max_model_len=MODELS[model],
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            num_gpu_blocks_override=args.blocks,
+            num_gpu_blocks_override=BLOCKS,
             enable_prefix_caching=True,
             async_scheduling=True,
             distributed_executor_backend=StubExecutor,
@@ -211,7 +213,7 @@ class Soak:
         """Adds a request that shares its first blocks with some others."""
         name = str(self.counts["added"])
         start = self.random.choice(self.starts)
-        alike = self.block_size * self.random.randint(0, self.args.blocks_alike)
+        alike = self.block_size * self.random.randint(0, BLOCKS_ALIKE)
         own = self.random.randint(1, 2 * self.block_size)
         place = self.random.randrange(len(self.noise) - own)
         prompt = start[:alike] + self.noise[place : place + own]
@@ -343,12 +345,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="turbo4")
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--at-once", type=int, default=192, help="waiting or running")
-    parser.add_argument("--starts", type=int, default=24, help="different beginnings")
-    parser.add_argument(
-        "--blocks-alike", type=int, default=4, help="longest common beginning"
-    )
     parser.add_argument("--tokens", type=int, default=64, help="generated at most")
-    parser.add_argument("--blocks", type=int, default=256, help="blocks of the cache")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=32768)
     parser.add_argument(

@@ -62,6 +62,7 @@ ANSWER_TOKENS = 16
 SEEDED = ("--kv-heads", "4", "--heads", "8", "--head-range", "0.15")
 # NIXL waits five seconds for a first reply, and a busy machine may need more.
 ATTEMPTS = 5
+CONNECTOR, START_TIMEOUT_S = "NixlConnector", 240.0
 
 
 class Half:
@@ -101,9 +102,9 @@ def visible(role: str, size: int) -> str:
 def options_of(role: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Returns `LLM`'s arguments, without the model and the cache's dtype."""
     transfer = {
-        "kv_connector": args.connector,
+        "kv_connector": CONNECTOR,
         "kv_role": f"kv_{role}",
-        "kv_buffer_device": "cpu" if args.on_cpu else "cuda",
+        "kv_buffer_device": "cuda",
         "kv_load_failure_policy": "fail",
     }
     return {
@@ -131,14 +132,10 @@ def half(
     layout: str = "LBHNC",
 ) -> Iterator[tuple[Half, dict[str, Any]]]:
     """Yields an engine, and its account of itself."""
-    variables = engine_variables(on_cpu=args.on_cpu)
+    variables = engine_variables(on_cpu=False) | SEVERAL_GPUS_VARIABLES
     variables |= {"VLLM_KV_CACHE_LAYOUT": layout}
     variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    variables |= SEVERAL_GPUS_VARIABLES
-    if args.on_cpu:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    else:
-        variables["CUDA_VISIBLE_DEVICES"] = visible(role, size)
+    variables |= {"CUDA_VISIBLE_DEVICES": visible(role, size)}
     options = options_of(role, size, args) | options
     with tempfile.TemporaryDirectory() as folder:
         address = str(Path(folder) / "socket")
@@ -155,7 +152,7 @@ def half(
                         raise RuntimeError(f"no engine: {what_happened(log)}")
                     time.sleep(0.1)
                 found = Half(accepted[0], process, log)
-                yield found, found.receive(args.start_timeout)
+                yield found, found.receive(START_TIMEOUT_S)
                 found.connection.send(None)
                 process.wait(60)
 
@@ -287,7 +284,7 @@ def gap_row(arm: str, args: argparse.Namespace, start: Barrier, turn: Lock) -> R
     }
     log = f"{arm}-gap"
     with pair((1, 1), options, args, log, layout=layout) as (producer, consumer, said):
-        start.wait(args.start_timeout)
+        start.wait(START_TIMEOUT_S)
         while args.together and (args.together / "hold").exists():
             time.sleep(0.1)
         with turn:
@@ -363,14 +360,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="turbo4", help="cache dtype of answers")
     parser.add_argument("--arms", nargs="+", default=["auto", "turbo4"])
     parser.add_argument("--together", type=Path, help="folder, as turbo_engine.py's")
-    parser.add_argument("--connector", default="NixlConnector")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=8 << 30)
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
     parser.add_argument("--engine-args", type=json.loads, default={})
-    parser.add_argument("--on-cpu", action="store_true", help="with the stand-ins")
     parser.add_argument("--output", type=Path, help="file that rows are added to")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-transfers"))
     return parser.parse_args()
@@ -381,7 +375,7 @@ def main() -> int:
     exit_when_told()
     report = Report(args.output)
     ucx_tls = os.environ.get("UCX_TLS", "all")
-    report.facts |= {"connector": args.connector, "ucx_tls": ucx_tls}
+    report.facts |= {"connector": CONNECTOR, "ucx_tls": ucx_tls}
     is_right = True
     if "answers" in args.parts:
         with tempfile.TemporaryDirectory() as name:

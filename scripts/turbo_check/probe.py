@@ -28,7 +28,6 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 
 # In a request's `extra_args`: see `Record.of`.
 WATCH = "check_model"
-NAME = "turbo_check.probe:Recorder"
 
 
 @dataclass

@@ -11,7 +11,6 @@ vLLM makes an MTP layer by the target's configuration, which has to name one.
 `target_overrides` returns the needed value of `--hf-overrides`.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -234,17 +233,3 @@ def write_draft(folder: Path, method: str, target: Path, seed: int = 0) -> None:
     write = latent_mtp_weights if "kv_lora_rank" in config else WEIGHTS[method]
     tensors = write(Weights(config, seed), load_file(target / "model.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the drafter is written")
-    parser.add_argument("method", choices=WEIGHTS)
-    parser.add_argument("target", type=Path, help="the target model's folder")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    write_draft(args.folder, args.method, args.target, args.seed)
-
-
-if __name__ == "__main__":
-    main()
